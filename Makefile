@@ -1,0 +1,55 @@
+# Every target makes .venv when it is missing, and again when pyproject.toml or constraints.txt change.
+# Python 3.11 is what constraints.txt is written for: `make PYTHON=python3.11 test` chooses the interpreter.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# The documentation's theme advertises its successor at every build.
+export NO_MKDOCS_2_WARNING := 1
+
+.PHONY: help demo test check bench docs soak torch-suite clean
+
+help:
+	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
+	@echo "make test         the test suite"
+	@echo "make check        lint, format, types, and the documentation built strictly"
+	@echo "make docs         build the documentation into site/"
+	@echo "make bench        speed of the DDP and of the hooks, beside PyTorch's own"
+	@echo "make torch-suite  PyTorch's own DDP tests, run against ddp_core"
+	@echo "make soak         a thousand processes that train and end, and other long runs"
+	@echo "make clean        remove .venv and everything that was built"
+
+# torch first and by name: with it in place, the rest is resolved against the version that constraints.txt names.
+# No build isolation: setuptools then comes from constraints.txt too.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/commhooks compare --out runs/demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --quiet
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
+bench: $(STAMP)
+	$(BIN)/python -m experiments.bench
+
+torch-suite: $(STAMP)
+	$(BIN)/python -m tests.torch_suite
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak -s tests/soak
+
+clean:
+	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,26 @@
+"""What every test starts from: one thread of mathematics, and examples that repeat."""
+
+from __future__ import annotations
+
+import os
+
+# Ranks share few cores: read by torch in this process when it is imported, and in every rank that is spawned from it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+# The same examples on every run: a failure seen in CI is the failure seen at home. No deadline: machines are busy.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("repeatable")
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu`, saying why, where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

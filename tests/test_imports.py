@@ -1,0 +1,115 @@
+"""The packages meet at one signature (docs, architecture): who may import what, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("commhooks", "ddp_core", "experiments")
+MAY_IMPORT = {
+    "ddp_core": {"torch"},
+    "commhooks": {"torch", "numpy", "scipy"},
+}
+# A compressor touches tensors and yields requests: nothing that differs between two runs is within reach.
+OUT_OF_REACH_OF_A_COMPRESSOR = ("torch.distributed", "logging", "time", "random", "threading")
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield the full name of every module that the file names in an import, wherever in the file it stands."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def dotted_names(path: Path) -> Iterator[str]:
+    """Yield every dotted name the file spells out, such as `torch.distributed.all_reduce`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_package_imports_only_itself_the_standard_library_and_what_it_may(package: str) -> None:
+    allowed = MAY_IMPORT[package] | {package} | set(sys.stdlib_module_names)
+    strangers = [
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in sources(package)
+        for module in imported_modules(path)
+        if module.split(".")[0] not in allowed
+    ]
+    assert not strangers, f"{package} may import {sorted(MAY_IMPORT[package])} only"
+
+
+@pytest.mark.parametrize("package", ["commhooks", "ddp_core"])
+def test_nothing_imports_experiments(package: str) -> None:
+    assert not [
+        path for path in sources(package) for module in imported_modules(path) if is_within(module, "experiments")
+    ]
+
+
+def test_no_package_imports_tests() -> None:
+    assert not [
+        path
+        for package in PACKAGES
+        for path in sources(package)
+        for m in imported_modules(path)
+        if is_within(m, "tests")
+    ]
+
+
+def test_bucketing_is_pure() -> None:
+    path = ROOT / "ddp_core" / "bucketing.py"
+    names = [*imported_modules(path), *dotted_names(path)]
+    assert not [name for name in names if is_within(name, "torch.distributed") or is_within(name, "dist")]
+
+
+@pytest.mark.parametrize("folder", ["commhooks/compressors", "commhooks/wrappers"])
+def test_compressors_reach_no_process_group_clock_or_log(folder: str) -> None:
+    reached = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources(folder)
+        for name in (*imported_modules(path), *dotted_names(path))
+        for forbidden in OUT_OF_REACH_OF_A_COMPRESSOR
+        if is_within(name, forbidden)
+    ]
+    assert not reached, "a compressor touches tensors and yields requests; what else it needs comes in its context"
+
+
+@pytest.mark.parametrize("path", [p for package in PACKAGES for p in sources(package)], ids=module_name)
+def test_all_is_sorted_and_names_what_exists(path: Path) -> None:
+    module = importlib.import_module(module_name(path))
+    public = getattr(module, "__all__", None)
+    if public is None:
+        assert path.name != "__init__.py" or path.parent.parent != ROOT, (
+            f"{module.__name__} must say what is public in __all__"
+        )
+        return
+    assert list(public) == sorted(set(public))
+    assert not [name for name in public if not hasattr(module, name)]
