@@ -1,0 +1,287 @@
+"""Start the ranks, hear their reports, end them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from tests.world.rank import STACK_SIGNAL, Assignment, main, output_file, stack_file
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE_SECONDS = 3.0  # how long the other ranks may run on once one has failed
+EXIT_SECONDS = 20.0  # how long a rank may take to end once told to leave
+OUTPUT_LINES = 40  # of each rank, in an error
+
+context = multiprocessing.get_context("forkserver")
+
+
+class WorldError(RuntimeError):
+    """At least one rank failed, died or did not end; the message has every rank's traceback or stack."""
+
+    def __init__(self, message: str, outcomes: list[Outcome]) -> None:
+        super().__init__(message)
+        self.outcomes = outcomes
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of one rank."""
+
+    rank: int
+    value: Any = None
+    returned: bool = False  # the function returned `value`
+    traceback: str | None = None  # the function raised
+    stack: str | None = None  # it had to be killed: where it was
+    exit_code: int | None = None  # negative: the signal that ended it
+    output: str = ""  # stdout and stderr
+    seconds: float = 0.0  # from the start of the world to this rank's report or death
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether the function returned and the process then ended with exit code 0."""
+        return self.returned and self.stack is None and self.exit_code == 0
+
+    def describe(self) -> str:
+        """Say in words what went wrong with this rank."""
+        lines = [f"--- rank {self.rank}: {self._headline()}"]
+        lines += [part.rstrip() for part in (self.traceback, self.stack) if part]
+        if self.output and not self.ok:
+            lines += ["its output ended with:", *self.output.splitlines()[-OUTPUT_LINES:]]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        ending = exit_name(self.exit_code)
+        if self.ok:
+            return "returned"
+        if self.stack is not None:
+            return (
+                "returned, but did not end and was killed; its stack" if self.returned else "still running; its stack"
+            )
+        if self.traceback is not None:
+            return "raised"
+        return f"returned its result, then ended with {ending}" if self.returned else f"died with {ending}"
+
+
+def exit_name(code: int | None) -> str:
+    """Say an exit code in words."""
+    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def run_world(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 50.0,
+    backend: str | None = "gloo",
+    check_exit: bool = True,
+    store: str = "file",
+    environment: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run a module-level `function(rank, *args, **kwargs)` on every rank of a new world; return the results in order.
+
+    timeout: seconds until every rank still running is killed; also the process group's own timeout.
+    backend: None leaves the process group to the function.
+    check_exit: False lets ranks end by `os._exit`, for PyTorch's own DDP, which aborts in about 6 % of exits.
+    store: "file", or "tcp" (a TCPStore in rank 0, on a port that the system chose).
+    environment: variables for the ranks, beside the parent's own.
+    Raises WorldError with the traceback of every rank that failed.
+    """
+    outcomes = _run(
+        function, args, kwargs, world_size, timeout, GRACE_SECONDS, backend, store, check_exit, dict(environment or {})
+    )
+    for outcome in outcomes:
+        if outcome.output:
+            print(f"[rank {outcome.rank}] {outcome.output.rstrip()}")
+    if not all(outcome.ok for outcome in outcomes):
+        parts = "\n".join(outcome.describe() for outcome in outcomes)
+        raise WorldError(f"{function.__name__} on {world_size} ranks failed\n{parts}", outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def run_world_outcomes(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 50.0,
+    backend: str | None = "gloo",
+    check_exit: bool = True,
+    store: str = "file",
+    environment: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Outcome]:
+    """Run a world as `run_world` does, but return what became of each rank and raise nothing.
+
+    For tests in which ranks are meant to fail: the others may run on until `timeout`.
+    """
+    return _run(
+        function, args, kwargs, world_size, timeout, timeout, backend, store, check_exit, dict(environment or {})
+    )
+
+
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    world_size: int,
+    timeout: float,
+    grace: float,
+    backend: str | None,
+    store: str,
+    check_exit: bool,
+    environment: dict[str, str],
+) -> list[Outcome]:
+    call = pickle.dumps((function, args, kwargs))
+    _ensure_server()
+    folder = tempfile.mkdtemp(prefix="world-")
+    world = _World(folder, world_size)
+    try:
+        for rank in range(world_size):
+            world.start(
+                Assignment(
+                    rank=rank,
+                    world_size=world_size,
+                    folder=folder,
+                    backend=backend,
+                    store=store,
+                    group_timeout=timeout,
+                    check_exit=check_exit,
+                    environment={**os.environ, **environment},
+                    call=call,
+                )
+            )
+        world.listen(timeout, grace)
+        world.dismiss()
+        return world.outcomes
+    finally:
+        world.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ensure_server() -> None:
+    """Start the fork server, once, with torch imported and one thread per rank."""
+    context.set_forkserver_preload(["tests.world.preload"])
+    with _environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), GLOO_SOCKET_IFNAME="lo"):
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+class _World:
+    """The processes of one call of `run_world`."""
+
+    def __init__(self, folder: str, world_size: int) -> None:
+        self.folder = folder
+        self.began = time.monotonic()
+        self.processes: list[ForkServerProcess] = []
+        self.connections: list[connection.Connection] = []
+        self.outcomes = [Outcome(rank=rank) for rank in range(world_size)]
+
+    def start(self, assignment: Assignment) -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=main, args=(assignment, theirs), name=f"rank {assignment.rank}")
+        self.processes.append(process)
+        self.connections.append(ours)
+        process.start()
+        theirs.close()
+
+    def listen(self, timeout: float, grace: float) -> None:
+        """Hear every rank's report; kill those that have not reported in time."""
+        deadline = self.began + timeout
+        silent = set(range(len(self.processes)))
+        while silent and (left := deadline - time.monotonic()) > 0:
+            ready = connection.wait([self.connections[rank] for rank in silent], timeout=left)
+            for rank in [rank for rank in silent if self.connections[rank] in ready]:
+                silent.remove(rank)
+                self._hear(rank)
+                if not self.outcomes[rank].returned:
+                    deadline = min(deadline, time.monotonic() + grace)
+        self._kill_with_stack(silent)
+
+    def _hear(self, rank: int) -> None:
+        outcome = self.outcomes[rank]
+        try:
+            kind, content = pickle.loads(self.connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            kind, content = "died", None
+        outcome.seconds = time.monotonic() - self.began
+        outcome.returned = kind == "value"
+        if kind == "value":
+            outcome.value = content
+        elif kind == "error":
+            outcome.traceback = content
+
+    def dismiss(self) -> None:
+        """Tell every rank to leave, and collect how each of them ended."""
+        for own in self.connections:
+            with contextlib.suppress(OSError):
+                own.send_bytes(b"leave")
+        deadline = time.monotonic() + EXIT_SECONDS
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill_with_stack({rank for rank, process in enumerate(self.processes) if process.exitcode is None})
+        for rank, outcome in enumerate(self.outcomes):
+            outcome.exit_code = self.processes[rank].exitcode
+            outcome.output = _text(output_file(self.folder, rank))
+
+    def _kill_with_stack(self, ranks: set[int]) -> None:
+        for rank in ranks:
+            _signal(self.processes[rank], STACK_SIGNAL)
+        if ranks:
+            time.sleep(0.5)
+        for rank in ranks:
+            self.outcomes[rank].stack = _text(stack_file(self.folder, rank)) or "(no stack)"
+            self.outcomes[rank].seconds = time.monotonic() - self.began
+            _kill_session(self.processes[rank])
+
+    def kill(self) -> None:
+        """End whatever still runs, with the processes that the ranks started."""
+        for process in self.processes:
+            _kill_session(process)
+        for own in self.connections:
+            own.close()
+
+
+def _kill_session(process: ForkServerProcess) -> None:
+    """Kill a rank and what it started; its session outlives it when it left children behind."""
+    if process.pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    _signal(process, signal.SIGKILL)
+    process.join(5)
+
+
+def _signal(process: ForkServerProcess, number: signal.Signals) -> None:
+    if process.pid is not None and process.exitcode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""

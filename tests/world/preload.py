@@ -1,0 +1,29 @@
+"""Imported once by the fork server: what every rank would otherwise import for itself.
+
+A module that does not exist or does not import is left out here; the rank that needs it then says so itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+MODULES = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.algorithms.join",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.checkpoint",
+    "torch._dynamo",  # the first optimiser step imports it: more than a second in every rank
+    "pytest",
+    "ddp_core",
+    "commhooks",
+)
+
+for _name in MODULES:
+    with contextlib.suppress(Exception):
+        importlib.import_module(_name)

@@ -1,0 +1,151 @@
+"""What happens inside one rank's process."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore, set_debug_level_from_env
+
+PR_SET_PDEATHSIG = 1
+STACK_SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What a rank is to do; it travels pickled, so that nothing is imported before the rank's environment is set."""
+
+    rank: int
+    world_size: int
+    folder: str
+    backend: str | None  # None: no process group
+    store: str  # "file" or "tcp"
+    group_timeout: float  # seconds
+    check_exit: bool
+    environment: dict[str, str]
+    call: bytes  # pickled (function, args, kwargs)
+
+
+def output_file(folder: str, rank: int) -> Path:
+    """Name the file that takes a rank's stdout and stderr."""
+    return Path(folder, f"output-{rank}.txt")
+
+
+def stack_file(folder: str, rank: int) -> Path:
+    """Name the file into which a rank writes its stack on STACK_SIGNAL."""
+    return Path(folder, f"stack-{rank}.txt")
+
+
+def main(assignment: Assignment, connection: Connection) -> NoReturn:
+    """Run the assignment, report over the connection, wait for the word to leave, and exit as a script would."""
+    _settle_in(assignment)
+    try:
+        report = pickle.dumps(("value", _run(assignment)))
+        code = 0
+    except BaseException:  # SystemExit and KeyboardInterrupt too: the parent must hear of every end
+        report = pickle.dumps(("error", traceback.format_exc()))
+        code = 1
+    connection.send_bytes(report)
+    if code == 0:
+        _wait_for_leave(connection)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not assignment.check_exit:
+        os._exit(code)
+    exit_like_a_script(code)
+
+
+def exit_like_a_script(code: int) -> NoReturn:
+    """Shut the interpreter down and run C++ destructors, which a child of multiprocessing would skip (`os._exit`)."""
+    ctypes.pythonapi.Py_Exit(code)
+    raise AssertionError("Py_Exit returned")
+
+
+def _settle_in(assignment: Assignment) -> None:
+    """Make this process one that dies with its parent, keeps its output in a file, and shows its stack on demand."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the ranks
+    _let_the_fork_server_go()
+    output = os.open(output_file(assignment.folder, assignment.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    stack = open(stack_file(assignment.folder, assignment.rank), "w")  # noqa: SIM115 (stays open for the handler)
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    os.environ.update(assignment.environment)
+    torch.set_num_threads(1)
+    set_debug_level_from_env()
+
+
+def _let_the_fork_server_go() -> None:
+    """Close the pipe that keeps the fork server alive, so that it ends, and we with it, when the parent is killed."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+
+def _run(assignment: Assignment) -> Any:
+    function, args, kwargs = _unpickled_call(assignment.call)
+    if assignment.backend is None:
+        return function(assignment.rank, *args, **kwargs)
+    dist.init_process_group(
+        assignment.backend,
+        store=_open_store(assignment),
+        rank=assignment.rank,
+        world_size=assignment.world_size,
+        timeout=timedelta(seconds=assignment.group_timeout),
+    )
+    value = function(assignment.rank, *args, **kwargs)
+    gc.collect()  # a model in a reference cycle must go before its process group does
+    return value
+
+
+def _unpickled_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    function, args, kwargs = pickle.loads(call)
+    return function, args, kwargs
+
+
+def _open_store(assignment: Assignment) -> Store:
+    if assignment.store == "file":
+        return FileStore(str(Path(assignment.folder, "store")), assignment.world_size)
+    port_file = Path(assignment.folder, "port")
+    if assignment.rank == 0:
+        store = TCPStore("127.0.0.1", 0, assignment.world_size, is_master=True, wait_for_workers=False)
+        written = port_file.with_suffix(".part")
+        written.write_text(str(store.port))
+        written.rename(port_file)
+        return store
+    deadline = time.monotonic() + assignment.group_timeout
+    while not port_file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("rank 0 did not open its store")
+        time.sleep(0.01)
+    return TCPStore("127.0.0.1", int(port_file.read_text()), assignment.world_size, is_master=False)
+
+
+def _wait_for_leave(connection: Connection) -> None:
+    """Stay until every rank has reported: a store or a socket that peers still use must not go with us."""
+    try:
+        connection.recv_bytes()
+    except EOFError:
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,159 @@
+"""The harness itself: results, failures, deaths, hangs, and what is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.world import WorldError, run_world, run_world_outcomes
+from tests.world.launcher import ROOT
+
+
+def sum_of_ranks(rank: int, offset: int, *, scale: int = 1) -> tuple[float, int, bool]:
+    value = torch.tensor([float(rank + offset) * scale])
+    dist.all_reduce(value)
+    return value.item(), torch.get_num_threads(), "torch._dynamo" in sys.modules
+
+
+def raise_on(rank: int, which: int) -> int:
+    if rank == which:
+        raise ValueError(f"rank {rank} says no")
+    dist.barrier()
+    return rank
+
+
+def die_on(rank: int, which: int) -> int:
+    if rank == which:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return rank
+
+
+def hang_on(rank: int, which: int) -> int:
+    if rank == which:
+        an_unmistakable_place()
+    return rank
+
+
+def an_unmistakable_place() -> None:
+    time.sleep(600)
+
+
+class AbortsWhenDropped:
+    def __del__(self) -> None:
+        ctypes.CDLL(None).abort()
+
+
+def abort_at_exit(rank: int) -> int:
+    sys.modules["kept until the interpreter ends"] = AbortsWhenDropped()  # type: ignore[assignment]
+    return rank
+
+
+def leave_a_child(rank: int) -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+def sleeping_world(rank: int, file: str) -> None:
+    Path(f"{file}.{rank}").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def seen_environment(rank: int) -> str | None:
+    return os.environ.get("WORLD_TEST")
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+def test_results_come_back_in_rank_order(store: str) -> None:
+    assert run_world(sum_of_ranks, 3, 1, scale=2, store=store) == [(12.0, 1, True)] * 3
+
+
+def test_a_second_world_needs_no_import_of_torch() -> None:
+    run_world(sum_of_ranks, 2, 0)
+    began = time.monotonic()
+    run_world(sum_of_ranks, 4, 0)
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_failing_rank_is_named_with_its_traceback_and_the_others_are_not_waited_for() -> None:
+    began = time.monotonic()
+    with pytest.raises(WorldError, match="rank 1: raised(.|\n)*ValueError: rank 1 says no"):
+        run_world(raise_on, 2, 1)
+    assert time.monotonic() - began < 15
+
+
+def test_a_dying_rank_is_named_with_its_signal() -> None:
+    with pytest.raises(WorldError, match="rank 0: died with signal SIGKILL"):
+        run_world(die_on, 2, 0)
+
+
+def test_a_hanging_rank_is_killed_and_its_stack_is_shown() -> None:
+    with pytest.raises(WorldError, match="rank 1: still running; its stack(.|\n)*an_unmistakable_place") as caught:
+        run_world(hang_on, 2, 1, timeout=3.0)
+    assert [outcome.returned for outcome in caught.value.outcomes] == [True, False]
+
+
+def test_an_abort_after_the_result_is_an_error_unless_exits_are_not_checked() -> None:
+    with pytest.raises(WorldError, match="returned its result, then ended with signal SIGABRT"):
+        run_world(abort_at_exit, 1)
+    assert run_world(abort_at_exit, 1, check_exit=False) == [0]
+
+
+def test_outcomes_tell_of_every_rank_without_raising() -> None:
+    first, second = run_world_outcomes(die_on, 2, 0, timeout=20.0)
+    assert first.exit_code == -signal.SIGKILL and not first.ok
+    assert second.traceback is not None and "barrier" in second.traceback
+
+
+def test_environment_reaches_the_ranks() -> None:
+    assert run_world(seen_environment, 1, backend=None, environment={"WORLD_TEST": "yes"}) == ["yes"]
+
+
+def test_a_process_that_a_rank_leaves_behind_is_killed() -> None:
+    (pid,) = run_world(leave_a_child, 1, backend=None)
+    assert gone(pid)
+
+
+def test_no_temporary_folder_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run_world(sum_of_ranks, 2, 0)
+    with pytest.raises(WorldError):
+        run_world(raise_on, 2, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, number: signal.Signals) -> None:
+    code = (
+        "from tests.world import run_world\nfrom tests.world.test_world import sleeping_world\n"
+        f"run_world(sleeping_world, 2, {str(tmp_path / 'pid')!r})"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
+    files = [tmp_path / "pid.0", tmp_path / "pid.1"]
+    deadline = time.monotonic() + 40
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = [int(file.read_text()) for file in files]
+    everyone = children + [process.pid for process in psutil.Process(parent.pid).children(recursive=True)]
+    os.killpg(parent.pid, number)
+    parent.wait(20)
+    assert all(gone(pid) for pid in everyone)
