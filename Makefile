@@ -1,5 +1,5 @@
 # Every target makes .venv when it is missing, and again when pyproject.toml or constraints.txt change.
-# Python 3.11 is what constraints.txt is written for: `make PYTHON=python3.11 test` chooses the interpreter.
+# `make PYTHON=python3.11 test` chooses the interpreter; constraints.txt names versions that need 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -21,6 +21,7 @@ help:
 # torch first and by name: with it in place, the rest is resolved against the version that constraints.txt names.
 # No build isolation: setuptools then comes from constraints.txt too.
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make needs Python 3.11 or newer for constraints.txt (got " + sys.version.split()[0] + "); say make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch setuptools
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
