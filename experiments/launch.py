@@ -1,0 +1,236 @@
+"""Starts the ranks of a run on this machine, or joins a world that torchrun started.
+
+Nothing is left behind: the ranks die with this process, the port belongs to a store that this process holds, and no
+file is written.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch.distributed as dist
+
+Send = Callable[[object], None]
+RankFunction = Callable[[int, int, Any, Send], None]  # (rank, ranks, argument, send)
+
+_GRACE_SECONDS = 1.0  # for the other ranks' tracebacks, after the first failure
+_TERMINATE_SECONDS = 2.0
+
+
+class WorldError(RuntimeError):
+    """A rank failed, died or fell silent; the message holds every traceback that came."""
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A rank is done."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A rank raised."""
+
+    traceback: str
+
+
+def torchrun_world() -> tuple[int, int] | None:
+    """Return (rank, ranks) when torchrun, or something like it, started this process; else None."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return None
+
+
+def run_in_torchrun(function: RankFunction, argument: object, on_message: Send, *, timeout: float) -> None:
+    """Call the function in the world that torchrun made; what it sends arrives at once."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    try:
+        function(dist.get_rank(), dist.get_world_size(), argument, on_message)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def run_world(
+    function: RankFunction,
+    ranks: int,
+    argument: object,
+    on_message: Send,
+    *,
+    timeout: float,
+) -> None:
+    """Call `function(rank, ranks, argument, send)` in `ranks` new processes with a Gloo group, and pass on what they send.
+
+    Args:
+        function: Importable by name.
+        ranks: How many processes.
+        argument: Picklable; every rank gets it.
+        on_message: Called here with every object that a rank sends, in order of arrival.
+        timeout: Seconds of silence from all ranks after which the world counts as stuck; also the group's timeout.
+
+    Raises:
+        WorldError: A rank raised, died or all fell silent. The ranks are ended before it is raised.
+        KeyboardInterrupt: Ctrl-C; the ranks are ended first.
+    """
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world: dict[connection.Connection, tuple[int, SpawnProcess]] = {}
+    try:
+        with _environment(_rank_environment()):
+            for rank in range(ranks):
+                receiving, sending = context.Pipe(duplex=False)
+                arguments = (function, rank, ranks, store.port, argument, sending, timeout)
+                process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=True)
+                process.start()
+                sending.close()
+                world[receiving] = (rank, process)
+        _listen(world, on_message, timeout)
+        for _, process in world.values():
+            process.join(_TERMINATE_SECONDS * 5)
+        _check_exit_codes(world)
+    finally:
+        _end(world)
+
+
+def _listen(world: Mapping[connection.Connection, tuple[int, SpawnProcess]], on_message: Send, timeout: float) -> None:
+    """Pass on messages until every rank ended; raise when one fails or all fall silent."""
+    open_pipes = dict(world)
+    while open_pipes:
+        ready = connection.wait(list(open_pipes), timeout)
+        if not ready:
+            silent = ", ".join(str(rank) for rank, _ in open_pipes.values())
+            raise WorldError(f"ranks {silent} reported nothing for {timeout:.0f} s; they were ended")
+        for pipe in ready:
+            assert isinstance(pipe, connection.Connection), "only pipes are waited for"
+            message = _receive(pipe)
+            if isinstance(message, _Failed):
+                raise WorldError(_story(world, {pipe: message}))
+            if isinstance(message, _Ended):
+                del open_pipes[pipe]
+            else:
+                on_message(message)
+
+
+def _receive(pipe: connection.Connection) -> object:
+    """Return the next message; a rank that closed its pipe without a word has died."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return _Failed("")
+
+
+def _story(world: Mapping[connection.Connection, tuple[int, SpawnProcess]], failed: dict[connection.Connection, _Failed]) -> str:
+    """Wait a moment for the other ranks' tracebacks, then tell all of them in order of arrival."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    waiting = [pipe for pipe in world if pipe not in failed]
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in connection.wait(waiting, left):
+            assert isinstance(pipe, connection.Connection), "only pipes are waited for"
+            message = _receive(pipe)
+            if isinstance(message, _Failed | _Ended):
+                waiting.remove(pipe)
+            if isinstance(message, _Failed):
+                failed[pipe] = message
+    return "\n".join(_chapter(*world[pipe], failure) for pipe, failure in failed.items())
+
+
+def _chapter(rank: int, process: SpawnProcess, failure: _Failed) -> str:
+    if failure.traceback:
+        return f"rank {rank} failed:\n{failure.traceback}"
+    process.join(_GRACE_SECONDS)
+    return f"rank {rank} died: {_exit_in_words(process.exitcode)}"
+
+
+def _exit_in_words(code: int | None) -> str:
+    if code is None:
+        return "it closed its pipe and did not end"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _check_exit_codes(world: Mapping[connection.Connection, tuple[int, SpawnProcess]]) -> None:
+    bad = [f"rank {rank}: {_exit_in_words(p.exitcode)}" for rank, p in world.values() if p.exitcode != 0]
+    if bad:
+        raise WorldError("all ranks finished their work, but did not end well: " + "; ".join(bad))
+
+
+def _end(world: Mapping[connection.Connection, tuple[int, SpawnProcess]]) -> None:
+    """End what still runs, first politely; close every pipe."""
+    processes = [process for _, process in world.values()]
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(_TERMINATE_SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+    for pipe in world:
+        pipe.close()
+
+
+def _rank_main(
+    function: RankFunction,
+    rank: int,
+    ranks: int,
+    port: int,
+    argument: object,
+    pipe: connection.Connection,
+    timeout: float,
+) -> None:
+    """Run one rank: a failure is told before the group goes, so that the cause arrives before its consequences."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+        function(rank, ranks, argument, pipe.send)
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send(_Ended())
+    except BaseException:
+        pipe.send(_Failed(traceback.format_exc()))
+        sys.stderr.flush()
+        os._exit(1)  # threads that wait for a collective would keep an orderly exit waiting
+
+
+def _die_with_parent() -> None:
+    """End this process when its parent is gone, however that one ended."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _rank_environment() -> dict[str, str]:
+    """One thread a rank, and a loopback device: Gloo otherwise looks this machine's own name up, which may fail."""
+    names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
+    wanted = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": names[0]} if names else {})
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes started meanwhile, and put things back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

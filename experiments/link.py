@@ -1,0 +1,150 @@
+"""A link with a stated rate, emulated on one machine and without root.
+
+A real collective runs between the ranks; on top of it, the rank waits until the bytes that a ring would have moved
+could have passed a link of the stated rate and latency. The link is a serial resource: a transfer starts when the one
+before it is through. So a transfer may overlap with compute, but two transfers never share the rate.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from commhooks.requests import AllReduce, Request
+
+if TYPE_CHECKING:
+    from commhooks.communicators import Communicator, Pending
+
+_QUANTITY = re.compile(r"\s*(?P<number>\d+\.?\d*|\.\d+)\s*(?P<prefix>[kKmMgGtT]?)(?P<unit>\S+)\s*")
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BITS = {"bit/s", "bits/s", "bit", "bps", "b/s"}
+_BYTES = {"Byte/s", "Bytes/s", "byte/s", "bytes/s", "Bps", "B/s"}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_NO_LIMIT = {"unlimited", "none", "inf"}
+
+
+def parse_rate(text: str) -> float | None:
+    """Return the bits per second, None for no limit, that a text such as '100Mbit/s', '1.5 Gbps', '12.5 MB/s' or 'unlimited' states.
+
+    Units are decimal: 1 kbit is 1,000 bit. A small b is a bit, a capital B a byte.
+
+    Raises:
+        ValueError: The text is not a positive number followed by a unit of rate.
+    """
+    if text.strip().lower() in _NO_LIMIT:
+        return None
+    match = _QUANTITY.fullmatch(text)
+    bits = _bits_of(match["unit"]) if match else None
+    if match is None or bits is None:
+        raise ValueError(
+            f"rate {text!r} does not parse: expected a number and a unit, such as '100Mbit/s', '1.5 Gbps', '12.5 MB/s', "
+            "or 'unlimited' (decimal units: 1 kbit is 1,000 bit; b is a bit, B a byte)"
+        )
+    rate = float(match["number"]) * _PREFIXES[match["prefix"].lower()] * bits
+    if rate <= 0:
+        raise ValueError(f"rate {text!r} must be above zero; for a link without a limit say 'unlimited'")
+    return rate
+
+
+def parse_latency(text: str) -> float:
+    """Return the seconds that a text such as '0.2ms', '50us', '1s' or '0' states.
+
+    Raises:
+        ValueError: The text is not a number of at least zero followed by a unit of time.
+    """
+    if text.strip() == "0":
+        return 0.0
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(s|ms|us|µs|ns)\s*", text)
+    if match is None:
+        raise ValueError(f"latency {text!r} does not parse: expected a number and a unit, such as '0.2ms', '50us', '1s' or '0'")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def format_rate(bits_per_second: float | None) -> str:
+    """Return the rate as people write it: '100 Mbit/s'."""
+    if bits_per_second is None:
+        return "unlimited"
+    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if bits_per_second >= factor:
+            return f"{bits_per_second / factor:g} {prefix}bit/s"
+    return f"{bits_per_second:g} bit/s"
+
+
+def _bits_of(unit: str) -> int | None:
+    """Return how many bits one of this unit is; None for a unit that is not known."""
+    if unit in _BYTES:
+        return 8
+    return 1 if unit in _BITS or unit.lower() in {"bit/s", "bits/s", "bit"} else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings:
+    """The link between one rank and the next in the ring."""
+
+    bits_per_second: float | None = None  # lower: every collective takes longer; None: no limit
+    latency_seconds: float = 0.0  # higher: many small collectives cost more
+
+    def __post_init__(self) -> None:
+        if self.bits_per_second is not None and not 0 < self.bits_per_second < math.inf:
+            raise ValueError(f"LinkSettings(bits_per_second={self.bits_per_second}): bits_per_second must be in (0, inf), or None.")
+        if not 0 <= self.latency_seconds < math.inf:
+            raise ValueError(f"LinkSettings(latency_seconds={self.latency_seconds}): latency_seconds must be in [0, inf).")
+
+    def seconds_for(self, request: Request, world_size: int) -> float:
+        """Return how long a ring of `world_size` ranks takes at least to answer the request over this link."""
+        if world_size == 1:
+            return 0.0
+        for_bytes = 8 * request.ring_bytes(world_size) / self.bits_per_second if self.bits_per_second else 0.0
+        return for_bytes + ring_steps(request, world_size) * self.latency_seconds
+
+
+def ring_steps(request: Request, world_size: int) -> int:
+    """Return how many times a ring passes a message on for this request: an all-reduce goes round twice."""
+    rounds = 2 if isinstance(request, AllReduce) else 1
+    return rounds * (world_size - 1)
+
+
+class EmulatedLink:
+    """Wrap a communicator so that every collective lasts at least as long as its bytes need on the link.
+
+    Transfers queue: one begins when it is asked for and the link is free. Waiting sleeps, and so leaves the processor
+    to the backward pass. A real collective that is slower than the link stays slower.
+    """
+
+    def __init__(
+        self,
+        inner: Communicator,
+        link: LinkSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._inner = inner
+        self._link = link
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at = -math.inf
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._inner.world_size
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self._inner.rank
+
+    def start(self, request: Request) -> Pending:
+        """Start the collective, and put its bytes into the link's queue."""
+        with self._lock:
+            begin = max(self._clock(), self._free_at)
+            self._free_at = begin + self._link.seconds_for(request, self.world_size)
+            arrival = self._free_at
+        return _InTransit(self._inner.start(request), arrival, self._clock, self._sleep)

@@ -1,0 +1,138 @@
+"""Where a step's time goes: every moment of a step counts as compute, compression or waiting, and as one of them only.
+
+- compute: the training thread is in the forward pass, in the backward pass up to the last gradient, or in the optimizer.
+- waiting: it has nothing to compute, and the hook waits for a collective (for the link, or for another rank); or the
+  forward pass waits for rank 0's buffers.
+- compression: it has nothing to compute, and the hook is at work: casting, factorising, packing, unpacking.
+
+So compute + compression + waiting = the step. What the hook and the link do behind the backward pass costs the step
+nothing, and is reported apart as hidden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from commhooks.communicators import Communicator, Pending
+    from commhooks.requests import Request
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One step's seconds; compute + compression + waiting = seconds."""
+
+    seconds: float
+    compute: float
+    compression: float
+    waiting: float
+    hidden: float  # of waiting for collectives, behind compute: not part of the sum
+
+
+class WaitClock:
+    """Notes when collectives were waited for; `around` puts it round a communicator."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._intervals: list[Interval] = []
+
+    def around(self, communicator: Communicator) -> Communicator:
+        """Return the communicator with every wait noted here."""
+        return _ClockedCommunicator(communicator, self)
+
+    def note(self, begin: float, end: float) -> None:
+        """Add one wait; called by the thread that waits."""
+        self._intervals.append((begin, end))
+
+    def take(self) -> list[Interval]:
+        """Return the waits noted since the last call, overlaps merged."""
+        intervals, self._intervals = self._intervals, []
+        return merged(intervals)
+
+
+class _ClockedCommunicator:
+    def __init__(self, inner: Communicator, waits: WaitClock) -> None:
+        self._inner = inner
+        self._waits = waits
+
+    @property
+    def world_size(self) -> int:
+        return self._inner.world_size
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    def start(self, request: Request) -> Pending:
+        return _ClockedPending(self._inner.start(request), self._waits)
+
+
+class StepClock:
+    """Times the steps of one model; install it after the model is wrapped in DDP."""
+
+    def __init__(self, model: nn.Module, waits: WaitClock) -> None:
+        self._waits = waits
+        self._clock = waits.clock
+        self._begin = self._forward = self._gradient = 0.0
+        self._handles = [model.register_forward_pre_hook(self._mark_forward)]
+        self._handles += [p.register_post_accumulate_grad_hook(self._mark_gradient) for p in model.parameters() if p.requires_grad]
+
+    def _mark_forward(self, module: nn.Module, inputs: object) -> None:
+        """Note that DDP let the inner model begin: before this, it waited for buffers."""
+        self._forward = self._clock()
+
+    def _mark_gradient(self, parameter: Tensor) -> None:
+        """Note a finished gradient; the last one ends the backward pass's compute."""
+        self._gradient = self._clock()
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._waits.take()
+        self._begin = self._clock()
+
+    def backward_ended(self) -> None:
+        """Note that backward() returned: every gradient is now the mean."""
+        self._backward_end = self._clock()
+
+    def end(self) -> Split:
+        """End the step and say where its time went."""
+        end = self._clock()
+        waits = self._waits.take()
+        for_buffers = self._forward - self._begin
+        exposed = self._backward_end - self._gradient
+        exposed_waiting = overlap(waits, (self._gradient, self._backward_end))
+        return Split(
+            seconds=end - self._begin,
+            compute=end - self._begin - for_buffers - exposed,
+            compression=exposed - exposed_waiting,
+            waiting=for_buffers + exposed_waiting,
+            hidden=overlap(waits, (self._begin, self._gradient)),
+        )
+
+    def remove(self) -> None:
+        """Take the marks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def merged(intervals: list[Interval]) -> list[Interval]:
+    """Return the same moments as disjoint intervals in order."""
+    result: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((begin, end))
+    return result
+
+
+def overlap(disjoint: list[Interval], window: Interval) -> float:
+    """Return how many seconds of the window lie in the intervals."""
+    return sum(max(0.0, min(end, window[1]) - max(begin, window[0])) for begin, end in disjoint)

@@ -1,0 +1,29 @@
+"""What can be trained: each task is one file, and one line in the table below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from experiments.tasks.digits import Digits
+from experiments.tasks.gpt import Gpt
+from experiments.tasks.task import Batch, Evaluation, Task
+
+_TASKS: dict[str, Callable[[str], Task]] = {"digits": Digits.of_size, "gpt": Gpt.of_size}
+
+__all__ = ["Batch", "Evaluation", "Task", "make_task", "task_names"]
+
+
+def task_names() -> list[str]:
+    """Return the names of all tasks, sorted."""
+    return sorted(_TASKS)
+
+
+def make_task(name: str, size: str = "medium") -> Task:
+    """Return the task of this name in this size ('small', 'medium' or 'large').
+
+    Raises:
+        ValueError: No task, or no size, has this name.
+    """
+    if name not in _TASKS:
+        raise ValueError(f"task {name!r} is not known: expected one of {', '.join(task_names())}")
+    return _TASKS[name](size)
