@@ -1,0 +1,223 @@
+"""The memory in which gradients travel, and the window on it that a communication hook is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+EAGER_ELEMENTS = 16384
+"""A gradient at least this long is moved as soon as it is ready, while it is still in cache; shorter ones wait and
+move together when their bucket is full, since for them the call costs more than the copy."""
+
+
+class GradBucket:
+    """What a hook sees of one bucket: PyTorch's ``dist.GradBucket``, and the parameters' names.
+
+    The buffer holds this rank's gradients, not yet divided by the world size. A hook may write into it.
+    """
+
+    def __init__(self, index: int, is_last: bool, buffer: Tensor, members: Sequence[Parameter], names: Sequence[str]):
+        self._index = index
+        self._is_last = is_last
+        self._buffer = buffer
+        self._members = members
+        self._names = names
+
+    def index(self) -> int:
+        """Return the bucket's position in the order of launch, from 0."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Return True for the last bucket launched in an iteration."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """Return the bucket's memory: 1-D, all gradients one after the other (or the one sparse gradient)."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the tensor that :meth:`buffer` and :meth:`gradients` speak of."""
+        self._buffer = buffer
+
+    def parameters(self) -> list[Parameter]:
+        """Return the model's own parameter objects, in the order of the bucket's memory."""
+        return list(self._members)
+
+    def names(self) -> list[str]:
+        """Return the parameters' names in the wrapped module, in the same order. (Not in PyTorch's bucket.)"""
+        return list(self._names)
+
+    def gradients(self) -> list[Tensor]:
+        """Return one view of the buffer per parameter, with the parameter's own shape and strides."""
+        return [self._buffer] if self._buffer.is_sparse else views_of(self._buffer, self._members)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return True if ``tensor`` covers one gapless range of memory, each element once, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected = stride * size
+    return True
+
+
+def views_of(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
+    """Cut a 1-D tensor into views shaped, and where that is possible strided, like ``members``."""
+    views, offset = [], flat.storage_offset()
+    for member in members:
+        strides = member.stride() if is_dense(member) else torch.empty(member.shape, device="meta").stride()
+        views.append(flat.as_strided(member.shape, strides, offset))
+        offset += member.numel()
+    return views
+
+
+class Bucket:
+    """Some parameters' gradients in one flat tensor, and how many of them are still to come.
+
+    ``indices`` are the parameters' positions in the model; position *within* the bucket is called ``place``.
+    """
+
+    def __init__(self, index: int, indices: Sequence[int], members: Sequence[Parameter], names: Sequence[str]):
+        self.index = index
+        self.indices = list(indices)
+        self.members = list(members)
+        self.names = list(names)
+        self.flat = self._allocate()
+        self.views = views_of(self.flat, self.members)
+        self.eager = [member.numel() >= EAGER_ELEMENTS for member in members]
+        self.batched = [place for place, eager in enumerate(self.eager) if not eager]
+        self.pending = 0
+        self.absent: list[int] = []  # places without a gradient this time: zeros travel in their stead
+
+    def _allocate(self) -> Tensor:
+        return self.members[0].new_empty(sum(member.numel() for member in self.members), requires_grad=False)
+
+    def zeros(self) -> Tensor:
+        """Return what a rank without any gradient sends: new memory."""
+        return torch.zeros_like(self.flat)
+
+    def reset(self) -> None:
+        """Expect every gradient anew."""
+        self.pending = len(self.members)
+        self.absent.clear()
+
+    def gather(self, places: Sequence[int], divisor: int | None, as_views: bool) -> None:
+        """Move the gradients at ``places`` into the bucket, divided by ``divisor`` where one is given.
+
+        ``as_views``: afterwards ``p.grad`` *is* the bucket's memory. Equal bits with PyTorch's reducer ask that a
+        gradient that comes from elsewhere is multiplied by the reciprocal, and one that lies here already is divided.
+        """
+        copied, aliased = self._sort_by_origin(places, as_views)
+        if copied and divisor is None:
+            torch._foreach_copy_([self.views[p] for p in copied], [_grad(self.members[p]) for p in copied])
+        elif copied:
+            self._copy_scaled(copied, 1.0 / divisor)  # type: ignore[operator]  # 'Unsupported operand types for / ("float" and "None")': not None here
+        if aliased and divisor is not None:
+            self._divide(aliased, divisor)
+        if as_views:
+            for place in copied:
+                self.members[place].grad = self.views[place]
+
+    def _sort_by_origin(self, places: Sequence[int], as_views: bool) -> tuple[list[int], list[int]]:
+        copied: list[int] = []
+        aliased: list[int] = []
+        for place in places:
+            grad = self.members[place].grad
+            if grad is None:
+                self.views[place].zero_()
+                self.absent.append(place)
+            elif as_views and (grad is self.views[place] or grad.data_ptr() == self.views[place].data_ptr()):
+                aliased.append(place)
+            else:
+                copied.append(place)
+        return copied, aliased
+
+    def _copy_scaled(self, places: Sequence[int], scale: float) -> None:
+        if len(places) == 1:  # one pass over the memory instead of two
+            torch.mul(_grad(self.members[places[0]]), scale, out=self.views[places[0]])
+            return
+        views = [self.views[p] for p in places]
+        torch._foreach_copy_(views, [_grad(self.members[p]) for p in places])
+        if len(places) == len(self.members):
+            self.flat.mul_(scale)
+        else:
+            torch._foreach_mul_(views, scale)
+
+    def _divide(self, places: Sequence[int], divisor: int) -> None:
+        if len(places) == len(self.members):
+            self.flat.div_(divisor)
+        else:
+            torch._foreach_div_([self.views[p] for p in places], divisor)
+
+    def scatter(self, mean: Tensor, untouched: set[int], as_views: bool) -> None:
+        """Give every parameter but the ``untouched`` (by model index) its share of ``mean`` as ``p.grad``.
+
+        ``mean``: 1-D, as many elements as the bucket; it may be the bucket's own memory.
+        """
+        inside = mean.data_ptr() == self.flat.data_ptr()
+        if as_views:
+            if not inside:
+                self.flat.copy_(mean)
+            for place in self.absent:
+                if self.indices[place] not in untouched:
+                    self.members[place].grad = self.views[place]
+            return
+        places = [place for place, index in enumerate(self.indices) if index not in untouched]
+        views = self.views if inside else views_of(mean, self.members)
+        for place in self.absent:
+            if self.members[place].grad is None and self.indices[place] not in untouched:
+                self.members[place].grad = torch.empty_like(self.views[place])
+        torch._foreach_copy_([_grad(self.members[p]) for p in places], [views[p] for p in places])
+
+
+class SparseBucket(Bucket):
+    """One parameter whose gradient is sparse: the gradient itself travels, so there is no memory to set aside."""
+
+    def __init__(self, index: int, indices: Sequence[int], members: Sequence[Parameter], names: Sequence[str]):
+        super().__init__(index, indices, members, names)
+        self.eager, self.batched = [True], []
+
+    def _allocate(self) -> Tensor:
+        return self.members[0].new_empty(1, requires_grad=False).expand(self.members[0].numel())
+
+    def zeros(self) -> Tensor:
+        """Return what a rank without a gradient sends."""
+        return torch.zeros(
+            self.members[0].shape, dtype=self.flat.dtype, device=self.flat.device, layout=torch.sparse_coo
+        )
+
+    def gather(self, places: Sequence[int], divisor: int | None, as_views: bool) -> None:
+        """Let the gradient travel as it is, divided by ``divisor`` where one is given."""
+        grad = self.members[0].grad
+        if grad is None:
+            self.absent.append(0)
+            grad = self.zeros()
+        if not grad.is_sparse:
+            raise RuntimeError(
+                f"parameter {self.names[0]!r}: expected a sparse gradient, as its module has sparse=True, "
+                f"but got a gradient with layout {grad.layout}"
+            )
+        self.flat = grad if divisor is None else grad.div_(divisor)
+
+    def scatter(self, mean: Tensor, untouched: set[int], as_views: bool) -> None:
+        """Make ``mean`` (sparse, or dense of the parameter's shape) the gradient, unless it is ``untouched``."""
+        if self.indices[0] in untouched:
+            return
+        grad = self.members[0].grad
+        if grad is None:
+            self.members[0].grad = mean
+        elif mean is not grad:
+            grad.copy_(mean)
+
+
+def _grad(parameter: Parameter) -> Tensor:
+    assert parameter.grad is not None, "a place without a gradient was not set aside as absent"
+    return parameter.grad

@@ -1,0 +1,83 @@
+"""Reading the autograd graph: which tensors an output holds, and which parameters no output depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils import _pytree as pytree  # the walk that torch.func and torch.export use; it has no public twin
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in ``value``, through lists, tuples, mappings and dataclasses, nested as they may be."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def unreachable(outputs: Iterable[Tensor], accumulators: Mapping[Node, int]) -> list[int]:
+    """Return the parameters (by index, ascending) that no tensor in ``outputs`` depends on.
+
+    ``accumulators`` maps each parameter's AccumulateGrad node to the parameter's index.
+    """
+    pending = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
+    seen = set(pending)
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                pending.append(node)
+    return sorted(index for node, index in accumulators.items() if node not in seen)
+
+
+class _Sink(torch.autograd.Function):
+    """The identity on a module's outputs, as one node, so that backward() always enters the module through it.
+
+    An output that the loss does not use then passes *undefined* gradients on, and the parameters behind it are told
+    so: their hooks fire. And the node's backward runs in the outermost pass, before any nested one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, on_backward: Callable[[], None], copy: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.on_backward = on_backward
+        # a view of the output could not be changed in place by the user (loss /= 10)
+        return tuple(tensor.clone() if copy else tensor for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.on_backward()
+        return (None, None, *grads)
+
+
+def through_sink(outputs: Any, on_backward: Callable[[], None], copy: bool) -> Any:
+    """Return ``outputs`` with every tensor that has a gradient history passed through one common node.
+
+    ``on_backward`` is called when backward() enters it. Containers are those of ``torch.utils._pytree``; a tensor
+    in any other object stays as it is.
+    """
+    leaves, spec = pytree.tree_flatten(outputs)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    if not places:
+        return outputs
+    passed = _Sink.apply(on_backward, copy, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]  # 'Call to untyped function "apply"'
+    for place, tensor in zip(places, passed, strict=True):
+        leaves[place] = tensor
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass now running has computed every gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

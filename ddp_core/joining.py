@@ -1,0 +1,81 @@
+"""Uneven inputs: what a rank that has run out of data does so that the others can go on.
+
+``torch.distributed.algorithms.join`` calls :meth:`ShadowHook.main_hook` once for every iteration that some rank still
+trains, and the hook issues the collectives which that rank's forward and backward passes issue, with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+from ddp_core.replicas import broadcast_coalesced
+
+if TYPE_CHECKING:
+    from ddp_core.distributed import DistributedDataParallel
+
+
+class ShadowHook(JoinHook):
+    """Mirrors the collectives of one wrapped module on a rank that has joined."""
+
+    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool):
+        self.ddp = ddp
+        ddp.divide_by_initial_world_size = divide_by_initial_world_size
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Mirror one iteration."""
+        ddp = self.ddp
+        ddp.reducer.rebuild_if_due()
+        if ddp.will_sync_module_buffers():
+            ddp.broadcast_buffers_from(elect(ddp, candidate=False))
+        ddp.require_forward_param_sync = exchange_sync_flag(ddp, joined=True)
+        if ddp.require_forward_param_sync:
+            self._mirror_backward()
+
+    @torch.no_grad()
+    def _mirror_backward(self) -> None:
+        reducer = self.ddp.reducer
+        reducer.iteration += 1
+        usage = reducer.all_reduce_usage([0] * len(reducer.parameters)) if reducer.learns_graph else None
+        in_flight = []
+        for bucket in reducer.buckets:
+            in_flight.append(reducer.start(reducer.window(bucket, bucket.zeros())))
+        if reducer.searches_graph:
+            usage = reducer.all_reduce_usage([0] * len(reducer.parameters))
+        for pending in in_flight:
+            pending.result()
+        if usage is not None:
+            usage[0].wait()
+        if reducer.wants_order and not reducer.ready_order:
+            reducer.ready_order = list(range(len(reducer.parameters)))  # any order: rank 0's, or this, is broadcast
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copy the model of a rank that trained to the end to all the others."""
+        ddp = self.ddp
+        source = elect(ddp, candidate=is_last_joiner)
+        buffers = ddp.managed_buffers() if ddp.forward_sync_buffers else []
+        broadcast_coalesced([*(p for _, p in ddp.managed_parameters()), *buffers], ddp.process_group, source)
+
+
+def elect(ddp: DistributedDataParallel, candidate: bool) -> int:
+    """Agree on the highest rank among those that are candidates."""
+    rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
+    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
+    elected = int(rank.item())
+    assert elected >= 0, "some rank has not joined, and it is a candidate"
+    return elected
+
+
+def exchange_sync_flag(ddp: DistributedDataParallel, joined: bool) -> bool:
+    """Tell the joined ranks, or as one of them learn, whether this iteration's backward pass synchronises."""
+    flag = torch.full((1,), float(not joined and ddp.require_backward_grad_sync), device=ddp.device)
+    work = dist.all_reduce(flag, group=ddp.process_group, async_op=True)
+    assert work is not None, "all_reduce(async_op=True) returns its work on every member of the group"
+    if not joined:
+        return ddp.require_backward_grad_sync
+    work.wait()
+    return bool(flag.item())

@@ -1,0 +1,36 @@
+"""What a wrapped module can say about itself, under the keys of PyTorch's ``_get_ddp_logging_data``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from ddp_core.reducer import Reducer
+
+
+def describe(reducer: Reducer) -> dict[str, Any]:
+    """Return settings, buckets (sizes in bytes) and the latest error of ``reducer``, as strings and integers."""
+    sizes = ", ".join(str(bucket.flat.nbytes) for bucket in reducer.buckets)
+    order = " ".join(str(index) for bucket in reducer.buckets for index in bucket.indices)
+    data = {
+        "world_size": reducer.process_group.size(),
+        "rank": reducer.process_group.rank(),
+        "backend_name": dist.get_backend(reducer.process_group),
+        "iteration": reducer.iteration,
+        "find_unused_parameters": int(reducer.settings.find_unused_parameters),
+        "gradient_as_bucket_view": int(reducer.settings.gradient_as_bucket_view),
+        "static_graph": int(reducer.static_graph),
+        "can_set_static_graph": int(reducer.graph_is_static),
+        "num_parameter_tensors": len(reducer.parameters),
+        "total_parameter_size_bytes": sum(p.nbytes for p in reducer.parameters),
+        "unused_parameter_size": sum(reducer.parameters[i].nbytes for i in reducer.unused),
+        "bucket_sizes": sizes,
+        "has_rebuilt_buckets": int(reducer.rebuilt),
+        "has_error": int(reducer.last_error is not None),
+        "error": reducer.last_error or "",
+    }
+    if reducer.rebuilt:
+        data |= {"rebuilt_bucket_sizes": sizes, "rebuilt_per_bucket_param_indices": order}
+    return data | ({"comm_hook": reducer.hook.name} if reducer.hook else {})
