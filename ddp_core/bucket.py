@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class GradBucket:
         return list(self._members)
 
     def names(self) -> list[str]:
-        """Return the parameters' names in the wrapped module, in the same order. (Not in PyTorch's bucket.)"""
+        """Return the parameters' names in the wrapped module, in the same order: PyTorch's bucket has none."""
         return list(self._names)
 
     def gradients(self) -> list[Tensor]:
@@ -115,20 +116,8 @@ class Bucket:
         ``as_views``: afterwards ``p.grad`` *is* the bucket's memory. Equal bits with PyTorch's reducer ask that a
         gradient that comes from elsewhere is multiplied by the reciprocal, and one that lies here already is divided.
         """
-        copied, aliased = self._sort_by_origin(places, as_views)
-        if copied and divisor is None:
-            torch._foreach_copy_([self.views[p] for p in copied], [_grad(self.members[p]) for p in copied])
-        elif copied:
-            self._copy_scaled(copied, 1.0 / divisor)  # type: ignore[operator]  # 'Unsupported operand types for / ("float" and "None")': not None here
-        if aliased and divisor is not None:
-            self._divide(aliased, divisor)
-        if as_views:
-            for place in copied:
-                self.members[place].grad = self.views[place]
-
-    def _sort_by_origin(self, places: Sequence[int], as_views: bool) -> tuple[list[int], list[int]]:
-        copied: list[int] = []
-        aliased: list[int] = []
+        aliased = []
+        copied: list[tuple[int, Tensor]] = []
         for place in places:
             grad = self.members[place].grad
             if grad is None:
@@ -137,25 +126,30 @@ class Bucket:
             elif as_views and (grad is self.views[place] or grad.data_ptr() == self.views[place].data_ptr()):
                 aliased.append(place)
             else:
-                copied.append(place)
-        return copied, aliased
+                copied.append((place, grad))
+        if copied:
+            self._copy([self.views[place] for place, _ in copied], [grad for _, grad in copied], divisor)
+        if aliased and divisor is not None:
+            self._scale([self.views[place] for place in aliased], torch.Tensor.div_, torch._foreach_div_, divisor)
+        if as_views:
+            for place, _ in copied:
+                self.members[place].grad = self.views[place]
 
-    def _copy_scaled(self, places: Sequence[int], scale: float) -> None:
-        if len(places) == 1:  # one pass over the memory instead of two
-            torch.mul(_grad(self.members[places[0]]), scale, out=self.views[places[0]])
-            return
-        views = [self.views[p] for p in places]
-        torch._foreach_copy_(views, [_grad(self.members[p]) for p in places])
-        if len(places) == len(self.members):
-            self.flat.mul_(scale)
+    def _copy(self, views: list[Tensor], grads: list[Tensor], divisor: int | None) -> None:
+        if divisor is None:
+            torch._foreach_copy_(views, grads)
+        elif len(views) == 1:  # one pass over the memory instead of two
+            torch.mul(grads[0], 1.0 / divisor, out=views[0])
         else:
-            torch._foreach_mul_(views, scale)
+            torch._foreach_copy_(views, grads)
+            self._scale(views, torch.Tensor.mul_, torch._foreach_mul_, 1.0 / divisor)
 
-    def _divide(self, places: Sequence[int], divisor: int) -> None:
-        if len(places) == len(self.members):
-            self.flat.div_(divisor)
+    def _scale(self, views: list[Tensor], whole: Any, each: Any, factor: float) -> None:
+        """Apply an operation to the ``views``: at one stroke, if they are all there is."""
+        if len(views) == len(self.members):
+            whole(self.flat, factor)
         else:
-            torch._foreach_div_([self.views[p] for p in places], divisor)
+            each(views, factor)
 
     def scatter(self, mean: Tensor, untouched: set[int], as_views: bool) -> None:
         """Give every parameter but the ``untouched`` (by model index) its share of ``mean`` as ``p.grad``.
@@ -163,19 +157,17 @@ class Bucket:
         ``mean``: 1-D, as many elements as the bucket; it may be the bucket's own memory.
         """
         inside = mean.data_ptr() == self.flat.data_ptr()
-        if as_views:
-            if not inside:
-                self.flat.copy_(mean)
-            for place in self.absent:
-                if self.indices[place] not in untouched:
-                    self.members[place].grad = self.views[place]
-            return
-        places = [place for place, index in enumerate(self.indices) if index not in untouched]
-        views = self.views if inside else views_of(mean, self.members)
+        if as_views and not inside:
+            self.flat.copy_(mean)
         for place in self.absent:
-            if self.members[place].grad is None and self.indices[place] not in untouched:
-                self.members[place].grad = torch.empty_like(self.views[place])
-        torch._foreach_copy_([_grad(self.members[p]) for p in places], [views[p] for p in places])
+            member = self.members[place]
+            if self.indices[place] not in untouched and member.grad is None:
+                member.grad = self.views[place] if as_views else torch.empty_like(self.views[place])
+        if not as_views:
+            views = self.views if inside else views_of(mean, self.members)
+            kept = [place for place, index in enumerate(self.indices) if index not in untouched]
+            grads = [self.members[place].grad for place in kept]
+            torch._foreach_copy_(cast(list[Tensor], grads), [views[place] for place in kept])
 
 
 class SparseBucket(Bucket):
@@ -216,8 +208,3 @@ class SparseBucket(Bucket):
             self.members[0].grad = mean
         elif mean is not grad:
             grad.copy_(mean)
-
-
-def _grad(parameter: Parameter) -> Tensor:
-    assert parameter.grad is not None, "a place without a gradient was not set aside as absent"
-    return parameter.grad

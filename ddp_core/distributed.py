@@ -114,6 +114,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.bucket_cap_mb, self.bucket_cap_mb_list = bucket_cap_mb, bucket_cap_mb_list
+        self._has_buffers = bool(self.managed_buffers())  # a module may replace buffers later, but not gain its first
         self.static_graph = False
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
@@ -205,7 +206,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def will_sync_module_buffers(self) -> bool:
         """Return True if the next forward pass copies rank 0's buffers to all ranks."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.managed_buffers())
+        return self.require_forward_param_sync and self.forward_sync_buffers and self._has_buffers
 
     def _sync_buffers(self) -> None:
         if self.buffer_hook is not None:
@@ -347,7 +348,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             return
         if self.find_unused_parameters:
             warnings.warn("static_graph learns unused parameters by itself: drop find_unused_parameters", stacklevel=2)
-        self.static_graph = self.reducer.static_graph = True
+        self.static_graph = True
+        self.reducer.set_static_graph()
 
     def _set_ddp_sink_clone(self, value: bool) -> None:
         """Say whether outputs are copied where they pass the sink: False saves memory, but forbids ``loss /= n``."""

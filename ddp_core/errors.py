@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def unfinished(
     missing: Sequence[int], names: Sequence[str], rank: int, settings: ReducerSettings, static_graph: bool
 ) -> RuntimeError:
-    """The previous backward pass left parameters without a gradient, so its reduction never ended."""
+    """Say that the previous backward pass left parameters without a gradient, so its reduction never ended."""
     text = "Expected to have finished reduction in the prior iteration before starting a new one. "
     if static_graph:
         text += (
@@ -49,7 +49,7 @@ def _unused_hints(searching: bool) -> str:
 
 
 def marked_twice(index: int, name: str) -> RuntimeError:
-    """One parameter's gradient was reported a second time in one iteration."""
+    """Say that one parameter's gradient was reported a second time in one iteration."""
     return RuntimeError(
         "Expected to mark a variable ready only once. Two gradients were accumulated in one iteration into the "
         f"parameter at index {index} with name {name}. Usual causes: 1) the parameter is used outside `forward`, or "
@@ -60,10 +60,10 @@ def marked_twice(index: int, name: str) -> RuntimeError:
     )
 
 
-def static_graph_changed(name: str) -> RuntimeError:
-    """A parameter fired more often than in the first iteration of a static graph."""
+def static_graph_changed(index: int, name: str) -> RuntimeError:
+    """Say that a parameter fired more often than in the first iteration of a static graph."""
     return RuntimeError(
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
         f"then got used in the second iteration. this is not compatible with static_graph set to True. (parameter "
-        f"{name!r})"
+        f"{index}, {name!r})"
     )

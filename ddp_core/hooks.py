@@ -120,7 +120,7 @@ def check_hook(hook: object) -> None:
 
 def _resolved_annotations(hook: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
     """Return the annotations as objects; those that are text and cannot be looked up are left out."""
-    function = hook if inspect.isroutine(hook) else getattr(type(hook), "__call__", hook)
+    function = hook if inspect.isroutine(hook) else type(hook).__call__
     try:
         return typing.get_type_hints(function)
     except Exception:  # names known only to a type checker: nothing to check against

@@ -39,11 +39,9 @@ class ShadowHook(JoinHook):
     @torch.no_grad()
     def _mirror_backward(self) -> None:
         reducer = self.ddp.reducer
-        reducer.iteration += 1
+        reducer.next_iteration()
         usage = reducer.all_reduce_usage([0] * len(reducer.parameters)) if reducer.learns_graph else None
-        in_flight = []
-        for bucket in reducer.buckets:
-            in_flight.append(reducer.start(reducer.window(bucket, bucket.zeros())))
+        in_flight = [reducer.start(reducer.window(bucket, bucket.zeros())) for bucket in reducer.buckets]
         if reducer.searches_graph:
             usage = reducer.all_reduce_usage([0] * len(reducer.parameters))
         for pending in in_flight:

@@ -67,6 +67,8 @@ class Reducer:
         self.process_group = process_group
         self.hook: CommHook | None = None
         self.static_graph = False
+        self.searches_graph = settings.find_unused_parameters  # after every forward pass, for unused parameters
+        self.learns_graph = False  # a static graph's first iteration: firings are counted, all is reduced at the end
         self.paused = False  # no_sync: gradients accumulate and nothing is counted
         self.join_divisor: tuple[dist.Work, Tensor] | None = None
         self.buffer_futures: list[torch.futures.Future[Any]] = []
@@ -134,7 +136,16 @@ class Reducer:
     def before_forward(self) -> None:
         """Begin an iteration. Raises RuntimeError if the reduction of the previous one did not finish."""
         self.require_finished()
+        self.next_iteration()
+
+    def next_iteration(self) -> None:
+        """Count an iteration that this rank, or as seen by a rank that has joined, another one begins."""
         self.iteration += 1
+        self.learns_graph = self.static_graph and self.iteration == 1
+
+    def set_static_graph(self) -> None:
+        """Learn the graph in the first iteration and rely on it in all others."""
+        self.static_graph, self.searches_graph = True, False
 
     def noted(self, error: RuntimeError) -> RuntimeError:
         """Keep an error's text for the logging data, and return the error."""
@@ -144,7 +155,7 @@ class Reducer:
     def require_finished(self) -> None:
         """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
         if self.in_progress:
-            missing = [i for i, ready in enumerate(self.ready) if not ready]
+            missing = [i for i, left in enumerate(self.remaining) if left > 0]
             rank = self.process_group.rank()
             raise self.noted(unfinished(missing, self.names, rank, self.settings, self.static_graph))
 
@@ -169,24 +180,12 @@ class Reducer:
         """True while the order of readiness is to be learned (never where unused parameters are searched for)."""
         return not self.rebuilt and (self.static_graph or not self.settings.find_unused_parameters)
 
-    @property
-    def searches_graph(self) -> bool:
-        """True if every forward pass is followed by a search for parameters that its outputs do not depend on."""
-        return self.settings.find_unused_parameters and not self.static_graph
-
-    @property
-    def learns_graph(self) -> bool:
-        """True in the first iteration of a static graph, in which firings are counted and all is reduced at the end."""
-        return self.static_graph and self.iteration == 1
-
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Prepare for the backward pass of a module whose outputs hold ``outputs``."""
         self.expecting = True
         self.in_flight = []
         self._order: list[int] = []
-        self.ready = [False] * len(self.parameters)
-        self.unused_counted = False
-        self.remaining = list(self.firings)
+        self.remaining = list(self.firings) if self.static_graph else [1] * len(self.parameters)
         for bucket in self.buckets:
             bucket.reset()
         if self.searches_graph:
@@ -205,31 +204,26 @@ class Reducer:
         if self.learns_graph:
             self.firings[index] += 1
             return
-        if not self.unused_counted:
-            self.unused_counted = True
+        if not self.in_progress:
+            self.in_progress = True
             for unused in self.unused:
-                self._count(unused)
-        if self.static_graph:
-            self.remaining[index] -= 1
-            if self.remaining[index] < 0:
-                raise self.noted(static_graph_changed(self.names[index]))
-            if self.remaining[index] > 0:
-                return
+                self.remaining[unused] = 0
+                self._arrive(*self.locations[unused])
+        left = self.remaining[index] = self.remaining[index] - 1
+        if left:
+            if left < 0:
+                complain = static_graph_changed if self.static_graph else marked_twice
+                raise self.noted(complain(index, self.names[index]))
+            return
         self._order.append(index)
-        self._count(index)
+        self._arrive(*self.locations[index])
 
-    def _count(self, index: int) -> None:
-        if self.ready[index]:
-            raise self.noted(marked_twice(index, self.names[index]))
-        self.ready[index] = True
-        self.in_progress = True
-        bucket, place = self.locations[index]
+    def _arrive(self, bucket: Bucket, place: int) -> None:
         if bucket.eager[place]:
             self._gather(bucket, [place])
         bucket.pending -= 1
         if bucket.pending == 0:
-            if bucket.batched:
-                self._gather(bucket, bucket.batched)
+            self._gather(bucket, bucket.batched)
             self._launch_complete_buckets()
 
     def _gather(self, bucket: Bucket, places: Sequence[int]) -> None:
@@ -240,7 +234,7 @@ class Reducer:
         bucket.gather(places, None if self.hook else self.divisor, self.settings.gradient_as_bucket_view)
 
     def _choose_divisor(self) -> int:
-        """The world size; in ``join`` with ``divide_by_initial_world_size=False``, the ranks that still train."""
+        """Return the world size, or in ``join(divide_by_initial_world_size=False)`` the ranks that still train."""
         if self.join_divisor is None:
             return self.process_group.size()
         work, active = self.join_divisor
@@ -290,6 +284,7 @@ class Reducer:
         assert work is not None, "all_reduce(async_op=True) returns its work on every member of the group"
         return work, counts
 
+    @torch.no_grad()
     def reduce_all_at_once(self) -> None:
         """End the first iteration of a static graph: what fired is known only now, so all is reduced now."""
         if not self.expecting or self.paused or not self.learns_graph:
@@ -298,8 +293,7 @@ class Reducer:
         self._usage = self.all_reduce_usage(self.used)
         self.in_progress = True
         for bucket in self.buckets:
-            for place in range(len(bucket.members)):
-                self._gather(bucket, [place])
+            self._gather(bucket, range(len(bucket.members)))
             self.in_flight.append(self.start(self.window(bucket, bucket.flat)))
         self._finish()
 
@@ -341,6 +335,11 @@ class Reducer:
 def _on_node(reducer: weakref.ref[Reducer], index: int, _inputs: Any, _outputs: Any) -> None:
     """Tell the reducer, if it still lives: the hook itself must not keep it alive."""
     live = reducer()
-    if live is not None:
-        with live._lock, torch.no_grad():
+    if live is None:
+        return
+    with live._lock:
+        if torch.is_grad_enabled():  # create_graph=True: gradients have a history, which is not reduced
+            with torch.no_grad():
+                live.gradient_ready(index)
+        else:
             live.gradient_ready(index)
