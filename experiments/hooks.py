@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import difflib
+import inspect
+
+import torch
 
 import commhooks
-
+from commhooks.compressor import Compressor
+from commhooks.compressors import COMPRESSORS
 from experiments.runs import HookSpec
 
-if TYPE_CHECKING:
-    from commhooks.compressor import Compressor
+_DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
-def make_hook(spec: HookSpec) -> Compressor:
-    """Return a fresh compressor for this hook.
+def make_hook(spec: HookSpec, seed: int = 0) -> Compressor:
+    """Return a fresh compressor for this hook; what is random in it follows the seed, unless it has one of its own.
 
-    Raises:
-        ValueError: No hook has this name, it has no such setting, or a setting's value is out of range.
+    Raises ValueError where no hook has this name, where it has no such setting, and where a value cannot work.
     """
-    return commhooks.make_compressor(spec.name, **dict(spec.settings))
+    settings: dict[str, object] = dict(spec.settings)
+    if spec.name not in COMPRESSORS:
+        return commhooks.make_compressor(spec.name)  # raises, and lists the names there are
+    known = _settings_of(spec.name)
+    for name in settings:
+        if name not in known:
+            raise ValueError(_unknown(spec, name, known))
+    if "wire" in settings:
+        settings["wire"] = _dtype(spec, settings["wire"])
+    if "seed" in known:
+        settings.setdefault("seed", seed)
+    return commhooks.make_compressor(spec.name, **settings)
+
+
+def _settings_of(hook: str) -> list[str]:
+    """Return the names that a hook of this name takes settings under: its own, and those of every hook."""
+    every = inspect.signature(commhooks.make_compressor).parameters.values()
+    own = inspect.signature(COMPRESSORS[hook]).parameters.values()
+    return sorted(p.name for p in (*own, *every) if p.kind is p.KEYWORD_ONLY)
+
+
+def _unknown(spec: HookSpec, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"hook {spec.label!r}: {spec.name!r} has no setting {name!r}; it has {', '.join(known)}.{hint}"
+
+
+def _dtype(spec: HookSpec, value: object) -> torch.dtype:
+    if value not in _DTYPES:
+        raise ValueError(f"hook {spec.label!r}: wire must be one of {', '.join(_DTYPES)} (got {value})")
+    return _DTYPES[str(value)]

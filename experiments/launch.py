@@ -72,7 +72,7 @@ def run_world(
     *,
     timeout: float,
 ) -> None:
-    """Call `function(rank, ranks, argument, send)` in `ranks` new processes with a Gloo group, and pass on what they send.
+    """Call `function(rank, ranks, argument, send)` in new processes with a Gloo group, and pass on what they send.
 
     Args:
         function: Importable by name.
@@ -132,7 +132,9 @@ def _receive(pipe: connection.Connection) -> object:
         return _Failed("")
 
 
-def _story(world: Mapping[connection.Connection, tuple[int, SpawnProcess]], failed: dict[connection.Connection, _Failed]) -> str:
+def _story(
+    world: Mapping[connection.Connection, tuple[int, SpawnProcess]], failed: dict[connection.Connection, _Failed]
+) -> str:
     """Wait a moment for the other ranks' tracebacks, then tell all of them in order of arrival."""
     deadline = time.monotonic() + _GRACE_SECONDS
     waiting = [pipe for pipe in world if pipe not in failed]

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from commhooks.requests import AllReduce, Request
 
 if TYPE_CHECKING:
@@ -29,9 +31,9 @@ _NO_LIMIT = {"unlimited", "none", "inf"}
 
 
 def parse_rate(text: str) -> float | None:
-    """Return the bits per second, None for no limit, that a text such as '100Mbit/s', '1.5 Gbps', '12.5 MB/s' or 'unlimited' states.
+    """Return the bits per second that a text such as '100Mbit/s', '1.5 Gbps' or '12.5 MB/s' states.
 
-    Units are decimal: 1 kbit is 1,000 bit. A small b is a bit, a capital B a byte.
+    'unlimited' is None. Units are decimal: 1 kbit is 1,000 bit. A small b is a bit, a capital B a byte.
 
     Raises:
         ValueError: The text is not a positive number followed by a unit of rate.
@@ -42,8 +44,8 @@ def parse_rate(text: str) -> float | None:
     bits = _bits_of(match["unit"]) if match else None
     if match is None or bits is None:
         raise ValueError(
-            f"rate {text!r} does not parse: expected a number and a unit, such as '100Mbit/s', '1.5 Gbps', '12.5 MB/s', "
-            "or 'unlimited' (decimal units: 1 kbit is 1,000 bit; b is a bit, B a byte)"
+            f"rate {text!r} does not parse: expected a number and a unit, such as '100Mbit/s', '1.5 Gbps', '12.5 MB/s' "
+            "or 'unlimited' (units are decimal; b is a bit, B a byte)"
         )
     rate = float(match["number"]) * _PREFIXES[match["prefix"].lower()] * bits
     if rate <= 0:
@@ -61,7 +63,9 @@ def parse_latency(text: str) -> float:
         return 0.0
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(s|ms|us|µs|ns)\s*", text)
     if match is None:
-        raise ValueError(f"latency {text!r} does not parse: expected a number and a unit, such as '0.2ms', '50us', '1s' or '0'")
+        raise ValueError(
+            f"latency {text!r} does not parse: expected a number and a unit, such as '0.2ms', '50us', '1s' or '0'"
+        )
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -91,9 +95,13 @@ class LinkSettings:
 
     def __post_init__(self) -> None:
         if self.bits_per_second is not None and not 0 < self.bits_per_second < math.inf:
-            raise ValueError(f"LinkSettings(bits_per_second={self.bits_per_second}): bits_per_second must be in (0, inf), or None.")
+            raise ValueError(
+                f"LinkSettings(bits_per_second={self.bits_per_second}): bits_per_second must be in (0, inf), or None."
+            )
         if not 0 <= self.latency_seconds < math.inf:
-            raise ValueError(f"LinkSettings(latency_seconds={self.latency_seconds}): latency_seconds must be in [0, inf).")
+            raise ValueError(
+                f"LinkSettings(latency_seconds={self.latency_seconds}): latency_seconds must be in [0, inf)."
+            )
 
     def seconds_for(self, request: Request, world_size: int) -> float:
         """Return how long a ring of `world_size` ranks takes at least to answer the request over this link."""
@@ -138,7 +146,7 @@ class EmulatedLink:
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """The number of this rank."""
         return self._inner.rank
 
     def start(self, request: Request) -> Pending:
@@ -148,3 +156,29 @@ class EmulatedLink:
             self._free_at = begin + self._link.seconds_for(request, self.world_size)
             arrival = self._free_at
         return _InTransit(self._inner.start(request), arrival, self._clock, self._sleep)
+
+
+class _InTransit:
+    """A collective whose result counts as arrived once the real one is done and the link has carried its bytes."""
+
+    def __init__(
+        self, inner: Pending, arrival: float, clock: Callable[[], float], sleep: Callable[[float], None]
+    ) -> None:
+        self._inner = inner
+        self._arrival = arrival
+        self._clock = clock
+        self._sleep = sleep
+
+    @property
+    def result(self) -> Tensor:
+        """The inner answer."""
+        return self._inner.result
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Return when both are done; raise TimeoutError when the time passes first, as every Pending does."""
+        deadline = math.inf if timeout_seconds is None else self._clock() + timeout_seconds
+        self._inner.wait(timeout_seconds)
+        if self._arrival > deadline:
+            self._sleep(max(0.0, deadline - self._clock()))
+            raise TimeoutError(f"the emulated link has not carried the collective's bytes after {timeout_seconds} s")
+        self._sleep(max(0.0, self._arrival - self._clock()))

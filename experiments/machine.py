@@ -12,13 +12,15 @@ import torch
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that a result depends on."""
-    found = {"python": platform.python_version()}
-    for name in ("commhooks", "torch", "numpy", "scipy", "scikit-learn"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
+    names = ("commhooks", "torch", "numpy", "scipy", "scikit-learn")
+    return {"python": platform.python_version()} | {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed as a package"
 
 
 def machine() -> dict[str, str | int | float]:

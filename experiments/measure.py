@@ -1,6 +1,7 @@
 """Where a step's time goes: every moment of a step counts as compute, compression or waiting, and as one of them only.
 
-- compute: the training thread is in the forward pass, in the backward pass up to the last gradient, or in the optimizer.
+- compute: the training thread is in the forward pass, in the backward pass up to the last gradient, or in the
+  optimizer.
 - waiting: it has nothing to compute, and the hook waits for a collective (for the link, or for another rank); or the
   forward pass waits for rank 0's buffers.
 - compression: it has nothing to compute, and the hook is at work: casting, factorising, packing, unpacking.
@@ -74,6 +75,23 @@ class _ClockedCommunicator:
         return _ClockedPending(self._inner.start(request), self._waits)
 
 
+class _ClockedPending:
+    def __init__(self, inner: Pending, waits: WaitClock) -> None:
+        self._inner = inner
+        self._waits = waits
+
+    @property
+    def result(self) -> Tensor:
+        return self._inner.result
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        begin = self._waits.clock()
+        try:
+            self._inner.wait(timeout_seconds)
+        finally:
+            self._waits.note(begin, self._waits.clock())
+
+
 class StepClock:
     """Times the steps of one model; install it after the model is wrapped in DDP."""
 
@@ -82,7 +100,9 @@ class StepClock:
         self._clock = waits.clock
         self._begin = self._forward = self._gradient = 0.0
         self._handles = [model.register_forward_pre_hook(self._mark_forward)]
-        self._handles += [p.register_post_accumulate_grad_hook(self._mark_gradient) for p in model.parameters() if p.requires_grad]
+        self._handles += [
+            p.register_post_accumulate_grad_hook(self._mark_gradient) for p in model.parameters() if p.requires_grad
+        ]
 
     def _mark_forward(self, module: nn.Module, inputs: object) -> None:
         """Note that DDP let the inner model begin: before this, it waited for buffers."""

@@ -26,7 +26,7 @@ class HookSpec:
 
     @classmethod
     def parse(cls, text: str) -> HookSpec:
-        """Return the hook that a text such as 'powersgd:rank=4,start_iter=10' names.
+        """Return the hook that a text such as 'powersgd:rank=4,start_after=10' names.
 
         Raises:
             ValueError: The text is not of that form. Whether such a hook exists is checked in `experiments.hooks`.
@@ -56,12 +56,14 @@ def _value(text: str) -> HookValue:
     """Read a setting as a bool, an int or a float where it is one, else as text."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return int(text)
+    except ValueError:
+        pass  # not an int: a float, or a word
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)

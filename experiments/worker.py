@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import commhooks
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import commhooks
 import ddp_core
 from experiments.hooks import make_hook
 from experiments.launch import Send
@@ -73,17 +73,16 @@ class _Run:
         self.task = task
         self.model = model
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.ddp = wrap(model, settings)
+        self.ddp = wrap_in_ddp(model, settings.ddp, settings.bucket_cap_mb)
         self.optimizer = task.optimizer(model)
         waits = WaitClock()
         self.attachment = commhooks.attach(
             self.ddp,
-            make_hook(settings.hook),
+            make_hook(settings.hook, settings.seed),
             wrap_communicator=lambda inner: waits.around(EmulatedLink(inner, settings.link)),
         )
         self.clock = StepClock(model, waits)
-        self.losses: list[float] = []
-        self.steps: list[dict[str, float]] = []
+        self.steps: list[StepRecord] = []
         self.evaluations: list[EvaluationRecord] = []
 
     def step(self, step: int) -> float:
@@ -100,9 +99,8 @@ class _Run:
         self.optimizer.zero_grad()
         split = self.clock.end()
         after = self.attachment.statistics()
-        self.losses.append(loss.item())
-        self.steps.append(_record(split, before, after, self.ranks))
-        return self.losses[-1]
+        self.steps.append(_record(step + 1, loss.item(), split, before, after, self.ranks))
+        return loss.item()
 
     def evaluate(self, step: int) -> None:
         """Judge the model on rank 0; the others wait, and no clock runs."""
@@ -113,15 +111,12 @@ class _Run:
 
     def result(self) -> RunResult:
         """Return what was noted, with the losses averaged over ranks."""
-        mean_losses = torch.tensor(self.losses, dtype=torch.float64)
+        mean_losses = torch.tensor([record.loss for record in self.steps], dtype=torch.float64)
         dist.all_reduce(mean_losses)
         mean_losses /= self.ranks
         fingerprints: list[str | None] = [None] * self.ranks
         dist.all_gather_object(fingerprints, fingerprint(self.model))
-        steps = (
-            StepRecord(step=number, loss=loss, **record)  # type: ignore[arg-type]  # byte counts are ints where it matters
-            for number, (loss, record) in enumerate(zip(mean_losses.tolist(), self.steps, strict=True), start=1)
-        )
+        steps = (replace(record, loss=loss) for record, loss in zip(self.steps, mean_losses.tolist(), strict=True))
         return RunResult(
             settings=self.settings,
             parameters=sum(p.numel() for p in self.model.parameters()),
@@ -140,10 +135,10 @@ class _Run:
         del self.ddp
 
 
-def wrap(model: nn.Module, settings: RunSettings) -> nn.Module:
-    """Return the model in the DDP class that the settings name."""
-    kind = ddp_core.DistributedDataParallel if settings.ddp == "core" else nn.parallel.DistributedDataParallel
-    wrapped: nn.Module = kind(model, bucket_cap_mb=settings.bucket_cap_mb)
+def wrap_in_ddp(model: nn.Module, ddp: str, bucket_cap_mb: float | None) -> nn.Module:
+    """Return the model in ddp_core's class ('core') or in PyTorch's ('torch')."""
+    kind = ddp_core.DistributedDataParallel if ddp == "core" else nn.parallel.DistributedDataParallel
+    wrapped: nn.Module = kind(model, bucket_cap_mb=bucket_cap_mb)
     return wrapped
 
 
@@ -151,20 +146,24 @@ def fingerprint(model: nn.Module) -> str:
     """Return a hash of all parameters' bits."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(parameter.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _record(split: Split, before: commhooks.Statistics, after: commhooks.Statistics, ranks: int) -> dict[str, float]:
-    """Return a step's split and the bytes it added, by the names of a StepRecord."""
+def _record(
+    step: int, loss: float, split: Split, before: commhooks.Statistics, after: commhooks.Statistics, ranks: int
+) -> StepRecord:
+    """Return a step's split, and the bytes that it added to the attachment's statistics."""
     gradient_bytes = after.gradient_bytes - before.gradient_bytes
-    return {
+    return StepRecord(
+        step=step,
+        loss=loss,
         **vars(split),
-        "gradient_bytes": gradient_bytes,
-        "payload_bytes": after.payload_bytes - before.payload_bytes,
-        "moved_bytes": after.moved_bytes - before.moved_bytes,
-        "dense_bytes": 2 * (ranks - 1) * gradient_bytes // ranks,
-    }
+        gradient_bytes=gradient_bytes,
+        payload_bytes=after.payload_bytes - before.payload_bytes,
+        moved_bytes=after.moved_bytes - before.moved_bytes,
+        dense_bytes=2 * (ranks - 1) * gradient_bytes // ranks,
+    )
 
 
 def _silent(message: object) -> None:

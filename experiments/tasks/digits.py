@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -79,6 +79,15 @@ class Digits:
             f"{self.shape.batch_size} images per rank and step"
         )
 
+    @property
+    def batch_size(self) -> int:
+        """Examples per rank and step."""
+        return self.shape.batch_size
+
+    def with_batch_size(self, batch_size: int) -> Digits:
+        """Return the same task with another batch."""
+        return replace(self, shape=replace(self.shape, batch_size=batch_size))
+
     def model(self, seed: int) -> nn.Module:
         """Return a fresh network."""
         with torch.random.fork_rng(devices=[]):
@@ -99,8 +108,8 @@ class Digits:
         together = self.shape.batch_size * world_size
         if together > len(images):
             raise ValueError(
-                f"digits: {world_size} ranks × {self.shape.batch_size} images is more than the {len(images)} there are; "
-                "use fewer ranks or a smaller size"
+                f"digits: {world_size} ranks with {self.shape.batch_size} images each want more than the {len(images)} "
+                "there are; use fewer ranks or a smaller size"
             )
         epoch, position = divmod(step, len(images) // together)
         order = torch.randperm(len(images), generator=generator_for(seed, epoch))

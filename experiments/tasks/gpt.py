@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -113,6 +113,15 @@ class Gpt:
             f"layers and width {s.width}, AdamW, {s.batch_size} sequences of {s.context} bytes per rank and step"
         )
 
+    @property
+    def batch_size(self) -> int:
+        """Examples per rank and step."""
+        return self.shape.batch_size
+
+    def with_batch_size(self, batch_size: int) -> Gpt:
+        """Return the same task with another batch."""
+        return replace(self, shape=replace(self.shape, batch_size=batch_size))
+
     def model(self, seed: int) -> nn.Module:
         """Return a fresh model."""
         with torch.random.fork_rng(devices=[]):
@@ -133,7 +142,9 @@ class Gpt:
 
     def batch(self, seed: int, step: int, rank: int, world_size: int) -> Batch:
         """Return this rank's sequences of one step, cut at random places."""
-        return _sequences(_text()[0], self.shape.batch_size, self.shape.context, generator_for(seed, step, rank, world_size))
+        return _sequences(
+            _text()[0], self.shape.batch_size, self.shape.context, generator_for(seed, step, rank, world_size)
+        )
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats per byte."""
@@ -174,7 +185,9 @@ def source_files(folder: Path) -> list[Path]:
     Raises:
         FileNotFoundError: The library is not there as files (a zipped or stripped Python).
     """
-    files = sorted(file for file in folder.glob("*.py") if not file.name.startswith("_sysconfigdata"))  # made per machine
+    files = sorted(
+        file for file in folder.glob("*.py") if not file.name.startswith("_sysconfigdata")
+    )  # made per machine
     if len(files) < _HELD_OUT_EVERY:
         raise FileNotFoundError(
             f"gpt: expected the source files of Python's standard library in {folder}, found {len(files)}; "

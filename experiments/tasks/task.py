@@ -48,6 +48,13 @@ class Task(Protocol):
     def description(self) -> str:
         """One sentence on model, data and optimizer, for the report."""
 
+    def with_batch_size(self, batch_size: int) -> Task:
+        """Return the same task with another number of examples per rank and step."""
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per rank and step."""
+
     def model(self, seed: int) -> nn.Module:
         """Return a fresh model; the same seed gives the same bits."""
 

@@ -1,0 +1,5 @@
+"""`python -m experiments` is `commhooks`."""
+
+from experiments.cli import app
+
+app()

@@ -1,0 +1,189 @@
+"""The command line, `commhooks`."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from experiments.link import LinkSettings
+
+DEFAULT_TASKS = ["digits", "gpt"]
+DEFAULT_HOOKS = ["all-reduce", "fp16", "bf16", "powersgd:rank=1,start_after=5", "powersgd:rank=4,start_after=5"]
+
+app = typer.Typer(
+    help="Train models over several ranks under several gradient-compression hooks, and see what each one costs.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+_COMPARE_HELP = """
+Train one model under several hooks, and write a table, plots and a report.
+
+Every run has the same seed, data and number of steps; only the way of the gradients differs. \
+Ranks are processes on this machine, joined by a link whose rate you choose: an emulated one that needs no root.
+
+[bold]The demo[/bold]: two tasks under five hooks on 2 ranks at 100 Mbit/s, about four minutes.
+
+    commhooks compare
+
+[bold]Choose[/bold] the task, the hooks, the link and the ranks.
+
+    commhooks compare --task gpt --hook all-reduce --hook powersgd:rank=8 --rate 1Gbit/s --ranks 3
+
+[bold]A quick look[/bold], on a small model.
+
+    commhooks compare --task digits --size small --steps 30
+
+[bold]Several machines[/bold], over the network they have: torchrun starts the ranks.
+
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks compare --rate unlimited
+
+[bold]A hook[/bold] is a name, or a name with settings: fp16, powersgd:rank=4,start_after=10. \
+The first hook is the one that the others are measured against. \
+An unknown name or setting is refused before anything starts, with the names that there are.
+
+[bold]The folder[/bold] that --out names gets report.html (one file that needs nothing else), \
+results/*.json (settings, versions, machine and every step of each run), plots/*.png and tensorboard/.
+"""
+
+_OVERLAP_HELP = """
+Measure how much of the communication hides behind the backward pass.
+
+Times three things in turns: a local step (compute), the collectives of a step with nothing to compute \
+(communication), and a step that does both. The batch is chosen so that the first two take about equally long. \
+Prints step / (compute + communication): 1.0 would be no overlap; about 0.67 is the best there is, because the \
+forward pass, a third of the compute, has nothing to send.
+
+    commhooks overlap --rate 100Mbit/s --rounds 9
+"""
+
+
+@app.callback()
+def commhooks() -> None:
+    """Train models over several ranks under several gradient-compression hooks, and see what each one costs."""
+
+
+@app.command(help=_COMPARE_HELP)
+def compare(
+    task: Annotated[list[str], typer.Option(help="What to train: digits or gpt. Repeat for both.")] = DEFAULT_TASKS,
+    hook: Annotated[
+        list[str], typer.Option(help="A hook, name:setting=value,... Repeat; the first is the baseline.")
+    ] = DEFAULT_HOOKS,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes on this machine (2); under torchrun its world size.")
+    ] = None,
+    rate: Annotated[str, typer.Option(help="The link's rate: 100Mbit/s, 1.5Gbps, 12.5MB/s, unlimited.")] = "100Mbit/s",
+    latency: Annotated[
+        str, typer.Option(help="The link's latency, each step round the ring: 0.2ms, 50us, 0.")
+    ] = "0.2ms",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps a run; default: the task's own.")] = None,
+    size: Annotated[str, typer.Option(help="The model's size: small, medium or large.")] = "medium",
+    seed: Annotated[int, typer.Option(help="Same seed, same losses, bit for bit.")] = 0,
+    ddp: Annotated[str, typer.Option(help="core: ddp_core's DistributedDataParallel; torch: PyTorch's.")] = "core",
+    bucket_cap_mb: Annotated[float | None, typer.Option(help="Bucket size in MiB; default: the DDP's own.")] = None,
+    target_loss: Annotated[
+        float | None, typer.Option(help="Training loss to reach; default: the baseline's last + 5 %.")
+    ] = None,
+    eval_every: Annotated[int, typer.Option(help="Steps between two looks at held-out data.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report; default: runs/<date-time>.")] = None,
+) -> None:
+    """Train one model under several hooks."""
+    with _errors_in_words() as console:
+        from experiments.compare import Comparison, prepare_folder
+        from experiments.compare import compare as run_comparison
+        from experiments.plan import plan
+
+        runs = plan(
+            task,
+            hook,
+            ranks=ranks,
+            link=_link(rate, latency),
+            steps=steps,
+            size=size,
+            seed=seed,
+            ddp=ddp,
+            bucket_cap_mb=bucket_cap_mb,
+            evaluate_every=eval_every,
+        )
+        folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
+        prepare_folder(folder)
+        command = shlex.join(["commhooks", *sys.argv[1:]])
+        run_comparison(Comparison(runs=runs, out=folder, target_loss=target_loss, command=command), console)
+
+
+@app.command(help=_OVERLAP_HELP)
+def overlap(
+    task: Annotated[str, typer.Option(help="Whose model to train: digits or gpt.")] = "gpt",
+    size: Annotated[str, typer.Option(help="The model's size: small, medium or large.")] = "medium",
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
+    rate: Annotated[str, typer.Option(help="The link's rate.")] = "100Mbit/s",
+    latency: Annotated[str, typer.Option(help="The link's latency, each step round the ring.")] = "0.2ms",
+    rounds: Annotated[int, typer.Option(help="How often the three are timed, in turns.")] = 9,
+    ddp: Annotated[str, typer.Option(help="core: ddp_core's DistributedDataParallel; torch: PyTorch's.")] = "core",
+    bucket_cap_mb: Annotated[
+        float, typer.Option(help="Bucket size in MiB; smaller: communication begins earlier.")
+    ] = 0.5,
+) -> None:
+    """Measure how much of the communication hides behind the backward pass."""
+    with _errors_in_words() as console:
+        from experiments.overlap import OverlapSettings, measure_overlap, overlap_table
+
+        settings = OverlapSettings(
+            task=task,
+            size=size,
+            ranks=ranks,
+            link=_link(rate, latency),
+            rounds=rounds,
+            ddp=ddp,
+            bucket_cap_mb=bucket_cap_mb,
+        )
+        console.print(overlap_table(measure_overlap(settings)))
+
+
+def _link(rate: str, latency: str) -> LinkSettings:
+    from experiments.link import LinkSettings, parse_latency, parse_rate
+
+    return LinkSettings(bits_per_second=parse_rate(rate), latency_seconds=parse_latency(latency))
+
+
+@contextmanager
+def _errors_in_words() -> Iterator[Console]:
+    """Give a console; leave with 2 on a user's mistake, 1 on a rank's failure, 130 on Ctrl-C, and say why."""
+    from rich.console import Console
+
+    from experiments.launch import WorldError
+
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield Console() if sys.stdout.isatty() else Console(width=140)
+    except (ValueError, FileNotFoundError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    except WorldError as error:
+        typer.echo(f"\n{error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        typer.echo("\nstopped; the ranks are ended", err=True)
+        raise typer.Exit(130) from error
+
+
+def _leave(number: int, frame: object) -> None:
+    """Turn a request to end into an orderly exit, so that the ranks are ended first."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,163 @@
+"""Runs a comparison from its settings to its report."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from experiments.launch import Send, run_in_torchrun, run_world, torchrun_world
+from experiments.report.page import PICTURES, page
+from experiments.report.plots import THEMES, loss_against_bytes, loss_against_time, step_time
+from experiments.report.table import summary_table
+from experiments.report.tensorboard import write_logs
+from experiments.report.words import by_task
+from experiments.runs import RunResult, RunSettings
+from experiments.summary import TARGET_RULE, Summary, summarise
+from experiments.tasks import make_task
+from experiments.worker import RunDone, StepDone, train_all
+
+_FOLDERS = ("results", "tensorboard", "plots")
+_REPORT = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is compared, and where the results go."""
+
+    runs: tuple[RunSettings, ...]
+    out: Path
+    target_loss: float | None = None  # None: derived from the first hook's run
+    command: str = "commhooks compare"  # how a reader gets the same again
+
+
+def compare(comparison: Comparison, console: Console) -> list[Summary]:
+    """Train every run, write the results, and return their summaries (under torchrun on rank 0, elsewhere none)."""
+    world = torchrun_world()
+    reports = world is None or world[0] == 0
+    if reports:
+        prepare_folder(comparison.out)
+    results: list[RunResult] = []
+    with _progress(console, disable=not reports) as progress:
+        listener = _Listener(comparison, progress, results)
+        _train(comparison.runs, listener)
+    if not reports:
+        return []
+    summaries = summarise(results, comparison.target_loss)
+    write_report(results, summaries, comparison)
+    _print(summaries, comparison, console)
+    return summaries
+
+
+def prepare_folder(out: Path) -> None:
+    """Make the folder, and take an earlier report's files out of it.
+
+    Raises:
+        ValueError: The folder holds something that is no earlier report.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: {out} is a file; name a folder")
+    strangers = [path.name for path in out.iterdir() if path.name not in (*_FOLDERS, _REPORT)] if out.exists() else []
+    if strangers:
+        raise ValueError(
+            f"out: {out} holds files of another kind ({sorted(strangers)[0]}); name a new or an empty folder"
+        )
+    for name in _FOLDERS:
+        shutil.rmtree(out / name, ignore_errors=True)
+        (out / name).mkdir(parents=True)
+    (out / _REPORT).unlink(missing_ok=True)
+
+
+def write_report(results: Sequence[RunResult], summaries: list[Summary], comparison: Comparison) -> Path:
+    """Write the pictures and the HTML report, and return where the report is."""
+    plots: dict[tuple[str, str, str], bytes] = {}
+    for task, rows in by_task(summaries).items():
+        runs = [result for result in results if result.settings.task == task]
+        for theme in THEMES:
+            drawn = (
+                step_time(rows, theme),
+                loss_against_bytes(runs, rows, theme),
+                loss_against_time(runs, rows, theme),
+            )
+            plots.update({(task, picture, theme.name): png for picture, png in zip(PICTURES, drawn, strict=True)})
+    for (task, picture, theme_name), png in plots.items():
+        if theme_name == THEMES[0].name:
+            (comparison.out / "plots" / f"{task}.{picture}.png").write_bytes(png)
+    rule = (
+        TARGET_RULE
+        if comparison.target_loss is None
+        else f"a mean training loss of {comparison.target_loss:g}, as asked for"
+    )
+    text = page(results, summaries, plots, target_rule=rule, command=comparison.command)
+    path = comparison.out / _REPORT
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def silence_allowed(runs: Sequence[RunSettings]) -> float:
+    """Return after how many silent seconds a world counts as stuck: 20 of the slowest steps, and two minutes."""
+    return 120 + 20 * max(_dense_seconds(settings) for settings in runs)
+
+
+def _dense_seconds(settings: RunSettings) -> float:
+    """Return how long the plain all-reduce of all gradients takes on the link."""
+    elements = sum(p.numel() for p in make_task(settings.task, settings.size).model(0).parameters())
+    rate = settings.link.bits_per_second
+    return 2 * 32 * elements / rate if rate else 0.0
+
+
+def _train(runs: Sequence[RunSettings], listener: Send) -> None:
+    if torchrun_world() is None:
+        run_world(train_all, runs[0].ranks, runs, listener, timeout=silence_allowed(runs))
+    else:
+        run_in_torchrun(train_all, runs, listener, timeout=silence_allowed(runs))
+
+
+class _Listener:
+    """Moves the progress bars and writes each result as it comes: what ended before Ctrl-C is kept."""
+
+    def __init__(self, comparison: Comparison, progress: Progress, results: list[RunResult]) -> None:
+        self._out = comparison.out
+        self._progress = progress
+        self._results = results
+        self._bars: list[TaskID] = [
+            progress.add_task(settings.label, total=settings.steps, loss="", start=False)
+            for settings in comparison.runs
+        ]
+
+    def __call__(self, message: object) -> None:
+        if isinstance(message, StepDone):
+            if message.step == 1:
+                self._progress.start_task(self._bars[message.run])
+            self._progress.update(self._bars[message.run], completed=message.step, loss=f"loss {message.loss:.3f}")
+        elif isinstance(message, RunDone):
+            self._results.append(message.result)
+            message.result.write(self._out / "results")
+            write_logs(message.result, self._out / "tensorboard")
+
+
+def _progress(console: Console, *, disable: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=disable,
+    )
+
+
+def _print(summaries: list[Summary], comparison: Comparison, console: Console) -> None:
+    for task, rows in by_task(summaries).items():
+        console.print()
+        console.print(summary_table(rows, f"{task}, {rows[0].steps} steps"))
+    console.print(f"\nreport       {comparison.out / _REPORT}", highlight=False, soft_wrap=True)
+    console.print(f"results      {comparison.out / 'results'}", highlight=False, soft_wrap=True)
+    console.print(
+        f"tensorboard  tensorboard --logdir {comparison.out / 'tensorboard'}", highlight=False, soft_wrap=True
+    )

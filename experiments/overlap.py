@@ -1,0 +1,187 @@
+"""How much of the communication hides behind the backward pass.
+
+Three things are timed in turns: a local step (compute), the collectives of a step with nothing to compute
+(communication), and a step under DDP, which does both.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import nn
+
+import commhooks
+from commhooks.communicators import Communicator, Pending, ProcessGroupCommunicator
+from commhooks.requests import AllReduce, Request
+from experiments.launch import Send, run_world
+from experiments.link import EmulatedLink, LinkSettings, format_rate
+from experiments.report.words import spread_in_words
+from experiments.summary import Spread
+from experiments.tasks import Batch, Task, make_task
+from experiments.worker import wrap_in_ddp
+
+_TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapSettings:
+    """What is timed."""
+
+    task: str = "gpt"
+    size: str = "medium"
+    ranks: int = 2
+    link: LinkSettings
+    rounds: int = 9  # higher: a steadier median
+    ddp: str = "core"
+    bucket_cap_mb: float = 0.5  # lower: communication begins earlier in the backward pass
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.link.bits_per_second is None:
+            raise ValueError("overlap needs a rate: without a limit there is no communication time to hide")
+        if self.ranks < 2 or self.rounds < 1:
+            raise ValueError(f"overlap needs at least 2 ranks and 1 round (got {self.ranks} and {self.rounds})")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One turn's seconds, each the longest over the ranks."""
+
+    compute: float
+    communication: float
+    step: float
+
+    @property
+    def ratio(self) -> float:
+        """The step over the sum of its parts: 1.0 is no overlap."""
+        return self.step / (self.compute + self.communication)
+
+
+@dataclass(frozen=True)
+class OverlapResult:
+    """All turns, and the batch that made compute and communication about equal."""
+
+    settings: OverlapSettings
+    batch_size: int
+    buckets: int
+    rounds: tuple[Round, ...]
+
+    @property
+    def ratio(self) -> Spread:
+        """Step over (compute + communication): median and quartiles of the turns."""
+        return Spread.of([each.ratio for each in self.rounds])
+
+
+def measure_overlap(settings: OverlapSettings) -> OverlapResult:
+    """Start the ranks, time the three in turns, and return what came of it."""
+    make_task(settings.task, settings.size)
+    found: list[object] = []
+    run_world(_rank, settings.ranks, settings, found.append, timeout=_TIMEOUT_SECONDS)
+    result = found[-1]
+    assert isinstance(result, OverlapResult), "rank 0 sends one result"
+    return result
+
+
+def overlap_table(result: OverlapResult) -> Table:
+    """Return the result as a table."""
+    settings = result.settings
+    title = (
+        f"{settings.task}, {settings.ranks} ranks at {format_rate(settings.link.bits_per_second)}, "
+        f"{result.buckets} buckets, batch {result.batch_size}, {len(result.rounds)} turns"
+    )
+    table = Table("", "median (quartiles)", title=title, title_justify="left", title_style="bold")
+    for name in ("compute", "communication", "step"):
+        table.add_row(name, spread_in_words(Spread.of([getattr(each, name) for each in result.rounds])))
+    ratio = result.ratio
+    table.add_row(
+        "[bold]step / (compute + communication)", f"[bold]{ratio.median:.3f}[/bold] ({ratio.low:.3f}–{ratio.high:.3f})"
+    )
+    return table
+
+
+class _Noting:
+    """A communicator that notes the sizes of what it is asked for."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self.sizes: list[int] = []
+
+    def start(self, request: Request) -> Pending:
+        self.sizes.append(request.tensor.numel())
+        return self._inner.start(request)
+
+
+def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
+    """Time the three on one rank; rank 0 sends the result."""
+    torch.set_num_threads(1)
+    task = _balanced(make_task(settings.task, settings.size), settings)
+    batch = task.batch(settings.seed, 0, rank, ranks)
+    local = task.model(settings.seed)
+    noting: list[_Noting] = []
+    ddp = wrap_in_ddp(copy.deepcopy(local), settings.ddp, settings.bucket_cap_mb)
+
+    def around(inner: Communicator) -> Communicator:
+        noting.append(_Noting(EmulatedLink(inner, settings.link)))
+        return noting[-1]
+
+    attachment = commhooks.attach(ddp, commhooks.make_compressor("all-reduce"), wrap_communicator=around)
+    try:
+        for model in (local, ddp, ddp):  # DDP rebuilds its buckets after the first step
+            noting[0].sizes.clear()
+            _step(task, model, batch)
+        sizes = list(noting[0].sizes)
+        link = EmulatedLink(ProcessGroupCommunicator(), settings.link)
+        actions: tuple[Callable[[], object], ...] = (
+            lambda: _step(task, local, batch),
+            lambda: _communicate(link, sizes),
+            lambda: _step(task, ddp, batch),
+        )
+        rounds = tuple(Round(*(_longest(action) for action in actions)) for _ in range(settings.rounds))
+    finally:
+        attachment.detach()
+    if rank == 0:
+        send(OverlapResult(settings, task.batch_size, len(sizes), rounds))
+
+
+def _step(task: Task, model: nn.Module, batch: Batch) -> None:
+    """Do the forward and the backward pass; gradients stay, as between two steps of accumulation."""
+    task.loss(model(batch.inputs), batch.targets).backward()
+    model.zero_grad()
+
+
+def _communicate(link: EmulatedLink, sizes: list[int]) -> None:
+    """Do the collectives of a step, one behind the other, with nothing to compute."""
+    for pending in [link.start(AllReduce(torch.zeros(size), average=True)) for size in sizes]:
+        pending.wait()
+
+
+def _longest(action: Callable[[], Any]) -> float:
+    """Return the action's seconds on the rank where it took longest; the ranks begin together."""
+    dist.barrier()
+    begin = time.perf_counter()
+    action()
+    seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def _balanced(task: Task, settings: OverlapSettings) -> Task:
+    """Return the task with the batch for which compute takes as long as the link takes for the gradients."""
+    model = task.model(settings.seed)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    gradients = AllReduce(torch.empty(sum(p.numel() for p in model.parameters())))
+    wanted = settings.link.seconds_for(gradients, ranks)
+    for _ in range(3):  # the batch that was found is timed again: a step's cost is not quite linear in it
+        batch = task.batch(settings.seed, 0, rank, ranks)
+        _step(task, model, batch)
+        seconds = sorted(_longest(lambda: _step(task, model, batch)) for _ in range(3))[1]  # noqa: B023  # called at once
+        task = task.with_batch_size(max(1, round(task.batch_size * wanted / seconds)))
+    return task

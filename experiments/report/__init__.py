@@ -1,0 +1,1 @@
+"""Shows runs to a person: a table in the terminal, TensorBoard logs, plots, and one HTML file."""

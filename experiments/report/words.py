@@ -1,0 +1,73 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from experiments.summary import Spread, Summary
+
+NEVER = "—"
+
+
+def bytes_in_words(count: float) -> str:
+    """Return '1.53 GB', '72.6 MB' or '412 kB': decimal units, three digits."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{_three_digits(count / size)} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds_in_words(seconds: float | None) -> str:
+    """Return '65.2 s' or '98.1 ms'; a dash for never."""
+    if seconds is None:
+        return NEVER
+    return f"{_three_digits(seconds)} s" if seconds >= 1 else f"{_three_digits(seconds * 1e3)} ms"
+
+
+def quartiles_in_words(spread: Spread) -> str:
+    """Return the quartiles in the unit that the median is told in: '95.0 to 104'."""
+    scale = 1.0 if spread.median >= 1 else 1e3
+    return f"{_three_digits(spread.low * scale)} to {_three_digits(spread.high * scale)}"
+
+
+def spread_in_words(spread: Spread) -> str:
+    """Return the median with its quartiles: '98.1 ms (95.0 to 104)'."""
+    return f"{seconds_in_words(spread.median)} ({quartiles_in_words(spread)})"
+
+
+def milliseconds(seconds: float) -> str:
+    """Return the time in milliseconds, without the unit."""
+    return _three_digits(seconds * 1e3)
+
+
+def times(factor: float) -> str:
+    """Return '7.12×', or 'nothing moved' for a hook that does not communicate."""
+    return "nothing moved" if factor == float("inf") else f"{_three_digits(factor)}×"
+
+
+def percent(share: float) -> str:
+    """Return '97.5 %'."""
+    return f"{100 * share:.1f} %"
+
+
+def loss_change(summary: Summary, first: Summary) -> str:
+    """Return how much higher the held-out loss is than the first hook's: '+1.8 %'."""
+    return "" if summary is first else f"{100 * (summary.held_out_loss / first.held_out_loss - 1):+.1f} %"
+
+
+def whole(number: int | None) -> str:
+    """Return the number, or a dash for never."""
+    return NEVER if number is None else f"{number:,}"
+
+
+def by_task(summaries: list[Summary]) -> dict[str, list[Summary]]:
+    """Return the summaries of each task, in order; the first of each is what the others are measured against."""
+    tasks: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        tasks.setdefault(summary.task, []).append(summary)
+    return tasks
+
+
+def _three_digits(value: float) -> str:
+    """Return the number with three digits, and no more behind the point than they need."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,153 @@
+"""What a reader wants to know of runs side by side: one Summary a run, measured against the first hook's run."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experiments.runs import RunResult, StepRecord
+
+SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, the step itself and those before it
+TARGET_FACTOR = 1.05  # the default target loss is this times the loss with which the first hook ends
+TARGET_RULE = (
+    f"{TARGET_FACTOR:g} times the first hook's training loss over its last {SMOOTHING_STEPS} steps; "
+    f"a run is there after the first {SMOOTHING_STEPS} steps in a row whose mean is at or below it"
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median, and the quartiles about it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the median and the quartiles of the values."""
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True)
+class Typical:
+    """The mean step of the middle half of the steps, by duration: robust like a median, and its parts add up."""
+
+    compute: float
+    compression: float
+    waiting: float
+    hidden: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.compute + self.compression + self.waiting
+
+    @classmethod
+    def of(cls, steps: Sequence[StepRecord]) -> Typical:
+        """Return the typical step."""
+        ordered = sorted(steps, key=lambda step: step.seconds)
+        middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
+        return cls(*(statistics.fmean(getattr(s, f.name) for s in middle) for f in dataclasses.fields(cls)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One run in numbers; seconds are training time (evaluation apart), bytes are what one rank moved."""
+
+    task: str
+    hook: str
+    steps: int
+    train_loss: float  # mean of the last steps
+    held_out_loss: float
+    accuracy: float
+    bits_per_byte: float | None
+    seconds: float  # the whole run, warm-up included
+    moved_bytes: int
+    ratio: float  # dense bytes over moved bytes, the whole run, warm-up included
+    step: Spread  # seconds
+    compute: Spread
+    compression: Spread
+    waiting: Spread
+    typical: Typical
+    speed_up: float  # the first hook's seconds over this one's, the whole run
+    step_speed_up: float  # the same of the median step
+    target_loss: float
+    steps_to_target: int | None
+    seconds_to_target: float | None
+    bytes_to_target: int | None
+    replicas_identical: bool
+
+
+def summarise(results: Sequence[RunResult], target_loss: float | None = None) -> list[Summary]:
+    """Return a summary of every run, in the order given; a task's first run is what its others are measured against.
+
+    Args:
+        results: Runs of one task or several.
+        target_loss: The loss to reach; None: by TARGET_RULE, for each task.
+    """
+    firsts: dict[str, RunResult] = {}
+    for result in results:
+        firsts.setdefault(result.settings.task, result)
+    return [_summary(result, firsts[result.settings.task], target_loss) for result in results]
+
+
+def smoothed_losses(steps: Sequence[StepRecord]) -> list[float]:
+    """Return at every step the mean loss of up to SMOOTHING_STEPS steps, itself the last."""
+    losses = [step.loss for step in steps]
+    windows = (losses[max(0, end - SMOOTHING_STEPS) : end] for end in range(1, len(losses) + 1))
+    return [statistics.fmean(window) for window in windows]
+
+
+def total_seconds(steps: Sequence[StepRecord]) -> float:
+    """Return the training time of the steps."""
+    return sum(step.seconds for step in steps)
+
+
+def total_bytes(steps: Sequence[StepRecord]) -> int:
+    """Return the bytes that a rank moved in the steps."""
+    return sum(step.moved_bytes for step in steps)
+
+
+def _summary(result: RunResult, first: RunResult, target_loss: float | None) -> Summary:
+    steps = result.steps
+    evaluation = result.evaluations[-1]
+    target = TARGET_FACTOR * smoothed_losses(first.steps)[-1] if target_loss is None else target_loss
+    reached = _steps_to(steps, target)
+    step = Spread.of([s.seconds for s in steps])
+    moved = total_bytes(steps)
+    return Summary(
+        task=result.settings.task,
+        hook=result.settings.hook.label,
+        steps=len(steps),
+        train_loss=smoothed_losses(steps)[-1],
+        held_out_loss=evaluation.loss,
+        accuracy=evaluation.accuracy,
+        bits_per_byte=evaluation.bits_per_byte,
+        seconds=total_seconds(steps),
+        moved_bytes=moved,
+        ratio=sum(s.dense_bytes for s in steps) / moved if moved else float("inf"),
+        step=step,
+        compute=Spread.of([s.compute for s in steps]),
+        compression=Spread.of([s.compression for s in steps]),
+        waiting=Spread.of([s.waiting for s in steps]),
+        typical=Typical.of(steps),
+        speed_up=total_seconds(first.steps) / total_seconds(steps),
+        step_speed_up=statistics.median(s.seconds for s in first.steps) / step.median,
+        target_loss=target,
+        steps_to_target=reached,
+        seconds_to_target=None if reached is None else total_seconds(steps[:reached]),
+        bytes_to_target=None if reached is None else total_bytes(steps[:reached]),
+        replicas_identical=result.replicas_identical,
+    )
+
+
+def _steps_to(steps: Sequence[StepRecord], target: float) -> int | None:
+    """Return after how many steps the smoothed loss is at the target; None: never."""
+    full_windows = enumerate(smoothed_losses(steps), start=1)
+    return next((n for n, loss in full_windows if loss <= target and n >= min(SMOOTHING_STEPS, len(steps))), None)

@@ -1,0 +1,101 @@
+"""What a person gets to see: table, pictures, logs, page."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from experiments.compare import Comparison, prepare_folder, write_report
+from experiments.report.table import summary_table
+from experiments.report.tensorboard import write_logs
+from experiments.report.words import bytes_in_words, percent, seconds_in_words, times
+from experiments.runs import RunSettings
+from experiments.summary import summarise
+from tests.experiments.synthetic import result, results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("report")
+    prepare_folder(out)
+    found = results()
+    write_report(found, summarise(found), Comparison(runs=(RunSettings(task="gpt"),), out=out, command="commhooks compare <x>"))
+    return out
+
+
+class Links(HTMLParser):
+    """Collects what a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [value or "" for name, value in attrs if name in {"src", "href", "srcset"}]
+
+
+def test_the_page_needs_nothing_but_itself(folder: Path) -> None:
+    text = (folder / "report.html").read_text()
+    page = Links()
+    page.feed(text)
+    assert len(page.fetched) == 2 * 2 * 3  # tasks, themes, pictures
+    assert all(link.startswith("data:image/png;base64,") for link in page.fetched)
+    assert not re.search(r"url\(|@import|<script", text)
+
+
+def test_the_page_names_every_hook_defines_its_terms_and_says_how_to_get_it_again(folder: Path) -> None:
+    text = (folder / "report.html").read_text()
+    for words in ("powersgd:rank=4", "100 Mbit/s", "compute + compression + waiting = the step", "commhooks compare &lt;x&gt;"):
+        assert words in text
+
+
+def test_the_pictures_are_files_too(folder: Path) -> None:
+    names = {path.name for path in (folder / "plots").iterdir()}
+    assert names == {f"{task}.{what}.png" for task in ("digits", "gpt") for what in ("step-time", "loss-bytes", "loss-time")}
+
+
+def test_the_table_holds_what_was_asked_for() -> None:
+    out = StringIO()
+    Console(file=out, width=150).print(summary_table(summarise(results())[:3], "digits"))
+    row = next(line for line in out.getvalue().splitlines() if "powersgd:rank=4" in line)
+    for cell in ("+1.1 %", "8.00 MB", "20.0×", "52.0 / 10.0 / 16.0"):
+        assert cell in row
+
+
+def test_tensorboard_reads_the_logs(tmp_path: Path) -> None:
+    run = result()
+    events = EventAccumulator(str(write_logs(run, tmp_path)))
+    events.Reload()
+    losses = events.Scalars("loss/train")
+    assert [event.step for event in losses] == list(range(1, 41))
+    assert losses[-1].value == pytest.approx(run.steps[-1].loss)
+    elapsed = losses[-1].wall_time - losses[0].wall_time
+    assert elapsed == pytest.approx(sum(step.seconds for step in run.steps[1:]), abs=1e-3)
+
+
+def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
+        prepare_folder(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_an_earlier_report_makes_room_for_the_next(tmp_path: Path) -> None:
+    prepare_folder(tmp_path)
+    stale = result().write(tmp_path / "results")
+    (tmp_path / "report.html").write_text("old")
+    prepare_folder(tmp_path)
+    assert not stale.exists()
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_numbers_read_well() -> None:
+    assert [bytes_in_words(n) for n in (12, 4_200, 72_600_000, 1.5e9)] == ["12 B", "4.20 kB", "72.6 MB", "1.50 GB"]
+    assert [seconds_in_words(s) for s in (0.0981, 65.2, None)] == ["98.1 ms", "65.2 s", "—"]
+    assert (times(7.123), times(float("inf")), percent(0.975)) == ("7.12×", "nothing moved", "97.5 %")

@@ -1,0 +1,106 @@
+"""Runs as data: hooks as text, settings, results as files, and what a summary makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from experiments.runs import HookSpec, RunResult, RunSettings
+from experiments.summary import SMOOTHING_STEPS, Spread, Typical, smoothed_losses, summarise
+from tests.experiments.synthetic import DENSE_BYTES, result, results
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "settings"),
+    [
+        ("fp16", "fp16", {}),
+        ("powersgd:rank=4", "powersgd", {"rank": 4}),
+        ("powersgd: rank=4 , epsilon=1e-8,warm_start=false", "powersgd", {"rank": 4, "epsilon": 1e-8, "warm_start": False}),
+        ("x:wire=bf16", "x", {"wire": "bf16"}),
+    ],
+)
+def test_a_hook_is_read_from_text(text: str, name: str, settings: dict[str, object]) -> None:
+    spec = HookSpec.parse(text)
+    assert (spec.name, dict(spec.settings)) == (name, settings)
+    assert HookSpec.parse(spec.label) == spec
+
+
+@pytest.mark.parametrize("text", ["", ":rank=4", "powersgd:rank", "powersgd:=4", "powersgd:rank=", "powersgd:rank=1,rank=2"])
+def test_a_hook_that_does_not_parse_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="does not parse"):
+        HookSpec.parse(text)
+
+
+@pytest.mark.parametrize("change", [{"ranks": 0}, {"steps": 0}, {"evaluate_every": 0}, {"ddp": "mine"}, {"bucket_cap_mb": 0.0}])
+def test_settings_that_cannot_work_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        dataclasses.replace(RunSettings(task="gpt"), **change)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_a_result_survives_its_file(tmp_path: Path) -> None:
+    before = result("powersgd:rank=4,epsilon=0.5")
+    path = before.write(tmp_path)
+    assert path.name == "gpt.powersgd-rank-4-epsilon-0.5.json"
+    assert RunResult.read(path) == before
+
+
+def test_a_result_with_a_loss_that_is_not_finite_is_still_json(tmp_path: Path) -> None:
+    good = result()
+    bad = dataclasses.replace(good, steps=(dataclasses.replace(good.steps[0], loss=math.inf),))
+    path = bad.write(tmp_path)
+    json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert math.isnan(RunResult.read(path).steps[0].loss)
+
+
+def test_a_result_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text('{"format": 0}')
+    with pytest.raises(ValueError, match=r"old\.json: expected a result file of format"):
+        RunResult.read(path)
+
+
+def test_the_parts_of_a_typical_step_add_up_to_it() -> None:
+    typical = Typical.of(result().steps)
+    assert typical.compute + typical.compression + typical.waiting == pytest.approx(typical.seconds)
+
+
+def test_a_spread_is_the_median_and_the_quartiles() -> None:
+    assert Spread.of([3.0, 1.0, 2.0, 5.0, 4.0]) == Spread(3.0, 2.0, 4.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+
+
+def test_a_smoothed_loss_is_a_mean_over_the_last_steps() -> None:
+    steps = result(steps=15).steps
+    smoothed = smoothed_losses(steps)
+    assert smoothed[0] == steps[0].loss
+    assert smoothed[-1] == pytest.approx(sum(step.loss for step in steps[-SMOOTHING_STEPS:]) / SMOOTHING_STEPS)
+
+
+def test_a_summary_measures_every_hook_against_the_first_of_its_task() -> None:
+    dense, half, low_rank = summarise(results())[:3]
+    assert (dense.speed_up, dense.ratio) == (1.0, 1.0)
+    assert half.ratio == 2.0
+    assert half.speed_up == pytest.approx(dense.seconds / half.seconds)
+    assert low_rank.moved_bytes == 40 * DENSE_BYTES // 20
+    assert low_rank.held_out_loss > dense.held_out_loss
+
+
+def test_the_target_is_the_first_hooks_last_loss_and_five_percent() -> None:
+    dense, _, low_rank = summarise(results())[:3]
+    assert dense.target_loss == pytest.approx(1.05 * dense.train_loss)
+    assert low_rank.target_loss == dense.target_loss
+    assert dense.steps_to_target is not None
+    assert low_rank.steps_to_target is not None
+    assert dense.steps_to_target < low_rank.steps_to_target  # it learns more slowly
+    assert dense.seconds_to_target is not None
+    assert low_rank.seconds_to_target is not None
+    assert dense.seconds_to_target > low_rank.seconds_to_target  # and yet is there sooner
+
+
+def test_a_target_that_no_run_reaches_is_none() -> None:
+    summary = summarise([result()], target_loss=0.1)[0]
+    assert (summary.steps_to_target, summary.seconds_to_target, summary.bytes_to_target) == (None, None, None)
