@@ -23,6 +23,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
 Send = Callable[[object], None]
 RankFunction = Callable[[int, int, Any, Send], None]  # (rank, ranks, argument, send)
@@ -86,7 +87,7 @@ def run_world(
         KeyboardInterrupt: Ctrl-C; the ranks are ended first.
     """
     context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world: dict[connection.Connection, tuple[int, SpawnProcess]] = {}
     try:
         with _environment(_rank_environment()):
@@ -196,7 +197,7 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
         function(rank, ranks, argument, pipe.send)
         dist.barrier()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import accumulate
 from statistics import fmean
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -125,8 +126,8 @@ def _curves(
         colour = theme.first if number == 0 else theme.hooks[(number - 1) % len(theme.hooks)]
         style = "-" if number <= len(theme.hooks) else "--"
         axes.plot(xs, losses, style, color=colour, linewidth=1.8, label=result.settings.hook.label)
-        held_out = [(xs[e.step - 1], e.loss) for e in result.evaluations]
-        axes.scatter(*zip(*held_out, strict=True), s=16, color=colour, edgecolor=theme.paper, linewidth=0.6, zorder=3)
+        held_out_x, held_out = [xs[e.step - 1] for e in result.evaluations], [e.loss for e in result.evaluations]
+        axes.scatter(held_out_x, held_out, s=18, color=colour, edgecolor=theme.paper, linewidth=0.6, zorder=3)
     target = summaries[0].target_loss
     axes.axhline(target, color=theme.ink, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.7)
     axes.annotate(
@@ -161,7 +162,7 @@ def _canvas(title: str, x_label: str, width: float, height: float) -> tuple[Figu
     return figure, axes
 
 
-def _style(theme: Theme) -> dict[str, object]:
+def _style(theme: Theme) -> dict[Any, Any]:
     return {
         "figure.facecolor": theme.paper,
         "axes.facecolor": theme.paper,

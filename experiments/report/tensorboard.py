@@ -17,7 +17,7 @@ def write_logs(result: RunResult, folder: Path) -> Path:
     target = folder / f"{result.settings.task}.{result.settings.hook.file_name}"
     clock = list(accumulate(step.seconds for step in result.steps))
     moved = list(accumulate(step.moved_bytes for step in result.steps))
-    with SummaryWriter(str(target)) as writer:  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    with SummaryWriter(str(target)) as writer:
         for step, seconds, total in zip(result.steps, clock, moved, strict=True):
             values = {
                 "loss/train": step.loss,
@@ -29,9 +29,9 @@ def write_logs(result: RunResult, folder: Path) -> Path:
                 "bytes/moved_so_far": total,
             }
             for tag, value in values.items():
-                writer.add_scalar(tag, value, step.step, walltime=_EPOCH + seconds)  # type: ignore[no-untyped-call]
+                writer.add_scalar(tag, value, step.step, walltime=_EPOCH + seconds)
         for found in result.evaluations:
             when = _EPOCH + clock[found.step - 1]
-            writer.add_scalar("loss/held_out", found.loss, found.step, walltime=when)  # type: ignore[no-untyped-call]
-            writer.add_scalar("accuracy/held_out", found.accuracy, found.step, walltime=when)  # type: ignore[no-untyped-call]
+            writer.add_scalar("loss/held_out", found.loss, found.step, walltime=when)
+            writer.add_scalar("accuracy/held_out", found.accuracy, found.step, walltime=when)
     return target

@@ -10,7 +10,9 @@ from experiments.runs import EvaluationRecord, HookSpec, RunResult, RunSettings,
 DENSE_BYTES = 4_000_000
 
 
-def result(hook: str = "all-reduce", *, task: str = "gpt", steps: int = 40, ratio: int = 1, slower: float = 1.0) -> RunResult:
+def result(
+    hook: str = "all-reduce", *, task: str = "gpt", steps: int = 40, ratio: int = 1, slower: float = 1.0
+) -> RunResult:
     """Return a run whose loss falls by a law, whose messages are `ratio` times smaller, and which learns `slower`."""
     waiting = 0.32 / ratio
     records = tuple(

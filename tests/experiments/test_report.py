@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]  # ships no types
 
 from experiments.compare import Comparison, prepare_folder, write_report
 from experiments.report.table import summary_table
@@ -25,7 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("report")
     prepare_folder(out)
     found = results()
-    write_report(found, summarise(found), Comparison(runs=(RunSettings(task="gpt"),), out=out, command="commhooks compare <x>"))
+    write_report(
+        found, summarise(found), Comparison(runs=(RunSettings(task="gpt"),), out=out, command="commhooks compare <x>")
+    )
     return out
 
 
@@ -51,13 +53,20 @@ def test_the_page_needs_nothing_but_itself(folder: Path) -> None:
 
 def test_the_page_names_every_hook_defines_its_terms_and_says_how_to_get_it_again(folder: Path) -> None:
     text = (folder / "report.html").read_text()
-    for words in ("powersgd:rank=4", "100 Mbit/s", "compute + compression + waiting = the step", "commhooks compare &lt;x&gt;"):
+    for words in (
+        "powersgd:rank=4",
+        "100 Mbit/s",
+        "compute + compression + waiting = the step",
+        "commhooks compare &lt;x&gt;",
+    ):
         assert words in text
 
 
 def test_the_pictures_are_files_too(folder: Path) -> None:
     names = {path.name for path in (folder / "plots").iterdir()}
-    assert names == {f"{task}.{what}.png" for task in ("digits", "gpt") for what in ("step-time", "loss-bytes", "loss-time")}
+    assert names == {
+        f"{task}.{what}.png" for task in ("digits", "gpt") for what in ("step-time", "loss-bytes", "loss-time")
+    }
 
 
 def test_the_table_holds_what_was_asked_for() -> None:

@@ -19,7 +19,11 @@ from tests.experiments.synthetic import DENSE_BYTES, result, results
     [
         ("fp16", "fp16", {}),
         ("powersgd:rank=4", "powersgd", {"rank": 4}),
-        ("powersgd: rank=4 , epsilon=1e-8,warm_start=false", "powersgd", {"rank": 4, "epsilon": 1e-8, "warm_start": False}),
+        (
+            "powersgd: rank=4 , epsilon=1e-8,warm_start=false",
+            "powersgd",
+            {"rank": 4, "epsilon": 1e-8, "warm_start": False},
+        ),
         ("x:wire=bf16", "x", {"wire": "bf16"}),
     ],
 )
@@ -29,13 +33,17 @@ def test_a_hook_is_read_from_text(text: str, name: str, settings: dict[str, obje
     assert HookSpec.parse(spec.label) == spec
 
 
-@pytest.mark.parametrize("text", ["", ":rank=4", "powersgd:rank", "powersgd:=4", "powersgd:rank=", "powersgd:rank=1,rank=2"])
+@pytest.mark.parametrize(
+    "text", ["", ":rank=4", "powersgd:rank", "powersgd:=4", "powersgd:rank=", "powersgd:rank=1,rank=2"]
+)
 def test_a_hook_that_does_not_parse_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="does not parse"):
         HookSpec.parse(text)
 
 
-@pytest.mark.parametrize("change", [{"ranks": 0}, {"steps": 0}, {"evaluate_every": 0}, {"ddp": "mine"}, {"bucket_cap_mb": 0.0}])
+@pytest.mark.parametrize(
+    "change", [{"ranks": 0}, {"steps": 0}, {"evaluate_every": 0}, {"ddp": "mine"}, {"bucket_cap_mb": 0.0}]
+)
 def test_settings_that_cannot_work_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         dataclasses.replace(RunSettings(task="gpt"), **change)  # type: ignore[arg-type]  # wrong on purpose

@@ -1,0 +1,40 @@
+"""What ranks do in tests of the launcher; a new process imports them by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from experiments.launch import Send
+
+
+def add_up(rank: int, ranks: int, argument: int, send: Send) -> None:
+    """Every rank sends the sum of all ranks' numbers, its threads and its process."""
+    total = torch.tensor(rank + argument)
+    dist.all_reduce(total)
+    send((rank, total.item(), os.environ["OMP_NUM_THREADS"], os.getpid()))
+
+
+def fail_on_one(rank: int, ranks: int, argument: int, send: Send) -> None:
+    """One rank raises; the others wait for it in a collective."""
+    send(os.getpid())
+    if rank == argument:
+        raise LookupError("the needle is not in the haystack")
+    dist.barrier()
+
+
+def die_on_one(rank: int, ranks: int, argument: int, send: Send) -> None:
+    """One rank is killed; the others sleep on."""
+    send(os.getpid())
+    if rank == argument:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def say_nothing(rank: int, ranks: int, argument: int, send: Send) -> None:
+    """No rank ever reports."""
+    time.sleep(600)

@@ -1,0 +1,51 @@
+"""The launcher: ranks come, work, and are gone, whatever happens to them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from experiments.launch import RankFunction, WorldError, run_world
+from tests.experiments.rank_functions import add_up, die_on_one, fail_on_one, say_nothing
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def test_ranks_work_together_on_one_thread_each_and_are_gone() -> None:
+    messages: list[tuple[int, int, str, int]] = []
+    environment = dict(os.environ)
+    collect: Callable[[object], None] = messages.append  # type: ignore[assignment]  # what this rank function sends
+    run_world(add_up, 2, 10, collect, timeout=60)
+    assert sorted(message[:3] for message in messages) == [(0, 21, "1"), (1, 21, "1")]
+    assert gone([message[3] for message in messages])
+    assert dict(os.environ) == environment
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (fail_on_one, ["rank 1 failed:", "in fail_on_one", "LookupError: the needle is not in the haystack"]),
+        (die_on_one, ["rank 1 died: signal SIGKILL"]),
+    ],
+    ids=["raises", "killed"],
+)
+def test_a_rank_that_fails_ends_the_others_at_once_and_says_why(function: RankFunction, words: list[str]) -> None:
+    pids: list[object] = []
+    begin = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        run_world(function, 2, 1, pids.append, timeout=60)
+    assert time.monotonic() - begin < 30  # two imports of torch are most of it
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert gone([pid for pid in pids if isinstance(pid, int)])
+
+
+def test_ranks_that_fall_silent_are_ended() -> None:
+    with pytest.raises(WorldError, match="ranks 0, 1 reported nothing for 6 s"):
+        run_world(say_nothing, 2, None, print, timeout=6)
+    assert not [child for child in psutil.Process().children() if "rank" in " ".join(child.cmdline())]

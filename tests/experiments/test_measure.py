@@ -1,0 +1,45 @@
+"""The split of a step: every moment counts once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from experiments.measure import Interval, StepClock, WaitClock, merged, overlap
+
+intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])))
+
+
+@given(intervals)
+def test_merged_intervals_cover_the_same_moments_once(given_intervals: list[Interval]) -> None:
+    moments = {m for begin, end in given_intervals for m in range(int(begin), int(end))}
+    assert overlap(merged(given_intervals), (-1, 100)) == len(moments)
+
+
+@given(intervals, st.integers(0, 70), st.integers(0, 30))
+def test_an_overlap_is_never_longer_than_its_window(given_intervals: list[Interval], begin: int, length: int) -> None:
+    assert 0 <= overlap(merged(given_intervals), (begin, begin + length)) <= length
+
+
+def test_a_step_is_split_into_parts_that_add_up() -> None:
+    now = [0.0]
+    waits = WaitClock(clock=lambda: now[0])
+    model = nn.Linear(2, 2)
+    clock = StepClock(model, waits)
+    clock.begin()
+    now[0] = 1.0  # waiting for buffers
+    loss = model(torch.ones(1, 2)).sum()
+    now[0] = 4.0  # forward and backward
+    loss.backward()
+    waits.note(3.5, 4.5)  # half of it hidden behind the backward pass
+    waits.note(5.0, 7.0)
+    now[0] = 8.0
+    clock.backward_ended()
+    now[0] = 9.0  # the optimizer
+    split = clock.end()
+    clock.remove()
+    assert (split.compute, split.waiting, split.compression, split.hidden) == (4.0, 3.5, 1.5, 0.5)
+    assert split.compute + split.waiting + split.compression == pytest.approx(split.seconds)
