@@ -1,12 +1,14 @@
 """Imported once by the fork server: what every rank would otherwise import for itself.
 
 A module that does not exist or does not import is left out here; the rank that needs it then says so itself.
+The environment variable WORLD_PRELOAD names further modules, separated by spaces.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 
 MODULES = (
     "numpy",
@@ -24,6 +26,6 @@ MODULES = (
     "commhooks",
 )
 
-for _name in MODULES:
+for _name in (*MODULES, *os.environ.get("WORLD_PRELOAD", "").split()):
     with contextlib.suppress(Exception):
         importlib.import_module(_name)

@@ -1,0 +1,31 @@
+"""Our class passes what PyTorch's class passes of PyTorch's own tests, but for those excluded by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.world.launcher import ROOT
+
+SLOW = ("test_ddp_compile_static_graph", "test_ddp_uneven_inputs$")  # 10 to 20 s each
+
+
+def run_suite(*options: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.torch_suite", *options], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.timeout(300)
+def test_what_pytorchs_class_passes_ours_passes() -> None:
+    run_suite("--class", "quick", "--jobs", "2", "-k", f"^(?!{'|'.join(SLOW)})")
+
+
+@pytest.mark.torch_suite
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world_size", ["2", "3", "4"])
+def test_the_whole_suite_side_by_side(world_size: str) -> None:
+    run_suite("--class", "both", "--world-size", world_size)
