@@ -1,0 +1,78 @@
+"""Gradient compression for data-parallel PyTorch: communication hooks that run on ddp_core's DDP and on PyTorch's."""
+
+from commhooks.communicators import (
+    Communicator,
+    LockstepCommunicator,
+    LockstepGroup,
+    Pending,
+    ProcessGroupCommunicator,
+    RecordingCommunicator,
+    run_lockstep,
+)
+from commhooks.compressor import BucketView, Compressor, Context, Result, Slot
+from commhooks.compressors import COMPRESSORS, AllReduceMean, Cast, NoOp, PowerSGD, make_compressor
+from commhooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    noop_hook,
+)
+from commhooks.errors import (
+    AttachError,
+    CollectiveError,
+    CommHooksError,
+    CompressorError,
+    GradientError,
+    SettingsError,
+)
+from commhooks.hook import Attachment, attach
+from commhooks.powersgd_hook import PowerSGDState, powerSGD_hook
+from commhooks.requests import AllGather, AllReduce, AllToAll, Request
+from commhooks.statistics import Statistics
+from commhooks.wrappers import StartAfter, WireDtype
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllReduceMean",
+    "AllToAll",
+    "AttachError",
+    "Attachment",
+    "BucketView",
+    "COMPRESSORS",
+    "Cast",
+    "CollectiveError",
+    "CommHooksError",
+    "Communicator",
+    "Compressor",
+    "CompressorError",
+    "Context",
+    "GradientError",
+    "LockstepCommunicator",
+    "LockstepGroup",
+    "NoOp",
+    "Pending",
+    "PowerSGD",
+    "PowerSGDState",
+    "ProcessGroupCommunicator",
+    "RecordingCommunicator",
+    "Request",
+    "Result",
+    "SettingsError",
+    "Slot",
+    "StartAfter",
+    "Statistics",
+    "WireDtype",
+    "allreduce_hook",
+    "attach",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "make_compressor",
+    "noop_hook",
+    "powerSGD_hook",
+    "run_lockstep",
+]

@@ -1,0 +1,16 @@
+"""What carries requests out: a process group, N workers in one process, or a recorder round another communicator."""
+
+from commhooks.communicators.communicator import Communicator, Pending
+from commhooks.communicators.lockstep import LockstepCommunicator, LockstepGroup, run_lockstep
+from commhooks.communicators.process_group import ProcessGroupCommunicator
+from commhooks.communicators.recording import RecordingCommunicator
+
+__all__ = [
+    "Communicator",
+    "LockstepCommunicator",
+    "LockstepGroup",
+    "Pending",
+    "ProcessGroupCommunicator",
+    "RecordingCommunicator",
+    "run_lockstep",
+]

@@ -1,0 +1,48 @@
+"""The interface between the scheduler and whatever carries out its requests."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from commhooks.requests import Request
+
+
+class Pending(Protocol):
+    """Stand for a collective that has been started."""
+
+    @property
+    def result(self) -> Tensor:
+        """The answer: the request's own tensor for an all-reduce, a new one for the others. Valid after `wait`."""
+        ...
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Return when the result is in place.
+
+        Raises `TimeoutError` when `timeout_seconds` pass first: nothing is lost, and `wait` may be called again. Raises
+        `CollectiveError` when the collective failed.
+        """
+        ...
+
+
+class Communicator(Protocol):
+    """Turn requests into collectives.
+
+    Collectives are started by one thread, in the same order on every rank. Several may be under way at once: the next
+    bucket's may start before the last of this bucket is waited for.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        ...
+
+    def start(self, request: Request) -> Pending:
+        """Start the collective that `request` asks for, and return without waiting for it."""
+        ...

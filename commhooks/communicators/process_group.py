@@ -1,0 +1,104 @@
+"""Requests over a torch.distributed process group, or over a bare backend such as ProcessGroupGloo."""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.errors import CollectiveError
+from commhooks.requests import AllGather, AllReduce, AllToAll, Request
+
+
+class ProcessGroupCommunicator:
+    """Carry requests out over `process_group` (default: the default group).
+
+    A `ProcessGroup` and a bare backend (`ProcessGroupGloo`) spell these calls alike; either may be handed in.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        group = dist.group.WORLD if process_group is None else process_group
+        if group is None:
+            raise CollectiveError(
+                "ProcessGroupCommunicator: there is no default process group; "
+                "call torch.distributed.init_process_group first."
+            )
+        self._group: Any = group
+        self.rank: int = self._group.rank()
+        self.world_size: int = self._group.size()
+        self._under_way: deque[WorkPending] = deque()
+
+    def start(self, request: Request) -> WorkPending:
+        """Start the collective of `request`."""
+        pending = self._start(request)
+        while self._under_way and self._under_way[0].is_completed():
+            self._under_way.popleft()
+        self._under_way.append(pending)
+        return pending
+
+    def is_busy(self) -> bool:
+        """Say whether a collective that was started has not ended, well or badly."""
+        return any(not pending.is_completed() for pending in self._under_way)
+
+    def _start(self, request: Request) -> WorkPending:
+        if isinstance(request, AllReduce):
+            wire = request.to_wire(self.world_size)
+            return WorkPending(self._group.allreduce([wire]), request, wire)
+        if isinstance(request, AllGather):
+            gathered = request.tensor.new_empty((self.world_size, *request.tensor.shape))
+            return WorkPending(self._group.allgather([list(gathered.unbind(0))], [request.tensor]), request, gathered)
+        if isinstance(request, AllToAll):
+            received = torch.empty_like(request.tensor)
+            return WorkPending(self._group.alltoall_base(received, request.tensor, [], []), request, received)
+        raise CollectiveError(
+            f"ProcessGroupCommunicator: expected an AllReduce, AllGather or AllToAll (got {type(request).__name__})."
+        )
+
+
+class WorkPending:
+    """Wait for a c10d Work, then hand its result back."""
+
+    def __init__(self, work: dist.Work, request: Request, output: Tensor) -> None:
+        self._work = work
+        self._request = request
+        self._output = output
+        self._done = False
+
+    @property
+    def result(self) -> Tensor:
+        """The answer to the request."""
+        return self._request.tensor if isinstance(self._request, AllReduce) else self._output
+
+    def is_completed(self) -> bool:
+        """Say whether the backend has finished with this collective, well or badly."""
+        return self._work.is_completed()
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Return when the result is in place; see `Pending.wait`."""
+        if self._done:
+            return
+        try:
+            self._wait_for_work(timeout_seconds)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"{self._request.kind} of {self._request.payload_bytes} bytes failed: {error}"
+            ) from error
+        self._done = True
+        if isinstance(self._request, AllReduce):
+            self._request.from_wire(self._output)
+
+    def _wait_for_work(self, timeout_seconds: float | None) -> None:
+        if timeout_seconds is None:
+            self._work.wait()
+            return
+        try:
+            self._work.wait(timedelta(seconds=timeout_seconds))
+        except RuntimeError:
+            # Gloo reports the end of a slice and the failure of the work alike.
+            if not self._work.is_completed():
+                raise TimeoutError(f"{self._request.kind} is not done after {timeout_seconds} s") from None
+            self._work.wait()

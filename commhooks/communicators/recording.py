@@ -1,0 +1,47 @@
+"""A communicator that counts what another one carries: bytes, collectives, seconds of waiting."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from commhooks.communicators.communicator import Communicator, Pending
+from commhooks.requests import Request
+from commhooks.statistics import Traffic
+
+
+class RecordingCommunicator:
+    """Pass every request to `inner`, and count it in `traffic`."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.traffic = Traffic()
+
+    def start(self, request: Request) -> RecordedPending:
+        """Start the collective of `request`, counted."""
+        self.traffic.count(request, self.world_size)
+        return RecordedPending(self.inner.start(request), self.traffic)
+
+
+class RecordedPending:
+    """Wait for another pending collective, and count the seconds."""
+
+    def __init__(self, inner: Pending, traffic: Traffic) -> None:
+        self._inner = inner
+        self._traffic = traffic
+
+    @property
+    def result(self) -> Tensor:
+        """The inner answer."""
+        return self._inner.result
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait as `inner` does; see `Pending.wait`."""
+        begun = time.perf_counter()
+        try:
+            self._inner.wait(timeout_seconds)
+        finally:
+            self._traffic.seconds_waiting += time.perf_counter() - begun

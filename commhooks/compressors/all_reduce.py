@@ -1,0 +1,29 @@
+"""All-reduce: the plain mean, with nothing compressed.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+Idea: every rank divides its gradient by the number of ranks, and the sum over ranks is the mean.
+Bytes on the wire: those of the gradient. Weakness: those are many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from commhooks.compressor import BucketView, Compressor, Context, Exchange, Result
+from commhooks.requests import AllReduce
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllReduceMean(Compressor):
+    """Average the gradient as it is: one collective a bucket. Takes sparse and complex gradients too."""
+
+    def takes(self, gradient: Tensor) -> bool:
+        """Take every gradient, sparse and complex ones too."""
+        return True
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Ask for the mean of the bucket's memory."""
+        mean = yield AllReduce(bucket.memory, average=True, last=True)
+        return Result(mean)

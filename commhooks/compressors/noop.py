@@ -1,0 +1,29 @@
+"""No-op: nothing is exchanged, and every rank keeps its own gradient.
+
+Idea: what remains of a step when communication costs nothing; for measuring, never for training.
+Bytes on the wire: none. Weakness: replicas drift apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+
+from torch import Tensor
+
+from commhooks.compressor import BucketView, Compressor, Context, Result
+from commhooks.requests import Request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoOp(Compressor):
+    """Leave every rank's gradient as it is, without a collective."""
+
+    def takes(self, gradient: Tensor) -> bool:
+        """Take every gradient, sparse and complex ones too."""
+        return True
+
+    def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
+        """Ask for nothing."""
+        yield from ()
+        return Result(bucket.memory)

@@ -1,0 +1,128 @@
+"""One attachment's own line to the other ranks: a private process group, and the store in which a failure is told.
+
+Collectives pair up across ranks by the order in which they are issued, so nobody else may issue any on this group:
+not a second model, not the user's own backward pass. Nobody else holds a reference to it either, for dropping the
+last one is what wakes the peers when this rank fails (`abort` and `shutdown` wake nobody on Gloo).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from commhooks.communicators import Communicator, ProcessGroupCommunicator, RecordingCommunicator
+from commhooks.errors import AttachError
+
+WrapCommunicator = Callable[[Communicator], Communicator]
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+_FAILURE_KEY = "failure"
+
+_private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many private groups each parent has; every rank makes them in the same order, so the numbers agree."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Hold what a private group is made from, without holding the parent group itself."""
+
+    name: str
+    store: Store
+    rank: int
+    world_size: int
+    timeout: timedelta
+
+    @classmethod
+    def under(cls, parent: dist.ProcessGroup) -> Address:
+        """Take the parent's next number; every rank of the parent must do so in the same order."""
+        number = _private_groups.get(parent, 0)
+        _private_groups[parent] = number + 1
+        store = PrefixStore(f"commhooks/{parent.group_name}/{number}", parent.get_group_store())
+        return cls(f"{parent.group_name}/{number}", store, parent.rank(), parent.size(), _timeout_of(parent))
+
+
+class Connection:
+    """Open a private Gloo group at `address`, and carry requests over it.
+
+    `terms` is a text that must be the same on every rank; `AttachError` says who differs in what. Blocks until every
+    rank has come, or the address's timeout has passed.
+    """
+
+    def __init__(self, address: Address, terms: str, wrap: WrapCommunicator | None = None) -> None:
+        self._address = address
+        group = ProcessGroupGloo(address.store, address.rank, address.world_size, address.timeout)
+        self._agree(group, terms)
+        self._carrier: ProcessGroupCommunicator | None = ProcessGroupCommunicator(group)
+        wrapped = self._carrier if wrap is None else wrap(self._carrier)
+        self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
+
+    def failure(self) -> str | None:
+        """Return what some rank reported as the cause of its failure, if one did."""
+        store = self._address.store
+        try:
+            return store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else None
+        except RuntimeError as error:  # the store lives in rank 0's process, or beside it
+            return f"the store that ranks report failures to does not answer ({error})"
+
+    def report(self, cause: str) -> str:
+        """Tell the others why this rank fails, and return the first cause that any rank told."""
+        try:
+            return str(self._address.store.compare_set(_FAILURE_KEY, "", cause).decode())
+        except RuntimeError as error:
+            return f"{cause} (not told to the other ranks, for the store does not answer: {error})"
+
+    def close(self, patience_seconds: float) -> bool:
+        """Drop the group, which wakes every peer that waits for this rank; return False if its work does not end.
+
+        A Gloo group's destructor waits for its pending work, so a group with some left is kept.
+        """
+        if self._carrier is None:
+            return True
+        deadline = time.monotonic() + patience_seconds
+        while self._carrier.is_busy():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        self._carrier = self.communicator = None
+        return True
+
+    def _agree(self, group: Any, terms: str) -> None:
+        digest = torch.tensor(list(hashlib.blake2b(terms.encode(), digest_size=32).digest()), dtype=torch.uint8)
+        digests = digest.new_empty((self._address.world_size, len(digest)))
+        group.allgather([list(digests.unbind(0))], [digest]).wait()
+        if bool((digests == digest).all()):
+            return
+        store = self._address.store
+        store.set(f"terms/{self._address.rank}", terms)
+        theirs = [store.get(f"terms/{rank}").decode() for rank in range(self._address.world_size)]
+        raise AttachError("ranks disagree about what they attach. " + _first_difference(theirs))
+
+
+def _first_difference(terms: list[str]) -> str:
+    for rank, text in enumerate(terms):
+        if text != terms[0]:
+            ours, theirs = terms[0].splitlines(), text.splitlines()
+            line = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+            )
+            first, other = (lines[line] if line < len(lines) else "nothing more" for lines in (ours, theirs))
+            return f"Rank 0 has: {first}. Rank {rank} has: {other}."
+    raise AssertionError("digests differ but texts do not")
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    try:
+        options: Any = group._get_backend(torch.device("cpu")).options
+        timeout: timedelta = options._timeout
+        return timeout
+    except (RuntimeError, AttributeError):  # a backend that has no CPU side, or keeps its timeout to itself
+        return _DEFAULT_TIMEOUT

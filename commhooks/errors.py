@@ -1,0 +1,27 @@
+"""The exceptions that commhooks raises: one tree, so that `except CommHooksError` catches them all."""
+
+from __future__ import annotations
+
+
+class CommHooksError(Exception):
+    """Stand at the root of every exception of this package."""
+
+
+class SettingsError(CommHooksError, ValueError):
+    """Refuse a setting, or a combination of settings, that cannot work; raised when the object is built."""
+
+
+class AttachError(CommHooksError, RuntimeError):
+    """Refuse to attach to a model, or report ranks that disagree about what they attached."""
+
+
+class GradientError(CommHooksError, TypeError):
+    """Refuse a gradient that no compressor can average, an integer one for example."""
+
+
+class CompressorError(CommHooksError, RuntimeError):
+    """Report a failure inside a compressor: the message names rank, step, bucket, parameters and cause."""
+
+
+class CollectiveError(CommHooksError, RuntimeError):
+    """Report a collective that failed, here or because another rank failed first."""

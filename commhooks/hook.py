@@ -1,0 +1,213 @@
+"""The one file that knows PyTorch's contract for communication hooks: `hook(state, bucket) -> Future[Tensor]`.
+
+PyTorch looks at a hook before it takes it: the second argument must be *called* `bucket`; annotations, where there are
+any, must be the real objects and not strings (so this file has no `from __future__ import annotations`); and off NCCL a
+function whose `__name__` is `bf16_compress_hook` or `bf16_compress_wrapper_hook` is refused, because PyTorch's own of
+that name needs NCCL. Ours does not, so the functions behind those public names are called something else.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn import Module
+
+from commhooks.compressor import Compressor
+from commhooks.compressors import AllReduceMean, make_compressor
+from commhooks.connection import WrapCommunicator
+from commhooks.engine import Engine
+from commhooks.errors import AttachError, CommHooksError, SettingsError
+from commhooks.state import StateTable
+from commhooks.statistics import Statistics
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+
+# --- attach ---------------------------------------------------------------------------------------------------------
+
+
+class Attachment:
+    """Be the handle on a compressor that works for a model: read its statistics, detach it."""
+
+    def __init__(self, engine: Engine, socket: "_Socket") -> None:
+        self._engine = engine
+        self._socket = socket
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor at work."""
+        return self._engine.compressor
+
+    @property
+    def state(self) -> StateTable:
+        """What the compressor remembers, by parameter."""
+        return self._engine.state
+
+    @property
+    def steps(self) -> int:
+        """How many backward passes were synchronised since attaching."""
+        return self._engine.step
+
+    def statistics(self) -> Statistics:
+        """Return what was counted since attaching, on this rank."""
+        return self._engine.statistics()
+
+    def last_step(self) -> Statistics:
+        """Return what the last whole step counted, on this rank."""
+        return self._engine.last_step()
+
+    def detach(self) -> None:
+        """Give the model back its plain all-reduce, and end the scheduler. A second call does nothing.
+
+        Every rank must detach between the same two steps.
+        """
+        if self._socket.attachment is self:
+            self._socket.release()
+        self._engine.stop()
+
+
+def attach(
+    model: Module,
+    compressor: Compressor | str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    wrap_communicator: WrapCommunicator | None = None,
+    hook_timeout: float | None = None,
+) -> Attachment:
+    """Let `compressor` average the gradients of `model`, a DistributedDataParallel of ddp_core's or PyTorch's.
+
+    Call it on every rank, before the first backward pass. A string is a name for `make_compressor`. `process_group`
+    is the model's own by default; `wrap_communicator` may put another communicator round the real one;
+    `hook_timeout`, in seconds, bounds every collective (default: the group's timeout). Raises `AttachError` if
+    something is attached already, if the model is no DistributedDataParallel, or if ranks disagree about compressor
+    or parameters.
+    """
+    inner = getattr(model, "module", None)
+    if not hasattr(model, "register_comm_hook") or not isinstance(inner, Module):
+        raise AttachError(
+            f"attach: expected a DistributedDataParallel, ddp_core's or PyTorch's (got {type(model).__name__}); "
+            "wrap the model first."
+        )
+    if isinstance(compressor, str):
+        compressor = make_compressor(compressor)
+    if not isinstance(compressor, Compressor):
+        raise SettingsError(f"attach: expected a Compressor or a name (got {compressor!r}).")
+    group = group_or_default(process_group if process_group is not None else getattr(model, "process_group", None))
+    socket = _sockets.setdefault(model, _Socket())
+    if socket.attachment is not None:
+        raise AttachError(
+            f"attach: {socket.attachment.compressor!r} is attached to this model already; detach it first."
+        )
+    named = [(name, parameter) for name, parameter in inner.named_parameters() if parameter.requires_grad]
+    engine = Engine(
+        compressor,
+        group,
+        terms=_describe_parameters(named),
+        wrap_communicator=wrap_communicator,
+        hook_timeout=hook_timeout,
+    )
+    engine.state.bind(named)
+    engine.open(named[0][1].device)
+    attachment = Attachment(engine, socket)
+    socket.take(attachment, group)
+    socket.plug_into(model)
+    return attachment
+
+
+class _Socket:
+    """Be what is registered on a model; PyTorch's DDP can be given one only once, so attachments come and go in it."""
+
+    def __init__(self) -> None:
+        self.attachment: Attachment | None = None
+        self._group: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self._registered = False
+        self._removable: Any = None
+
+    def take(self, attachment: Attachment, group: dist.ProcessGroup) -> None:
+        """Take an attachment, to run from now on."""
+        self.attachment = attachment
+        self._group = weakref.ref(group)
+
+    def plug_into(self, model: Module) -> None:
+        """Register on the model, unless that was done before and cannot be undone."""
+        if self._registered:
+            return
+        register: Any = model.register_comm_hook
+        try:
+            self._removable = register(self, attachment_hook)
+        except Exception:
+            assert self.attachment is not None
+            self.attachment.detach()
+            raise
+        self._registered = True
+
+    def release(self) -> None:
+        """Let go of the attachment; ddp_core's DDP is rid of the hook too."""
+        self.attachment = None
+        if self._removable is not None and hasattr(self._removable, "remove"):
+            self._removable.remove()
+            self._registered = False
+
+    def run(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Run the attachment's engine, or nothing but an all-reduce where there is none any more."""
+        if self.attachment is None:
+            return run_stateless(AllReduceMean(), self._group(), bucket)
+        return deliver(self.attachment._engine.run(bucket), bucket)
+
+
+_sockets: weakref.WeakKeyDictionary[Module, _Socket] = weakref.WeakKeyDictionary()
+
+
+def attachment_hook(state: _Socket, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Run whatever is attached to the model."""
+    return state.run(bucket)
+
+
+def _describe_parameters(named: Iterable[tuple[str, Tensor]]) -> str:
+    return "\n".join(f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}" for name, p in named)
+
+
+# --- how a hook without attach finds its engine -----------------------------------------------------------------------
+
+_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Compressor, Engine]] = weakref.WeakKeyDictionary()
+"""Engines of the hooks whose state is only a process group, one for each group and compressor.
+
+They keep nothing between steps, so models may share one. Keyed weakly: a group that is destroyed takes its engines
+along,
+and a new group gets new ones, also if it has the same name."""
+
+
+def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the process group, the default one for None; raise if there is none yet."""
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise CommHooksError("there is no process group; call torch.distributed.init_process_group first.")
+    return group
+
+
+def run_stateless(
+    compressor: Compressor, process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
+    """Run a compressor that remembers nothing, on the engine of its process group."""
+    group = group_or_default(process_group)
+    engines = _engines.setdefault(group, {})
+    if compressor not in engines:
+        engines[compressor] = Engine(compressor, group)
+    return deliver(engines[compressor].run(bucket), bucket)
+
+
+def deliver(future: torch.futures.Future[Tensor], bucket: object) -> torch.futures.Future[Tensor]:
+    """Return a future whose failure reaches the DDP at hand.
+
+    PyTorch's reducer takes an exception set on a future for its value; only one that a callback raises is an error to
+    it.
+    """
+    return future.then(_value_of) if isinstance(bucket, GradBucket) else future
+
+
+def _value_of(future: torch.futures.Future[Tensor]) -> Tensor:
+    return future.value()

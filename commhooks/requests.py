@@ -1,0 +1,114 @@
+"""What a compressor may ask for. A request is asked for; a collective is what then runs.
+
+A request knows its bytes: the payload, and what one rank moves (sends) for it. It also knows how its tensor becomes the
+tensor on the wire, so the division of an average and the cast to a narrow dtype are written here, once, for every
+communicator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request(ABC):
+    """Ask for one collective over `tensor`, which every rank brings in the same shape and dtype."""
+
+    kind: ClassVar[str]
+
+    tensor: Tensor
+    last: bool = dataclasses.field(default=False, kw_only=True)
+    """No further request follows for this bucket: the next bucket may begin before this one is answered."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that this rank puts in."""
+        return tensor_bytes(self.tensor)
+
+    @property
+    def payload_elements(self) -> int:
+        """Elements that this rank puts in."""
+        return self.tensor._nnz() if self.tensor.is_sparse else self.tensor.numel()
+
+    @abstractmethod
+    def ring_bytes(self, world_size: int) -> int:
+        """Bytes that one rank sends for this request, on average over the ranks."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AllReduce(Request):
+    """Ask for the sum over ranks, or with `average` for the mean, written into `tensor` itself.
+
+    With `wire` the payload travels, and is summed, in that dtype; the division of a mean happens before the cast, in
+    the tensor's own dtype, so a mean that the narrow dtype can hold neither overflows nor vanishes on the way.
+    """
+
+    kind: ClassVar[str] = "all-reduce"
+
+    average: bool = False
+    wire: torch.dtype | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that this rank puts in: those of the wire's dtype."""
+        return tensor_bytes(self.tensor, self.wire)
+
+    def ring_bytes(self, world_size: int) -> int:
+        """Bytes that one rank sends: a reduce-scatter and an all-gather round the ring (an all-gather if sparse)."""
+        if self.tensor.is_sparse:
+            return (world_size - 1) * self.payload_bytes
+        return 2 * (world_size - 1) * self.payload_bytes // world_size
+
+    def to_wire(self, world_size: int) -> Tensor:
+        """Return the tensor to sum over the ranks; `tensor` itself where nothing is cast."""
+        if self.average and world_size > 1:
+            self.tensor.div_(world_size)
+        payload = torch.view_as_real(self.tensor) if self.tensor.is_complex() else self.tensor
+        return payload if self.wire is None else payload.to(self.wire)
+
+    def from_wire(self, summed: Tensor) -> Tensor:
+        """Write what came back into `tensor`, and return it."""
+        target = torch.view_as_real(self.tensor) if self.tensor.is_complex() else self.tensor
+        in_place = summed is target if summed.is_sparse else summed.data_ptr() == target.data_ptr()
+        if not in_place:
+            target.copy_(summed)
+        return self.tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AllGather(Request):
+    """Ask for every rank's tensor, stacked in rank order: (world size, *shape)."""
+
+    kind: ClassVar[str] = "all-gather"
+
+    def ring_bytes(self, world_size: int) -> int:
+        """Bytes that one rank sends: its own payload and those that it passes on."""
+        return (world_size - 1) * self.payload_bytes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AllToAll(Request):
+    """Ask for an exchange: row i of `tensor` goes to rank i, and row i of the result came from rank i.
+
+    The tensor's first dimension is the world size.
+    """
+
+    kind: ClassVar[str] = "all-to-all"
+
+    def ring_bytes(self, world_size: int) -> int:
+        """Bytes that one rank sends: every row but its own."""
+        return (world_size - 1) * self.payload_bytes // world_size
+
+
+def tensor_bytes(tensor: Tensor, wire: torch.dtype | None = None) -> int:
+    """Return the bytes of a dense or sparse tensor's payload, its values in `wire` where that is given."""
+    value_bytes = tensor.element_size() if wire is None else wire.itemsize * (2 if tensor.is_complex() else 1)
+    if tensor.is_sparse:
+        indices, values = tensor._indices(), tensor._values()
+        return indices.numel() * indices.element_size() + values.numel() * value_bytes
+    return tensor.numel() * value_bytes

@@ -1,0 +1,325 @@
+"""The one owner of the order in which collectives are issued, and of failure.
+
+Collectives are issued from one place, in the order that the policy gives. Off NCCL that place is a thread: a hook
+must not hold up the backward pass. On NCCL a stream does the waiting, and requests are issued inline.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from commhooks.communicators import Communicator, Pending, RecordingCommunicator
+from commhooks.connection import Connection
+from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
+from commhooks.policy import Fifo, Policy
+from commhooks.statistics import Ledger, Traffic
+from commhooks.task import BucketTask
+
+SLICE_SECONDS = 0.2
+"""How often a waiting rank looks whether another one has reported a failure, or whether it is to stop."""
+SHORT_SLICE_SECONDS = 0.005
+"""How often it looks for the step's next bucket."""
+JOIN_SECONDS = 5.0
+"""How long stopping waits for the thread, and the thread for work that is still under way."""
+
+Connect = Callable[[], Connection]
+
+
+class Scheduler(ABC):
+    """Run bucket tasks, and complete their futures."""
+
+    ledger: Ledger
+
+    @abstractmethod
+    def submit(self, task: BucketTask) -> None:
+        """Take a task; its future is completed with the mean, or with the error, sooner or later."""
+
+    @abstractmethod
+    def wait_until_open(self) -> None:
+        """Return when the line to the other ranks stands; raise what kept it from standing."""
+
+    @abstractmethod
+    def traffic(self) -> Traffic | None:
+        """Return the communicator's counts; None before there is a communicator."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End, and drop what is held. Tasks that are not done fail."""
+
+
+class ThreadScheduler(Scheduler):
+    """Run tasks on one thread, over a connection of its own.
+
+    The thread is a daemon that is stopped at exit, never a plain thread: those are joined before `atexit` runs. It
+    holds no reference to this object, so that an attachment nobody uses any more is collected, and its thread with
+    it.
+    """
+
+    def __init__(self, connect: Connect, rank: int, hook_timeout: float | None) -> None:
+        self.ledger = Ledger()
+        self._desk = _Desk(connect, rank, hook_timeout, self.ledger)
+        self._stop_when_collected = weakref.finalize(self, _Desk.stop, self._desk)
+        self._stop_when_collected.atexit = False
+        _running.add(self._desk)
+
+    def submit(self, task: BucketTask) -> None:
+        """Hand a task to the thread, which is started by the first one."""
+        self._desk.hand_in(task)
+
+    def wait_until_open(self) -> None:
+        """Return when every rank has come."""
+        self._desk.start()
+        self._desk.opened.wait()
+        if self._desk.error is not None:
+            raise self._desk.error
+
+    def traffic(self) -> Traffic | None:
+        """Return the communicator's counts."""
+        return self._desk.traffic
+
+    def stop(self) -> None:
+        """Stop the thread."""
+        self._stop_when_collected()
+
+
+class _Desk:
+    """Share between the training thread and the scheduler's: tasks go in, futures are completed."""
+
+    def __init__(self, connect: Connect, rank: int, hook_timeout: float | None, ledger: Ledger) -> None:
+        self.opened = threading.Event()
+        self.error: CommHooksError | None = None
+        self.traffic: Traffic | None = None
+        self.abandoned: Connection | None = None
+        self._connect = connect
+        self._rank = rank
+        self._hook_timeout = hook_timeout
+        self._ledger = ledger
+        self._tasks: deque[BucketTask] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._connection: Connection | None = None
+        self._more_to_come = False
+        self._waiting_since: tuple[Pending, float] | None = None
+        self._looked_for_failure = 0.0
+
+    def start(self) -> None:
+        """Start the thread, once."""
+        with self._changed:
+            if self._thread is None and not self._stopping:
+                self._thread = threading.Thread(target=self._serve, name="commhooks", daemon=True)
+                self._thread.start()
+
+    def hand_in(self, task: BucketTask) -> None:
+        """Put a task into the queue, or fail it at once if the scheduler has failed or stopped."""
+        self.start()
+        with self._changed:
+            if self.error is None and not self._stopping:
+                self._tasks.append(task)
+                self._changed.notify()
+                return
+        earlier = self.error or CollectiveError("the attachment was stopped")
+        task.fail(type(earlier)(f"{task.where(self._rank)}: not started, for {earlier}"))
+
+    def stop(self) -> None:
+        """Tell the thread to end, and wait for it a bounded time."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_SECONDS)
+
+    def _serve(self) -> None:
+        policy: Policy | None = None
+        try:
+            self._connection = self._connect()
+            assert self._connection.communicator is not None
+            self.traffic = self._connection.communicator.traffic
+            policy = Fifo(self._connection.communicator, self._wait_slice, self._finish)
+            self.opened.set()
+            busy = False
+            while not self._stopping:
+                for task in self._take(block=not busy):
+                    policy.add(task)
+                    self._more_to_come = not task.is_last
+                busy = policy.turn()
+        except Exception as error:
+            self._fail(policy, error)
+        else:
+            self._fail(policy, _StopOrderError("the attachment was stopped"))
+        finally:
+            policy = None
+            self.opened.set()
+            self._drop_connection()
+
+    def _take(self, *, block: bool) -> list[BucketTask]:
+        with self._changed:
+            while block and not self._tasks and not self._stopping:
+                self._changed.wait()
+            tasks = list(self._tasks)
+            self._tasks.clear()
+        for task in tasks:
+            if task.ready is not None:
+                _use_side_stream(task.memory.device)
+        return tasks
+
+    def _finish(self, task: BucketTask) -> None:
+        assert task.result is not None and self.traffic is not None
+        self._ledger.enter(task, self.traffic)
+        task.future.set_result(task.result.mean)
+
+    def _wait_slice(self, pending: Pending) -> bool:
+        """Wait a little for a collective; raise if this rank is to stop, or another has failed, or it took too long."""
+        try:
+            pending.wait(SHORT_SLICE_SECONDS if self._more_to_come else SLICE_SECONDS)
+        except TimeoutError:
+            self._look_around(pending)
+            return False
+        self._waiting_since = None
+        return True
+
+    def _look_around(self, pending: Pending) -> None:
+        if self._stopping:
+            raise _StopOrderError(
+                "the attachment was stopped, or the process is ending, while a collective was under way"
+            )
+        now = time.monotonic()
+        if self._waiting_since is None or self._waiting_since[0] is not pending:
+            self._waiting_since = (pending, now)
+        if now - self._looked_for_failure < SLICE_SECONDS:
+            return
+        self._looked_for_failure = now
+        assert self._connection is not None
+        cause = self._connection.failure()
+        if cause is not None:
+            raise CollectiveError(f"another rank failed first: {cause}")
+        if self._hook_timeout is not None and now - self._waiting_since[1] > self._hook_timeout:
+            raise CollectiveError(f"a collective was not done after hook_timeout={self._hook_timeout} s.")
+
+    def _fail(self, policy: Policy | None, error: Exception) -> None:
+        """Tell the other ranks, then every future that waits here."""
+        blamed = policy.touching if policy is not None else None
+        here = blamed.where(self._rank) if blamed is not None else f"rank {self._rank}"
+        cause = f"{here}: {type(error).__name__}: {error}"
+        if self._connection is not None and not isinstance(error, _StopOrderError):
+            first = self._connection.report(cause)
+            cause = cause if first == cause else f"{here}: stopped, because of {first}"
+        with self._changed:
+            self.error = _as_error(error, cause)
+            tasks = [*(policy.unfinished() if policy is not None else []), *self._tasks]
+            self._tasks.clear()
+        self.error.__cause__ = error
+        if blamed is not None and blamed not in tasks:
+            tasks.append(blamed)
+        for task in tasks:
+            _fail_task(task, error, self.error)
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        self._waiting_since = None
+        if connection is not None and not connection.close(JOIN_SECONDS):
+            self.abandoned = connection
+
+
+class _StopOrderError(CommHooksError):
+    """End the thread because it was told to, not because something failed."""
+
+
+def _as_error(error: Exception, message: str) -> CommHooksError:
+    if isinstance(error, AttachError):
+        return AttachError(message)
+    if isinstance(error, (CollectiveError, _StopOrderError)):
+        return CollectiveError(message)
+    return CompressorError(message)
+
+
+def _fail_task(task: BucketTask, cause: Exception, error: CommHooksError) -> None:
+    task.throw(cause)
+    task.fail(error)
+    task.pending = None
+
+
+def _use_side_stream(device: torch.device) -> None:
+    """Give this thread a stream of its own, once."""
+    if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
+_running: weakref.WeakSet[_Desk] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop every thread, and drop every group, while the interpreter still stands.
+
+    A group with pending work cannot be destroyed, and a process that ends with one may hang or abort; such a process
+    says so and leaves at once.
+    """
+    desks = list(_running)
+    for desk in desks:
+        desk.stop()
+    left = [desk.abandoned for desk in desks if desk.abandoned is not None]
+    if any(not connection.close(0.0) for connection in left):
+        print(
+            "commhooks: a collective is still under way at exit, for another rank never came; leaving.", file=sys.stderr
+        )
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(1)
+
+
+class InlineScheduler(Scheduler):
+    """Issue requests where the hook is called, on a side stream that waits instead of the host (NCCL)."""
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self.ledger = Ledger()
+        self._communicator = RecordingCommunicator(communicator)
+        self._stream = torch.cuda.Stream(device)
+        self._error: CommHooksError | None = None
+
+    def submit(self, task: BucketTask) -> None:
+        """Run the whole exchange; what it computes waits on the side stream for what it asked for."""
+        self._stream.wait_stream(torch.cuda.current_stream(task.memory.device))
+        with torch.cuda.stream(self._stream):
+            policy = Fifo(self._communicator, _wait_on_stream, self._finish)
+            policy.add(task)
+            try:
+                while self._error is None and policy.turn():
+                    pass
+            except Exception as error:
+                self._error = _as_error(
+                    error, f"{task.where(self._communicator.rank)}: {type(error).__name__}: {error}"
+                )
+            if self._error is not None:
+                task.fail(self._error)
+
+    def wait_until_open(self) -> None:
+        """Return at once: the process group stands already."""
+
+    def traffic(self) -> Traffic | None:
+        """Return the communicator's counts."""
+        return self._communicator.traffic
+
+    def stop(self) -> None:
+        """Hold nothing that needs stopping."""
+
+    def _finish(self, task: BucketTask) -> None:
+        assert task.result is not None
+        self.ledger.enter(task, self._communicator.traffic)
+        task.future.set_result(task.result.mean)
+
+
+def _wait_on_stream(pending: Pending) -> bool:
+    pending.wait()
+    return True

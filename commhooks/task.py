@@ -1,0 +1,90 @@
+"""One bucket on its way through a compressor."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.communicators import Pending
+from commhooks.compressor import Exchange, Result
+from commhooks.errors import CompressorError
+from commhooks.requests import Request
+
+
+@dataclasses.dataclass(eq=False)
+class BucketTask:
+    """Hold a bucket's exchange, the request that it waits on, and the future that waits for its mean."""
+
+    exchange: Exchange
+    future: torch.futures.Future[Tensor]
+    memory: Tensor
+    step: int
+    index: int
+    is_last: bool
+    parameters: Callable[[], str]
+    """Names the bucket's parameters, for messages; not called unless something fails."""
+    ready: Any = None
+    """On a GPU, the event recorded when the bucket was handed in."""
+    handed_in: float = dataclasses.field(default_factory=time.perf_counter)
+    request: Request | None = None
+    pending: Pending | None = None
+    result: Result | None = None
+    begun: bool = False
+    seconds_compressing: float = 0.0
+
+    def begin(self) -> None:
+        """Run the compressor up to its first request; a second call does nothing."""
+        if self.begun:
+            return
+        self.begun = True
+        if self.ready is not None:
+            self.ready.wait()
+        self._run(None)
+
+    def resume(self, answer: Tensor) -> None:
+        """Hand the compressor its answer, and run it up to its next request or its end."""
+        if self.request is None:
+            raise CompressorError("a compressor was answered that had not asked: a bug in commhooks.")
+        was_last = self.request.last
+        self._run(answer)
+        if was_last and self.request is not None:
+            raise CompressorError(f"the compressor asked for an {self.request.kind} after a request marked last=True.")
+
+    def throw(self, error: BaseException) -> None:
+        """Throw a failure into the compressor at its `yield`, so that it can clean up; it cannot go on."""
+        try:
+            self.exchange.throw(error)
+        except (Exception, StopIteration):
+            return
+        self.exchange.close()
+
+    def where(self, rank: int) -> str:
+        """Say which rank, step and bucket this is, for messages."""
+        return f"rank {rank}, step {self.step}, bucket {self.index} ({self.parameters()})"
+
+    def fail(self, error: Exception) -> None:
+        """Give the error to whoever waits for the mean."""
+        if not self.future.done():
+            self.future.set_exception(error)  # type: ignore[arg-type]  # torch declares "expected Tensor"
+
+    def _run(self, answer: Tensor | None) -> None:
+        started = time.perf_counter()
+        try:
+            self.request = next(self.exchange) if answer is None else self.exchange.send(answer)
+        except StopIteration as stop:
+            self.request, self.result = None, self._checked(stop.value)
+        finally:
+            self.seconds_compressing += time.perf_counter() - started
+
+    def _checked(self, result: object) -> Result:
+        if not isinstance(result, Result) or result.mean.shape != self.memory.shape:
+            raise CompressorError(
+                f"the compressor must return a Result whose mean has the bucket's shape {tuple(self.memory.shape)} "
+                f"(got {result!r})."
+            )
+        return result

@@ -1,0 +1,6 @@
+"""Wrappers: each takes a compressor and is one."""
+
+from commhooks.wrappers.start_after import StartAfter
+from commhooks.wrappers.wire_dtype import WireDtype
+
+__all__ = ["StartAfter", "WireDtype"]

@@ -1,0 +1,39 @@
+"""Begin compressing some steps into the training."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from commhooks.compressor import BucketView, Compressor, Context, Exchange
+from commhooks.compressors.all_reduce import AllReduceMean
+from commhooks.errors import SettingsError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartAfter(Compressor):
+    """Run `before` for the first `steps` steps, and `inner` from then on."""
+
+    inner: Compressor
+    steps: int
+    """Higher: more of the delicate first phase of training goes uncompressed."""
+    before: Compressor = dataclasses.field(default_factory=AllReduceMean)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
+            raise SettingsError(f"StartAfter(steps={self.steps!r}): steps must be an integer of at least 0.")
+
+    @property
+    def uses_slots(self) -> bool:
+        """Look at single parameters if either compressor does."""
+        return self.inner.uses_slots or self.before.uses_slots
+
+    def takes(self, gradient: Tensor) -> bool:
+        """Take what both compressors take."""
+        return self.inner.takes(gradient) and self.before.takes(gradient)
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Hand the bucket to whichever compressor has its turn."""
+        compressor = self.before if context.step < self.steps else self.inner
+        return compressor.compress(bucket, context)

@@ -1,0 +1,60 @@
+"""Cast what another compressor sends, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from commhooks.compressor import BucketView, Compressor, Context, Exchange, Result
+from commhooks.compressors.cast import check_wire_dtype
+from commhooks.errors import CompressorError
+from commhooks.requests import AllReduce, Request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WireDtype(Compressor):
+    """Let `inner`'s sums travel in `dtype`; its residuals, factors and arithmetic keep theirs."""
+
+    inner: Compressor
+    dtype: torch.dtype
+    """Narrower: smaller messages, fewer digits."""
+
+    def __post_init__(self) -> None:
+        check_wire_dtype("WireDtype", self.dtype)
+
+    @property
+    def uses_slots(self) -> bool:
+        """Look at single parameters if `inner` does."""
+        return self.inner.uses_slots
+
+    def takes(self, gradient: Tensor) -> bool:
+        """Take what `inner` takes, if its values can be cast."""
+        return self.inner.takes(gradient) and not gradient.is_sparse
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Pass on `inner`'s requests with the wire's dtype set."""
+        exchange = self.inner.compress(bucket, context)
+        try:
+            request = next(exchange)
+            while True:
+                try:
+                    answer = yield self._narrowed(request)
+                except Exception as error:  # noqa: PERF203 - a failure must reach the inner compressor at its yield
+                    request = exchange.throw(error)
+                else:
+                    request = exchange.send(answer)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+
+    def _narrowed(self, request: Request) -> Request:
+        if not isinstance(request, AllReduce):
+            raise CompressorError(
+                f"WireDtype({self.dtype}): only sums can be cast on the wire, "
+                f"and {self.inner} asked for an {request.kind}."
+            )
+        if request.tensor.dtype.itemsize <= self.dtype.itemsize:
+            return request
+        return dataclasses.replace(request, wire=self.dtype)
