@@ -168,7 +168,7 @@ def _errors_in_words() -> Iterator[Console]:
 
     signal.signal(signal.SIGTERM, _leave)
     try:
-        yield Console() if sys.stdout.isatty() else Console(width=140)
+        yield Console() if sys.stdout.isatty() else Console(width=100)
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

@@ -13,11 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from experiments.launch import Send, run_in_torchrun, run_world, torchrun_world
 from experiments.report.page import PICTURES, page
 from experiments.report.plots import THEMES, loss_against_bytes, loss_against_time, step_time
-from experiments.report.table import summary_table
+from experiments.report.table import summary_tables
 from experiments.report.tensorboard import write_logs
-from experiments.report.words import by_task
+from experiments.report.words import by_task, seconds_in_words
 from experiments.runs import RunResult, RunSettings
-from experiments.summary import TARGET_RULE, Summary, summarise
+from experiments.summary import TARGET_RULE, Summary, summarise, total_seconds
 from experiments.tasks import make_task
 from experiments.worker import RunDone, StepDone, train_all
 
@@ -42,7 +42,7 @@ def compare(comparison: Comparison, console: Console) -> list[Summary]:
     if reports:
         prepare_folder(comparison.out)
     results: list[RunResult] = []
-    with _progress(console, disable=not reports) as progress:
+    with _progress(console, disable=not reports or not console.is_terminal) as progress:
         listener = _Listener(comparison, progress, results)
         _train(comparison.runs, listener)
     if not reports:
@@ -58,6 +58,7 @@ def prepare_folder(out: Path) -> None:
 
     Raises:
         ValueError: The folder holds something that is no earlier report.
+
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: {out} is a file; name a folder")
@@ -135,9 +136,19 @@ class _Listener:
                 self._progress.start_task(self._bars[message.run])
             self._progress.update(self._bars[message.run], completed=message.step, loss=f"loss {message.loss:.3f}")
         elif isinstance(message, RunDone):
-            self._results.append(message.result)
-            message.result.write(self._out / "results")
-            write_logs(message.result, self._out / "tensorboard")
+            self._keep(message.result)
+
+    def _keep(self, result: RunResult) -> None:
+        self._results.append(result)
+        result.write(self._out / "results")
+        write_logs(result, self._out / "tensorboard")
+        if not self._progress.console.is_terminal:  # no bars there: a line for every run shows that it moves
+            seconds = seconds_in_words(total_seconds(result.steps))
+            loss = result.evaluations[-1].loss
+            self._progress.console.print(
+                f"{result.settings.label}: {len(result.steps)} steps in {seconds}, held-out loss {loss:.3f}",
+                highlight=False,
+            )
 
 
 def _progress(console: Console, *, disable: bool) -> Progress:
@@ -155,7 +166,7 @@ def _progress(console: Console, *, disable: bool) -> Progress:
 def _print(summaries: list[Summary], comparison: Comparison, console: Console) -> None:
     for task, rows in by_task(summaries).items():
         console.print()
-        console.print(summary_table(rows, f"{task}, {rows[0].steps} steps"))
+        console.print(*summary_tables(rows, f"{task}, {rows[0].steps} steps"), sep="\n")
     console.print(f"\nreport       {comparison.out / _REPORT}", highlight=False, soft_wrap=True)
     console.print(f"results      {comparison.out / 'results'}", highlight=False, soft_wrap=True)
     console.print(

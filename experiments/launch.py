@@ -85,6 +85,7 @@ def run_world(
     Raises:
         WorldError: A rank raised, died or all fell silent. The ranks are ended before it is raised.
         KeyboardInterrupt: Ctrl-C; the ranks are ended first.
+
     """
     context = multiprocessing.get_context("spawn")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -37,6 +37,7 @@ def parse_rate(text: str) -> float | None:
 
     Raises:
         ValueError: The text is not a positive number followed by a unit of rate.
+
     """
     if text.strip().lower() in _NO_LIMIT:
         return None
@@ -58,6 +59,7 @@ def parse_latency(text: str) -> float:
 
     Raises:
         ValueError: The text is not a number of at least zero followed by a unit of time.
+
     """
     if text.strip() == "0":
         return 0.0

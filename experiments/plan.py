@@ -41,6 +41,7 @@ def plan(
 
     Raises:
         ValueError: Something asked for does not exist or cannot work.
+
     """
     if not tasks or not hooks:
         raise ValueError("nothing to compare: name at least one task and one hook")
@@ -78,6 +79,7 @@ def world_size(ranks: int | None) -> int:
 
     Raises:
         ValueError: Fewer than one, or other than torchrun's world.
+
     """
     joined = torchrun_world()
     if joined is not None and ranks not in {None, joined[1]}:

@@ -30,6 +30,7 @@ class HookSpec:
 
         Raises:
             ValueError: The text is not of that form. Whether such a hook exists is checked in `experiments.hooks`.
+
         """
         name, _, rest = text.strip().partition(":")
         pairs = [piece.partition("=") for piece in rest.split(",")] if rest.strip() else []
@@ -152,6 +153,7 @@ class RunResult:
 
         Raises:
             ValueError: The file is of another format.
+
         """
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if raw.pop("format", None) != FORMAT:

@@ -90,6 +90,7 @@ def summarise(results: Sequence[RunResult], target_loss: float | None = None) ->
     Args:
         results: Runs of one task or several.
         target_loss: The loss to reach; None: by TARGET_RULE, for each task.
+
     """
     firsts: dict[str, RunResult] = {}
     for result in results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from experiments.report.words import (
@@ -16,36 +17,57 @@ from experiments.report.words import (
 from experiments.summary import Summary
 
 
-def summary_table(summaries: list[Summary], title: str) -> Table:
-    """Return one task's runs as a table; the first is what the others are measured against."""
+def summary_tables(summaries: list[Summary], title: str) -> list[Table]:
+    """Return one task's runs as two tables: what came out, and what it cost."""
     first = summaries[0]
-    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", header_style="bold")
-    table.add_column("hook", no_wrap=True)
-    headings = ("held-out loss", "accuracy", "moved\nper rank", "ratio", "step,\nmedian")
-    split = "compute / compression /\nwaiting, ms"
-    for heading in (*headings, split, "steps to\ntarget", "time to\ntarget", "speed-up"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for summary in summaries:
-        table.add_row(*_cells(summary, first))
-    table.caption = (
-        f"target: training loss {first.target_loss:.3f} · ratio and speed-up: the whole run, warm-up included · "
-        "a rank's bytes as a ring moves them"
+    outcome = _table(f"{title}: what came out", ("held-out loss", "accuracy", "steps to\ntarget", "time to\ntarget"))
+    outcome.caption = f"target: training loss {first.target_loss:.3f}"
+    cost = _table(
+        f"{title}: what it cost",
+        (
+            "moved\nper rank",
+            "ratio",
+            "step,\nmedian",
+            "compute / compression\n/ waiting, ms",
+            "step\nspeed-up",
+            "run\nspeed-up",
+        ),
     )
+    cost.caption = "a rank's bytes as a ring moves them; ratio and run speed-up: warm-up included"
+    for summary in summaries:
+        outcome.add_row(*_outcome_cells(summary, first))
+        cost.add_row(*_cost_cells(summary))
+    return [outcome, cost]
+
+
+def _table(title: str, headings: tuple[str, ...]) -> Table:
+    style = {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
+    table = Table(title=title, box=SIMPLE_HEAD, **style)  # type: ignore[arg-type]  # the values are of the right kinds
+    table.add_column("hook", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 
-def _cells(summary: Summary, first: Summary) -> list[str]:
+def _outcome_cells(summary: Summary, first: Summary) -> list[str]:
     change = f" ({loss_change(summary, first)})" if summary is not first else ""
-    parts = (summary.compute, summary.compression, summary.waiting)
     return [
         summary.hook if summary.replicas_identical else f"{summary.hook} [red](replicas differ)[/red]",
         f"{summary.held_out_loss:.3f}{change}",
         percent(summary.accuracy),
+        whole(summary.steps_to_target),
+        seconds_in_words(summary.seconds_to_target),
+    ]
+
+
+def _cost_cells(summary: Summary) -> list[str]:
+    parts = (summary.compute, summary.compression, summary.waiting)
+    return [
+        summary.hook,
         bytes_in_words(summary.moved_bytes),
         times(summary.ratio),
         seconds_in_words(summary.step.median),
         " / ".join(milliseconds(part.median) for part in parts),
-        whole(summary.steps_to_target),
-        seconds_in_words(summary.seconds_to_target),
+        times(summary.step_speed_up),
         times(summary.speed_up),
     ]

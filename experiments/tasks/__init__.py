@@ -23,6 +23,7 @@ def make_task(name: str, size: str = "medium") -> Task:
 
     Raises:
         ValueError: No task, or no size, has this name.
+
     """
     if name not in _TASKS:
         raise ValueError(f"task {name!r} is not known: expected one of {', '.join(task_names())}")

@@ -184,6 +184,7 @@ def source_files(folder: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: The library is not there as files (a zipped or stripped Python).
+
     """
     files = sorted(
         file for file in folder.glob("*.py") if not file.name.startswith("_sysconfigdata")

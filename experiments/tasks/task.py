@@ -79,6 +79,7 @@ def size_named(sizes: Mapping[str, SizeType], size: str, task: str) -> SizeType:
 
     Raises:
         ValueError: There is none.
+
     """
     if size not in sizes:
         raise ValueError(f"size {size!r} of task {task!r} is not known: expected one of {', '.join(sizes)}")

@@ -12,7 +12,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]  # ships no types
 
 from experiments.compare import Comparison, prepare_folder, write_report
-from experiments.report.table import summary_table
+from experiments.report.table import summary_tables
 from experiments.report.tensorboard import write_logs
 from experiments.report.words import bytes_in_words, percent, seconds_in_words, times
 from experiments.runs import RunSettings
@@ -69,12 +69,14 @@ def test_the_pictures_are_files_too(folder: Path) -> None:
     }
 
 
-def test_the_table_holds_what_was_asked_for() -> None:
+def test_the_tables_hold_what_was_asked_for_and_fit_a_terminal() -> None:
     out = StringIO()
-    Console(file=out, width=150).print(summary_table(summarise(results())[:3], "digits"))
-    row = next(line for line in out.getvalue().splitlines() if "powersgd:rank=4" in line)
-    for cell in ("+1.1 %", "8.00 MB", "20.0×", "52.0 / 10.0 / 16.0"):
-        assert cell in row
+    Console(file=out, width=100).print(*summary_tables(summarise(results())[:3], "digits"))
+    text = out.getvalue()
+    rows = "".join(line for line in text.splitlines() if "powersgd:rank=4" in line)
+    assert "…" not in text
+    for cell in ("2.129 (+1.1 %)", "2.73 s", "8.00 MB", "20.0×", "52.0 / 10.0 / 16.0"):
+        assert cell in rows
 
 
 def test_tensorboard_reads_the_logs(tmp_path: Path) -> None:

@@ -1,0 +1,219 @@
+"""`commhooks compare` from end to end, on a small model: what it writes, that it repeats itself, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from experiments.launch import run_world
+from experiments.link import LinkSettings
+from experiments.runs import HookSpec, RunResult, RunSettings
+from experiments.worker import RunDone, train_all
+
+STEPS = 12
+HOOKS = ("all-reduce", "fp16", "powersgd:rank=1,start_after=2")
+COMPARE = [sys.executable, "-m", "experiments", "compare", "--task", "digits", "--size", "small"]
+LINK = ["--rate", "100Mbit/s", "--latency", "0"]
+
+
+def settings(hook: str, ddp: str = "core") -> RunSettings:
+    return RunSettings(
+        task="digits",
+        size="small",
+        hook=HookSpec.parse(hook),
+        steps=STEPS,
+        ddp=ddp,
+        link=LinkSettings(bits_per_second=100e6),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what one run of the command wrote."""
+    out = tmp_path_factory.mktemp("compare")
+    hooks = [word for hook in HOOKS for word in ("--hook", hook)]
+    command = [*COMPARE, *LINK, *hooks, "--steps", str(STEPS), "--eval-every", "5", "--out", str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert ended.returncode == 0, ended.stderr
+    (out / "stdout").write_text(ended.stdout)
+    return out
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, RunResult]:
+    found = [RunResult.read(path) for path in (folder / "results").glob("*.json")]
+    return {result.settings.hook.label: result for result in found}
+
+
+@pytest.fixture(scope="module")
+def again() -> list[RunResult]:
+    """Return the same runs, from Python: every hook once more, then all-reduce and PowerSGD on PyTorch's DDP."""
+    found: list[RunResult] = []
+    runs = [settings(hook) for hook in HOOKS] + [settings(hook, ddp="torch") for hook in (HOOKS[0], HOOKS[2])]
+    run_world(
+        train_all,
+        2,
+        runs,
+        lambda message: found.append(message.result) if isinstance(message, RunDone) else None,
+        timeout=50,
+    )
+    return found
+
+
+def losses(result: RunResult) -> list[float]:
+    return [step.loss for step in result.steps]
+
+
+def test_every_run_leaves_its_result_its_logs_and_its_row(folder: Path, results: dict[str, RunResult]) -> None:
+    assert set(results) == set(HOOKS)
+    assert len(list((folder / "tensorboard").iterdir())) == len(HOOKS)
+    assert len(list((folder / "plots").glob("*.png"))) == 3
+    assert all(hook in (folder / "report.html").read_text() for hook in HOOKS)
+    assert all(hook in (folder / "stdout").read_text() for hook in HOOKS)
+
+
+def test_a_result_says_what_it_was_measured_with(results: dict[str, RunResult]) -> None:
+    result = results["all-reduce"]
+    assert result.settings.link.bits_per_second == 100e6
+    assert {"python", "torch", "commhooks"} <= set(result.versions)
+    assert {"processor", "cores", "load"} <= set(result.machine)
+    assert [found.step for found in result.evaluations] == [5, 10, 12]
+    assert result.replicas_identical
+
+
+def test_the_parts_of_every_step_add_up_to_it(results: dict[str, RunResult]) -> None:
+    for result in results.values():
+        for step in result.steps:
+            assert step.compute + step.compression + step.waiting == pytest.approx(step.seconds, abs=1e-6)
+            assert min(step.compute, step.compression, step.waiting) > -1e-6
+
+
+def test_no_step_is_faster_than_its_bytes(results: dict[str, RunResult]) -> None:
+    for result in results.values():
+        for step in result.steps:
+            assert step.seconds >= 8 * step.moved_bytes / 100e6
+
+
+def test_bytes_are_those_that_the_hooks_promise(results: dict[str, RunResult]) -> None:
+    dense, half, low_rank = (results[hook] for hook in HOOKS)
+    gradients = 4 * dense.parameters
+    assert [step.moved_bytes for step in dense.steps] == [gradients] * STEPS  # two ranks: a ring moves all of it once
+    assert [step.moved_bytes for step in half.steps] == [gradients // 2] * STEPS
+    moved = [step.moved_bytes for step in low_rank.steps]
+    assert moved[:2] == [gradients] * 2  # start_after
+    assert max(moved[2:]) < gradients / 5
+    assert {step.dense_bytes for result in results.values() for step in result.steps} == {gradients}
+
+
+def test_the_same_seed_gives_the_same_losses_bit_for_bit(results: dict[str, RunResult], again: list[RunResult]) -> None:
+    for result in again[:3]:
+        assert losses(result) == losses(results[result.settings.hook.label])
+
+
+def test_pytorchs_ddp_gives_the_same_losses_bit_for_bit(results: dict[str, RunResult], again: list[RunResult]) -> None:
+    dense, low_rank = again[3:]
+    assert losses(dense) == losses(results[HOOKS[0]])
+    assert losses(low_rank) == losses(results[HOOKS[2]])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rate", "100 furlongs"], "error: rate '100 furlongs' does not parse"),
+        (["--hook", "powersdg:rank=4"], "Did you mean 'powersgd'"),
+        (["--hook", "powersgd:rnak=4"], "Did you mean 'rank'"),
+        (["--latency", "soon"], "error: latency 'soon' does not parse"),
+    ],
+)
+def test_a_mistake_is_an_error_in_words(words: Sequence[str], message: str) -> None:
+    ended = subprocess.run([*COMPARE, *words], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_help_teaches_with_examples() -> None:
+    ended = subprocess.run([*COMPARE[:4], "--help"], capture_output=True, text=True, timeout=30, check=True)
+    for word in ("commhooks compare --task gpt", "torchrun", "--hook", "--rate", "100Mbit/s"):
+        assert word in ended.stdout
+
+
+@contextmanager
+def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """Start a comparison that would take long, and give it with its ranks once they train."""
+    command = [
+        *COMPARE,
+        "--hook",
+        "all-reduce",
+        "--steps",
+        "100000",
+        "--rate",
+        "100Mbit/s",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    ) as started:
+        try:
+            deadline = time.monotonic() + 40
+            ranks: list[psutil.Process] = []
+            while len(ranks) < 2 or min(rank.cpu_times().user for rank in ranks) < 3:
+                assert time.monotonic() < deadline, "the ranks did not start"
+                assert started.poll() is None
+                time.sleep(0.2)
+                ranks = [
+                    child
+                    for child in psutil.Process(started.pid).children()
+                    if "spawn_main" in " ".join(child.cmdline())
+                ]
+            yield started, ranks
+        finally:
+            started.kill()
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    with training(tmp_path) as (started, ranks):
+        os.killpg(started.pid, signal.SIGINT)  # as a terminal does: the ranks get it too
+        assert started.wait(20) == 130
+        assert started.stderr is not None
+        assert "stopped; the ranks are ended" in started.stderr.read()
+        _, alive = psutil.wait_procs(ranks, timeout=5)
+        assert not alive
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    with training(tmp_path) as (started, ranks):
+        started.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        assert not alive
+
+
+def test_a_torchrun_world_is_joined(tmp_path: Path, results: dict[str, RunResult]) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "experiments",
+    ]
+    words = [*COMPARE[3:], *LINK, "--hook", "all-reduce", "--steps", str(STEPS), "--out", str(tmp_path / "out")]
+    ended = subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=55, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert losses(RunResult.read(tmp_path / "out" / "results" / "digits.all-reduce.json")) == losses(
+        results["all-reduce"]
+    )
