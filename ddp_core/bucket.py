@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+# A gradient at least this long is moved as soon as it is ready, while it is in cache; shorter ones wait until their
+# bucket is full and move together, since for them the call costs more than the copy.
 EAGER_ELEMENTS = 16384
-"""A gradient at least this long is moved as soon as it is ready, while it is still in cache; shorter ones wait and
-move together when their bucket is full, since for them the call costs more than the copy."""
 
 
 class GradBucket:
     """What a hook sees of one bucket: PyTorch's ``dist.GradBucket``, and the parameters' names.
 
-    The buffer holds this rank's gradients, not yet divided by the world size. A hook may write into it.
+    The buffer holds this rank's gradients, not divided by the world size. A hook may write into it.
     """
 
     def __init__(self, index: int, is_last: bool, buffer: Tensor, members: Sequence[Parameter], names: Sequence[str]):
@@ -36,11 +36,11 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """Return the bucket's memory: 1-D, all gradients one after the other (or the one sparse gradient)."""
+        """Return the bucket's memory: 1-D, one gradient after the other (or the one sparse gradient)."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the tensor that :meth:`buffer` and :meth:`gradients` speak of."""
+        """Replace the tensor of which :meth:`buffer` and :meth:`gradients` speak."""
         self._buffer = buffer
 
     def parameters(self) -> list[Parameter]:
@@ -58,15 +58,11 @@ class GradBucket:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return True if ``tensor`` covers one gapless range of memory, each element once, in whatever order."""
-    if tensor.is_contiguous():
-        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected = stride * size
+        if size != 1 and stride != expected:
+            return tensor.numel() == 0
+        expected *= size
     return True
 
 
@@ -83,32 +79,28 @@ def views_of(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
 class Bucket:
     """Some parameters' gradients in one flat tensor, and how many of them are still to come.
 
-    ``indices`` are the parameters' positions in the model; position *within* the bucket is called ``place``.
+    ``indices`` are positions in the model; a position within the bucket is called a *place*.
     """
 
     def __init__(self, index: int, indices: Sequence[int], members: Sequence[Parameter], names: Sequence[str]):
         self.index = index
-        self.indices = list(indices)
-        self.members = list(members)
-        self.names = list(names)
-        self.flat = self._allocate()
-        self.views = views_of(self.flat, self.members)
+        self.indices = indices
+        self.members = members
+        self.names = names
         self.eager = [member.numel() >= EAGER_ELEMENTS for member in members]
         self.batched = [place for place, eager in enumerate(self.eager) if not eager]
-        self.pending = 0
-        self.absent: list[int] = []  # places without a gradient this time: zeros travel in their stead
-
-    def _allocate(self) -> Tensor:
-        return self.members[0].new_empty(sum(member.numel() for member in self.members), requires_grad=False)
+        self.flat = self.zeros()
+        self.views = views_of(self.flat, members)
+        self.reset()
 
     def zeros(self) -> Tensor:
-        """Return what a rank without any gradient sends: new memory."""
-        return torch.zeros_like(self.flat)
+        """Return what a rank without any gradient sends, in new memory."""
+        return self.members[0].new_zeros(sum(member.numel() for member in self.members), requires_grad=False)
 
     def reset(self) -> None:
         """Expect every gradient anew."""
         self.pending = len(self.members)
-        self.absent.clear()
+        self.absent: list[int] = []  # places without a gradient this time: zeros travel in their stead
 
     def gather(self, places: Sequence[int], divisor: int | None, as_views: bool) -> None:
         """Move the gradients at ``places`` into the bucket, divided by ``divisor`` where one is given.
@@ -116,38 +108,36 @@ class Bucket:
         ``as_views``: afterwards ``p.grad`` *is* the bucket's memory. Equal bits with PyTorch's reducer ask that a
         gradient that comes from elsewhere is multiplied by the reciprocal, and one that lies here already is divided.
         """
-        aliased = []
         copied: list[tuple[int, Tensor]] = []
+        aliased: list[int] = []
         for place in places:
-            grad = self.members[place].grad
+            grad, view = self.members[place].grad, self.views[place]
             if grad is None:
-                self.views[place].zero_()
+                view.zero_()
                 self.absent.append(place)
-            elif as_views and (grad is self.views[place] or grad.data_ptr() == self.views[place].data_ptr()):
+            elif as_views and (grad is view or grad.data_ptr() == view.data_ptr()):
                 aliased.append(place)
             else:
                 copied.append((place, grad))
         if copied:
             self._copy([self.views[place] for place, _ in copied], [grad for _, grad in copied], divisor)
         if aliased and divisor is not None:
-            self._scale([self.views[place] for place in aliased], torch.Tensor.div_, torch._foreach_div_, divisor)
+            self._scale([self.views[place] for place in aliased], Tensor.div_, torch._foreach_div_, divisor)
         if as_views:
             for place, _ in copied:
                 self.members[place].grad = self.views[place]
 
     def _copy(self, views: list[Tensor], grads: list[Tensor], divisor: int | None) -> None:
-        if divisor is None:
-            torch._foreach_copy_(views, grads)
-        elif len(views) == 1:  # one pass over the memory instead of two
+        if divisor is not None and len(views) == 1:  # one pass over the memory instead of two
             torch.mul(grads[0], 1.0 / divisor, out=views[0])
-        else:
-            torch._foreach_copy_(views, grads)
-            self._scale(views, torch.Tensor.mul_, torch._foreach_mul_, 1.0 / divisor)
+            return
+        torch._foreach_copy_(views, grads)
+        if divisor is not None:
+            self._scale(views, Tensor.mul_, torch._foreach_mul_, 1.0 / divisor)
 
-    def _scale(self, views: list[Tensor], whole: Any, each: Any, factor: float) -> None:
-        """Apply an operation to the ``views``: at one stroke, if they are all there is."""
+    def _scale(self, views: list[Tensor], at_once: Any, each: Any, factor: float) -> None:
         if len(views) == len(self.members):
-            whole(self.flat, factor)
+            at_once(self.flat, factor)
         else:
             each(views, factor)
 
@@ -160,51 +150,53 @@ class Bucket:
         if as_views and not inside:
             self.flat.copy_(mean)
         for place in self.absent:
-            member = self.members[place]
+            member, view = self.members[place], self.views[place]
             if self.indices[place] not in untouched and member.grad is None:
-                member.grad = self.views[place] if as_views else torch.empty_like(self.views[place])
-        if not as_views:
+                member.grad = view if as_views else torch.empty_like(view)
+        kept = [place for place, index in enumerate(self.indices) if index not in untouched]
+        if kept and not as_views:
             views = self.views if inside else views_of(mean, self.members)
-            kept = [place for place, index in enumerate(self.indices) if index not in untouched]
-            grads = [self.members[place].grad for place in kept]
-            torch._foreach_copy_(cast(list[Tensor], grads), [views[place] for place in kept])
+            grads = cast(list[Tensor], [self.members[place].grad for place in kept])
+            torch._foreach_copy_(grads, [views[place] for place in kept])
 
 
 class SparseBucket(Bucket):
     """One parameter whose gradient is sparse: the gradient itself travels, so there is no memory to set aside."""
 
     def __init__(self, index: int, indices: Sequence[int], members: Sequence[Parameter], names: Sequence[str]):
-        super().__init__(index, indices, members, names)
+        self.index, self.indices, self.members, self.names = index, indices, members, names
         self.eager, self.batched = [True], []
-
-    def _allocate(self) -> Tensor:
-        return self.members[0].new_empty(1, requires_grad=False).expand(self.members[0].numel())
+        self.flat = self.zeros()
+        self.views = [self.flat]
+        self.reset()
 
     def zeros(self) -> Tensor:
-        """Return what a rank without a gradient sends."""
-        return torch.zeros(
-            self.members[0].shape, dtype=self.flat.dtype, device=self.flat.device, layout=torch.sparse_coo
-        )
+        """Return what a rank without any gradient sends."""
+        member = self.members[0]
+        return torch.zeros(member.shape, dtype=member.dtype, device=member.device, layout=torch.sparse_coo)
 
     def gather(self, places: Sequence[int], divisor: int | None, as_views: bool) -> None:
         """Let the gradient travel as it is, divided by ``divisor`` where one is given."""
-        grad = self.members[0].grad
-        if grad is None:
-            self.absent.append(0)
-            grad = self.zeros()
-        if not grad.is_sparse:
-            raise RuntimeError(
-                f"parameter {self.names[0]!r}: expected a sparse gradient, as its module has sparse=True, "
-                f"but got a gradient with layout {grad.layout}"
-            )
-        self.flat = grad if divisor is None else grad.div_(divisor)
-
-    def scatter(self, mean: Tensor, untouched: set[int], as_views: bool) -> None:
-        """Make ``mean`` (sparse, or dense of the parameter's shape) the gradient, unless it is ``untouched``."""
-        if self.indices[0] in untouched:
+        if not places:
             return
         grad = self.members[0].grad
+        if grad is not None and not grad.is_sparse:
+            raise RuntimeError(
+                f"parameter {self.names[0]!r}: expected a sparse gradient, as its module has sparse=True, "
+                f"but got one with layout {grad.layout}"
+            )
+        if grad is None:
+            self.absent.append(0)
+        self.flat = self.zeros() if grad is None else grad
+        if divisor is not None:
+            self.flat.div_(divisor)
+
+    def scatter(self, mean: Tensor, untouched: set[int], as_views: bool) -> None:
+        """Make ``mean`` (of the parameter's shape) the gradient, unless the parameter is ``untouched``."""
+        grad = self.members[0].grad
+        if self.indices[0] in untouched or mean is grad:
+            return
         if grad is None:
             self.members[0].grad = mean
-        elif mean is not grad:
+        else:
             grad.copy_(mean)

@@ -1,135 +1,85 @@
-"""Decide which parameter travels in which bucket.
+"""Decide which parameter travels in which bucket: pure functions over sizes, which touch no tensor and no process.
 
-Pure functions over sizes: no tensor is touched and no process group is needed, so the rules can be tested alone.
-A *bucket* is a run of parameters of one dtype on one device whose gradients are reduced by one collective
-(PyTorch DDP, VLDB 2020, section 3.2.3).
+A *bucket* holds parameters of one dtype on one device, whose gradients are reduced by one collective (Li et al.,
+PyTorch Distributed, VLDB 2020, section 3.2.3). A *plan* is a list of buckets; a bucket, a tuple of parameter indices.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 MIB = 1024 * 1024
-DEFAULT_CAP_MIB = 25
-DEFAULT_FIRST_CAP_BYTES = MIB  # a small first bucket starts communicating early; only if the user names no size
+DEFAULT_CAPS = (1 * MIB, 25 * MIB)  # a small first bucket starts communicating early; only if the user names no size
+
+Plan = list[tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class ParameterSpec:
-    """What bucketing needs to know of a parameter: its bytes, what it may share a bucket with, and if it is sparse."""
+class ParameterSpec(NamedTuple):
+    """What bucketing needs to know of a parameter."""
 
     nbytes: int
-    dtype: torch.dtype
-    device: torch.device
-    sparse: bool = False
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor, sparse: bool = False) -> ParameterSpec:
-        """Describe ``parameter``; ``sparse`` says that its gradient will be a sparse tensor."""
-        return cls(parameter.numel() * parameter.element_size(), parameter.dtype, parameter.device, sparse)
+    kind: Hashable  # only parameters of one kind (dtype and device) may share a bucket
+    sparse: bool = False  # its gradient is a sparse tensor
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """One bucket: the positions of its parameters, in the order of its memory, and the limit that closed it."""
+def choose_limits(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, one_bucket_at_first: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Turn the constructor's sizes (MiB) into limits (bytes) for the first buckets and for the rebuilt ones.
 
-    indices: tuple[int, ...]
-    limit_bytes: int
-
-
-@dataclass(frozen=True)
-class BucketLimits:
-    """The size at which a bucket closes, in bytes; a list gives each bucket its own, the last one repeating.
-
-    Lower: communication starts earlier, in more and smaller messages.
+    A bucket closes at its limit; limit k is for the k-th bucket of its kind, the last one for all further ones. Lower:
+    communication starts earlier, in more and smaller messages. ``one_bucket_at_first``: the order in which gradients
+    become ready is not yet known, so limits apply only once it is. Raises ValueError for a size that is not positive.
     """
-
-    initial: tuple[int, ...]
-    rebuilt: tuple[int, ...]
-
-    @classmethod
-    def choose(
-        cls,
-        bucket_cap_mb: float | None,
-        bucket_cap_mb_list: Sequence[float] | None,
-        one_bucket_at_first: bool,
-    ) -> BucketLimits:
-        """Turn the constructor's arguments (MiB) into limits (bytes).
-
-        ``one_bucket_at_first``: the order in which gradients become ready is not yet known, so the first iteration
-        uses one bucket per dtype and device, and the limits apply when buckets are rebuilt in the observed order.
-
-        Raises ValueError for a size that is not a positive number.
-        """
-        for cap in (
-            (bucket_cap_mb_list or []) if bucket_cap_mb is None else [bucket_cap_mb, *(bucket_cap_mb_list or [])]
-        ):
-            if not cap > 0:
-                raise ValueError(f"bucket_cap_mb must be a positive number of MiB (got {cap!r})")
-        if bucket_cap_mb_list:
-            limits = tuple(int(cap * MIB) for cap in bucket_cap_mb_list)
-            return cls(initial=limits, rebuilt=limits)
-        if bucket_cap_mb is None:
-            limits = (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_MIB * MIB)
-        else:
-            limits = (int(bucket_cap_mb * MIB),)
-        return cls(initial=(sys.maxsize,) if one_bucket_at_first else limits, rebuilt=limits)
+    for cap in [*([] if bucket_cap_mb is None else [bucket_cap_mb]), *(bucket_cap_mb_list or [])]:
+        if not cap > 0:
+            raise ValueError(f"bucket_cap_mb must be a positive number of MiB (got {cap!r})")
+    if bucket_cap_mb_list:
+        limits = tuple(int(cap * MIB) for cap in bucket_cap_mb_list)
+        return limits, limits
+    limits = DEFAULT_CAPS if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),)
+    return ((sys.maxsize,) if one_bucket_at_first else limits), limits
 
 
-def assign_buckets(
-    specs: Sequence[ParameterSpec], limits: Sequence[int], order: Sequence[int] | None = None
-) -> list[BucketPlan]:
-    """Pack parameters into buckets.
+def assign_buckets(specs: Sequence[ParameterSpec], limits: Sequence[int], order: Sequence[int] | None = None) -> Plan:
+    """Pack parameters into buckets, taking them in ``order`` (default: as they stand).
 
-    Parameters are taken in ``order`` (default: as they stand). Each dtype and device fills a bucket of its own, which
-    closes once it holds ``limits[k]`` bytes or more, k counting the buckets closed for that dtype and device and
-    stopping at the last limit. A sparse gradient is alone in its bucket.
+    Every kind fills a bucket of its own, which closes once it holds its limit or more. A sparse gradient is alone.
 
     Returns the buckets in the order in which they closed, those never filled last; without an ``order``, sorted by
     their first parameter.
     """
-    closed: list[BucketPlan] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    nbytes: dict[tuple[torch.dtype, torch.device], int] = {}
-    count: dict[tuple[torch.dtype, torch.device], int] = {}
+    plan: Plan = []
+    filling: dict[Hashable, list[int]] = {}
+    closed: dict[Hashable, int] = {}
+    nbytes: dict[Hashable, int] = {}
     for index in range(len(specs)) if order is None else order:
         spec = specs[index]
         if spec.sparse:
-            closed.append(BucketPlan((index,), sys.maxsize))
+            plan.append((index,))
             continue
-        key = (spec.dtype, spec.device)
-        filling.setdefault(key, []).append(index)
-        nbytes[key] = nbytes.get(key, 0) + spec.nbytes
-        limit = limits[min(count.get(key, 0), len(limits) - 1)]
-        if nbytes[key] >= limit:
-            closed.append(BucketPlan(tuple(filling.pop(key)), limit))
-            nbytes[key] = 0
-            count[key] = count.get(key, 0) + 1
-    for key, indices in filling.items():
-        closed.append(BucketPlan(tuple(indices), limits[min(count.get(key, 0), len(limits) - 1)]))
-    return closed if order is not None else sorted(closed, key=lambda plan: plan.indices[0])
+        filling.setdefault(spec.kind, []).append(index)
+        nbytes[spec.kind] = nbytes.get(spec.kind, 0) + spec.nbytes
+        count = closed.get(spec.kind, 0)
+        if nbytes[spec.kind] >= limits[min(count, len(limits) - 1)]:
+            plan.append(tuple(filling.pop(spec.kind)))
+            closed[spec.kind], nbytes[spec.kind] = count + 1, 0
+    plan += [tuple(bucket) for bucket in filling.values()]
+    return plan if order is not None else sorted(plan)
 
 
-def plan_to_numbers(plans: Sequence[BucketPlan], parameters: int) -> list[int]:
-    """Write a plan over ``parameters`` parameters as 3·parameters + 1 integers, a length every rank knows."""
-    lengths = [len(plan.indices) for plan in plans]
-    limits = [plan.limit_bytes for plan in plans]
-    padding = [0] * (parameters - len(plans))
-    order = [index for plan in plans for index in plan.indices]
-    return [len(plans), *lengths, *padding, *limits, *padding, *order]
+def plan_to_numbers(plan: Plan) -> list[int]:
+    """Write a plan as twice as many integers as it has parameters: their order, and the bucket of each."""
+    order = [index for bucket in plan for index in bucket]
+    return order + [position for position, bucket in enumerate(plan) for _ in bucket]
 
 
-def plan_from_numbers(numbers: Sequence[int]) -> list[BucketPlan]:
+def plan_from_numbers(numbers: Sequence[int]) -> Plan:
     """Read what :func:`plan_to_numbers` wrote."""
-    buckets, parameters = numbers[0], (len(numbers) - 1) // 3
-    lengths = numbers[1 : 1 + buckets]
-    limits = numbers[1 + parameters : 1 + parameters + buckets]
-    order = iter(numbers[1 + 2 * parameters :])
-    return [
-        BucketPlan(tuple(next(order) for _ in range(length)), limit)
-        for length, limit in zip(lengths, limits, strict=True)
-    ]
+    half = len(numbers) // 2
+    buckets: list[list[int]] = [[] for _ in range(numbers[-1] + 1)]
+    for index, position in zip(numbers[:half], numbers[half:], strict=True):
+        buckets[position].append(index)
+    return [tuple(bucket) for bucket in buckets]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,24 +15,23 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree  # see ddp_core/graph.py
 
-from ddp_core.bucketing import BucketLimits
+from ddp_core.bucketing import MIB, choose_limits
+from ddp_core.compatibility import PyTorchNames
 from ddp_core.construction import (
     check_module,
     choose_buffer_sync,
     choose_devices,
     choose_process_group,
-    refuse,
     sparse_parameters,
 )
 from ddp_core.graph import at_end_of_backward, tensors_in, through_sink
 from ddp_core.hooks import CommHook, Hook, check_hook
 from ddp_core.joining import ShadowHook, elect, exchange_sync_flag
-from ddp_core.logging_data import describe
 from ddp_core.reducer import Reducer, ReducerSettings
 from ddp_core.replicas import broadcast_coalesced, verify_same_model
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
     """Train ``module`` on every rank of a process group, averaging gradients while the backward pass computes them.
 
     Takes the place of ``torch.nn.parallel.DistributedDataParallel``, whose arguments it has; nothing else in a
@@ -42,24 +40,20 @@ class DistributedDataParallel(nn.Module, Joinable):
     Args:
         module: any module; its parameters must be of one device type, and the same on every rank.
         device_ids: at most one device, to which inputs are moved; None: inputs are where the module is.
-        output_device: kept for PyTorch's sake.
-        dim: kept for PyTorch's sake.
-        broadcast_buffers: deprecated; see ``forward_sync_buffers``.
+        output_device, dim, batched_grad_copy: accepted for PyTorch's sake; short gradients always move in batches.
+        broadcast_buffers, check_reduction: deprecated; the first is ``forward_sync_buffers`` and more, the second
+            without effect.
         init_sync: compare models and copy rank 0's parameters and buffers at construction.
-        process_group: the ranks to average over; None: all.
+        process_group: the ranks to average over; None: all. ``device_mesh``: a 1-D mesh in its place.
         bucket_cap_mb: size at which a bucket closes, MiB; None: 1 for the first, 25 for the others. Lower:
-            communication starts earlier, in more and smaller messages.
+            communication starts earlier, in more and smaller messages. ``bucket_cap_mb_list``: one per bucket.
         find_unused_parameters: search the graph after each forward pass for parameters that no output depends on.
-        check_reduction: deprecated, without effect.
         gradient_as_bucket_view: ``p.grad`` *is* the bucket's memory: no copy back, no second copy of all gradients.
         static_graph: the same parameters are used, equally often, in every iteration. Allows several reentrant
             checkpoints and learns unused parameters once.
         delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: refused, naming an alternative.
-        device_mesh: a 1-D mesh, in place of ``process_group``.
         skip_all_reduce_unused_params: a bucket none of whose parameters was used is not reduced; the same parameters
             must be unused on every rank.
-        bucket_cap_mb_list: a size per bucket, MiB; the last one repeats.
-        batched_grad_copy: accepted; short gradients are always moved in one batch.
         forward_sync_buffers: copy rank 0's buffers to all ranks before each forward pass (default True).
 
     Raises:
@@ -96,12 +90,20 @@ class DistributedDataParallel(nn.Module, Joinable):
     ):
         super().__init__()
         Joinable.__init__(self)
-        delayed = delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None
-        refuse("delay_all_reduce_named_params", delayed, "a communication hook can delay any bucket it is given.")
-        refuse("mixed_precision", mixed_precision is not None, "use torch.autocast, or a casting communication hook.")
+        if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
+            raise NotImplementedError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce are not offered: order buckets by "
+                "bucket_cap_mb_list, or delay their reduction in a communication hook (register_comm_hook)"
+            )
+        if mixed_precision is not None:
+            raise NotImplementedError(
+                "mixed_precision is not offered: compute in low precision under torch.autocast, and communicate in it "
+                "with a casting communication hook (register_comm_hook)"
+            )
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
         self.module = module
+        self.device_mesh = device_mesh
         self.process_group = choose_process_group(process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         managed = [parameter for _, parameter in self.managed_parameters()]
@@ -109,44 +111,37 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.device_ids, self.output_device = choose_devices(device_ids, output_device, managed)
         self.device = managed[0].device
         self.dim = dim
-        init_sync_buffers, self.forward_sync_buffers = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        sync_buffers_now, self.forward_sync_buffers = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.bucket_cap_mb, self.bucket_cap_mb_list = bucket_cap_mb, bucket_cap_mb_list
-        self._has_buffers = bool(self.managed_buffers())  # a module may replace buffers later, but not gain its first
+        one_bucket = static_graph or not find_unused_parameters
+        limits, rebuilt_limits = choose_limits(bucket_cap_mb, bucket_cap_mb_list, one_bucket)
+        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or []]
         self.static_graph = False
         self.require_forward_param_sync = True
-        self.divide_by_initial_world_size = True
-        self.buffer_hook: tuple[Any, Callable[..., Any], str] | None = None
+        self.buffer_hook = None
+        self._buffers_sync_before_forward = True
+        self._has_buffers = bool(self.module_buffers())  # a module may replace buffers later, but not gain its first
+        self._authoritative_rank = 0  # whose model all had after the latest join()
         self._sink_clones = True
         if init_sync:
-            self._synchronise_replicas(init_sync_buffers)
-        self._build_reducer(static_graph)
-
-    def _synchronise_replicas(self, with_buffers: bool) -> None:
-        trained = [(name, p) for name, p in self.managed_parameters() if p.requires_grad]
-        verify_same_model([n for n, _ in trained], [p for _, p in trained], self.process_group, self.device)
-        tensors: list[Tensor] = [parameter for _, parameter in self.managed_parameters()]
-        broadcast_coalesced(tensors + (self.managed_buffers() if with_buffers else []), self.process_group, 0)
-
-    def _build_reducer(self, static_graph: bool) -> None:
-        trained = [(name, p) for name, p in self.managed_parameters() if p.requires_grad]
-        sparse = sparse_parameters(self.module)
-        one_bucket = static_graph or not self.find_unused_parameters
+            trained = [(name, p) for name, p in self.managed_parameters() if p.requires_grad]
+            verify_same_model(trained, self.process_group, self.device)
+            buffers = self.module_buffers().values() if sync_buffers_now else []
+            broadcast_coalesced([*managed, *buffers], self.process_group, source=0)
         settings = ReducerSettings(
-            limits=BucketLimits.choose(self.bucket_cap_mb, self.bucket_cap_mb_list, one_bucket),
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+            limits=limits,
+            rebuilt_limits=rebuilt_limits,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
-        self.reducer = Reducer(
-            [p for _, p in trained],
-            [name for name, _ in trained],
-            [id(p) in sparse for _, p in trained],
-            self.process_group,
-            settings,
-        )
+        self._build_reducer(settings, static_graph)
+
+    def _build_reducer(self, settings: ReducerSettings, static_graph: bool) -> None:
+        trained = [(name, p) for name, p in self.managed_parameters() if p.requires_grad]
+        self.reducer = Reducer(trained, sparse_parameters(self.module), self.process_group, settings)
+        self.reducer.paused = not self.require_backward_grad_sync
         if static_graph:
             self._set_static_graph()
 
@@ -154,11 +149,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Return (name, parameter) for all that are not ignored, each once, frozen ones included."""
         return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
 
-    def managed_buffers(self) -> list[Tensor]:
-        """Return the buffers that are not ignored, as they are now: a module may replace them."""
-        return list(self._named_buffers().values())
-
-    def _named_buffers(self) -> dict[str, Tensor]:
+    def module_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are not ignored, by name, as they are now: a module may replace them."""
         return {n: b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore}
 
     # ---------------------------------------------------------------- forward
@@ -166,43 +158,37 @@ class DistributedDataParallel(nn.Module, Joinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, and prepare to reduce the gradients of what it returns."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            inputs, kwargs = self._before_forward(inputs, kwargs)
-            return self._after_forward(self.module(*inputs, **kwargs))
+            synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
+            self._before_forward(synchronises)
+            if self.device_ids:
+                inputs, kwargs = pytree.tree_map_only(Tensor, self._to_device, (inputs, kwargs))
+            return self._after_forward(self.module(*inputs, **kwargs), synchronises)
 
-    @property
-    def _synchronises(self) -> bool:
-        return torch.is_grad_enabled() and self.require_backward_grad_sync
-
-    def _before_forward(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._synchronises:
+    def _before_forward(self, synchronises: bool) -> None:
+        if synchronises:
             self.reducer.before_forward()
         active = Join.notify_join_context(self)
-        if active is not None and not self.divide_by_initial_world_size:
-            self.reducer.join_divisor = (active, active.result()[0])
+        self.reducer.join_work = None if self._divides_by_initial_world_size else active
         if torch.is_grad_enabled():
             self.reducer.rebuild_if_due()
-        if self.will_sync_module_buffers() and self._buffer_hook_runs("PRE_FORWARD"):
+        if self._buffers_sync_before_forward and self.will_sync_module_buffers():
             self._sync_buffers()
-        if self._join_config.enable:
-            self._promised_sync = exchange_sync_flag(self, joined=False)
-        if self.device_ids:
-            device = self.device_ids[0]
-            inputs, kwargs = pytree.tree_map_only(
-                Tensor, lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs)
-            )
-        return inputs, kwargs
+        self.reducer.promised = self._join_config.enable and exchange_sync_flag(self, joined=False)
 
-    def _after_forward(self, outputs: Any) -> Any:
-        if self.will_sync_module_buffers() and not self._buffer_hook_runs("PRE_FORWARD"):
+    def _after_forward(self, outputs: Any, synchronises: bool) -> Any:
+        reducer = self.reducer
+        if not self._buffers_sync_before_forward and self.will_sync_module_buffers():
             self._sync_buffers()
-        self.require_forward_param_sync = self._synchronises
-        if self._synchronises:
-            self.reducer.after_forward(tensors_in(outputs) if self.reducer.searches_graph else [])
-        if self.reducer.searches_graph or (self._synchronises and self.reducer.learns_graph):
-            return through_sink(outputs, _BackwardBegins(self.reducer), self._sink_clones)
+        self.require_forward_param_sync = synchronises
+        if synchronises:
+            reducer.after_forward(tensors_in(outputs) if reducer.searches_graph else [])
+        if reducer.searches_graph or reducer.learns_graph:
+            return through_sink(outputs, _BackwardBegins(reducer), self._sink_clones)
         return outputs
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        assert self.device_ids, "inputs are moved only if there is a device to move them to"
+        return tensor.to(self.device_ids[0], non_blocking=True)
 
     def will_sync_module_buffers(self) -> bool:
         """Return True if the next forward pass copies rank 0's buffers to all ranks."""
@@ -210,31 +196,25 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _sync_buffers(self) -> None:
         if self.buffer_hook is not None:
-            state, hook, _ = self.buffer_hook
-            self.reducer.buffer_futures += hook(state, self._named_buffers()) or []
-            return
-        # rank 0 may have run out of inputs, and its buffers are then out of date
-        self.broadcast_buffers_from(elect(self, candidate=True) if self._join_config.enable else 0)
+            state, hook = self.buffer_hook
+            self.reducer.buffer_futures += hook(state, self.module_buffers()) or []
+        else:  # in join(), rank 0 may have run out of inputs, and its buffers are then out of date
+            self.broadcast_module_buffers(elect(self, candidate=True) if self._join_config.enable else 0)
 
-    def broadcast_buffers_from(self, source: int) -> None:
-        """Overwrite every rank's buffers with those of group rank ``source``."""
-        broadcast_coalesced(self.managed_buffers(), self.process_group, source)
-
-    def _buffer_hook_runs(self, when: str) -> bool:
-        return (self.buffer_hook[2] if self.buffer_hook is not None else "PRE_FORWARD") == when
+    def broadcast_module_buffers(self, source: int, buffers: Sequence[Tensor] | None = None) -> None:
+        """Overwrite every rank's buffers (None: all that are not ignored) with those of group rank ``source``."""
+        broadcast_coalesced(buffers or list(self.module_buffers().values()), self.process_group, source)
 
     # ---------------------------------------------------------------- accumulation, uneven inputs
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """False within :meth:`no_sync`."""
-        return not self.__dict__.get("_accumulating", False)
+        return not self.__dict__.get("_accumulates", False)
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self.__dict__["_accumulating"] = not value
-        if "reducer" in self.__dict__:
-            self.reducer.paused = not value
+        self.__dict__["_accumulates"] = self.reducer.paused = not value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -268,13 +248,15 @@ class DistributedDataParallel(nn.Module, Joinable):
             throw_on_early_termination: instead of going on, raise RuntimeError on every rank.
 
         """
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **options)
+
+    _divides_by_initial_world_size = True
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """Return what ``torch.distributed.algorithms.join.Join`` runs on ranks that have joined."""
-        return ShadowHook(self, kwargs.get("divide_by_initial_world_size", True))
+        self._divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return ShadowHook(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -294,17 +276,20 @@ class DistributedDataParallel(nn.Module, Joinable):
         The hook gets gradients that are not divided, and returns a ``Future[Tensor]``, a ``Future[list[Tensor]]``, a
         ``Work`` or a ``Tensor``: the bucket's mean. A hook registered later takes the place of the earlier one.
 
-        Returns a handle whose ``remove()`` goes back to the all-reduce.
-
-        Raises TypeError or ValueError for what cannot be a hook, RuntimeError in the middle of a backward pass.
+        Returns a handle whose ``remove()`` goes back to the all-reduce. Raises TypeError or ValueError for what
+        cannot be a hook, RuntimeError in the middle of a backward pass.
         """
         try:
             check_hook(hook)
         except (TypeError, ValueError) as error:
             self.reducer.last_error = str(error)
             raise
-        self._set_hook(CommHook(state, hook))
+        self._set_hook(CommHook(state, hook, getattr(hook, "__qualname__", type(hook).__name__)))
         return HookHandle(self)
+
+    def remove_comm_hook(self) -> None:
+        """Go back to the averaging all-reduce."""
+        self._set_hook(None)
 
     def _set_hook(self, hook: CommHook | None) -> None:
         if self.reducer.in_progress:
@@ -314,64 +299,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         self.reducer.hook = hook
 
-    def remove_comm_hook(self) -> None:
-        """Go back to the averaging all-reduce."""
-        self._set_hook(None)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Register one of PyTorch's two built-in hooks (``dist.BuiltinCommHookType``), in its Python form."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # it imports PyTorch's own DDP
-
-        hooks: dict[str, Hook] = {
-            "ALLREDUCE": default_hooks.allreduce_hook,
-            "FP16_COMPRESS": default_hooks.fp16_compress_hook,
-        }
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
-
-    def _register_buffer_comm_hook(
-        self, state: object, hook: Callable[..., Any], comm_hook_location: Any = "POST_FORWARD"
-    ) -> None:
-        """Let ``hook(state, buffers_by_name)`` synchronise buffers; it may return futures, awaited after backward."""
-        self.buffer_hook = (state, hook, getattr(comm_hook_location, "name", comm_hook_location))
-
-    # ---------------------------------------------------------------- less common
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Sequence[str]) -> None:
-        """Leave parameters and buffers of these names alone; call it before wrapping ``module``."""
-        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]  # 'expression has type "Sequence[str]", variable has type "Tensor | Module"'
-
-    def _set_static_graph(self) -> None:
-        """Do what ``static_graph=True`` does; call it before the first forward pass."""
-        if self.static_graph:
-            warnings.warn("static_graph is set already", stacklevel=2)
-            return
-        if self.find_unused_parameters:
-            warnings.warn("static_graph learns unused parameters by itself: drop find_unused_parameters", stacklevel=2)
-        self.static_graph = True
-        self.reducer.set_static_graph()
-
-    def _set_ddp_sink_clone(self, value: bool) -> None:
-        """Say whether outputs are copied where they pass the sink: False saves memory, but forbids ``loss /= n``."""
-        self._sink_clones = value
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return settings, buckets, times and errors as a dictionary of strings and integers."""
-        return describe(self.reducer)
-
-    def _check_reducer_finalized(self) -> None:
-        """Raise RuntimeError if the latest backward pass left a reduction unfinished."""
-        self.reducer.require_finished()
-
-    def _remove_autograd_hooks(self) -> None:
-        """Stop listening to the parameters, so that the module can be wrapped again."""
-        self.reducer.detach()
-
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Go on with other ranks: forget the unfinished, and rebuild buckets after the next backward pass."""
-        self.reducer.reset()
-        if isinstance(new_process_group, dist.ProcessGroup):  # else this rank is outside it
-            self.process_group = self.reducer.process_group = new_process_group
+    # ---------------------------------------------------------------- copies and pickles
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:
@@ -379,15 +307,15 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group: another "
                 "group cannot be found again. Copy or pickle ddp.module instead, and wrap it again."
             )
-        state = copy.copy(self.__dict__)
-        del state["process_group"], state["reducer"]
+        state = self.__dict__ | {"reducer": self.reducer.settings}
+        del state["process_group"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # 'Call to untyped function "__setstate__"'
         self.process_group = choose_process_group(None, None)
-        static_graph, self.static_graph = self.static_graph, False
-        self._build_reducer(static_graph)
+        settings, static_graph, self.static_graph = self.__dict__.pop("reducer"), self.static_graph, False
+        self._build_reducer(settings, static_graph)
 
 
 class _BackwardBegins:
@@ -398,7 +326,7 @@ class _BackwardBegins:
 
     def __call__(self) -> None:
         reducer = self.reducer()
-        if reducer is not None and reducer.learns_graph and reducer.expecting:
+        if reducer is not None and reducer.learns_graph:
             at_end_of_backward(reducer.reduce_all_at_once)
 
 

@@ -1,69 +1,52 @@
-"""The errors a training loop can run into, in words that name parameters and remedies.
+"""The errors a training loop can run into, with parameters and remedies named.
 
-The opening phrases are those that PyTorch's users search for and its tests expect.
+Their opening phrases are those that PyTorch's users search for and its tests expect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ddp_core.reducer import ReducerSettings
 
 
 def unfinished(
-    missing: Sequence[int], names: Sequence[str], rank: int, settings: ReducerSettings, static_graph: bool
+    missing: Sequence[int], names: Sequence[str], rank: int, searching: bool, static_graph: bool
 ) -> RuntimeError:
-    """Say that the previous backward pass left parameters without a gradient, so its reduction never ended."""
+    """Say that a backward pass left parameters without a gradient, so that its reduction never ended."""
     text = "Expected to have finished reduction in the prior iteration before starting a new one. "
     if static_graph:
         text += (
-            "This error indicates that your training graph has changed in this iteration, "
-            "e.g., one parameter is used in first iteration, but then got unused in the second iteration. "
-            "this is not compatible with static_graph set to True.\n"
+            "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
+            "in first iteration, but then got unused in the second iteration. this is not compatible with "
+            "static_graph set to True.\n"
         )
     else:
-        text += _unused_hints(settings.find_unused_parameters)
+        remedy = "Since `find_unused_parameters=True` is enabled, return all outputs in lists, tuples, dicts or "
+        remedy += "dataclasses, where they are looked for, and make"
+        text += (
+            "Some parameters of the module were not used in producing the loss. "
+            f"{remedy if searching else 'Try passing the keyword argument `find_unused_parameters=True`, or make'} "
+            "sure that all `forward` function outputs participate in calculating loss. For PyTorch's trace of every "
+            "collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL.\n"
+        )
     return RuntimeError(
         f"{text}Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}\n"
         f"Parameters which did not receive grad for rank {rank}: {', '.join(names[i] for i in missing)}"
     )
 
 
-def _unused_hints(searching: bool) -> str:
-    text = "This error indicates that your module has parameters that were not used in producing loss. "
-    if searching:
-        text += "Since `find_unused_parameters=True` is enabled, this is likely to be cured by "
-    else:
-        text += (
-            "You can enable unused parameter detection by passing the keyword argument "
-            "`find_unused_parameters=True` to DistributedDataParallel, and by \n"
-        )
-    return text + (
-        "making sure all `forward` function outputs participate in calculating loss. \n"
-        "If that is so already, the search did not find the output tensors in what `forward` returned: "
-        "return them in lists, tuples, dicts or dataclasses. To see PyTorch's own trace of every collective, "
-        "set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL.\n"
-    )
-
-
 def marked_twice(index: int, name: str) -> RuntimeError:
     """Say that one parameter's gradient was reported a second time in one iteration."""
     return RuntimeError(
-        "Expected to mark a variable ready only once. Two gradients were accumulated in one iteration into the "
-        f"parameter at index {index} with name {name}. Usual causes: 1) the parameter is used outside `forward`, or "
-        "by several forward passes before one backward pass; wrap only one of them, or set static_graph=True if this "
-        "is the same in every iteration. 2) several reentrant backward passes, e.g. "
-        "torch.utils.checkpoint(use_reentrant=True) over a module that holds it twice; use use_reentrant=False, or "
-        "static_graph=True."
+        f"Expected to mark a variable ready only once: parameter at index {index} with name {name} got a second "
+        "gradient in one iteration. Usual causes: 1) it is used outside `forward`, or by several forward passes before "
+        "one backward pass. 2) torch.utils.checkpoint(use_reentrant=True) runs over it more than once; take "
+        "use_reentrant=False. If it is the same in every iteration, static_graph=True allows both."
     )
 
 
 def static_graph_changed(index: int, name: str) -> RuntimeError:
-    """Say that a parameter fired more often than in the first iteration of a static graph."""
+    """Say that a parameter got more gradients than in the first iteration of a static graph."""
     return RuntimeError(
-        "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
-        f"then got used in the second iteration. this is not compatible with static_graph set to True. (parameter "
-        f"{index}, {name!r})"
+        "Your training graph has changed in this iteration, which static_graph=True promised not to happen: parameter "
+        f"at index {index} with name {name} was used less often, or not at all, in the first iteration."
     )

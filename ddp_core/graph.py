@@ -45,16 +45,15 @@ def unreachable(outputs: Iterable[Tensor], accumulators: Mapping[Node, int]) -> 
 class _Sink(torch.autograd.Function):
     """The identity on a module's outputs, as one node, so that backward() always enters the module through it.
 
-    An output that the loss does not use then passes *undefined* gradients on, and the parameters behind it are told
-    so: their hooks fire. And the node's backward runs in the outermost pass, before any nested one.
+    An output that the loss does not use then passes *undefined* gradients on, and the nodes of parameters behind it
+    fire all the same. And this node's backward runs in the outermost pass, before any nested one.
     """
 
     @staticmethod
     def forward(ctx: Any, on_backward: Callable[[], None], copy: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.on_backward = on_backward
-        # a view of the output could not be changed in place by the user (loss /= 10)
-        return tuple(tensor.clone() if copy else tensor for tensor in tensors)
+        return tuple(tensor.clone() if copy else tensor for tensor in tensors)  # a view forbids `loss /= 10`
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,128 +18,98 @@ from torch.futures import Future
 from ddp_core.bucket import GradBucket
 
 Hook = Callable[[Any, Any], Any]
+BUCKETS = (GradBucket, torch._C._distributed_c10d.GradBucket)
+RESULTS = (Future, torch._C.Future, dist.Work, Tensor)
 
 
-@dataclass(frozen=True)
-class CommHook:
-    """A registered hook with its state."""
+class CommHook(NamedTuple):
+    """A registered hook with its state, and the name under which errors and logs speak of it."""
 
     state: Any
     function: Hook
-
-    @property
-    def name(self) -> str:
-        """The name under which errors and logs speak of the hook."""
-        return getattr(self.function, "__qualname__", None) or type(self.function).__name__
+    name: str
 
     def start(self, bucket: GradBucket) -> Pending:
-        """Call the hook for one bucket.
-
-        Raises RuntimeError, naming hook and bucket, if it returns something that cannot be waited for.
-        """
-        returned = self.function(self.state, bucket)
-        if not isinstance(returned, (Future, torch._C.Future, dist.Work, Tensor)):
+        """Call the hook for one bucket; raise RuntimeError if it returns what cannot be waited for."""
+        pending = Pending(self.function(self.state, bucket), bucket, self.name)
+        if not isinstance(pending.returned, RESULTS):
             raise RuntimeError(
-                f"communication hook {self.name!r}: the callback must return a torch.futures.Future object, but got "
-                f"{type(returned).__name__} for bucket {bucket.index()} ({_shorten(bucket.names())}); a Work or a "
-                "Tensor will do as well"
+                f"{pending}: the callback must return a torch.futures.Future object, but got "
+                f"{type(pending.returned).__name__}; a Work or a Tensor will do as well"
             )
-        return Pending(returned, bucket, self.name)
+        return pending
 
 
-@dataclass(frozen=True)
-class Pending:
-    """A bucket on its way: what a hook returned, or the all-reduce of a model without one."""
+class Pending(NamedTuple):
+    """A bucket on its way: what a hook returned for it, or the all-reduce of a model without a hook."""
 
     returned: Any
     bucket: GradBucket
     name: str
 
+    def __str__(self) -> str:
+        names = self.bucket.names()
+        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+        return f"communication hook {self.name!r}, bucket {self.bucket.index()} ({', '.join(names[:6])}{more})"
+
     def result(self) -> Tensor:
-        """Wait, and return the tensor that came back: as many elements as the bucket (sparse buckets: any layout).
+        """Wait for the mean: as many elements as the bucket, flattened (a sparse bucket's as it came).
 
         Raises what the future raises, and RuntimeError if what came is not a tensor of the bucket's size.
         """
-        value = self.returned
+        value, buffer = self.returned, self.bucket.buffer()
         if isinstance(value, dist.Work):
             value.wait()
-            return self.bucket.buffer()
+            return buffer
         if not isinstance(value, Tensor):
             value = value.wait()
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
-        if not isinstance(value, Tensor):
-            raise RuntimeError(self._complaint(f"a {type(value).__name__}"))
-        if self.bucket.buffer().is_sparse:
+        if isinstance(value, Tensor) and buffer.is_sparse:
             return value
-        if value.numel() != self.bucket.buffer().numel():
-            raise RuntimeError(self._complaint(f"a tensor of shape {tuple(value.shape)}"))
+        if not isinstance(value, Tensor) or value.numel() != buffer.numel():
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise RuntimeError(f"{self}: expected a tensor of {buffer.numel()} elements of {buffer.dtype}, got {got}")
         return value.reshape(-1)
-
-    def _complaint(self, what: str) -> str:
-        buffer = self.bucket.buffer()
-        return (
-            f"communication hook {self.name!r}: expected a tensor of {buffer.numel()} elements (dtype {buffer.dtype}) "
-            f"for bucket {self.bucket.index()} ({_shorten(self.bucket.names())}), but its future holds {what}"
-        )
 
 
 def check_hook(hook: object) -> None:
     """Refuse what cannot be a communication hook.
 
-    Lambdas, ``functools.partial``, bound methods and callable objects are welcome, whatever their second argument is
-    called. Annotations, if there are any, must fit.
-
-    Raises TypeError if it is not callable with two positional arguments; ValueError if an annotation says that it
+    Lambdas, ``functools.partial``, bound methods and callable objects are welcome, whatever they call their second
+    argument. Raises TypeError for what cannot be called with two arguments; ValueError if annotations say that it
     takes or returns something else.
     """
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. (got {type(hook).__name__})")
     try:
-        signature = inspect.signature(hook)
+        names = list(inspect.signature(hook).bind(None, None).arguments)
     except ValueError:  # a builtin without a signature: the first call will tell
         return
-    try:
-        signature.bind(None, None)
     except TypeError as error:
         raise TypeError(f"communication hook must take (state, bucket); {hook!r} does not: {error}") from None
-    annotations = _resolved_annotations(hook, signature)
-    bucket_annotation = annotations.get(list(signature.parameters)[1] if len(signature.parameters) > 1 else "", Any)
-    if not _allowed(bucket_annotation, (GradBucket, torch._C._distributed_c10d.GradBucket)):
-        raise ValueError(
-            f"Communication hook: bucket annotation should be dist.GradBucket. (or ddp_core.GradBucket; "
-            f"got {bucket_annotation!r})"
-        )
-    returns = annotations.get("return", Any)
-    if not _allowed(returns, (Future, torch._C.Future, dist.Work, Tensor)):
-        raise ValueError(
-            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. (got {returns!r})"
-        )
+    hints = _type_hints(hook)
+    if len(names) == 2 and not _fits(hints.get(names[1], Any), BUCKETS):
+        got = f"{names[1]}: {hints[names[1]]!r}"
+        raise ValueError(f"Communication hook: bucket annotation should be dist.GradBucket. (got {got})")
+    if not _fits(hints.get("return", Any), RESULTS):
+        future = "torch.futures.Future[torch.Tensor]"
+        raise ValueError(f"Communication hook: return annotation should be {future}. (got {hints['return']!r})")
 
 
-def _resolved_annotations(hook: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Return the annotations as objects; those that are text and cannot be looked up are left out."""
+def _type_hints(hook: Callable[..., Any]) -> dict[str, Any]:
     function = hook if inspect.isroutine(hook) else type(hook).__call__
     try:
         return typing.get_type_hints(function)
-    except Exception:  # names known only to a type checker: nothing to check against
-        raw = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-        raw["return"] = signature.return_annotation
-        return {name: a for name, a in raw.items() if a is not inspect.Signature.empty and not isinstance(a, str)}
+    except Exception:  # a name known only to a type checker; whatever it was, the annotations that are objects remain
+        return {n: a for n, a in getattr(function, "__annotations__", {}).items() if not isinstance(a, str)}
 
 
-def _allowed(annotation: Any, types: tuple[type, ...]) -> bool:
-    """Return True for Any, object, one of ``types``, a generic of one, or a union that contains one."""
-    if annotation in (Any, object) or isinstance(annotation, (str, typing.TypeVar)):
+def _fits(annotation: Any, types: tuple[type, ...]) -> bool:
+    """Return True for Any, one of ``types``, what it derives from, a generic of one, or a union that contains one."""
+    if annotation is Any or isinstance(annotation, typing.TypeVar):
         return True
-    origin = typing.get_origin(annotation)
-    if isinstance(origin, type) and issubclass(origin, types):
+    origin = typing.get_origin(annotation) or annotation
+    if isinstance(origin, type) and (issubclass(origin, types) or any(issubclass(t, origin) for t in types)):
         return True
-    if isinstance(annotation, type):
-        return issubclass(annotation, types) or any(issubclass(t, annotation) for t in types)
-    return any(_allowed(argument, types) for argument in typing.get_args(annotation))
-
-
-def _shorten(names: list[str], most: int = 6) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    return any(_fits(argument, types) for argument in typing.get_args(annotation))

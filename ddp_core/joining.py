@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 class ShadowHook(JoinHook):
     """Mirrors the collectives of one wrapped module on a rank that has joined."""
 
-    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool):
+    def __init__(self, ddp: DistributedDataParallel):
         self.ddp = ddp
-        ddp.divide_by_initial_world_size = divide_by_initial_world_size
         super().__init__()
 
     def main_hook(self) -> None:
@@ -31,7 +30,7 @@ class ShadowHook(JoinHook):
         ddp = self.ddp
         ddp.reducer.rebuild_if_due()
         if ddp.will_sync_module_buffers():
-            ddp.broadcast_buffers_from(elect(ddp, candidate=False))
+            ddp.broadcast_module_buffers(elect(ddp, candidate=False))
         ddp.require_forward_param_sync = exchange_sync_flag(ddp, joined=True)
         if ddp.require_forward_param_sync:
             self._mirror_backward()
@@ -39,41 +38,39 @@ class ShadowHook(JoinHook):
     @torch.no_grad()
     def _mirror_backward(self) -> None:
         reducer = self.ddp.reducer
-        reducer.next_iteration()
-        usage = reducer.all_reduce_usage([0] * len(reducer.parameters)) if reducer.learns_graph else None
-        in_flight = [reducer.start(reducer.window(bucket, bucket.zeros())) for bucket in reducer.buckets]
+        nothing = [0] * len(reducer.parameters)
+        usage = reducer.count_usage(nothing) if reducer.learns_graph else None
+        in_flight = [reducer.launch(bucket, bucket.zeros()) for bucket in reducer.buckets]
         if reducer.searches_graph:
-            usage = reducer.all_reduce_usage([0] * len(reducer.parameters))
+            usage = reducer.count_usage(nothing)
         for pending in in_flight:
             pending.result()
         if usage is not None:
-            usage[0].wait()
-        if reducer.wants_order and not reducer.ready_order:
-            reducer.ready_order = list(range(len(reducer.parameters)))  # any order: rank 0's, or this, is broadcast
+            usage.wait()
+        if reducer.learns_graph:
+            reducer.learned = True
+        elif reducer.wants_order and not reducer.ready_order:
+            reducer.ready_order = list(range(len(reducer.parameters)))  # any will do unless this is rank 0
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that trained to the end to all the others."""
         ddp = self.ddp
-        source = elect(ddp, candidate=is_last_joiner)
-        buffers = ddp.managed_buffers() if ddp.forward_sync_buffers else []
-        broadcast_coalesced([*(p for _, p in ddp.managed_parameters()), *buffers], ddp.process_group, source)
+        ddp._authoritative_rank = elect(ddp, candidate=is_last_joiner)
+        buffers = ddp.module_buffers() if ddp.forward_sync_buffers else {}
+        tensors = [*(p for _, p in ddp.managed_parameters()), *buffers.values()]
+        broadcast_coalesced(tensors, ddp.process_group, ddp._authoritative_rank)
 
 
 def elect(ddp: DistributedDataParallel, candidate: bool) -> int:
     """Agree on the highest rank among those that are candidates."""
     rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
-    elected = int(rank.item())
-    assert elected >= 0, "some rank has not joined, and it is a candidate"
-    return elected
+    assert rank.item() >= 0, "some rank has not joined, and it is a candidate"
+    return int(rank.item())
 
 
 def exchange_sync_flag(ddp: DistributedDataParallel, joined: bool) -> bool:
     """Tell the joined ranks, or as one of them learn, whether this iteration's backward pass synchronises."""
     flag = torch.full((1,), float(not joined and ddp.require_backward_grad_sync), device=ddp.device)
-    work = dist.all_reduce(flag, group=ddp.process_group, async_op=True)
-    assert work is not None, "all_reduce(async_op=True) returns its work on every member of the group"
-    if not joined:
-        return ddp.require_backward_grad_sync
-    work.wait()
+    dist.all_reduce(flag, group=ddp.process_group)
     return bool(flag.item())

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def describe(reducer: Reducer) -> dict[str, Any]:
     """Return settings, buckets (sizes in bytes) and the latest error of ``reducer``, as strings and integers."""
     sizes = ", ".join(str(bucket.flat.nbytes) for bucket in reducer.buckets)
-    order = " ".join(str(index) for bucket in reducer.buckets for index in bucket.indices)
+    order = ", ".join(" ".join(map(str, bucket.indices)) for bucket in reducer.buckets)
     data = {
         "world_size": reducer.process_group.size(),
         "rank": reducer.process_group.rank(),

@@ -26,14 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from ddp_core.bucket import Bucket, GradBucket, SparseBucket
-from ddp_core.bucketing import (
-    BucketLimits,
-    BucketPlan,
-    ParameterSpec,
-    assign_buckets,
-    plan_from_numbers,
-    plan_to_numbers,
-)
+from ddp_core.bucketing import ParameterSpec, Plan, assign_buckets, plan_from_numbers, plan_to_numbers
 from ddp_core.errors import marked_twice, static_graph_changed, unfinished
 from ddp_core.graph import at_end_of_backward, unreachable
 from ddp_core.hooks import CommHook, Pending
@@ -42,12 +35,31 @@ from ddp_core.step_guard import watch
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerSettings:
-    """How a reducer works; see the arguments of the same names of ``DistributedDataParallel``."""
+    """How a reducer works; see the arguments of ``DistributedDataParallel``. Limits are in bytes."""
 
-    limits: BucketLimits
+    limits: tuple[int, ...]
+    rebuilt_limits: tuple[int, ...]
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     skip_all_reduce_unused_params: bool
+
+
+class Usage:
+    """The ranks that used each parameter, being counted by an all-reduce."""
+
+    def __init__(self, used: Sequence[int], group: dist.ProcessGroup, device: torch.device):
+        self.counts = torch.tensor(used, dtype=torch.int32, device=device)
+        self.work = dist.all_reduce(self.counts, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait until all ranks are counted."""
+        assert self.work is not None, "all_reduce(async_op=True) returns its work on every member of the group"
+        self.work.wait()
+
+    def unused(self) -> set[int]:
+        """Wait, and return the parameters that no rank used."""
+        self.wait()
+        return {index for index, count in enumerate(self.counts.tolist()) if count == 0}
 
 
 class Reducer:
@@ -55,43 +67,39 @@ class Reducer:
 
     def __init__(
         self,
-        parameters: Sequence[Parameter],
-        names: Sequence[str],
-        sparse: Sequence[bool],
+        named_parameters: Sequence[tuple[str, Parameter]],
+        sparse: set[int],
         process_group: dist.ProcessGroup,
         settings: ReducerSettings,
     ):
-        self.parameters = list(parameters)
-        self.names = list(names)
-        self.settings = settings
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.specs = [ParameterSpec(p.nbytes, (p.dtype, p.device), id(p) in sparse) for p in self.parameters]
         self.process_group = process_group
+        self.settings = settings
         self.hook: CommHook | None = None
         self.static_graph = False
         self.searches_graph = settings.find_unused_parameters  # after every forward pass, for unused parameters
-        self.learns_graph = False  # a static graph's first iteration: firings are counted, all is reduced at the end
         self.paused = False  # no_sync: gradients accumulate and nothing is counted
-        self.join_divisor: tuple[dist.Work, Tensor] | None = None
+        self.promised = False  # joined ranks were told that the coming backward pass synchronises
+        self.join_work: dist.Work | None = None  # counts the ranks that still train, if these are to divide
         self.buffer_futures: list[torch.futures.Future[Any]] = []
         self.last_error: str | None = None
-        self.specs = [ParameterSpec.of(p, s) for p, s in zip(parameters, sparse, strict=True)]
         # gradients become ready roughly from the last parameter to the first, so the last buckets go first
-        self._build_buckets(assign_buckets(self.specs, settings.limits.initial)[::-1])
+        self._build_buckets(assign_buckets(self.specs, settings.limits)[::-1])
         self._attach()
         self.reset()
         watch(self)
 
-    # ---------------------------------------------------------------- construction
-
     def _attach(self) -> None:
-        # Two models' backward passes on several devices run in several threads.
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # a module on several devices has a backward thread for each
         # A node's own hook also fires when its gradient is undefined; a tensor's post-accumulate hook does not
-        # (tests/ddp_core/test_reducer.py::test_an_output_left_out_of_the_loss). The nodes are ours to keep alive.
+        # (tests/ddp_core: an output left out of the loss). The nodes are ours to keep alive; we are not theirs.
         with torch.enable_grad():
             self.accumulators = {get_gradient_edge(p).node: i for i, p in enumerate(self.parameters)}
         myself = weakref.ref(self)
         self._handles = [
-            node.register_hook(functools.partial(_on_node, myself, index)) for node, index in self.accumulators.items()
+            node.register_hook(functools.partial(_on_node, myself, i)) for node, i in self.accumulators.items()
         ]
 
     def detach(self) -> None:
@@ -99,86 +107,71 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
 
-    def _build_buckets(self, plans: Sequence[BucketPlan]) -> None:
-        self.plans = list(plans)
-        self.buckets = []
-        self.locations: list[tuple[Bucket, int]] = [None] * len(self.parameters)  # type: ignore[list-item]  # 'List item 0 has incompatible type "None"': all are set below
-        for position, plan in enumerate(plans):
-            kind = SparseBucket if self.specs[plan.indices[0]].sparse else Bucket
-            members = [self.parameters[i] for i in plan.indices]
-            bucket = kind(position, plan.indices, members, [self.names[i] for i in plan.indices])
-            self.buckets.append(bucket)
-            for place, index in enumerate(plan.indices):
-                self.locations[index] = (bucket, place)
+    def _build_buckets(self, plan: Plan) -> None:
+        self.buckets: list[Bucket] = []
+        self.locations: dict[int, tuple[Bucket, int]] = {}  # of a parameter: its bucket, and its place in it
+        for position, indices in enumerate(plan):
+            kind = SparseBucket if self.specs[indices[0]].sparse else Bucket
+            members, names = [self.parameters[i] for i in indices], [self.names[i] for i in indices]
+            self.buckets.append(kind(position, indices, members, names))
+            self.locations |= {index: (self.buckets[-1], place) for place, index in enumerate(indices)}
 
     def reset(self) -> None:
         """Forget everything seen so far; buckets will be rebuilt in the order of the next backward pass."""
         self.iteration = 0  # synchronised forward passes begun
         self.rebuilt = False
+        self.learned = False  # static graph: the first iteration is over
         self.graph_is_static = True  # the set of unused parameters never changed
-        self.ready_order: list[int] = []  # of the iteration that decides the rebuilt buckets
+        self.ready_order: list[int] = []  # what the rebuilt buckets will follow
         self.firings = [0] * len(self.parameters)  # static graph: how often each node fires in an iteration
-        self.unused: list[int] = []
+        self.used = [0] * len(self.parameters)  # 1 for those that this rank used
+        self.unused: list[int] = []  # those that count as ready without firing
         self.globally_unused: set[int] = set()
-        self.used = [0] * len(self.parameters)
-        self.divisor: int | None = None
         self._layout_checks_left = 2
         self._end_iteration()
 
     def _end_iteration(self) -> None:
         self.expecting = False  # a forward pass has prepared for a backward pass that synchronises
-        self.in_progress = False  # at least one gradient was counted, not all buckets were written back
+        self.in_progress = False  # some gradient was counted, and not all buckets were waited for
         self.in_flight: list[Pending | None] = []
-        self._usage: tuple[dist.Work, Tensor] | None = None
+        self.usage: Usage | None = None
+        self._divisor: int | None = None
 
     # ---------------------------------------------------------------- forward
 
     def before_forward(self) -> None:
         """Begin an iteration. Raises RuntimeError if the reduction of the previous one did not finish."""
         self.require_finished()
-        self.next_iteration()
-
-    def next_iteration(self) -> None:
-        """Count an iteration that this rank, or as seen by a rank that has joined, another one begins."""
+        if self.iteration == 0:
+            self._take_over_optimizers()
         self.iteration += 1
-        self.learns_graph = self.static_graph and self.iteration == 1
 
-    def set_static_graph(self) -> None:
-        """Learn the graph in the first iteration and rely on it in all others."""
-        self.static_graph, self.searches_graph = True, False
+    def require_finished(self) -> None:
+        """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
+        if self.in_progress:
+            missing = [index for index, left in enumerate(self.remaining) if left > 0]
+            rank = self.process_group.rank()
+            raise self.noted(unfinished(missing, self.names, rank, self.searches_graph, self.static_graph))
 
     def noted(self, error: RuntimeError) -> RuntimeError:
         """Keep an error's text for the logging data, and return the error."""
         self.last_error = str(error)
         return error
 
-    def require_finished(self) -> None:
-        """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
-        if self.in_progress:
-            missing = [i for i, left in enumerate(self.remaining) if left > 0]
-            rank = self.process_group.rank()
-            raise self.noted(unfinished(missing, self.names, rank, self.settings, self.static_graph))
-
-    def rebuild_if_due(self) -> bool:
-        """Once, after the first backward pass: bucket again, in the order in which rank 0's gradients became ready.
-
-        Returns True if buckets were rebuilt. Communicates: one broadcast of the plan.
-        """
-        self.require_finished()
-        if not self.wants_order or not self.ready_order:
-            return False
-        order = [*self.ready_order, *sorted(set(range(len(self.parameters))) - set(self.ready_order))]
-        plans = assign_buckets(self.specs, self.settings.limits.rebuilt, order)
-        numbers = torch.tensor(plan_to_numbers(plans, len(self.parameters)), device=self.parameters[0].device)
-        dist.broadcast(numbers, group=self.process_group, group_src=0)
-        self._build_buckets(plan_from_numbers(numbers.tolist()))
-        self.rebuilt = True
-        return True
-
     @property
     def wants_order(self) -> bool:
         """True while the order of readiness is to be learned (never where unused parameters are searched for)."""
-        return not self.rebuilt and (self.static_graph or not self.settings.find_unused_parameters)
+        return not self.rebuilt and not self.searches_graph
+
+    def rebuild_if_due(self) -> None:
+        """Once, after the first backward pass: bucket again, in the order in which rank 0's gradients became ready."""
+        self.require_finished()
+        if self.wants_order and self.ready_order:
+            plan = assign_buckets(self.specs, self.settings.rebuilt_limits, self.ready_order)
+            numbers = torch.tensor(plan_to_numbers(plan), device=self.parameters[0].device)
+            dist.broadcast(numbers, group=self.process_group, group_src=0)
+            self._build_buckets(plan_from_numbers(numbers.tolist()))
+            self.rebuilt = True
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Prepare for the backward pass of a module whose outputs hold ``outputs``."""
@@ -189,19 +182,28 @@ class Reducer:
         for bucket in self.buckets:
             bucket.reset()
         if self.searches_graph:
-            unused = unreachable(outputs, self.accumulators)
+            with torch.autograd.profiler.record_function("search_unused_parameters"):
+                unused = unreachable(outputs, self.accumulators)
             self.graph_is_static &= self.iteration <= 1 or unused == self.unused
             self.unused = unused
 
     # ---------------------------------------------------------------- backward
 
+    @property
+    def learns_graph(self) -> bool:
+        """True in a static graph's first iteration: firings are counted, and all is reduced at the end."""
+        return self.static_graph and not self.learned
+
     def gradient_ready(self, index: int) -> None:
         """Count one firing of the AccumulateGrad node of parameter ``index``."""
-        if (self.searches_graph or self.learns_graph) and self.parameters[index].grad is not None:
+        if (self.searches_graph or self.static_graph) and self.parameters[index].grad is not None:
             self.used[index] = 1  # also under no_sync: what was used there is reduced later
-        if self.paused or not self.expecting:
+        if not self.expecting:
             return
-        if self.learns_graph:
+        if self.paused:
+            self._require_no_promise()
+            return
+        if self.static_graph and not self.learned:
             self.firings[index] += 1
             return
         if not self.in_progress:
@@ -210,13 +212,19 @@ class Reducer:
                 self.remaining[unused] = 0
                 self._arrive(*self.locations[unused])
         left = self.remaining[index] = self.remaining[index] - 1
-        if left:
-            if left < 0:
-                complain = static_graph_changed if self.static_graph else marked_twice
-                raise self.noted(complain(index, self.names[index]))
-            return
-        self._order.append(index)
-        self._arrive(*self.locations[index])
+        if left == 0:
+            self._order.append(index)
+            self._arrive(*self.locations[index])
+        elif left < 0:
+            complaint = static_graph_changed if self.static_graph else marked_twice
+            raise self.noted(complaint(index, self.names[index]))
+
+    def _require_no_promise(self) -> None:
+        if self.promised:
+            raise RuntimeError(
+                "no_sync() round the backward pass alone cannot work inside join(): ranks that have joined were told "
+                "in the forward pass that gradients would be reduced. Put the forward pass inside no_sync() too."
+            )
 
     def _arrive(self, bucket: Bucket, place: int) -> None:
         if bucket.eager[place]:
@@ -229,107 +237,110 @@ class Reducer:
     def _gather(self, bucket: Bucket, places: Sequence[int]) -> None:
         if self._layout_checks_left:
             self._check_layout(bucket, places)
-        if self.divisor is None:
-            self.divisor = self._choose_divisor()
-        bucket.gather(places, None if self.hook else self.divisor, self.settings.gradient_as_bucket_view)
+        if self._divisor is None:
+            self._divisor = self._choose_divisor()
+        bucket.gather(places, None if self.hook else self._divisor, self.settings.gradient_as_bucket_view)
 
     def _choose_divisor(self) -> int:
-        """Return the world size, or in ``join(divide_by_initial_world_size=False)`` the ranks that still train."""
-        if self.join_divisor is None:
+        if self.join_work is None:
             return self.process_group.size()
-        work, active = self.join_divisor
-        work.wait()
-        return int(active.item())
+        self.join_work.wait()
+        return int(self.join_work.result()[0].item())
 
     def _check_layout(self, bucket: Bucket, places: Sequence[int]) -> None:
         for place in places:
             grad, view = bucket.members[place].grad, bucket.views[place]
-            if grad is not None and not grad.is_sparse and grad.stride() != view.stride() and grad.numel() > 1:
+            if grad is not None and grad.numel() > 1 and not grad.is_sparse and grad.stride() != view.stride():
                 self._layout_checks_left = 0
                 warnings.warn(
-                    f"gradient strides {grad.stride()} of parameter {bucket.names[place]!r} do not match those of its "
-                    f"bucket view, {view.stride()}: copies will be slow. Correct results are not affected.",
+                    f"the gradient of parameter {bucket.names[place]!r} has strides {grad.stride()}, its bucket view "
+                    f"{view.stride()}: results are right, but copies are slow.",
                     stacklevel=2,
                 )
                 return
 
     def _launch_complete_buckets(self) -> None:
         """Launch, in order, every bucket that is complete and whose predecessors were launched."""
-        while len(self.in_flight) < len(self.buckets) and self.buckets[len(self.in_flight)].pending == 0:
-            self.in_flight.append(self._launch(self.buckets[len(self.in_flight)]))
-        if len(self.in_flight) == len(self.buckets):
-            if self.searches_graph:
-                self._usage = self.all_reduce_usage(self.used)
-            at_end_of_backward(self._finish)
+        for bucket in self.buckets[len(self.in_flight) :]:
+            if bucket.pending:
+                return
+            skip = self.settings.skip_all_reduce_unused_params and set(bucket.indices) <= set(self.unused)
+            self.in_flight.append(None if skip else self.launch(bucket, bucket.flat))
+        if self.searches_graph:
+            self.usage = self.count_usage(self.used)
+        at_end_of_backward(self._finish)
 
-    def _launch(self, bucket: Bucket) -> Pending | None:
-        if self.settings.skip_all_reduce_unused_params and set(bucket.indices) <= set(self.unused):
-            return None
-        return self.start(self.window(bucket, bucket.flat))
-
-    def window(self, bucket: Bucket, memory: Tensor) -> GradBucket:
-        """Return what a hook sees of ``bucket``, with ``memory`` as its buffer."""
-        return GradBucket(bucket.index, bucket is self.buckets[-1], memory, bucket.members, bucket.names)
-
-    def start(self, window: GradBucket) -> Pending:
-        """Begin the reduction of one bucket: through the hook, or as an all-reduce of memory already divided."""
+    def launch(self, bucket: Bucket, memory: Tensor) -> Pending:
+        """Begin the reduction of ``memory``, which stands for ``bucket``: through the hook, or by an all-reduce."""
+        window = GradBucket(bucket.index, bucket is self.buckets[-1], memory, bucket.members, bucket.names)
         if self.hook is not None:
             return self.hook.start(window)
-        return Pending(dist.all_reduce(window.buffer(), group=self.process_group, async_op=True), window, "all-reduce")
+        return Pending(dist.all_reduce(memory, group=self.process_group, async_op=True), window, "all-reduce")
 
-    def all_reduce_usage(self, used: Sequence[int]) -> tuple[dist.Work, Tensor]:
+    def count_usage(self, used: Sequence[int]) -> Usage:
         """Start to count, for every parameter, the ranks that used it."""
-        counts = torch.tensor(used, dtype=torch.int32, device=self.parameters[0].device)
-        work = dist.all_reduce(counts, group=self.process_group, async_op=True)
-        assert work is not None, "all_reduce(async_op=True) returns its work on every member of the group"
-        return work, counts
+        return Usage(used, self.process_group, self.parameters[0].device)
 
     @torch.no_grad()
     def reduce_all_at_once(self) -> None:
-        """End the first iteration of a static graph: what fired is known only now, so all is reduced now."""
+        """End the first iteration of a static graph: what fires is known only now, so all is reduced now."""
         if not self.expecting or self.paused or not self.learns_graph:
             return
         self.unused = [index for index, firings in enumerate(self.firings) if firings == 0]
-        self._usage = self.all_reduce_usage(self.used)
-        self.in_progress = True
+        self.usage = self.count_usage(self.used)
         for bucket in self.buckets:
             self._gather(bucket, range(len(bucket.members)))
-            self.in_flight.append(self.start(self.window(bucket, bucket.flat)))
+            self.in_flight.append(self.launch(bucket, bucket.flat))
         self._finish()
 
     @torch.no_grad()
     def _finish(self) -> None:
         """At the end of the backward pass: wait for every bucket, in order, and give parameters their means."""
-        in_flight, usage = self.in_flight, self._usage
+        in_flight, usage = self.in_flight, self.usage
         self._end_iteration()
-        self.divisor = None
-        if self.wants_order and not self.learns_graph:
-            self.ready_order = self._order
         self._layout_checks_left = max(0, self._layout_checks_left - 1)
+        if self.learns_graph:
+            self.learned = True
+        elif self.wants_order:
+            self.ready_order = self._order + (self.unused if self.static_graph else [])
         for bucket, pending in zip(self.buckets, in_flight, strict=True):
             if pending is not None:
                 mean = pending.result()
-                # asked for only now, and only if someone needs it: waiting costs a round trip
-                untouched = self._globally_unused(usage) if bucket.absent or self._locally_unused(bucket) else set()
-                bucket.scatter(mean, untouched, self.settings.gradient_as_bucket_view)
+                bucket.scatter(mean, self._untouched(bucket, usage), self.settings.gradient_as_bucket_view)
+                self._step_in_backward(bucket)
         for future in self.buffer_futures:
             future.wait()
         self.buffer_futures = []
         if usage is not None:
-            usage[0].wait()
+            usage.wait()
         if self.searches_graph:
             self.used = [0] * len(self.parameters)
 
-    def _locally_unused(self, bucket: Bucket) -> bool:
-        return (self.searches_graph or self.static_graph) and not all(self.used[i] for i in bucket.indices)
-
-    def _globally_unused(self, usage: tuple[dist.Work, Tensor] | None) -> set[int]:
-        """Return the parameters that no rank used; their gradients stay as they were."""
+    def _untouched(self, bucket: Bucket, usage: Usage | None) -> set[int]:
+        """Return what no rank used, and so keeps its gradient; asked only if needed, as it costs a round trip."""
+        if not (self.searches_graph or self.static_graph) or all(self.used[i] for i in bucket.indices):
+            return set()
         if usage is not None:
-            usage[0].wait()
-            self.used_counts = usage[1].tolist()
-            self.globally_unused = {index for index, count in enumerate(self.used_counts) if count == 0}
-        return self.globally_unused if self.settings.find_unused_parameters or self.static_graph else set()
+            self.globally_unused = usage.unused()
+        return self.globally_unused
+
+    # ---------------------------------------------------------------- optimisers that step in the backward pass
+
+    def _take_over_optimizers(self) -> None:
+        """Let optimisers of ``_apply_optimizer_in_backward`` step on means: until now they step on local gradients."""
+        self._steps = any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.parameters)
+        if self._steps:
+            from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+            for parameter in self.parameters:
+                for handle in param_to_optim_hook_handle_map.get(parameter, []):
+                    handle.remove()
+
+    def _step_in_backward(self, bucket: Bucket) -> None:
+        for member in bucket.members if self._steps else []:
+            for optimizer in getattr(member, "_in_backward_optimizers", []):
+                optimizer.step()
+                member.grad = None
 
 
 def _on_node(reducer: weakref.ref[Reducer], index: int, _inputs: Any, _outputs: Any) -> None:

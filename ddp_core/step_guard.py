@@ -6,6 +6,7 @@ differ between ranks. This notices in the same step, before a parameter changes.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +17,23 @@ if TYPE_CHECKING:
     from ddp_core.reducer import Reducer
 
 _watched: weakref.WeakSet[Reducer] = weakref.WeakSet()
-_installed: list[Any] = []
 
 
 def watch(reducer: Reducer) -> None:
     """Check ``reducer`` before every step of every optimiser that holds one of its parameters."""
-    if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(_before_step))
+    _install()
     _watched.add(reducer)
 
 
+@functools.cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    if torch._C._current_graph_task_id() != -1:
-        return  # an optimiser that steps inside the backward pass knows what it does
-    for reducer in list(_watched):
-        if reducer.in_progress:
-            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if any(id(parameter) in stepped for parameter in reducer.parameters):
+    busy = [reducer for reducer in _watched if reducer.in_progress]
+    if busy and torch._C._current_graph_task_id() == -1:  # a step inside a backward pass knows what it does
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for reducer in busy:
+            if not stepped.isdisjoint(map(id, reducer.parameters)):
                 reducer.require_finished()

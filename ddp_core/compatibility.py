@@ -1,0 +1,98 @@
+"""Names of PyTorch's class that begin with an underscore and that programs use all the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_core.hooks import CommHook
+from ddp_core.logging_data import describe
+from ddp_core.replicas import MESSAGE_BYTES
+
+
+class PyTorchNames:
+    """What ``DistributedDataParallel`` answers to besides its own methods; ``self`` is always one of those."""
+
+    broadcast_bucket_size = MESSAGE_BYTES
+    buffer_hook: tuple[object, Callable[..., Any]] | None
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Leave parameters and buffers of these names alone; call it before wrapping ``module``."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]  # 'Incompatible types in assignment'
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]  # '"Tensor" has no attribute "_ddp_ignored"'
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """Yield the parameters, or (name, parameter), that are not ignored."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    def _set_static_graph(self: Any) -> None:
+        """Do what ``static_graph=True`` does."""
+        if self.static_graph:
+            warnings.warn("static_graph is set already", stacklevel=2)
+            return
+        if self.reducer.iteration > 0:
+            raise self.reducer.noted(RuntimeError("_set_static_graph should be called before training loop starts"))
+        if self.find_unused_parameters:
+            warnings.warn("static_graph learns unused parameters by itself: drop find_unused_parameters", stacklevel=2)
+        self.static_graph = self.reducer.static_graph = True
+        self.reducer.searches_graph = False
+
+    def _set_ddp_sink_clone(self: Any, val: bool) -> None:
+        """Say whether outputs are copied at the sink: False saves memory, and forbids changing them in place."""
+        self._sink_clones = val
+
+    def _register_builtin_comm_hook(self: Any, comm_hook_type: Any) -> None:
+        """Register one of PyTorch's two built-in hooks (``dist.BuiltinCommHookType``), in its Python form."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # it imports PyTorch's own DDP
+
+        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+        self._set_hook(CommHook(self.process_group, hooks[comm_hook_type.name], str(comm_hook_type)))
+
+    def _register_buffer_comm_hook(
+        self: Any, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
+    ) -> None:
+        """Let ``hook(state, buffers_by_name)`` synchronise buffers; it may return futures, awaited after backward.
+
+        ``comm_hook_location``: an enum member called POST_FORWARD (also the default) or PRE_FORWARD.
+        """
+        self.buffer_hook = (state, hook)
+        self._buffers_sync_before_forward = getattr(comm_hook_location, "name", "") == "PRE_FORWARD"
+
+    def _default_broadcast_coalesced(
+        self: Any,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Copy buffers from one rank, as is done without a buffer hook; ``bucket_size`` has no effect."""
+        self.broadcast_module_buffers(authoritative_rank, bufs)
+
+    def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
+        """Return settings, buckets and the latest error as a dictionary of strings and integers."""
+        return describe(self.reducer)
+
+    def _check_reducer_finalized(self: Any) -> None:
+        """Raise RuntimeError if the latest backward pass left a reduction unfinished."""
+        self.reducer.require_finished()
+
+    def _remove_autograd_hooks(self: Any) -> None:
+        """Stop listening to the parameters, so that the module can be wrapped again."""
+        self.reducer.detach()
+
+    def _update_process_group(self: Any, new_process_group: Any) -> None:
+        """Go on with other ranks: forget the unfinished, and rebuild buckets after the next backward pass."""
+        self.reducer.reset()
+        if isinstance(new_process_group, dist.ProcessGroup):  # else this rank is outside it
+            self.process_group = self.reducer.process_group = new_process_group
