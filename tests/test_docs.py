@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,9 +60,10 @@ PAGES_THAT_RUN = [page for page in PAGES if any(not block.title for block in blo
 
 def run_blocks(rank: int, blocks: list[Block], folder: str) -> None:
     os.chdir(folder)
-    namespace = {"__name__": "__page__", "rank": rank}
+    module = sys.modules["page"] = types.ModuleType("page")  # dataclasses look their own module up
+    vars(module)["rank"] = rank
     for block in blocks:
-        exec(compile(block.code, block.place, "exec"), namespace)
+        exec(compile(block.code, block.place, "exec", dont_inherit=True), vars(module))
 
 
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=lambda page: str(page.relative_to(ROOT)))
