@@ -92,6 +92,7 @@ class Connection:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
+        self._carrier.release()
         self._carrier = self.communicator = None
         return True
 

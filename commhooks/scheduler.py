@@ -129,7 +129,7 @@ class _Desk:
                 self._changed.notify()
                 return
         earlier = self.error or CollectiveError("the attachment was stopped")
-        task.fail(type(earlier)(f"{task.where(self._rank)}: not started, for {earlier}"))
+        task.fail(type(earlier)(f"{task.where(self._rank)}: not started, because of an earlier failure: {earlier}"))
 
     def stop(self) -> None:
         """Tell the thread to end, and wait for it a bounded time."""
@@ -202,7 +202,7 @@ class _Desk:
         assert self._connection is not None
         cause = self._connection.failure()
         if cause is not None:
-            raise CollectiveError(f"another rank failed first: {cause}")
+            raise CollectiveError(f"another rank failed: {cause}")
         if self._hook_timeout is not None and now - self._waiting_since[1] > self._hook_timeout:
             raise CollectiveError(f"a collective was not done after hook_timeout={self._hook_timeout} s.")
 
@@ -213,7 +213,7 @@ class _Desk:
         cause = f"{here}: {type(error).__name__}: {error}"
         if self._connection is not None and not isinstance(error, _StopOrderError):
             first = self._connection.report(cause)
-            cause = cause if first == cause else f"{here}: stopped, because of {first}"
+            cause = cause if first == cause else f"{here}: stopped, because this failed first: {first}"
         with self._changed:
             self.error = _as_error(error, cause)
             tasks = [*(policy.unfinished() if policy is not None else []), *self._tasks]

@@ -81,7 +81,7 @@ class PyTorchNames:
 
     def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
         """Return settings, buckets and the latest error as a dictionary of strings and integers."""
-        return describe(self.reducer)
+        return describe(self)
 
     def _check_reducer_finalized(self: Any) -> None:
         """Raise RuntimeError if the latest backward pass left a reduction unfinished."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.nn import SyncBatchNorm
 
 if TYPE_CHECKING:
-    from ddp_core.reducer import Reducer
+    from ddp_core.distributed import DistributedDataParallel
 
 
-def describe(reducer: Reducer) -> dict[str, Any]:
-    """Return settings, buckets (sizes in bytes) and the latest error of ``reducer``, as strings and integers."""
+def describe(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """Return settings, buckets (sizes in bytes) and the latest error of ``ddp``, as strings and integers."""
+    reducer = ddp.reducer
     sizes = ", ".join(str(bucket.flat.nbytes) for bucket in reducer.buckets)
     order = ", ".join(" ".join(map(str, bucket.indices)) for bucket in reducer.buckets)
     data = {
@@ -27,6 +29,9 @@ def describe(reducer: Reducer) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(p.nbytes for p in reducer.parameters),
         "unused_parameter_size": sum(reducer.parameters[i].nbytes for i in reducer.unused),
         "bucket_sizes": sizes,
+        "num_buckets_reduced": reducer.buckets_reduced,
+        "has_sync_bn": int(any(isinstance(module, SyncBatchNorm) for module in ddp.module.modules())),
+        "join_uneven_inputs": int(ddp._join_config.enable),
         "has_rebuilt_buckets": int(reducer.rebuilt),
         "has_error": int(reducer.last_error is not None),
         "error": reducer.last_error or "",

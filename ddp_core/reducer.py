@@ -127,6 +127,7 @@ class Reducer:
         self.used = [0] * len(self.parameters)  # 1 for those that this rank used
         self.unused: list[int] = []  # those that count as ready without firing
         self.globally_unused: set[int] = set()
+        self.buckets_reduced = 0  # in the latest iteration
         self._layout_checks_left = 2
         self._end_iteration()
 
@@ -297,6 +298,7 @@ class Reducer:
     def _finish(self) -> None:
         """At the end of the backward pass: wait for every bucket, in order, and give parameters their means."""
         in_flight, usage = self.in_flight, self.usage
+        self.buckets_reduced = len(in_flight) - in_flight.count(None)
         self._end_iteration()
         self._layout_checks_left = max(0, self._layout_checks_left - 1)
         if self.learns_graph:

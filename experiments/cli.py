@@ -33,6 +33,7 @@ _COMPARE_HELP = """
 Train one model under several hooks, and write a table, plots and a report.
 
 Every run has the same seed, data and number of steps; only the way of the gradients differs. \
+The runs of a task take turns, a step each, so that their times can be compared. \
 Ranks are processes on this machine, joined by a link whose rate you choose: an emulated one that needs no root.
 
 [bold]The demo[/bold]: two tasks under five hooks on 2 ranks at 100 Mbit/s, about four minutes.

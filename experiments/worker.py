@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from experiments.link import EmulatedLink
 from experiments.machine import machine, versions
 from experiments.measure import Split, StepClock, WaitClock
 from experiments.runs import EvaluationRecord, RunResult, RunSettings, StepRecord
-from experiments.tasks import Task, make_task
+from experiments.tasks import make_task
 
 
 @dataclass(frozen=True)
@@ -40,48 +41,47 @@ class RunDone:
 
 
 def train_all(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send) -> None:
-    """Train every run in turn in this rank's process; rank 0 sends a StepDone per step and a RunDone per run."""
+    """Train all runs in this rank's process; rank 0 sends a StepDone for every step and a RunDone for every run.
+
+    The runs of one task take turns, a step each: what else the machine does meanwhile slows all of them alike, so that
+    their times can be held against each other.
+    """
     torch.set_num_threads(1)
-    for number, settings in enumerate(argument):
-        result = train(settings, send if rank == 0 else _silent, number)
-        if rank == 0:
-            send(RunDone(number, result))
-        gc.collect()
+    numbered = list(enumerate(argument))
+    for _, group in groupby(numbered, key=lambda pair: pair[1].task):
+        train_in_turns(dict(group), send if rank == 0 else _silent)
+        gc.collect()  # a DDP that outlives its process group may abort the process
 
 
-def train(settings: RunSettings, send: Send, number: int = 0) -> RunResult:
-    """Train one model on the default process group; every rank calls this, and every rank gets the result."""
-    task = make_task(settings.task, settings.size)
-    model = task.model(settings.seed)
-    run = _Run(settings, task, model)
-    try:
-        for step in range(settings.steps):
-            loss = run.step(step)
-            send(StepDone(number, step + 1, loss))
-            if (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.steps:
-                run.evaluate(step + 1)
-        return run.result()
-    finally:
+def train_in_turns(settings: Mapping[int, RunSettings], send: Send) -> None:
+    """Train several runs, a step of each in turn, on the default process group; every rank calls this."""
+    runs = {number: _Run(each) for number, each in settings.items()}
+    for step in range(max(each.steps for each in settings.values())):
+        for number, run in runs.items():
+            if step < run.settings.steps:
+                send(StepDone(number, step + 1, run.step(step)))
+    for number, run in runs.items():
+        send(RunDone(number, run.result()))
         run.close()
 
 
 class _Run:
     """A model in training, and what was noted about it so far."""
 
-    def __init__(self, settings: RunSettings, task: Task, model: nn.Module) -> None:
+    def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
-        self.task = task
-        self.model = model
+        self.task = make_task(settings.task, settings.size)
+        self.model = self.task.model(settings.seed)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.ddp = wrap_in_ddp(model, settings.ddp, settings.bucket_cap_mb)
-        self.optimizer = task.optimizer(model)
+        self.ddp = wrap_in_ddp(self.model, settings.ddp, settings.bucket_cap_mb)
+        self.optimizer = self.task.optimizer(self.model)
         waits = WaitClock()
         self.attachment = commhooks.attach(
             self.ddp,
             make_hook(settings.hook, settings.seed),
             wrap_communicator=lambda inner: waits.around(EmulatedLink(inner, settings.link)),
         )
-        self.clock = StepClock(model, waits)
+        self.clock = StepClock(self.model, waits)
         self.steps: list[StepRecord] = []
         self.evaluations: list[EvaluationRecord] = []
 
@@ -99,10 +99,12 @@ class _Run:
         self.optimizer.zero_grad()
         split = self.clock.end()
         after = self.attachment.statistics()
+        if (step + 1) % self.settings.evaluate_every == 0 or step + 1 == self.settings.steps:
+            self._evaluate(step + 1)
         self.steps.append(_record(step + 1, loss.item(), split, before, after, self.ranks))
         return loss.item()
 
-    def evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> None:
         """Judge the model on rank 0; the others wait, and no clock runs."""
         if self.rank == 0:
             found = self.task.evaluate(self.model)

@@ -44,6 +44,16 @@ class ProcessGroupCommunicator:
         """Say whether a collective that was started has not ended, well or badly."""
         return any(not pending.is_completed() for pending in self._under_way)
 
+    def release(self) -> None:
+        """Let go of the group and of every work, so that whoever still refers to this object does not keep them alive.
+
+        A traceback does, for one; and a Gloo work holds the group's connections open as the group itself does.
+        """
+        for pending in self._under_way:
+            pending.release()
+        self._under_way.clear()
+        self._group = None
+
     def _start(self, request: Request) -> WorkPending:
         if isinstance(request, AllReduce):
             wire = request.to_wire(self.world_size)
@@ -63,7 +73,7 @@ class WorkPending:
     """Wait for a c10d Work, then hand its result back."""
 
     def __init__(self, work: dist.Work, request: Request, output: Tensor) -> None:
-        self._work = work
+        self._work: dist.Work | None = work
         self._request = request
         self._output = output
         self._done = False
@@ -75,7 +85,11 @@ class WorkPending:
 
     def is_completed(self) -> bool:
         """Say whether the backend has finished with this collective, well or badly."""
-        return self._work.is_completed()
+        return self._work is None or self._work.is_completed()
+
+    def release(self) -> None:
+        """Let go of the work."""
+        self._work = None
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Return when the result is in place; see `Pending.wait`."""
@@ -92,6 +106,8 @@ class WorkPending:
             self._request.from_wire(self._output)
 
     def _wait_for_work(self, timeout_seconds: float | None) -> None:
+        if self._work is None:
+            raise RuntimeError("the process group was dropped")
         if timeout_seconds is None:
             self._work.wait()
             return

@@ -50,7 +50,8 @@ def percent(share: float) -> str:
 
 def loss_change(summary: Summary, first: Summary) -> str:
     """Return how much higher the held-out loss is than the first hook's: '+1.8 %'."""
-    return "" if summary is first else f"{100 * (summary.held_out_loss / first.held_out_loss - 1):+.1f} %"
+    change = round(100 * (summary.held_out_loss / first.held_out_loss - 1), 1) + 0.0  # no minus before a zero
+    return "" if summary is first else f"{change:+.1f} %"
 
 
 def whole(number: int | None) -> str:

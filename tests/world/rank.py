@@ -88,6 +88,7 @@ def _settle_in(assignment: Assignment) -> None:
     os.dup2(output, 2)
     os.close(output)
     stack = open(stack_file(assignment.folder, assignment.rank), "w")  # noqa: SIM115 (stays open for the handler)
+    faulthandler.enable()  # a segmentation fault shows its stack among the rank's output
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
     os.environ.update(assignment.environment)
     torch.set_num_threads(1)
