@@ -46,7 +46,7 @@ class ShadowHook(JoinHook):
         for pending in in_flight:
             pending.result()
         if usage is not None:
-            usage.wait()
+            usage.work.wait()
         if reducer.learns_graph:
             reducer.learned = True
         elif reducer.wants_order and not reducer.ready_order:

@@ -49,16 +49,11 @@ class Usage:
 
     def __init__(self, used: Sequence[int], group: dist.ProcessGroup, device: torch.device):
         self.counts = torch.tensor(used, dtype=torch.int32, device=device)
-        self.work = dist.all_reduce(self.counts, group=group, async_op=True)
-
-    def wait(self) -> None:
-        """Wait until all ranks are counted."""
-        assert self.work is not None, "all_reduce(async_op=True) returns its work on every member of the group"
-        self.work.wait()
+        self.work = group.allreduce([self.counts])
 
     def unused(self) -> set[int]:
         """Wait, and return the parameters that no rank used."""
-        self.wait()
+        self.work.wait()
         return {index for index, count in enumerate(self.counts.tolist()) if count == 0}
 
 
@@ -276,7 +271,7 @@ class Reducer:
         window = GradBucket(bucket.index, bucket is self.buckets[-1], memory, bucket.members, bucket.names)
         if self.hook is not None:
             return self.hook.start(window)
-        return Pending(dist.all_reduce(memory, group=self.process_group, async_op=True), window, "all-reduce")
+        return Pending(self.process_group.allreduce([memory]), window, "all-reduce")
 
     def count_usage(self, used: Sequence[int]) -> Usage:
         """Start to count, for every parameter, the ranks that used it."""
@@ -314,7 +309,7 @@ class Reducer:
             future.wait()
         self.buffer_futures = []
         if usage is not None:
-            usage.wait()
+            usage.work.wait()
         if self.searches_graph:
             self.used = [0] * len(self.parameters)
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors as flatten  # a third of the time of cat and split: buffers are
+from torch._utils import _unflatten_dense_tensors as unflatten  # copied before every forward pass
 
 MESSAGE_BYTES = 250 * 1024 * 1024
 MESSAGES_IN_FLIGHT = 2
@@ -65,12 +67,14 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
     Tensors of one dtype and device travel together, at most 250 MiB a message and two messages in flight. Autograd
     does not see the write, so tensors saved for a backward pass still to come stay valid.
     """
-    in_flight: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
+    in_flight: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+    options = dist.BroadcastOptions()
+    options.rootRank = source
     for chunk in _chunks(tensors):
         if len(in_flight) == MESSAGES_IN_FLIGHT:
             _receive(*in_flight.pop(0))
-        flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-        in_flight.append((dist.broadcast(flat, group=group, group_src=source, async_op=True), flat, chunk))
+        flat = flatten(chunk)
+        in_flight.append((group.broadcast([flat], options), flat, chunk))
     for message in in_flight:
         _receive(*message)
 
@@ -89,8 +93,6 @@ def _chunks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return full + list(filling.values())
 
 
-def _receive(work: dist.Work | None, flat: Tensor, chunk: list[Tensor]) -> None:
-    assert work is not None, "broadcast(async_op=True) returns its work on every member of the group"
+def _receive(work: dist.Work, flat: Tensor, chunk: list[Tensor]) -> None:
     work.wait()
-    parts = flat.split([tensor.numel() for tensor in chunk])
-    torch._foreach_copy_(chunk, [part.view(tensor.shape) for part, tensor in zip(parts, chunk, strict=True)])
+    torch._foreach_copy_(chunk, list(unflatten(flat, chunk)))

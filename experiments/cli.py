@@ -167,7 +167,7 @@ def _errors_in_words() -> Iterator[Console]:
 
     from experiments.launch import WorldError
 
-    signal.signal(signal.SIGTERM, _leave)
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         yield Console() if sys.stdout.isatty() else Console(width=100)
     except (ValueError, FileNotFoundError) as error:
@@ -179,6 +179,8 @@ def _errors_in_words() -> Iterator[Console]:
     except KeyboardInterrupt as error:
         typer.echo("\nstopped; the ranks are ended", err=True)
         raise typer.Exit(130) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _leave(number: int, frame: object) -> None:

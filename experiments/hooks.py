@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ def make_hook(spec: HookSpec, seed: int = 0) -> Compressor:
 
     Raises ValueError where no hook has this name, where it has no such setting, and where a value cannot work.
     """
-    settings: dict[str, object] = dict(spec.settings)
+    settings: dict[str, Any] = dict(spec.settings)
     if spec.name not in COMPRESSORS:
         return commhooks.make_compressor(spec.name)  # raises, and lists the names there are
     known = _settings_of(spec.name)

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -219,9 +220,15 @@ def _die_with_parent() -> None:
 
 
 def _rank_environment() -> dict[str, str]:
-    """One thread a rank, and a loopback device: Gloo otherwise looks this machine's own name up, which may fail."""
+    """Return what ranks need to hear before they import torch; what the user has set himself stays.
+
+    One thread a rank. A loopback device: Gloo otherwise looks this machine's own name up, which may fail. A cache folder
+    that exists: torch.optim makes one on import, for compiled code that there is none of here, and leaves it behind.
+    """
     names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
-    wanted = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": names[0]} if names else {})
+    wanted = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir()}
+    if names:
+        wanted["GLOO_SOCKET_IFNAME"] = names[0]
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from experiments.cli import app
 from experiments.launch import run_world
 from experiments.link import LinkSettings
 from experiments.runs import HookSpec, RunResult, RunSettings
@@ -132,19 +134,22 @@ def test_pytorchs_ddp_gives_the_same_losses_bit_for_bit(results: dict[str, RunRe
         (["--hook", "powersdg:rank=4"], "Did you mean 'powersgd'"),
         (["--hook", "powersgd:rnak=4"], "Did you mean 'rank'"),
         (["--latency", "soon"], "error: latency 'soon' does not parse"),
+        (["--task", "digts"], "did you mean 'digits'"),
+        (["--out", __file__], "is a file; name a folder"),
     ],
 )
 def test_a_mistake_is_an_error_in_words(words: Sequence[str], message: str) -> None:
-    ended = subprocess.run([*COMPARE, *words], capture_output=True, text=True, timeout=30, check=False)
-    assert ended.returncode == 2
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stderr
+    ended = CliRunner().invoke(app, ["compare", "--size", "small", *words])
+    assert ended.exit_code == 2
+    assert message in ended.output
+    assert "Traceback" not in ended.output
 
 
 def test_help_teaches_with_examples() -> None:
-    ended = subprocess.run([*COMPARE[:4], "--help"], capture_output=True, text=True, timeout=30, check=True)
+    ended = CliRunner().invoke(app, ["compare", "--help"])
+    assert ended.exit_code == 0
     for word in ("commhooks compare --task gpt", "torchrun", "--hook", "--rate", "100Mbit/s"):
-        assert word in ended.stdout
+        assert word in ended.output
 
 
 @contextmanager

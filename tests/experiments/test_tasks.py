@@ -42,7 +42,7 @@ class TestEveryTask:
             for group in optimizer.param_groups:
                 group["lr"] = task.learning_rate(step, 30)
             batch = task.batch(0, step, 0, 1)
-            task.loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]  # torch's
+            task.loss(model(batch.inputs), batch.targets).backward()
             optimizer.step()
             optimizer.zero_grad()
         after = task.evaluate(model)
