@@ -31,6 +31,7 @@ RankFunction = Callable[[int, int, Any, Send], None]  # (rank, ranks, argument, 
 
 _GRACE_SECONDS = 1.0  # for the other ranks' tracebacks, after the first failure
 _TERMINATE_SECONDS = 2.0
+_EXIT_SECONDS = 30.0  # for a rank that has said its last word, on a machine that is very busy
 
 
 class WorldError(RuntimeError):
@@ -102,7 +103,7 @@ def run_world(
                 world[receiving] = (rank, process)
         _listen(world, on_message, timeout)
         for _, process in world.values():
-            process.join(_TERMINATE_SECONDS * 5)
+            process.join(_EXIT_SECONDS)
         _check_exit_codes(world)
     finally:
         _end(world)
@@ -198,17 +199,22 @@ def _rank_main(
     """Run one rank: a failure is told before the group goes, so that the cause arrives before its consequences."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    last_word: _Ended | _Failed
     try:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
         function(rank, ranks, argument, pipe.send)
         dist.barrier()
         dist.destroy_process_group()
-        pipe.send(_Ended())
+        code, last_word = 0, _Ended()
     except BaseException:
-        pipe.send(_Failed(traceback.format_exc()))
-        sys.stderr.flush()
-        os._exit(1)  # threads that wait for a collective would keep an orderly exit waiting
+        code, last_word = 1, _Failed(traceback.format_exc())
+    pipe.send(last_word)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Nothing is left to tear down. An orderly exit would wait for threads that wait for a collective, and costs a loaded
+    # machine seconds.
+    os._exit(code)
 
 
 def _die_with_parent() -> None:
@@ -220,7 +226,7 @@ def _die_with_parent() -> None:
 
 
 def _rank_environment() -> dict[str, str]:
-    """Return what ranks need to hear before they import torch; what the user has set himself stays.
+    """Return what ranks need to hear before they import torch; what is set already stays.
 
     One thread a rank. A loopback device: Gloo otherwise looks this machine's own name up, which may fail. A cache folder
     that exists: torch.optim makes one on import, for compiled code that there is none of here, and leaves it behind.
