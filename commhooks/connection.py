@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -27,27 +28,27 @@ WrapCommunicator = Callable[[Communicator], Communicator]
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _FAILURE_KEY = "failure"
 
-_private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""How many private groups each parent has; every rank makes them in the same order, so the numbers agree."""
+_private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+"""How many private groups each parent has, by label; every rank makes those of one label in the same order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
     """Hold what a private group is made from, without holding the parent group itself."""
 
-    name: str
     store: Store
     rank: int
     world_size: int
     timeout: timedelta
 
     @classmethod
-    def under(cls, parent: dist.ProcessGroup) -> Address:
-        """Take the parent's next number; every rank of the parent must do so in the same order."""
-        number = _private_groups.get(parent, 0)
-        _private_groups[parent] = number + 1
-        store = PrefixStore(f"commhooks/{parent.group_name}/{number}", parent.get_group_store())
-        return cls(f"{parent.group_name}/{number}", store, parent.rank(), parent.size(), _timeout_of(parent))
+    def under(cls, parent: dist.ProcessGroup, label: str) -> Address:
+        """Take the parent's next number under `label`; every rank of the parent must do so in the same order."""
+        numbers = _private_groups.setdefault(parent, Counter())
+        name = f"commhooks/{parent.group_name}/{label}/{numbers[label]}"
+        numbers[label] += 1
+        store = PrefixStore(name, parent.get_group_store())
+        return cls(store, parent.rank(), parent.size(), _timeout_of(parent))
 
 
 class Connection:

@@ -42,6 +42,7 @@ class Engine:
         compressor: Compressor,
         process_group: dist.ProcessGroup,
         *,
+        label: str = "attached",
         terms: str = "",
         wrap_communicator: WrapCommunicator | None = None,
         hook_timeout: float | None = None,
@@ -50,7 +51,7 @@ class Engine:
         self.state = StateTable()
         self.step = 0
         self._process_group = weakref.ref(process_group)
-        self._address = Address.under(process_group)
+        self._address = Address.under(process_group, label)
         self._terms = f"compressor {compressor!r}\n{terms}"
         self._wrap = wrap_communicator
         self._hook_timeout = hook_timeout

@@ -196,7 +196,7 @@ def run_stateless(
     group = group_or_default(process_group)
     engines = _engines.setdefault(group, {})
     if compressor not in engines:
-        engines[compressor] = Engine(compressor, group)
+        engines[compressor] = Engine(compressor, group, label=repr(compressor))
     return deliver(engines[compressor].run(bucket), bucket)
 
 

@@ -97,6 +97,7 @@ class Fifo(Policy):
         if task.request is None:
             self._remove(task)
             self.finish(task)
+            self.touching = None  # a finished task, and through it the attachment, may be collected now
             return
         task.pending = self.communicator.start(task.request)
         if task.request.last:

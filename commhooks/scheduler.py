@@ -149,9 +149,7 @@ class _Desk:
             self.opened.set()
             busy = False
             while not self._stopping:
-                for task in self._take(block=not busy):
-                    policy.add(task)
-                    self._more_to_come = not task.is_last
+                self._admit(policy, block=not busy)
                 busy = policy.turn()
         except Exception as error:
             self._fail(policy, error)
@@ -162,7 +160,8 @@ class _Desk:
             self.opened.set()
             self._drop_connection()
 
-    def _take(self, *, block: bool) -> list[BucketTask]:
+    def _admit(self, policy: Policy, *, block: bool) -> None:
+        """Give the policy what was handed in; with `block`, wait for that."""
         with self._changed:
             while block and not self._tasks and not self._stopping:
                 self._changed.wait()
@@ -171,7 +170,8 @@ class _Desk:
         for task in tasks:
             if task.ready is not None:
                 _use_side_stream(task.memory.device)
-        return tasks
+            self._more_to_come = not task.is_last
+            policy.add(task)
 
     def _finish(self, task: BucketTask) -> None:
         assert task.result is not None and self.traffic is not None

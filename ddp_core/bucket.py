@@ -146,7 +146,7 @@ class Bucket:
 
         ``mean``: 1-D, as many elements as the bucket; it may be the bucket's own memory.
         """
-        inside = mean.data_ptr() == self.flat.data_ptr()
+        inside = mean.data_ptr() == self.flat.data_ptr() and mean.dtype == self.flat.dtype
         if as_views and not inside:
             self.flat.copy_(mean)
         for place in self.absent:

@@ -37,10 +37,14 @@ def choose_limits(
         if not cap > 0:
             raise ValueError(f"bucket_cap_mb must be a positive number of MiB (got {cap!r})")
     if bucket_cap_mb_list:
-        limits = tuple(int(cap * MIB) for cap in bucket_cap_mb_list)
+        limits = tuple(_bytes(cap) for cap in bucket_cap_mb_list)
         return limits, limits
-    limits = DEFAULT_CAPS if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),)
+    limits = DEFAULT_CAPS if bucket_cap_mb is None else (_bytes(bucket_cap_mb),)
     return ((sys.maxsize,) if one_bucket_at_first else limits), limits
+
+
+def _bytes(mib: float) -> int:
+    return int(min(mib * MIB, sys.maxsize))
 
 
 def assign_buckets(specs: Sequence[ParameterSpec], limits: Sequence[int], order: Sequence[int] | None = None) -> Plan:

@@ -109,7 +109,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         managed = [parameter for _, parameter in self.managed_parameters()]
         check_module(module, managed)
         self.device_ids, self.output_device = choose_devices(device_ids, output_device, managed)
-        self.device = managed[0].device
+        self.device: torch.device = managed[0].device
         self.dim = dim
         sync_buffers_now, self.forward_sync_buffers = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
@@ -125,10 +125,9 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         self._authoritative_rank = 0  # whose model all had after the latest join()
         self._sink_clones = True
         if init_sync:
-            trained = [(name, p) for name, p in self.managed_parameters() if p.requires_grad]
-            verify_same_model(trained, self.process_group, self.device)
-            buffers = self.module_buffers().values() if sync_buffers_now else []
-            broadcast_coalesced([*managed, *buffers], self.process_group, source=0)
+            named = self.managed_parameters() + list(self.module_buffers().items() if sync_buffers_now else [])
+            verify_same_model(named, self.process_group, self.device)
+            broadcast_coalesced([tensor for _, tensor in named], self.process_group, source=0)
         settings = ReducerSettings(
             limits=limits,
             rebuilt_limits=rebuilt_limits,
@@ -145,7 +144,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         if static_graph:
             self._set_static_graph()
 
-    def managed_parameters(self) -> list[tuple[str, Parameter]]:
+    def managed_parameters(self) -> list[tuple[str, Any]]:
         """Return (name, parameter) for all that are not ignored, each once, frozen ones included."""
         return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
 
@@ -182,9 +181,11 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         self.require_forward_param_sync = synchronises
         if synchronises:
             reducer.after_forward(tensors_in(outputs) if reducer.searches_graph else [])
-        if reducer.searches_graph or reducer.learns_graph:
-            return through_sink(outputs, _BackwardBegins(reducer), self._sink_clones)
-        return outputs
+            if reducer.learns_graph:
+                for tensor in tensors_in(outputs):
+                    if tensor.requires_grad:
+                        tensor.register_hook(_BackwardBegins(reducer))
+        return through_sink(outputs, self._sink_clones) if reducer.searches_graph else outputs
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         assert self.device_ids, "inputs are moved only if there is a device to move them to"
@@ -319,12 +320,12 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
 
 
 class _BackwardBegins:
-    """Called when the outermost backward pass enters the module."""
+    """Called with an output's gradient: in the outermost backward pass, before any nested one."""
 
     def __init__(self, reducer: Reducer):
         self.reducer = weakref.ref(reducer)
 
-    def __call__(self) -> None:
+    def __call__(self, _gradient: Tensor) -> None:
         reducer = self.reducer()
         if reducer is not None and reducer.learns_graph:
             at_end_of_backward(reducer.reduce_all_at_once)

@@ -50,3 +50,11 @@ def static_graph_changed(index: int, name: str) -> RuntimeError:
         "Your training graph has changed in this iteration, which static_graph=True promised not to happen: parameter "
         f"at index {index} with name {name} was used less often, or not at all, in the first iteration."
     )
+
+
+def unseen_outputs() -> RuntimeError:
+    """Say that the first backward pass of a static graph did not come through the module's outputs."""
+    return RuntimeError(
+        "static_graph=True: gradients came, but not through the outputs of the wrapped module, so they were not "
+        "reduced. Return the tensors that the loss is computed from in lists, tuples, dicts or dataclasses."
+    )

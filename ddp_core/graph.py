@@ -46,32 +46,29 @@ class _Sink(torch.autograd.Function):
     """The identity on a module's outputs, as one node, so that backward() always enters the module through it.
 
     An output that the loss does not use then passes *undefined* gradients on, and the nodes of parameters behind it
-    fire all the same. And this node's backward runs in the outermost pass, before any nested one.
+    fire all the same.
     """
 
     @staticmethod
-    def forward(ctx: Any, on_backward: Callable[[], None], copy: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, copy: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.on_backward = on_backward
         return tuple(tensor.clone() if copy else tensor for tensor in tensors)  # a view forbids `loss /= 10`
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.on_backward()
-        return (None, None, *grads)
+        return (None, *grads)
 
 
-def through_sink(outputs: Any, on_backward: Callable[[], None], copy: bool) -> Any:
+def through_sink(outputs: Any, copy: bool) -> Any:
     """Return ``outputs`` with every tensor that has a gradient history passed through one common node.
 
-    ``on_backward`` is called when backward() enters it. Containers are those of ``torch.utils._pytree``; a tensor
-    in any other object stays as it is.
+    Containers are those of ``torch.utils._pytree``; a tensor in any other object stays as it is.
     """
     leaves, spec = pytree.tree_flatten(outputs)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     if not places:
         return outputs
-    passed = _Sink.apply(on_backward, copy, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]  # 'Call to untyped function "apply"'
+    passed = _Sink.apply(copy, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]  # 'Call to untyped function "apply"'
     for place, tensor in zip(places, passed, strict=True):
         leaves[place] = tensor
     return pytree.tree_unflatten(leaves, spec)

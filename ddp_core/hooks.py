@@ -70,7 +70,7 @@ class Pending(NamedTuple):
         if not isinstance(value, Tensor) or value.numel() != buffer.numel():
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise RuntimeError(f"{self}: expected a tensor of {buffer.numel()} elements of {buffer.dtype}, got {got}")
-        return value.reshape(-1)
+        return value.reshape(-1).contiguous()
 
 
 def check_hook(hook: object) -> None:
@@ -107,7 +107,7 @@ def _type_hints(hook: Callable[..., Any]) -> dict[str, Any]:
 
 def _fits(annotation: Any, types: tuple[type, ...]) -> bool:
     """Return True for Any, one of ``types``, what it derives from, a generic of one, or a union that contains one."""
-    if annotation is Any or isinstance(annotation, typing.TypeVar):
+    if annotation is Any or isinstance(annotation, typing.TypeVar) or getattr(annotation, "_is_protocol", False):
         return True
     origin = typing.get_origin(annotation) or annotation
     if isinstance(origin, type) and (issubclass(origin, types) or any(issubclass(t, origin) for t in types)):

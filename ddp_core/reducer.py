@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from ddp_core.bucket import Bucket, GradBucket, SparseBucket
 from ddp_core.bucketing import ParameterSpec, Plan, assign_buckets, plan_from_numbers, plan_to_numbers
-from ddp_core.errors import marked_twice, static_graph_changed, unfinished
+from ddp_core.errors import marked_twice, static_graph_changed, unfinished, unseen_outputs
 from ddp_core.graph import at_end_of_backward, unreachable
 from ddp_core.hooks import CommHook, Pending
 from ddp_core.step_guard import watch
@@ -144,6 +144,8 @@ class Reducer:
 
     def require_finished(self) -> None:
         """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
+        if self.in_progress and self.learns_graph:
+            raise self.noted(unseen_outputs())
         if self.in_progress:
             missing = [index for index, left in enumerate(self.remaining) if left > 0]
             rank = self.process_group.rank()
@@ -201,6 +203,7 @@ class Reducer:
             return
         if self.static_graph and not self.learned:
             self.firings[index] += 1
+            self.in_progress = True
             return
         if not self.in_progress:
             self.in_progress = True
@@ -246,7 +249,14 @@ class Reducer:
     def _check_layout(self, bucket: Bucket, places: Sequence[int]) -> None:
         for place in places:
             grad, view = bucket.members[place].grad, bucket.views[place]
-            if grad is not None and grad.numel() > 1 and not grad.is_sparse and grad.stride() != view.stride():
+            if grad is None or isinstance(bucket, SparseBucket):
+                continue
+            if grad.is_sparse:
+                raise RuntimeError(
+                    f"parameter {bucket.names[place]!r} got a sparse gradient, which only nn.Embedding and "
+                    "nn.EmbeddingBag with sparse=True announce: use one of them, or make the gradient dense"
+                )
+            if any(g != v for g, v, size in zip(grad.stride(), view.stride(), grad.shape, strict=True) if size > 1):
                 self._layout_checks_left = 0
                 warnings.warn(
                     f"the gradient of parameter {bucket.names[place]!r} has strides {grad.stride()}, its bucket view "
@@ -280,8 +290,8 @@ class Reducer:
     @torch.no_grad()
     def reduce_all_at_once(self) -> None:
         """End the first iteration of a static graph: what fires is known only now, so all is reduced now."""
-        if not self.expecting or self.paused or not self.learns_graph:
-            return
+        if not self.expecting or self.paused or not self.learns_graph or not self.in_progress:
+            return  # reduced already; or no_sync, or an autograd.grad, which ends in no parameter
         self.unused = [index for index, firings in enumerate(self.firings) if firings == 0]
         self.usage = self.count_usage(self.used)
         for bucket in self.buckets:

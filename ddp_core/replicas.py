@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,20 +18,27 @@ MESSAGES_IN_FLIGHT = 2
 
 
 class Signature(NamedTuple):
-    """What must agree on all ranks for one parameter."""
+    """What must agree on all ranks for one parameter or buffer."""
 
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # of what is trained: its gradients are reduced as they lie in memory
     dtype: str
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Signature:
+        """Describe ``tensor``."""
+        trained = tensor.requires_grad
+        return cls(tuple(tensor.shape), tuple(tensor.stride()) if trained else (), str(tensor.dtype), trained)
 
 
 def verify_same_model(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that all ranks of ``group`` bring the same parameters: number, sizes, strides, dtypes.
+    """Check that all ranks of ``group`` bring the same parameters and buffers: number, sizes, strides, dtypes.
 
     One all-gather of a digest; only if digests differ do the ranks exchange descriptions. Raises RuntimeError on
-    *every* rank if any differs from rank 0, saying which parameter of which rank differs in what.
+    *every* rank if any differs from rank 0, saying which one on which rank differs in what.
     """
-    mine = [(name, Signature(tuple(p.shape), tuple(p.stride()), str(p.dtype))) for name, p in named]
+    mine = [(name, Signature.of(tensor)) for name, tensor in named]
     text = repr([signature for _, signature in mine])
     digest = torch.tensor([int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")], device=device)
     digests = [torch.zeros_like(digest) for _ in range(group.size())]
@@ -49,8 +57,8 @@ def _differences(
     if len(mine) != len(reference):
         odd = sorted({name for name, _ in mine} ^ {name for name, _ in reference})
         yield (
-            f"DDP expects same model across all ranks, but Rank 0 has {len(reference)} params, while rank {rank} has "
-            f"inconsistent {len(mine)} params (only one of them has: {', '.join(odd[:6]) or 'none by name'})"
+            f"DDP expects same model across all ranks, but Rank 0 has {len(reference)} params and buffers, while rank "
+            f"{rank} has inconsistent {len(mine)} (only one of them has: {', '.join(odd[:6]) or 'none by name'})"
         )
         return
     for index, ((name, got), (_, expected)) in enumerate(zip(mine, reference, strict=True)):
@@ -64,7 +72,7 @@ def _differences(
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
     """Overwrite ``tensors`` on every rank of ``group`` with those of group rank ``source``.
 
-    Tensors of one dtype and device travel together, at most 250 MiB a message and two messages in flight. Autograd
+    Tensors of one device travel together as bytes, at most 250 MiB a message and two messages in flight. Autograd
     does not see the write, so tensors saved for a backward pass still to come stay valid.
     """
     in_flight: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
@@ -72,27 +80,34 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
     options.rootRank = source
     for chunk in _chunks(tensors):
         if len(in_flight) == MESSAGES_IN_FLIGHT:
-            _receive(*in_flight.pop(0))
-        flat = flatten(chunk)
-        in_flight.append((group.broadcast([flat], options), flat, chunk))
-    for message in in_flight:
-        _receive(*message)
+            _unpack(*in_flight.pop(0))
+        message = torch.cat([flatten(same).view(torch.uint8) for same in _by_dtype(chunk)])
+        in_flight.append((group.broadcast([message], options), message, chunk))
+    for sent in in_flight:
+        _unpack(*sent)
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    full: list[list[Tensor]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    nbytes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        nbytes[key] = nbytes.get(key, 0) + tensor.nbytes
-        if key in filling and nbytes[key] > MESSAGE_BYTES:
-            full.append(filling.pop(key))
-            nbytes[key] = tensor.nbytes
-        filling.setdefault(key, []).append(tensor.data)  # .data counts its versions apart: autograd sees no write
-    return full + list(filling.values())
+    """Cut into messages; in each, the widest types come first, so that all of them stay aligned."""
+    chunks: list[list[Tensor]] = []
+    nbytes = MESSAGE_BYTES
+    for tensor in sorted(tensors, key=lambda t: (str(t.device), -t.element_size(), str(t.dtype))):
+        nbytes += tensor.nbytes
+        if nbytes > MESSAGE_BYTES or chunks[-1][0].device != tensor.device:
+            chunks.append([])
+            nbytes = tensor.nbytes
+        chunks[-1].append(tensor.data)  # .data counts its versions apart: autograd sees no write
+    return chunks
 
 
-def _receive(work: dist.Work, flat: Tensor, chunk: list[Tensor]) -> None:
+def _by_dtype(chunk: list[Tensor]) -> list[list[Tensor]]:
+    return [list(same) for _, same in itertools.groupby(chunk, key=lambda tensor: tensor.dtype)]
+
+
+def _unpack(work: dist.Work, message: Tensor, chunk: list[Tensor]) -> None:
     work.wait()
-    torch._foreach_copy_(chunk, list(unflatten(flat, chunk)))
+    start = 0
+    for same in _by_dtype(chunk):
+        end = start + sum(tensor.nbytes for tensor in same)
+        torch._foreach_copy_(same, list(unflatten(message[start:end].view(same[0].dtype), same)))
+        start = end

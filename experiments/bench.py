@@ -19,11 +19,11 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 import ddp_core
 
@@ -140,11 +140,11 @@ def _measure(model: str, view: bool, rounds: int, steps: int) -> Row:
     )
 
 
-def _rank(rank: int, world_size: int, folder: str, rounds: int, steps: int) -> None:
+def _rank(rank: int, world_size: int, folder: str, models: list[str], rounds: int, steps: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    rows = [_measure(model, view, rounds, steps) for model in MODELS for view in (False, True)]
+    rows = [_measure(model, view, rounds, steps) for model in models for view in (False, True)]
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
@@ -169,14 +169,19 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds; each measures all four copies in turn.", min=2)] = 40,
     steps: Annotated[int, typer.Option(help="Steps of one copy in one round.", min=1)] = 10,
     world_size: Annotated[int, typer.Option(help="Ranks.", min=1, max=8)] = 2,
+    model: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the rows here as JSON.")] = None,
 ) -> None:
     """Compare step times and print a table."""
+    if unknown := set(model or []) - set(MODELS):
+        raise typer.BadParameter(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(MODELS)}")
     # Freed gradients stay with the process: page faults would fall on whichever copy is unlucky in the heap.
     os.environ |= {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "4294967296"}
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, folder, rounds, steps), nprocs=world_size)
+        spawn(  # type: ignore[no-untyped-call]  # 'Call to untyped function "spawn"'
+            _rank, (world_size, folder, model or list(MODELS), rounds, steps), nprocs=world_size
+        )
         rows = json.loads(Path(folder, "rows.json").read_text())
     Console(width=150).print(_table(rows, world_size))
     if out is not None:

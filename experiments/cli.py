@@ -96,7 +96,7 @@ def compare(
     ddp: Annotated[str, typer.Option(help="core: ddp_core's DistributedDataParallel; torch: PyTorch's.")] = "core",
     bucket_cap_mb: Annotated[float | None, typer.Option(help="Bucket size in MiB; default: the DDP's own.")] = None,
     target_loss: Annotated[
-        float | None, typer.Option(help="Training loss to reach; default: the baseline's last + 5 %.")
+        float | None, typer.Option(help="Training loss to reach; default: 95 % of the baseline's way.")
     ] = None,
     eval_every: Annotated[int, typer.Option(help="Steps between two looks at held-out data.")] = 20,
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default: runs/<date-time>.")] = None,

@@ -212,7 +212,7 @@ def _rank_main(
     pipe.send(last_word)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Nothing is left to tear down. An orderly exit would wait for threads that wait for a collective, and costs a loaded
+    # Nothing is left to tear down. An orderly exit would wait for threads that wait for a collective, and costs a busy
     # machine seconds.
     os._exit(code)
 
@@ -228,8 +228,8 @@ def _die_with_parent() -> None:
 def _rank_environment() -> dict[str, str]:
     """Return what ranks need to hear before they import torch; what is set already stays.
 
-    One thread a rank. A loopback device: Gloo otherwise looks this machine's own name up, which may fail. A cache folder
-    that exists: torch.optim makes one on import, for compiled code that there is none of here, and leaves it behind.
+    One thread a rank. A loopback device: Gloo otherwise looks this machine's own name up, which may fail. A cache
+    folder that exists: torch.optim makes one on import, for compiled code that there is none of here, and leaves it.
     """
     names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
     wanted = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir()}

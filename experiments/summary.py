@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from experiments.runs import RunResult, StepRecord
 
 SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, the step itself and those before it
-TARGET_FACTOR = 1.05  # the default target loss is this times the loss with which the first hook ends
+TARGET_SHARE = 0.95  # of the first hook's way from its first loss to its last: where the default target loss is
 TARGET_RULE = (
-    f"{TARGET_FACTOR:g} times the first hook's training loss over its last {SMOOTHING_STEPS} steps; "
-    f"a run is there after the first {SMOOTHING_STEPS} steps in a row whose mean is at or below it"
+    f"the loss with which the first hook has gone {100 * TARGET_SHARE:.0f} % of its way, from its first step's training loss "
+    f"to the mean of its last {SMOOTHING_STEPS}; a run is there after the first {SMOOTHING_STEPS} steps in a row whose "
+    "mean is at or below it"
 )
 
 
@@ -118,7 +119,7 @@ def total_bytes(steps: Sequence[StepRecord]) -> int:
 def _summary(result: RunResult, first: RunResult, target_loss: float | None) -> Summary:
     steps = result.steps
     evaluation = result.evaluations[-1]
-    target = TARGET_FACTOR * smoothed_losses(first.steps)[-1] if target_loss is None else target_loss
+    target = _default_target(first.steps) if target_loss is None else target_loss
     reached = _steps_to(steps, target)
     step = Spread.of([s.seconds for s in steps])
     moved = total_bytes(steps)
@@ -146,6 +147,12 @@ def _summary(result: RunResult, first: RunResult, target_loss: float | None) -> 
         bytes_to_target=None if reached is None else total_bytes(steps[:reached]),
         replicas_identical=result.replicas_identical,
     )
+
+
+def _default_target(steps: Sequence[StepRecord]) -> float:
+    """Return the loss that TARGET_RULE names."""
+    losses = smoothed_losses(steps)
+    return losses[0] + TARGET_SHARE * (losses[-1] - losses[0])
 
 
 def _steps_to(steps: Sequence[StepRecord], target: float) -> int | None:

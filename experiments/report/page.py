@@ -51,15 +51,18 @@ def page(
 
 
 def _finding(rows: list[Summary]) -> str:
-    """Return one sentence: the fastest step, what it is against the first hook's, and what it did to the loss."""
-    first, best = rows[0], min(rows, key=lambda row: row.step.median)
-    if best is first:
-        return f"No hook had a shorter step than {first.hook} ({seconds_in_words(first.step.median)})."
+    """Return in words which hook was at the target first, and what it cost and gained against the first hook."""
+    first = rows[0]
+    best = min(rows, key=lambda row: (row.seconds_to_target is None, row.seconds_to_target, row.step.median))
+    if best is first or best.seconds_to_target is None:
+        return f"No hook reached a training loss of {first.target_loss:.3f} sooner than {first.hook}."
     return (
-        f"With {best.hook} a step took {seconds_in_words(best.step.median)}, with {first.hook} "
-        f"{seconds_in_words(first.step.median)} ({times(best.step_speed_up)} as fast). A rank moved "
-        f"{bytes_in_words(best.moved_bytes)} instead of {bytes_in_words(first.moved_bytes)}. Held-out loss after "
-        f"{best.steps} steps was {best.held_out_loss:.3f}, {loss_change(best, first)} on {first.held_out_loss:.3f}."
+        f"{best.hook} was first at a training loss of {first.target_loss:.3f}: after "
+        f"{seconds_in_words(best.seconds_to_target)}, {first.hook} after {seconds_in_words(first.seconds_to_target)}. "
+        f"Its median step took {seconds_in_words(best.step.median)}, not {seconds_in_words(first.step.median)}: "
+        f"{times(best.step_speed_up)} as fast. A rank moved {bytes_in_words(best.moved_bytes)} instead of "
+        f"{bytes_in_words(first.moved_bytes)}. Held-out loss after {best.steps} steps: {best.held_out_loss:.3f}, "
+        f"with {first.hook} {first.held_out_loss:.3f}."
     )
 
 

@@ -132,9 +132,11 @@ def _curves(
     axes.axhline(target, color=theme.ink, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.7)
     axes.annotate(
         f"target {target:.3g}",
-        (0.01, target),
+        (0.995, target),
         xycoords=("axes fraction", "data"),
-        va="bottom",
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
         fontsize=8,
         color=theme.ink,
     )
@@ -142,7 +144,7 @@ def _curves(
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylabel("loss (line: training, dots: held out)")
-    axes.legend(loc="upper right")
+    axes.figure.legend(loc="outside lower left", ncols=3)
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:

@@ -29,7 +29,7 @@ class DigitsSize:
 
 SIZES = {
     "small": DigitsSize(channels=8, batch_size=16, steps=40),
-    "medium": DigitsSize(channels=32, batch_size=32, steps=120),
+    "medium": DigitsSize(channels=32, batch_size=32, steps=80),
     "large": DigitsSize(channels=64, batch_size=64, steps=200),
 }
 

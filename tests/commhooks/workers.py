@@ -17,7 +17,13 @@ from commhooks.task import BucketTask
 class Workers:
     """Hold every worker's state, for one bucket of `parameters`."""
 
-    def __init__(self, compressor: Compressor, world_size: int, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        compressor: Compressor,
+        world_size: int,
+        parameters: Sequence[Tensor],
+        names: Sequence[str] | None = None,
+    ) -> None:
         self.compressor = compressor
         self.world_size = world_size
         self.parameters = list(parameters)
@@ -26,10 +32,11 @@ class Workers:
         self.step_number = 0
         sizes = [p.numel() for p in self.parameters]
         self.memories = [torch.zeros(sum(sizes), dtype=parameters[0].dtype) for _ in range(world_size)]
-        names = [(f"layer{i}", p) for i, p in enumerate(self.parameters)]
+        named = zip(names or [f"layer{i}" for i in range(len(sizes))], self.parameters, strict=True)
+        names_of = list(named)
         self.views = []
         for memory, table in zip(self.memories, self.states, strict=True):
-            table.bind(names)
+            table.bind(names_of)
             slots = [Slot(p, part, table.of(p)) for p, part in zip(self.parameters, memory.split(sizes), strict=True)]
             self.views.append(BucketView(0, memory, slots))
 
