@@ -1,0 +1,122 @@
+"""What the tests of failure run on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks import AllReduce, BucketView, Compressor, Context, Request, Result
+from tests.commhooks.models import Given, Shape, gradients_of, wrap
+from tests.commhooks.workers import normal, zeros
+
+SHAPES: list[Shape] = [(40, 40)] * 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failing(Compressor):
+    """Fail on rank 1, in step 2, at bucket 1, in one way or another."""
+
+    how: str
+
+    def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
+        if (context.rank, context.step, bucket.index) == (1, 2, 1):
+            self._fail()
+        yield AllReduce(bucket.memory, average=True)
+        if (context.rank, context.step, bucket.index) == (1, 2, 1) and self.how == "wrong result":
+            return bucket.memory  # type: ignore[return-value]
+        mean = yield AllReduce(bucket.memory, average=True, last=True)
+        return Result(mean)
+
+    def _fail(self) -> None:
+        if self.how == "raise":
+            raise ValueError("a compressor went wrong")
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "stall":
+            time.sleep(3.0)
+
+
+def fail(rank: int, kind: str, how: str, hook_timeout: float | None = None) -> tuple[str, str, str, float]:
+    """Train until it fails; return the error's type and text, the next step's text, and the seconds it took."""
+    model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
+    commhooks.attach(model, Failing(how=how), hook_timeout=hook_timeout)
+    for step in range(4):
+        begun = time.monotonic()
+        try:
+            model(*normal(zeros(*SHAPES), 4, seed=step)[rank]).backward()
+        except Exception as error:
+            seconds = time.monotonic() - begun
+            return type(error).__name__, str(error), _text_of_another_step(model, rank), seconds
+    return "nothing", "", "", 0.0
+
+
+def _text_of_another_step(model: torch.nn.Module, rank: int) -> str:
+    try:
+        model(*normal(zeros(*SHAPES), 4, seed=9)[rank]).backward()
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def inf_on_one_rank(rank: int, kind: str) -> tuple[list[bool], float]:
+    """Spoil one gradient of rank 1 in step 2; say which steps were finite, and how far the end is from undisturbed."""
+    models = [wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01) for _ in range(2)]
+    for model in models:
+        commhooks.attach(model, commhooks.PowerSGD(rank=2))
+    finite, distance = [], math.inf
+    for step in range(5):
+        gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+        if step != 2:
+            models[1](*gradients).backward()
+        elif rank == 1:
+            gradients = [torch.full_like(g, math.inf) for g in gradients]
+        models[0](*gradients).backward()
+        finite.append(all(bool(torch.isfinite(g).all()) for g in gradients_of(models[0])))
+        if step != 2:
+            pairs = zip(gradients_of(models[0]), gradients_of(models[1]), strict=True)
+            distance = max(float((a - b).abs().max()) for a, b in pairs)
+        for model in models:
+            model.zero_grad()
+    return finite, distance
+
+
+def forgotten(rank: int, kind: str) -> bool:
+    """Drop a model with its attachment; say whether its thread and its memory are gone."""
+    before = threading.active_count()
+    model = wrap(kind, Given(*SHAPES))
+    attachment: Any = commhooks.attach(model, "powersgd")
+    for step in range(3):
+        model(*normal(zeros(*SHAPES), 2, seed=step)[rank]).backward()
+    gone = weakref.ref(attachment)
+    del model, attachment
+    deadline = time.monotonic() + 5  # the thread may still be on its way out of the last task
+    while time.monotonic() < deadline and (gone() is not None or threading.active_count() > before):
+        gc.collect()
+        time.sleep(0.01)
+    return gone() is None and threading.active_count() == before
+
+
+def ends_without_a_word(rank: int, how: str) -> None:
+    """End in the ways in which scripts end, with a scheduler's thread idle; the world checks the exit code."""
+    model = wrap("core", Given(*SHAPES), bucket_cap_mb=0.01)
+    global _kept
+    _kept = (model, commhooks.attach(model, "powersgd"))
+    for step in range(2):
+        model(*normal(zeros(*SHAPES), 2, seed=step)[rank]).backward()
+    if how == "destroy":
+        torch.distributed.destroy_process_group()
+
+
+_kept: Any = None

@@ -1,0 +1,108 @@
+"""The hooks on Gloo, over several buckets, on both DDPs. What each rank runs is in hooks_in_worlds.py."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commhooks
+from tests.commhooks import hooks_in_worlds as on_every_rank
+from tests.commhooks.ranks import run_ranks
+
+both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+
+
+@both_ddps
+def test_the_default_hooks_give_pytorchs_mean(kind: str) -> None:
+    for worst in run_ranks(on_every_rank.default_hooks_against_pytorchs, 2, kind, check_exit=False):
+        assert worst["allreduce"] == 0.0
+        assert worst["dense PowerSGD"] == 0.0
+        for (
+            name,
+            error,
+        ) in worst.items():  # a relative error of 2**-11 (fp16) or 2**-8 (bf16), twice, of elements below 5
+            bound = 0.0 if name in ("allreduce", "dense PowerSGD") else 5e-3 if "fp16" in name else 4e-2
+            assert error <= bound, name
+
+
+@both_ddps
+def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(kind: str) -> None:
+    for differ in run_ranks(on_every_rank.every_case_like_lockstep, 2, kind):
+        assert differ == []
+
+
+@both_ddps
+def test_attachments_come_and_go(kind: str) -> None:
+    run_ranks(on_every_rank.attach_detach_attach, 2, kind)
+
+
+@both_ddps
+def test_two_models_and_the_users_own_collectives_in_one_backward_pass(kind: str) -> None:
+    assert run_ranks(on_every_rank.company, 2, kind, 20) == [40, 40]
+
+
+@both_ddps
+def test_models_on_subgroups(kind: str) -> None:
+    run_ranks(on_every_rank.subgroups, 4, kind)
+
+
+def test_process_groups_come_and_go() -> None:
+    run_ranks(on_every_rank.groups_come_and_go, 2, check_exit=False)
+
+
+@both_ddps
+def test_odd_parameters_train(kind: str) -> None:
+    for losses in run_ranks(on_every_rank.odd_parameters, 2, kind):
+        assert losses["fp16"] == pytest.approx(losses["all-reduce"], rel=1e-3)
+        assert losses["powersgd"] == pytest.approx(losses["all-reduce"], rel=5e-2)
+
+
+def test_ranks_that_disagree_are_told_who_differs_in_what() -> None:
+    for message in run_ranks(on_every_rank.ranks_that_disagree, 2, check_exit=False):
+        assert "ranks disagree about what they attach" in message
+        assert (
+            "Rank 0 has: compressor PowerSGD(rank=1" in message and "Rank 1 has: compressor PowerSGD(rank=2" in message
+        )
+
+
+def test_attach_refuses_what_is_no_distributed_model() -> None:
+    with pytest.raises(commhooks.AttachError, match="expected a DistributedDataParallel.*got Linear"):
+        commhooks.attach(torch.nn.Linear(2, 2), "fp16")
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match="'powersdg' is not known; known are all-reduce, bf16.* Did you mean 'powersgd'"
+    ):
+        commhooks.make_compressor("powersdg")
+    with pytest.raises(ValueError, match="'fp16' does not take these settings"):
+        commhooks.make_compressor("fp16", rank=3)
+
+
+@pytest.mark.parametrize(
+    "name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "noop_hook", "powerSGD_hook"]
+)
+def test_hooks_have_the_shape_that_pytorch_wants(name: str) -> None:
+    hook: Any = getattr(commhooks, name)
+    signature = inspect.signature(hook)
+    assert signature.parameters["bucket"].annotation is dist.GradBucket  # type: ignore[attr-defined]
+    assert signature.return_annotation == torch.futures.Future[torch.Tensor]
+    assert hook.__name__ not in ("bf16_compress_hook", "bf16_compress_wrapper_hook")  # PyTorch refuses these off NCCL
+
+
+def test_the_state_of_powersgd_takes_pytorchs_arguments_in_pytorchs_order() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    ours = inspect.signature(commhooks.PowerSGDState).parameters.values()
+    theirs = inspect.signature(PowerSGDState).parameters.values()
+    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
+
+
+def test_wrappers_can_be_imported_first() -> None:
+    subprocess.run([sys.executable, "-c", "import commhooks.wrappers"], check=True, timeout=60)
