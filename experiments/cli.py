@@ -169,7 +169,7 @@ def _errors_in_words() -> Iterator[Console]:
 
     before = signal.signal(signal.SIGTERM, _leave)
     try:
-        yield Console() if sys.stdout.isatty() else Console(width=100)
+        yield Console() if sys.stdout.isatty() else Console(width=110)
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

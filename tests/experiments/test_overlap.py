@@ -1,0 +1,35 @@
+"""Overlap is real: communication hides behind the backward pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.link import LinkSettings
+from experiments.overlap import OverlapSettings, Round, measure_overlap
+
+LINK = LinkSettings(bits_per_second=100e6, latency_seconds=2e-4)
+
+
+def test_the_ratio_is_the_step_over_the_sum_of_its_parts() -> None:
+    assert Round(compute=0.5, communication=0.5, step=0.7).ratio == pytest.approx(0.7)
+
+
+def test_the_link_alone_takes_the_time_of_the_gradients_and_a_step_no_less() -> None:
+    result = measure_overlap(OverlapSettings(task="gpt", size="small", link=LINK, rounds=2, bucket_cap_mb=0.1))
+    assert result.buckets > 2
+    for turn in result.rounds:
+        assert turn.communication > 8 * 4 * 100_000 / 100e6  # it has more than 100,000 parameters
+        assert turn.step > turn.communication
+
+
+@pytest.mark.parametrize("change", [{"link": LinkSettings()}, {"ranks": 1}, {"rounds": 0}])
+def test_settings_that_show_nothing_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="overlap needs"):
+        OverlapSettings(**{"link": LINK, **change})  # type: ignore[arg-type]  # each change is of the right type
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(180)
+def test_a_step_is_shorter_than_four_fifths_of_compute_and_communication() -> None:
+    ratio = measure_overlap(OverlapSettings(link=LINK)).ratio
+    assert ratio.median < 0.8, f"step / (compute + communication): {ratio}"
