@@ -1,0 +1,18 @@
+"""A world of one rank, in the test's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Make this process the only rank of a Gloo group."""
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,167 @@
+"""The bucket's memory, and the views that parameters have of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ddp_core.bucket import EAGER_ELEMENTS, Bucket, GradBucket, is_dense, views_of
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Draw a shape and strides: from a permutation of a dense one, or at random."""
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    if draw(st.booleans()):
+        return shape, [draw(st.integers(0, 9)) for _ in shape]
+    order = draw(st.permutations(range(len(shape))))
+    strides, step = [0] * len(shape), 1
+    for dimension in order:
+        strides[dimension] = step
+        step *= max(1, shape[dimension])
+    return shape, strides
+
+
+def strided(layout: tuple[list[int], list[int]]) -> Tensor:
+    """Return a tensor of that shape and those strides."""
+    return torch.arange(100.0).as_strided(*layout)
+
+
+def covers_a_range_once(tensor: Tensor) -> bool:
+    """Tell by listing every element's place in memory."""
+    places = [sum(i * s for i, s in zip(index, tensor.stride(), strict=True)) for index in indices(tensor)]
+    return len(set(places)) == len(places) and (not places or max(places) - min(places) == len(places) - 1)
+
+
+def indices(tensor: Tensor) -> itertools.product[tuple[int, ...]]:
+    """Return the index of every element."""
+    return itertools.product(*(range(size) for size in tensor.shape))
+
+
+@given(layouts())
+def test_dense_means_a_gapless_range_of_memory_with_each_element_once(layout: tuple[list[int], list[int]]) -> None:
+    tensor = strided(layout)
+    assert is_dense(tensor) == covers_a_range_once(tensor)
+
+
+@given(st.lists(layouts(), max_size=4), st.integers(0, 3))
+def test_views_share_out_the_memory_among_the_parameters(
+    members_layouts: list[tuple[list[int], list[int]]], offset: int
+) -> None:
+    members = [strided(layout) for layout in members_layouts]
+    total = sum(member.numel() for member in members)
+    memory = torch.arange(float(offset + total))
+    views = views_of(memory[offset:], members)
+    position = float(offset)
+    for view, member in zip(views, members, strict=True):
+        assert view.shape == member.shape
+        assert sorted(view.flatten().tolist()) == [position + i for i in range(member.numel())]
+        assert view.stride() == member.stride() or not is_dense(member)
+        position += member.numel()
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    """Return parameters of every layout."""
+    return {
+        "plain": nn.Parameter(torch.randn(3, 4)),
+        "channels_last": nn.Parameter(torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)),
+        "transposed": nn.Parameter(torch.randn(5, 3).t()),
+        "expanded": nn.Parameter(torch.randn(3, 1).expand(3, 4)),
+        "gapped": nn.Parameter(torch.randn(3, 8)[:, ::2]),
+        "scalar": nn.Parameter(torch.randn(())),
+        "empty": nn.Parameter(torch.randn(0, 3)),
+        "large": nn.Parameter(torch.randn(EAGER_ELEMENTS + 1)),
+    }
+
+
+def bucket_of(members: dict[str, nn.Parameter]) -> Bucket:
+    """Return a bucket of these parameters, as the first of its model."""
+    return Bucket(0, range(len(members)), list(members.values()), list(members))
+
+
+def put_gradients(members: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Give every parameter a gradient of its own layout; return copies."""
+    for member in members:
+        member.grad = torch.randn_like(member)
+    return [member.grad.clone() for member in members if member.grad is not None]
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize("divisor", [None, 1, 3])
+def test_every_layout_goes_into_the_bucket_and_comes_back(as_views: bool, divisor: int | None) -> None:
+    members = parameters()
+    bucket = bucket_of(members)
+    for _ in range(2):  # in view mode the second round finds its gradients in the bucket
+        given_grads = put_gradients(bucket.members) if not as_views or bucket.members[0].grad is None else []
+        before = given_grads or [member.grad.clone() for member in bucket.members if member.grad is not None]
+        bucket.gather(range(len(members)), divisor, as_views)
+        mean = bucket.flat if as_views else bucket.flat.clone()
+        bucket.scatter(mean, set(), as_views)
+        for member, old, view in zip(bucket.members, before, bucket.views, strict=True):
+            assert member.grad is not None
+            torch.testing.assert_close(member.grad, old / (divisor or 1))
+            assert not as_views or member.grad.data_ptr() == view.data_ptr()
+        bucket.reset()
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_what_a_hook_hands_back_elsewhere_arrives(as_views: bool) -> None:
+    members = parameters()
+    bucket = bucket_of(members)
+    put_gradients(bucket.members)
+    bucket.gather(range(len(members)), None, as_views)
+    mean = torch.randn_like(bucket.flat)
+    bucket.scatter(mean.clone(), set(), as_views)
+    for member, expected in zip(bucket.members, views_of(mean, bucket.members), strict=True):
+        assert member.grad is not None
+        assert torch.equal(member.grad, expected)
+
+
+def test_zeros_travel_for_an_absent_gradient_and_the_untouched_keep_theirs() -> None:
+    members = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(3)), "c": nn.Parameter(torch.ones(1))}
+    bucket = bucket_of(members)
+    bucket.flat.fill_(7.0)  # left from an earlier iteration
+    members["a"].grad = torch.ones(2)
+    bucket.gather([0, 1, 2], 2, False)
+    assert bucket.flat.tolist() == [0.5, 0.5, 0, 0, 0, 0]
+    bucket.scatter(torch.arange(6.0), {2}, False)
+    assert members["a"].grad.tolist() == [0, 1]
+    assert members["b"].grad is not None
+    assert members["b"].grad.tolist() == [2, 3, 4]
+    assert members["c"].grad is None
+
+
+def test_a_hook_sees_the_parameters_their_names_and_views_with_their_strides() -> None:
+    members = parameters()
+    bucket = bucket_of(members)
+    window = GradBucket(4, True, bucket.flat, bucket.members, bucket.names)
+    assert window.index() == 4 and window.is_last() is True
+    assert window.names() == list(members)
+    assert all(mine is theirs for mine, theirs in zip(window.parameters(), members.values(), strict=True))
+    for view, member in zip(window.gradients(), members.values(), strict=True):
+        assert view.shape == member.shape
+        assert view.stride() == member.stride() or not is_dense(member)
+    window.gradients()[0].fill_(3.0)
+    assert window.buffer()[:12].tolist() == [3.0] * 12
+
+
+def test_gradients_follow_a_replaced_buffer() -> None:
+    members = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2, 2))}
+    window = GradBucket(0, True, torch.zeros(6), list(members.values()), list(members))
+    window.set_buffer(torch.arange(8, dtype=torch.float16)[2:])
+    assert window.buffer().dtype == torch.float16
+    assert [view.tolist() for view in window.gradients()] == [[2, 3], [[4, 5], [6, 7]]]
+
+
+def test_lists_given_to_a_hook_are_its_own() -> None:
+    bucket = bucket_of(parameters())
+    window = GradBucket(0, True, bucket.flat, bucket.members, bucket.names)
+    window.names().clear()
+    window.parameters().clear()
+    assert len(window.names()) == len(window.parameters()) == len(bucket.members)

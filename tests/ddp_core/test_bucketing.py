@@ -1,0 +1,132 @@
+"""Which parameter goes into which bucket: laws, and agreement with PyTorch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_core.bucketing import (
+    MIB,
+    ParameterSpec,
+    Plan,
+    assign_buckets,
+    choose_limits,
+    plan_from_numbers,
+    plan_to_numbers,
+)
+
+DTYPES = {"half": torch.float16, "single": torch.float32, "double": torch.float64}
+
+specs = st.builds(
+    lambda elements, kind, sparse: ParameterSpec(elements * DTYPES[kind].itemsize, kind, sparse),
+    st.integers(0, 40),
+    st.sampled_from(sorted(DTYPES)),
+    st.integers(0, 5).map(lambda number: number == 0),
+)
+many = st.lists(specs, min_size=1, max_size=30)
+some_limits = st.lists(st.integers(0, 600), min_size=1, max_size=3)
+
+
+@st.composite
+def ordered(draw: st.DrawFn) -> tuple[list[ParameterSpec], list[int], list[int] | None]:
+    """Draw parameters, limits, and perhaps an order in which to take the parameters."""
+    drawn = draw(many)
+    order = draw(st.none() | st.permutations(range(len(drawn))))
+    return drawn, draw(some_limits), order
+
+
+def by_kind(drawn: list[ParameterSpec], plan: Plan) -> dict[object, list[tuple[int, ...]]]:
+    """Return the buckets of dense parameters, apart for every kind."""
+    buckets = defaultdict(list)
+    for bucket in plan:
+        if not drawn[bucket[0]].sparse:
+            buckets[drawn[bucket[0]].kind].append(bucket)
+    return buckets
+
+
+@given(ordered())
+def test_every_parameter_is_in_exactly_one_bucket(case: tuple[list[ParameterSpec], list[int], list[int] | None]) -> None:
+    plan = assign_buckets(*case)
+    assert sorted(index for bucket in plan for index in bucket) == list(range(len(case[0])))
+    assert all(plan)
+
+
+@given(ordered())
+def test_a_bucket_is_of_one_kind_and_a_sparse_gradient_alone(
+    case: tuple[list[ParameterSpec], list[int], list[int] | None],
+) -> None:
+    drawn = case[0]
+    for bucket in assign_buckets(*case):
+        assert len({drawn[index].kind for index in bucket}) == 1
+        assert len(bucket) == 1 or not any(drawn[index].sparse for index in bucket)
+
+
+@given(ordered())
+def test_a_bucket_closes_with_the_parameter_that_reaches_its_limit(
+    case: tuple[list[ParameterSpec], list[int], list[int] | None],
+) -> None:
+    drawn, limits, _ = case
+    for buckets in by_kind(drawn, assign_buckets(*case)).values():
+        for position, bucket in enumerate(buckets):
+            limit = limits[min(position, len(limits) - 1)]
+            sizes = [drawn[index].nbytes for index in bucket]
+            assert sum(sizes[:-1]) < limit or len(sizes) == 1
+            assert sum(sizes) >= limit or position == len(buckets) - 1
+
+
+@given(ordered())
+def test_parameters_of_a_bucket_keep_their_order(
+    case: tuple[list[ParameterSpec], list[int], list[int] | None],
+) -> None:
+    drawn, _, order = case
+    rank = {index: position for position, index in enumerate(order or range(len(drawn)))}
+    for bucket in assign_buckets(*case):
+        assert sorted(bucket, key=rank.__getitem__) == list(bucket)
+
+
+@given(ordered())
+def test_a_plan_comes_back_from_its_numbers(case: tuple[list[ParameterSpec], list[int], list[int] | None]) -> None:
+    plan = assign_buckets(*case)
+    numbers = plan_to_numbers(plan)
+    assert len(numbers) == 2 * len(case[0])
+    assert plan_from_numbers(numbers) == plan
+
+
+@given(ordered())
+def test_plans_are_those_of_pytorch(case: tuple[list[ParameterSpec], list[int], list[int] | None]) -> None:
+    drawn, limits, order = case
+    taken = list(order or range(len(drawn)))
+    dtypes = [DTYPES[str(spec.kind)] for spec in drawn]
+    tensors = [torch.empty(drawn[i].nbytes // dtypes[i].itemsize, dtype=dtypes[i]) for i in taken]
+    sparse = [spec.sparse for spec in drawn]
+    theirs, _ = dist._compute_bucket_assignment_by_size(tensors, limits, sparse, [] if order is None else taken)
+    ours = assign_buckets(drawn, limits, order)
+    # buckets that never filled come from a hash map there: their order among themselves says nothing
+    assert sorted(map(tuple, theirs)) == sorted(ours)
+    assert order is not None or [tuple(bucket) for bucket in theirs] == ours
+
+
+def test_the_small_first_bucket_is_for_those_who_name_no_size() -> None:
+    assert choose_limits(None, None, one_bucket_at_first=False) == ((MIB, 25 * MIB), (MIB, 25 * MIB))
+    assert choose_limits(2, None, one_bucket_at_first=False) == ((2 * MIB,), (2 * MIB,))
+    assert choose_limits(2, [0.5, 3], one_bucket_at_first=False) == ((MIB // 2, 3 * MIB),) * 2
+
+
+def test_one_bucket_per_kind_until_the_order_is_known() -> None:
+    first, then = choose_limits(None, None, one_bucket_at_first=True)
+    big = [ParameterSpec(100 * MIB, "single")] * 3 + [ParameterSpec(8, "double")]
+    assert assign_buckets(big, first) == [(0, 1, 2), (3,)]
+    assert then == (MIB, 25 * MIB)
+
+
+@pytest.mark.parametrize("cap", [0, -1, float("nan"), -0.5])
+def test_a_size_that_is_not_positive_is_refused(cap: float) -> None:
+    with pytest.raises(ValueError, match=r"bucket_cap_mb must be a positive number of MiB \(got"):
+        choose_limits(cap, None, one_bucket_at_first=False)
+    with pytest.raises(ValueError, match="bucket_cap_mb must be a positive"):
+        choose_limits(None, [1, cap], one_bucket_at_first=True)
