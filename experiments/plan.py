@@ -36,7 +36,7 @@ def plan(
         size: The preset of the models.
         seed: Of model, data and compressors.
         ddp: 'core' or 'torch'.
-        bucket_cap_mb: Size of a bucket in MiB; None: the DDP's own.
+        bucket_cap_mb: MiB; None: the DDP's own.
         evaluate_every: Steps between two evaluations.
 
     Raises:
@@ -45,13 +45,8 @@ def plan(
     """
     if not tasks or not hooks:
         raise ValueError("nothing to compare: name at least one task and one hook")
-    specs = [HookSpec.parse(hook) for hook in hooks]
-    for spec in specs:
-        make_hook(spec)
-    texts = [*tasks, *(spec.label for spec in specs)]
-    repeated = [text for text in texts if texts.count(text) > 1]
-    if repeated:
-        raise ValueError(f"{repeated[0]} is asked for twice: each task and each hook is run once")
+    specs = _known_hooks(hooks)
+    _refuse_repeats([*tasks, *(spec.label for spec in specs)])
     world = world_size(ranks)
     known = [make_task(_known_task(task), size) for task in tasks]
     for task in known:
@@ -72,6 +67,20 @@ def plan(
         for task in known
         for spec in specs
     )
+
+
+def _known_hooks(hooks: Sequence[str]) -> list[HookSpec]:
+    """Return the hooks; each was made once, so that a mistake shows before any process starts."""
+    specs = [HookSpec.parse(hook) for hook in hooks]
+    for spec in specs:
+        make_hook(spec)
+    return specs
+
+
+def _refuse_repeats(texts: Sequence[str]) -> None:
+    for text in texts:
+        if texts.count(text) > 1:
+            raise ValueError(f"{text} is asked for twice: each task and each hook is run once")
 
 
 def world_size(ranks: int | None) -> int:

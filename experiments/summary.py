@@ -13,8 +13,8 @@ SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, the step
 TARGET_SHARE = 0.95  # of the first hook's way from its first loss to its last: where the default target loss is
 TARGET_RULE = (
     f"the loss with which the first hook has gone {100 * TARGET_SHARE:.0f} % of its way, from the training loss of its "
-    f"first step to the mean of its last {SMOOTHING_STEPS}; a run is there after the first {SMOOTHING_STEPS} steps in a "
-    "row whose mean is at or below it"
+    f"first step to the mean of its last {SMOOTHING_STEPS}; a run is there after the first {SMOOTHING_STEPS} steps in "
+    "a row whose mean is at or below it"
 )
 
 
