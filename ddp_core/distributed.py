@@ -164,6 +164,12 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
             return self._after_forward(self.module(*inputs, **kwargs), synchronises)
 
     def _before_forward(self, synchronises: bool) -> None:
+        unmirrored = self.reducer.settings.skip_all_reduce_unused_params or self.buffer_hook is not None
+        if unmirrored and self._join_config.enable:
+            raise NotImplementedError(
+                "join() works neither with skip_all_reduce_unused_params=True nor with a buffer hook: a rank that has "
+                "joined cannot know which collectives the others skip or issue"
+            )
         if synchronises:
             self.reducer.before_forward()
         active = Join.notify_join_context(self)

@@ -23,7 +23,8 @@ def unfinished(
         remedy = "Since `find_unused_parameters=True` is enabled, return all outputs in lists, tuples, dicts or "
         remedy += "dataclasses, where they are looked for, and make"
         text += (
-            "Some parameters of the module were not used in producing the loss. "
+            "Some parameters of the module were not used in producing the loss, or an exception cut the backward pass "
+            "short. "
             f"{remedy if searching else 'Try passing the keyword argument `find_unused_parameters=True`, or make'} "
             "sure that all `forward` function outputs participate in calculating loss. For PyTorch's trace of every "
             "collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL.\n"
@@ -31,6 +32,14 @@ def unfinished(
     return RuntimeError(
         f"{text}Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}\n"
         f"Parameters which did not receive grad for rank {rank}: {', '.join(names[i] for i in missing)}"
+    )
+
+
+def interrupted(failure: Exception) -> RuntimeError:
+    """Say that a communication hook raised, so that the reduction it was to begin never ended."""
+    return RuntimeError(
+        "Expected to have finished reduction in the prior iteration before starting a new one: it was interrupted by "
+        f"{type(failure).__name__}: {failure}. Gradients may differ between ranks; load a checkpoint and wrap again."
     )
 
 

@@ -31,13 +31,17 @@ class CommHook(NamedTuple):
 
     def start(self, bucket: GradBucket) -> Pending:
         """Call the hook for one bucket; raise RuntimeError if it returns what cannot be waited for."""
-        pending = Pending(self.function(self.state, bucket), bucket, self.name)
-        if not isinstance(pending.returned, RESULTS):
+        try:
+            returned = self.function(self.state, bucket)
+        except Exception as error:
+            error.add_note(f"in {_where(self.name, bucket)}")
+            raise
+        if not isinstance(returned, RESULTS):
             raise RuntimeError(
-                f"{pending}: the callback must return a torch.futures.Future object, but got "
-                f"{type(pending.returned).__name__}; a Work or a Tensor will do as well"
+                f"{_where(self.name, bucket)}: the callback must return a torch.futures.Future object, but got "
+                f"{type(returned).__name__}; a Work or a Tensor will do as well"
             )
-        return pending
+        return Pending(returned, bucket, self.name)
 
 
 class Pending(NamedTuple):
@@ -47,30 +51,43 @@ class Pending(NamedTuple):
     bucket: GradBucket
     name: str
 
-    def __str__(self) -> str:
-        names = self.bucket.names()
-        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-        return f"communication hook {self.name!r}, bucket {self.bucket.index()} ({', '.join(names[:6])}{more})"
-
     def result(self) -> Tensor:
         """Wait for the mean: as many elements as the bucket, flattened (a sparse bucket's as it came).
 
-        Raises what the future raises, and RuntimeError if what came is not a tensor of the bucket's size.
+        Raises what the future raises, and RuntimeError if what came does not fit the bucket.
         """
         value, buffer = self.returned, self.bucket.buffer()
-        if isinstance(value, dist.Work):
-            value.wait()
-            return buffer
-        if not isinstance(value, Tensor):
-            value = value.wait()
+        try:
+            if isinstance(value, dist.Work):
+                value.wait()
+                return buffer
+            if not isinstance(value, Tensor):
+                value = value.wait()
+        except Exception as error:
+            error.add_note(f"in {_where(self.name, self.bucket)}")
+            raise
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
-        if isinstance(value, Tensor) and buffer.is_sparse:
-            return value
-        if not isinstance(value, Tensor) or value.numel() != buffer.numel():
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise RuntimeError(f"{self}: expected a tensor of {buffer.numel()} elements of {buffer.dtype}, got {got}")
-        return value.reshape(-1).contiguous()
+        if not isinstance(value, Tensor) or not _fills(value, buffer):
+            wanted = _words(buffer) if buffer.is_sparse else f"{buffer.numel()} elements of {_words(buffer)}"
+            got = _words(value) if isinstance(value, Tensor) else type(value).__name__
+            raise RuntimeError(f"{_where(self.name, self.bucket)}: expected a tensor with {wanted}, got {got}")
+        return value if buffer.is_sparse else value.reshape(-1).contiguous()
+
+
+def _fills(value: Tensor, buffer: Tensor) -> bool:
+    size = value.shape == buffer.shape if buffer.is_sparse else value.numel() == buffer.numel() and not value.is_sparse
+    return size and value.device == buffer.device and value.is_complex() == buffer.is_complex()
+
+
+def _words(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.layout} on {tensor.device}"
+
+
+def _where(hook: str, bucket: GradBucket) -> str:
+    names = bucket.names()
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return f"communication hook {hook!r}, bucket {bucket.index()} ({', '.join(names[:6])}{more})"
 
 
 def check_hook(hook: object) -> None:

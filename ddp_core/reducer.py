@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from ddp_core.bucket import Bucket, GradBucket, SparseBucket
 from ddp_core.bucketing import ParameterSpec, Plan, assign_buckets, plan_from_numbers, plan_to_numbers
-from ddp_core.errors import marked_twice, static_graph_changed, unfinished, unseen_outputs
+from ddp_core.errors import interrupted, marked_twice, static_graph_changed, unfinished, unseen_outputs
 from ddp_core.graph import at_end_of_backward, unreachable
 from ddp_core.hooks import CommHook, Pending
 from ddp_core.step_guard import watch
@@ -123,6 +123,7 @@ class Reducer:
         self.unused: list[int] = []  # those that count as ready without firing
         self.globally_unused: set[int] = set()
         self.buckets_reduced = 0  # in the latest iteration
+        self.failure: Exception | None = None  # what a hook raised: the reduction it was to begin never ends
         self._layout_checks_left = 2
         self._end_iteration()
 
@@ -144,6 +145,8 @@ class Reducer:
 
     def require_finished(self) -> None:
         """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
+        if self.failure is not None:
+            raise self.noted(interrupted(self.failure)) from self.failure
         if self.in_progress and self.learns_graph:
             raise self.noted(unseen_outputs())
         if self.in_progress:
@@ -227,7 +230,7 @@ class Reducer:
 
     def _arrive(self, bucket: Bucket, place: int) -> None:
         if bucket.eager[place]:
-            self._gather(bucket, [place])
+            self._gather(bucket, (place,))
         bucket.pending -= 1
         if bucket.pending == 0:
             self._gather(bucket, bucket.batched)
@@ -280,7 +283,11 @@ class Reducer:
         """Begin the reduction of ``memory``, which stands for ``bucket``: through the hook, or by an all-reduce."""
         window = GradBucket(bucket.index, bucket is self.buckets[-1], memory, bucket.members, bucket.names)
         if self.hook is not None:
-            return self.hook.start(window)
+            try:
+                return self.hook.start(window)
+            except Exception as error:
+                self.failure = error
+                raise
         return Pending(self.process_group.allreduce([memory]), window, "all-reduce")
 
     def count_usage(self, used: Sequence[int]) -> Usage:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.torch_suite import adapt
+from tests.torch_suite import adapt, stand_ins
 
 os.environ.setdefault("BACKEND", "gloo")
 os.environ.setdefault("WORLD_SIZE", "2")
@@ -80,7 +80,7 @@ def run_test(rank: int, name: str, which: str, folder: str) -> tuple[str, str]:
     common_utils.set_rng_seed()
     suite._barrier()
     try:
-        with adapt.cuda_is_cpu(ddp):
+        with stand_ins.provide(ddp), adapt.cuda_is_cpu(ddp):
             getattr(suite, name)()
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
