@@ -42,7 +42,7 @@ class Slot:
     state: ParameterState
 
     def matrix(self) -> Tensor:
-        """View the gradient as a matrix (n, m), first dimension against the rest, without copying.
+        """View the gradient as a matrix n×m, first dimension against the rest, without copying.
 
         Columns come in memory order, so a channels-last tensor is a matrix too. Where the first dimension is neither
         the outermost nor the innermost in memory, the outermost one stands in for it.

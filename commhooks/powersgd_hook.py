@@ -26,7 +26,7 @@ class PowerSGDState:
 
     - `matrix_approximation_rank`: lower: smaller messages, more left to the residual.
     - `start_powerSGD_iter`: so many steps of plain all-reduce come first. Unlike PyTorch's, 0 and 1 are allowed.
-    - `min_compression_rate`: a matrix (n, m) is compressed if (n + m)·rank·rate < n·m. Unlike PyTorch's, a rate below
+    - `min_compression_rate`: a matrix n×m is compressed if (n + m)·rank·rate < n·m. Unlike PyTorch's, a rate below
     1 does not make messages larger than the gradient, and vectors are never factorised.
     - `use_error_feedback`, `warm_start`: leave them on.
     - `orthogonalization_epsilon`: not needed here, zero columns do no harm; damps directions of P of about that norm.

@@ -82,7 +82,7 @@ class AllReduce(Request):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllGather(Request):
-    """Ask for every rank's tensor, stacked in rank order: (world size, *shape)."""
+    """Ask for every rank's tensor, stacked in rank order: world size × the tensor's shape."""
 
     kind: ClassVar[str] = "all-gather"
 

@@ -5,10 +5,10 @@ and 2.
 Idea: one step of a power iteration, warm-started from the last one, finds a rank-r basis P of the *mean* gradient,
 and the mean's coefficients Q in that basis; both are linear in the gradient, so they are summed on the wire. What a
 rank's own factors miss stays in its residual and is added to its next gradient.
-Bytes on the wire: (n + m)·r for a matrix (n, m); vectors and small matrices ride uncompressed in P's collective.
+Bytes on the wire: (n + m)·r for a matrix n×m; vectors and small matrices ride uncompressed in P's collective.
 Weakness: two rounds, the second of which cannot start before the first is done.
 
-Legend: M (n, m) a gradient plus its residual; P (r, n) the left factor and Q (r, m) the right one, both kept
+Legend: M n×m a gradient plus its residual; P r×n the left factor and Q r×m the right one, both kept
 transposed, for products over rows of M are the fast ones; r the rank.
 """
 
@@ -68,14 +68,14 @@ class PowerSGD(Compressor):
             return Result(mean)
 
         for x in plan.matrices:
-            torch.mm(x.basis(self, context), x.form().t(), out=x.P)  # (r, m) · (m, n)
+            torch.mm(x.basis(self, context), x.form().t(), out=x.P)  # r×m · m×n
         plan.pack()
         first = yield AllReduce(plan.first, average=True)
         finite = context.all_finite(first)
 
         for x in plan.matrices:
             x.P.copy_(orthonormal_rows(x.P, self.epsilon))
-            torch.mm(x.P, x.formed(), out=x.Q)  # (r, n) · (n, m)
+            torch.mm(x.P, x.formed(), out=x.Q)  # r×n · n×m
         Qs_sent = plan.second_parts(plan.second.clone() if self.error_feedback else plan.second)
         second = yield AllReduce(plan.second, average=True, last=True)
         finite = finite & context.all_finite(second)
@@ -108,12 +108,12 @@ class PowerSGD(Compressor):
 
 
 def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Return a matrix (r, n), r ≤ n, with orthonormal rows that span those of `P`.
+    """Return a matrix r×n, r ≤ n, with orthonormal rows that span those of `P`.
 
     Householder QR: nothing is divided by a norm, so zero rows, dependent rows, and rows of 1e-30 or 1e30 all give
     finite orthonormal rows (arbitrary ones where `P` has none to offer), the same wherever `P` is the same.
     """
-    basis, triangle = torch.linalg.qr(P.t())  # (n, r), (r, r)
+    basis, triangle = torch.linalg.qr(P.t())  # n×r, r×r
     if epsilon:
         norms = triangle.diagonal().abs()
         basis = basis * (norms / (norms + epsilon))
@@ -150,7 +150,7 @@ class _Plan:
                 x.scratch = scratch[: x.elements].view(x.n, x.m)
 
     def second_parts(self, second: Tensor) -> list[Tensor]:
-        """Split the second message into one Q, (r, m), for each matrix."""
+        """Split the second message into one Q, r×m, for each matrix."""
         parts = second.split(self._sizes()[1])
         return [part.view(x.r, x.m) for x, part in zip(self.matrices, parts, strict=True)]
 
@@ -184,7 +184,7 @@ class _Matrix:
 
     @property
     def residual(self) -> Tensor:
-        """What this rank has not got through yet, (n, m)."""
+        """What this rank has not got through yet, n×m."""
         return self._state.local["residual"]
 
     def form(self) -> Tensor:

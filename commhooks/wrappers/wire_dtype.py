@@ -41,7 +41,7 @@ class WireDtype(Compressor):
             while True:
                 try:
                     answer = yield self._narrowed(request)
-                except Exception as error:  # noqa: PERF203 - a failure must reach the inner compressor at its yield
+                except Exception as error:
                     request = exchange.throw(error)
                 else:
                     request = exchange.send(answer)
