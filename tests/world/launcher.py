@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tests.world.rank import STACK_SIGNAL, Assignment, main, output_file, stack_file
+from tests.world.rank import STACK_SIGNAL, Assignment, Options, main, output_file, stack_file
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 3.0  # how long the other ranks may run on once one has failed
@@ -26,6 +27,7 @@ EXIT_SECONDS = 20.0  # how long a rank may take to end once told to leave
 OUTPUT_LINES = 40  # of each rank, in an error
 
 context = multiprocessing.get_context("forkserver")
+_one_at_a_time = threading.Lock()  # worlds may be started from several threads
 
 
 class WorldError(RuntimeError):
@@ -87,6 +89,7 @@ def run_world(
     timeout: float = 50.0,
     backend: str | None = "gloo",
     check_exit: bool = True,
+    destroy_group: bool = True,
     store: str = "file",
     environment: Mapping[str, str] | None = None,
     **kwargs: Any,
@@ -96,13 +99,20 @@ def run_world(
     timeout: seconds until every rank still running is killed; also the process group's own timeout.
     backend: None leaves the process group to the function.
     check_exit: False lets ranks end by `os._exit`, for PyTorch's own DDP, which aborts in about 6 % of exits.
+    destroy_group: False leaves the process group to the end of the process, as many scripts do.
     store: "file", or "tcp" (a TCPStore in rank 0, on a port that the system chose).
     environment: variables for the ranks, beside the parent's own.
     Raises WorldError with the traceback of every rank that failed.
     """
-    outcomes = _run(
-        function, args, kwargs, world_size, timeout, GRACE_SECONDS, backend, store, check_exit, dict(environment or {})
+    options = Options(
+        timeout=timeout,
+        backend=backend,
+        check_exit=check_exit,
+        destroy_group=destroy_group,
+        store=store,
+        environment={**os.environ, **(environment or {})},
     )
+    outcomes = _run(pickle.dumps((function, args, kwargs)), world_size, options, GRACE_SECONDS)
     for outcome in outcomes:
         if outcome.output:
             print(f"[rank {outcome.rank}] {outcome.output.rstrip()}")
@@ -119,6 +129,7 @@ def run_world_outcomes(
     timeout: float = 50.0,
     backend: str | None = "gloo",
     check_exit: bool = True,
+    destroy_group: bool = True,
     store: str = "file",
     environment: Mapping[str, str] | None = None,
     **kwargs: Any,
@@ -127,43 +138,25 @@ def run_world_outcomes(
 
     For tests in which ranks are meant to fail: the others may run on until `timeout`.
     """
-    return _run(
-        function, args, kwargs, world_size, timeout, timeout, backend, store, check_exit, dict(environment or {})
+    options = Options(
+        timeout=timeout,
+        backend=backend,
+        check_exit=check_exit,
+        destroy_group=destroy_group,
+        store=store,
+        environment={**os.environ, **(environment or {})},
     )
+    return _run(pickle.dumps((function, args, kwargs)), world_size, options, grace=timeout)
 
 
-def _run(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    world_size: int,
-    timeout: float,
-    grace: float,
-    backend: str | None,
-    store: str,
-    check_exit: bool,
-    environment: dict[str, str],
-) -> list[Outcome]:
-    call = pickle.dumps((function, args, kwargs))
+def _run(call: bytes, world_size: int, options: Options, grace: float) -> list[Outcome]:
     _ensure_server()
     folder = tempfile.mkdtemp(prefix="world-")
     world = _World(folder, world_size)
     try:
         for rank in range(world_size):
-            world.start(
-                Assignment(
-                    rank=rank,
-                    world_size=world_size,
-                    folder=folder,
-                    backend=backend,
-                    store=store,
-                    group_timeout=timeout,
-                    check_exit=check_exit,
-                    environment={**os.environ, **environment},
-                    call=call,
-                )
-            )
-        world.listen(timeout, grace)
+            world.start(Assignment(rank=rank, world_size=world_size, folder=folder, options=options, call=call))
+        world.listen(options.timeout, grace)
         world.dismiss()
         return world.outcomes
     finally:
@@ -174,7 +167,10 @@ def _run(
 def _ensure_server() -> None:
     """Start the fork server, once, with torch imported and one thread per rank."""
     context.set_forkserver_preload(["tests.world.preload"])
-    with _environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), GLOO_SOCKET_IFNAME="lo"):
+    with (
+        _one_at_a_time,
+        _environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), GLOO_SOCKET_IFNAME="lo"),
+    ):
         forkserver.ensure_running()
 
 

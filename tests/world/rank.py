@@ -28,17 +28,25 @@ STACK_SIGNAL = signal.SIGUSR1
 
 
 @dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a world is set up; see `run_world`."""
+
+    timeout: float  # seconds
+    backend: str | None  # None: no process group
+    check_exit: bool
+    destroy_group: bool
+    store: str  # "file" or "tcp"
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What a rank is to do; it travels pickled, so that nothing is imported before the rank's environment is set."""
+    """What a rank is to do; the call travels pickled, so that nothing is imported before the environment is set."""
 
     rank: int
     world_size: int
     folder: str
-    backend: str | None  # None: no process group
-    store: str  # "file" or "tcp"
-    group_timeout: float  # seconds
-    check_exit: bool
-    environment: dict[str, str]
+    options: Options
     call: bytes  # pickled (function, args, kwargs)
 
 
@@ -63,10 +71,10 @@ def main(assignment: Assignment, connection: Connection) -> NoReturn:
         code = 1
     connection.send_bytes(report)
     if code == 0:
-        _wait_for_leave(connection)
+        _wait_for_leave(connection, assignment.options.destroy_group)
     sys.stdout.flush()
     sys.stderr.flush()
-    if not assignment.check_exit:
+    if not assignment.options.check_exit:
         os._exit(code)
     exit_like_a_script(code)
 
@@ -90,7 +98,7 @@ def _settle_in(assignment: Assignment) -> None:
     stack = open(stack_file(assignment.folder, assignment.rank), "w")  # noqa: SIM115 (stays open for the handler)
     faulthandler.enable()  # a segmentation fault shows its stack among the rank's output
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
-    os.environ.update(assignment.environment)
+    os.environ.update(assignment.options.environment)
     torch.set_num_threads(1)
     set_debug_level_from_env()
 
@@ -105,14 +113,14 @@ def _let_the_fork_server_go() -> None:
 
 def _run(assignment: Assignment) -> Any:
     function, args, kwargs = _unpickled_call(assignment.call)
-    if assignment.backend is None:
+    if assignment.options.backend is None:
         return function(assignment.rank, *args, **kwargs)
     dist.init_process_group(
-        assignment.backend,
+        assignment.options.backend,
         store=_open_store(assignment),
         rank=assignment.rank,
         world_size=assignment.world_size,
-        timeout=timedelta(seconds=assignment.group_timeout),
+        timeout=timedelta(seconds=assignment.options.timeout),
     )
     value = function(assignment.rank, *args, **kwargs)
     gc.collect()  # a model in a reference cycle must go before its process group does
@@ -125,7 +133,7 @@ def _unpickled_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], d
 
 
 def _open_store(assignment: Assignment) -> Store:
-    if assignment.store == "file":
+    if assignment.options.store == "file":
         return FileStore(str(Path(assignment.folder, "store")), assignment.world_size)
     port_file = Path(assignment.folder, "port")
     if assignment.rank == 0:
@@ -134,7 +142,7 @@ def _open_store(assignment: Assignment) -> Store:
         written.write_text(str(store.port))
         written.rename(port_file)
         return store
-    deadline = time.monotonic() + assignment.group_timeout
+    deadline = time.monotonic() + assignment.options.timeout
     while not port_file.exists():
         if time.monotonic() > deadline:
             raise TimeoutError("rank 0 did not open its store")
@@ -142,11 +150,11 @@ def _open_store(assignment: Assignment) -> Store:
     return TCPStore("127.0.0.1", int(port_file.read_text()), assignment.world_size, is_master=False)
 
 
-def _wait_for_leave(connection: Connection) -> None:
+def _wait_for_leave(connection: Connection, destroy_group: bool) -> None:
     """Stay until every rank has reported: a store or a socket that peers still use must not go with us."""
     try:
         connection.recv_bytes()
     except EOFError:
         os._exit(1)
-    if dist.is_initialized():
+    if destroy_group and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Our DDP beside PyTorch's and beside local training: the same parameters, step by step."""
