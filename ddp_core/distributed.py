@@ -175,6 +175,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         active = Join.notify_join_context(self)
         self.reducer.join_work = None if self._divides_by_initial_world_size else active
         if torch.is_grad_enabled():
+            self.reducer.reduced = False
             self.reducer.rebuild_if_due()
         if self._buffers_sync_before_forward and self.will_sync_module_buffers():
             self._sync_buffers()

@@ -35,11 +35,11 @@ def unfinished(
     )
 
 
-def interrupted(failure: Exception) -> RuntimeError:
+def interrupted(failure: str) -> RuntimeError:
     """Say that a communication hook raised, so that the reduction it was to begin never ended."""
     return RuntimeError(
         "Expected to have finished reduction in the prior iteration before starting a new one: it was interrupted by "
-        f"{type(failure).__name__}: {failure}. Gradients may differ between ranks; load a checkpoint and wrap again."
+        f"{failure}. Gradients may differ between ranks; load a checkpoint and wrap again."
     )
 
 

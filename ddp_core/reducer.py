@@ -123,7 +123,9 @@ class Reducer:
         self.unused: list[int] = []  # those that count as ready without firing
         self.globally_unused: set[int] = set()
         self.buckets_reduced = 0  # in the latest iteration
-        self.failure: Exception | None = None  # what a hook raised: the reduction it was to begin never ends
+        self.failure: str | None = None  # what a hook raised: the reduction it was to begin never ends
+        self.reduced = False  # this iteration's gradients are means now: one that comes later is late
+        self._warned_late = False
         self._layout_checks_left = 2
         self._end_iteration()
 
@@ -146,7 +148,7 @@ class Reducer:
     def require_finished(self) -> None:
         """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
         if self.failure is not None:
-            raise self.noted(interrupted(self.failure)) from self.failure
+            raise self.noted(interrupted(self.failure))
         if self.in_progress and self.learns_graph:
             raise self.noted(unseen_outputs())
         if self.in_progress:
@@ -200,6 +202,8 @@ class Reducer:
         if (self.searches_graph or self.static_graph) and self.parameters[index].grad is not None:
             self.used[index] = 1  # also under no_sync: what was used there is reduced later
         if not self.expecting:
+            if self.reduced:
+                self._warn_of_late_gradient(index)
             return
         if self.paused:
             self._require_no_promise()
@@ -220,6 +224,15 @@ class Reducer:
         elif left < 0:
             complaint = static_graph_changed if self.static_graph else marked_twice
             raise self.noted(complaint(index, self.names[index]))
+
+    def _warn_of_late_gradient(self, index: int) -> None:
+        self.reduced, self._warned_late = False, True
+        warnings.warn(
+            f"parameter {self.names[index]!r} got a gradient after this iteration's gradients were reduced; it stays on "
+            "this rank alone. Run one forward pass per backward pass, or add the losses up. (Harmless if gradients of "
+            "gradients were meant to stay local.)",
+            stacklevel=2,
+        )
 
     def _require_no_promise(self) -> None:
         if self.promised:
@@ -286,7 +299,7 @@ class Reducer:
             try:
                 return self.hook.start(window)
             except Exception as error:
-                self.failure = error
+                self.failure = f"{type(error).__name__}: {error}"  # the error itself holds frames, and these hold us
                 raise
         return Pending(self.process_group.allreduce([memory]), window, "all-reduce")
 
@@ -312,6 +325,7 @@ class Reducer:
         in_flight, usage = self.in_flight, self.usage
         self.buckets_reduced = len(in_flight) - in_flight.count(None)
         self._end_iteration()
+        self.reduced = not self._warned_late
         self._layout_checks_left = max(0, self._layout_checks_left - 1)
         if self.learns_graph:
             self.learned = True

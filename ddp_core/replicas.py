@@ -57,8 +57,8 @@ def _differences(
     if len(mine) != len(reference):
         odd = sorted({name for name, _ in mine} ^ {name for name, _ in reference})
         yield (
-            f"DDP expects same model across all ranks, but Rank 0 has {len(reference)} params and buffers, while rank "
-            f"{rank} has inconsistent {len(mine)} (only one of them has: {', '.join(odd[:6]) or 'none by name'})"
+            f"DDP expects same model across all ranks, but Rank 0 has {len(reference)} params, while rank {rank} has "
+            f"inconsistent {len(mine)} params (buffers are counted; only one of them has: {', '.join(odd[:6]) or 'none by name'})"
         )
         return
     for index, ((name, got), (_, expected)) in enumerate(zip(mine, reference, strict=True)):
@@ -91,7 +91,10 @@ def _chunks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Cut into messages; in each, the widest types come first, so that all of them stay aligned."""
     chunks: list[list[Tensor]] = []
     nbytes = MESSAGE_BYTES
-    for tensor in sorted(tensors, key=lambda t: (str(t.device), -t.element_size(), str(t.dtype))):
+    devices = list(
+        dict.fromkeys(tensor.device for tensor in tensors)
+    )  # by first appearance: numbers may differ by rank
+    for tensor in sorted(tensors, key=lambda t: (devices.index(t.device), -t.element_size(), str(t.dtype))):
         nbytes += tensor.nbytes
         if nbytes > MESSAGE_BYTES or chunks[-1][0].device != tensor.device:
             chunks.append([])
