@@ -1,0 +1,242 @@
+"""Gradients accumulate with no_sync() round either pass, and are reduced right afterwards; uneven inputs are joined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_core import DistributedDataParallel
+from tests.ddp_core.facts import Facts
+from tests.ddp_core.models import MEAN, Branches, Words, grads, ones, scale
+
+facts = Facts()
+
+MODES: list[dict[str, bool]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    {"static_graph": True, "gradient_as_bucket_view": True},
+]
+
+
+def gradient(ddp: nn.Module) -> float:
+    (values,) = grads(ddp)
+    assert values is not None
+    return values[0]
+
+
+@facts
+def no_sync_round_both_passes_accumulates(rank: int) -> None:
+    for mode in MODES:
+        ddp = DistributedDataParallel(scale(), **mode)
+        for _ in range(3):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                ddp(ones(rank)).sum().backward()
+                ddp(10 * ones(rank)).sum().backward()
+                assert gradient(ddp) == 11 * (rank + 1), mode
+            ddp(100 * ones(rank)).sum().backward()
+            assert gradient(ddp) == 111 * MEAN, mode
+
+
+@facts
+def no_sync_round_the_forward_pass_accumulates(rank: int) -> None:
+    for mode in MODES:
+        ddp = DistributedDataParallel(scale(), **mode)
+        for _ in range(3):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                loss = ddp(ones(rank)).sum()
+            loss.backward()
+            assert gradient(ddp) == rank + 1, mode
+            ddp(10 * ones(rank)).sum().backward()
+            assert gradient(ddp) == 11 * MEAN, mode
+
+
+@facts
+def no_sync_round_the_backward_pass_accumulates(rank: int) -> None:
+    for mode in MODES:
+        ddp = DistributedDataParallel(scale(), **mode)
+        for _ in range(3):
+            ddp.zero_grad()
+            loss = ddp(ones(rank)).sum()
+            with ddp.no_sync():
+                loss.backward()
+            assert gradient(ddp) == rank + 1, mode
+            loss = ddp(10 * ones(rank)).sum()
+            with ddp.no_sync():
+                loss.backward(retain_graph=True)
+            loss.backward()
+            assert gradient(ddp) == 21 * MEAN, mode
+
+
+@facts
+def the_flag_that_no_sync_sets_can_be_set_by_hand(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    ddp.require_backward_grad_sync = False
+    ddp(ones(rank)).sum().backward()
+    assert gradient(ddp) == rank + 1
+    ddp.require_backward_grad_sync = True
+    ddp(ones(rank)).sum().backward()
+    assert gradient(ddp) == 2 * MEAN
+
+
+@facts
+def no_sync_nests_and_ends_with_an_exception(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    with pytest.raises(KeyError), ddp.no_sync():  # noqa: PT012 (the raise stands for the user's own)
+        with ddp.no_sync():
+            pass
+        assert ddp.require_backward_grad_sync is False
+        raise KeyError
+    assert ddp.require_backward_grad_sync is True
+
+
+@facts
+def what_was_used_only_while_accumulating_is_reduced_too(rank: int) -> None:
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    for _ in range(2):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(ones(rank), "a").backward()
+        ddp(ones(rank), "b").backward()
+        assert grads(ddp) == [[MEAN], [MEAN]]
+
+
+@facts
+def gradients_that_are_not_zeroed_go_on_from_the_mean(rank: int) -> None:
+    for mode in MODES:
+        ddp = DistributedDataParallel(scale(), **mode)
+        for count in range(1, 5):
+            ddp(ones(rank)).sum().backward()
+            assert gradient(ddp) == count * MEAN, mode
+
+
+@facts
+def several_forward_passes_before_one_backward_pass(rank: int) -> None:
+    for mode in MODES:
+        ddp = DistributedDataParallel(scale(), **mode)
+        for _ in range(3):
+            ddp.zero_grad()
+            (ddp(ones(rank)) + ddp(10 * ones(rank))).sum().backward()
+            assert gradient(ddp) == 11 * MEAN, mode
+
+
+@facts
+def every_input_weighs_the_same_in_join(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    seen = []
+    with ddp.join():
+        for _ in range(2 + 2 * rank):
+            ddp.zero_grad()
+            ddp(ones(rank)).sum().backward()
+            seen.append(gradient(ddp))
+    assert seen == [MEAN, MEAN, 1.0, 1.0][: 2 + 2 * rank]
+
+
+@facts
+def ranks_that_still_train_may_share_the_mean_in_join(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    seen = []
+    with ddp.join(divide_by_initial_world_size=False):
+        for _ in range(4 - 2 * rank):
+            ddp.zero_grad()
+            ddp(ones(rank)).sum().backward()
+            seen.append(gradient(ddp))
+    assert seen == [MEAN, MEAN, 1.0, 1.0][: 4 - 2 * rank]
+
+
+@facts
+def the_last_model_is_everyones_after_join(rank: int) -> None:
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        model = nn.Sequential(scale(), nn.BatchNorm1d(1))
+        ddp = DistributedDataParallel(model, **options)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for epoch in range(2):
+            with ddp.join():
+                for _ in range(1 + 2 * (rank if epoch == 0 else 1 - rank)):
+                    optimizer.zero_grad()
+                    ddp(torch.arange(4.0).view(4, 1) * (rank + 1)).square().sum().backward()
+                    optimizer.step()
+            states: list[object] = [None, None]
+            torch.distributed.all_gather_object(states, [v.tolist() for v in model.state_dict().values()])
+            assert states[0] == states[1], options
+
+
+@facts
+def join_answers_for_accumulating_ranks(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    seen = []
+    with ddp.join():
+        for _ in range(1 + 2 * rank):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                ddp(ones(rank)).sum().backward()
+            ddp(ones(rank)).sum().backward()
+            seen.append(gradient(ddp))
+    assert seen == [2 * MEAN, 2.0, 2.0][: 1 + 2 * rank]
+
+
+@facts
+def no_sync_round_the_backward_pass_alone_is_refused_in_join(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    with pytest.raises(RuntimeError, match=r"no_sync\(\) round the backward pass alone.*Put the forward pass"), ddp.join():  # noqa: PT012 (join must see the exception pass)
+        loss = ddp(ones(rank)).sum()
+        with ddp.no_sync():
+            loss.backward()
+    assert ddp.require_backward_grad_sync is True
+
+
+@facts
+def join_can_throw_on_every_rank_instead(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    with pytest.raises(RuntimeError, match="exhausted"), ddp.join(throw_on_early_termination=True):  # noqa: PT012 (which pass raises depends on the rank)
+        for _ in range(1 + 2 * rank):
+            ddp(ones(rank)).sum().backward()
+
+
+@facts
+def a_disabled_join_changes_nothing(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    with ddp.join(enable=False):
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(ones(rank)).sum().backward()
+            assert gradient(ddp) == MEAN
+
+
+@facts
+def join_mirrors_a_hook_and_sparse_gradients(rank: int) -> None:
+    def hook(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]  # 'Returning Any from function': Work.get_future is untyped
+
+    for options in ({}, {"find_unused_parameters": True}):
+        for registered in (None, hook):
+            ddp = DistributedDataParallel(Words(), **options)
+            if registered is not None:
+                ddp.register_comm_hook(None, registered)
+            seen = []
+            with ddp.join():
+                for _ in range(1 + 2 * rank):
+                    ddp.zero_grad()
+                    ddp(rank).backward()
+                    seen.append(ddp.module.words.weight.grad.to_dense()[:, 0].tolist())
+            assert seen == [[0.5, 0.5, 0, 0], [0, 0.5, 0, 0], [0, 0.5, 0, 0]][: 1 + 2 * rank], options
+
+
+@facts
+def join_refuses_what_a_joined_rank_cannot_mirror(rank: int) -> None:
+    skipping = DistributedDataParallel(scale(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    with pytest.raises(NotImplementedError, match="skip_all_reduce_unused_params"):
+        skipping.join()
+    hooked = DistributedDataParallel(scale())
+    hooked._register_buffer_comm_hook(None, lambda state, buffers: [])
+    with pytest.raises(NotImplementedError, match="buffer hook"):
+        hooked.join()
+
+
+test_on_two_ranks = facts.tests()

@@ -1,0 +1,373 @@
+"""Every kind of graph that autograd can build between a parameter and a loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_core import DistributedDataParallel
+from tests.ddp_core.facts import Facts
+from tests.ddp_core.models import MEAN, Branches, Outputs, Words, grads, ones, scale
+
+facts = Facts()
+
+Pair = namedtuple("Pair", "first second")  # noqa: PYI024 (a container that users return)
+
+
+@dataclasses.dataclass
+class Record:
+    """A container that is no pytree."""
+
+    first: Tensor
+    second: Tensor
+
+
+class Own:
+    """A container that nobody can look into."""
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.first, self.second = first, second
+
+
+def first_of(outputs: Any) -> Tensor:
+    """Return the first of the two outputs, wherever it is."""
+    if isinstance(outputs, (Record, Own)):
+        return outputs.first
+    if isinstance(outputs, Tensor):
+        return outputs[0]
+    found = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs[0]
+    return found if isinstance(found, Tensor) else first_of(found)
+
+
+CONTAINERS: dict[str, Any] = {
+    "tuple": lambda a, b: (a, b),
+    "list": lambda a, b: [a, [b]],
+    "dict": lambda a, b: {"first": a, "second": {"nested": (b,)}},
+    "ordered": lambda a, b: OrderedDict(first=a, second=b),
+    "named": Pair,
+    "dataclass": Record,
+}
+
+
+def mean_gradients(ddp: nn.Module, rank: int, loss_of: Any, steps: int = 3) -> list[Any]:
+    """Return the gradients of each of some steps."""
+    seen = []
+    for _ in range(steps):
+        ddp.zero_grad()
+        loss_of(ddp(ones(rank))).sum().backward()
+        seen.append(grads(ddp))
+    return seen
+
+
+@facts
+def outputs_are_found_in_every_container(rank: int) -> None:
+    for (name, container), options in itertools.product(
+        CONTAINERS.items(), ({}, {"find_unused_parameters": True}, {"static_graph": True})
+    ):
+        ddp = DistributedDataParallel(Outputs(container), **options)
+
+        def loss(outputs: Any) -> Tensor:
+            if isinstance(outputs, dict):
+                outputs = tuple(outputs.values())
+            if isinstance(outputs, Record):
+                outputs = (outputs.first, outputs.second)
+            second = outputs[1]
+            while not isinstance(second, Tensor):
+                second = second["nested"] if isinstance(second, dict) else second[0]
+            return first_of(outputs) + second
+
+        assert mean_gradients(ddp, rank, loss) == [[[MEAN], [MEAN]]] * 3, (name, options)
+
+
+@facts
+def an_output_left_out_of_the_loss_gives_no_gradient(rank: int) -> None:
+    for name, container in CONTAINERS.items():
+        if name != "dataclass":  # what is in one does not pass the common node; PyTorch's class has the same limit
+            ddp = DistributedDataParallel(Outputs(container), find_unused_parameters=True)
+            assert mean_gradients(ddp, rank, first_of) == [[[MEAN], None]] * 3, name
+
+
+@facts
+def an_output_left_out_on_one_rank_alone_counts_as_zero(rank: int) -> None:
+    ddp = DistributedDataParallel(Outputs(lambda a, b: (a, b)), find_unused_parameters=True)
+    for _ in range(3):
+        ddp.zero_grad()
+        a, b = ddp(ones(rank))
+        (a if rank == 0 else a + b).sum().backward()
+        assert grads(ddp) == [[MEAN], [1.0]]
+
+
+@facts
+def a_static_graph_whose_outputs_nobody_can_see_is_an_error_not_a_divergence(rank: int) -> None:
+    ddp = DistributedDataParallel(Outputs(Own), static_graph=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    before = ddp.module.a.weight.item()
+    outputs = ddp(ones(rank))
+    (outputs.first + outputs.second).sum().backward()
+    with pytest.raises(RuntimeError, match="static_graph=True: .*not through the outputs"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="static_graph=True: .*not through the outputs"):
+        ddp(ones(rank))
+    assert ddp.module.a.weight.item() == before
+
+
+@facts
+def outputs_nobody_can_see_need_no_help_otherwise(rank: int) -> None:
+    ddp = DistributedDataParallel(Outputs(Own))
+    assert mean_gradients(ddp, rank, lambda outputs: outputs.first + outputs.second) == [[[MEAN], [MEAN]]] * 3
+
+
+@facts
+def a_parameter_may_itself_be_the_output(rank: int) -> None:
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def forward(self) -> Tensor:
+            return self.weight
+
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        ddp = DistributedDataParallel(Weight(), **options)
+        for _ in range(3):
+            ddp.zero_grad()
+            (ddp() * (rank + 1)).backward()
+            assert grads(ddp) == [[MEAN]], options
+
+
+@facts
+def a_parameter_unused_on_one_rank_gets_the_others_half(rank: int) -> None:
+    for view in (False, True):
+        ddp = DistributedDataParallel(Branches(), find_unused_parameters=True, gradient_as_bucket_view=view)
+        for step in range(4):
+            ddp.zero_grad()
+            ddp(ones(rank), "ab" if (rank + step) % 2 else "a").backward()
+            assert grads(ddp) == [[MEAN], [1.0 if step % 2 == 0 else 0.5]]
+
+
+@facts
+def a_parameter_unused_on_every_rank_keeps_its_gradient(rank: int) -> None:
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        ddp = DistributedDataParallel(Branches(), **options)
+        ddp.module.b.weight.grad = torch.full((1, 1), 7.0 + rank)
+        for count in range(1, 4):
+            ddp(ones(rank), "a").backward()
+            assert grads(ddp) == [[count * MEAN], [7.0 + rank]], options
+        ddp.zero_grad()
+        ddp(ones(rank), "a").backward()
+        assert grads(ddp) == [[MEAN], None]
+
+
+@facts
+def a_static_graph_may_leave_parameters_out(rank: int) -> None:
+    for view in (False, True):
+        ddp = DistributedDataParallel(Branches(), static_graph=True, gradient_as_bucket_view=view)
+        for _ in range(4):
+            ddp.zero_grad()
+            ddp(ones(rank), "a" if rank == 0 else "ab").backward()
+            assert grads(ddp) == [[MEAN], [1.0]]
+
+
+@facts
+def buckets_that_nobody_uses_are_skipped(rank: int) -> None:
+    launched: list[str] = []
+
+    def hook(state: object, bucket: Any) -> Tensor:
+        launched.extend(bucket.names())
+        return bucket.buffer()  # type: ignore[no-any-return]  # 'Returning Any from function': a bucket is duck-typed
+
+    for skip in (False, True):
+        launched.clear()
+        ddp = DistributedDataParallel(
+            Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=skip, bucket_cap_mb=1e-6
+        )
+        ddp.register_comm_hook(None, hook)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(ones(rank), "a").backward()
+            assert grads(ddp)[1] is None
+        assert sorted(launched) == (["a.weight"] * 2 if skip else ["a.weight", "a.weight", "b.weight", "b.weight"])
+
+
+class GivesNone(torch.autograd.Function):
+    """Adds a number, and says that it has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+@facts
+def a_function_may_give_none_for_a_used_parameter(rank: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = scale()
+            self.b = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Any:
+            return GivesNone.apply(self.a(x), self.b)  # type: ignore[no-untyped-call]  # 'Call to untyped function "apply"'
+
+    for options, of_b in (({}, [0.0]), ({"find_unused_parameters": True}, None), ({"static_graph": True}, None)):
+        ddp = DistributedDataParallel(Model(), **options)  # type: ignore[arg-type]  # 'has incompatible type "**dict[str, bool]"'
+        # the order of parameters: b is the model's own, and comes first
+        assert mean_gradients(ddp, rank, lambda y: y) == [[of_b, [MEAN]]] * 3, options
+
+
+class Checkpointed(nn.Module):
+    """Runs its two weights, twice, under checkpoints of one form."""
+
+    def __init__(self, reentrant: bool, times: int) -> None:
+        super().__init__()
+        self.a, self.b = scale(), scale()
+        self.reentrant, self.times = reentrant, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            for layer in (self.a, self.b):
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@facts
+def checkpoints_of_both_forms_give_what_local_training_gives(rank: int) -> None:
+    for reentrant, times, options in (
+        (False, 1, {}),
+        (False, 2, {}),
+        (False, 2, {"find_unused_parameters": True}),
+        (False, 2, {"static_graph": True}),
+        (True, 1, {}),
+        (True, 1, {"static_graph": True}),
+        (True, 3, {"static_graph": True}),
+        (True, 3, {"static_graph": True, "gradient_as_bucket_view": True}),
+    ):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Checkpointed(reentrant, times), **options)
+        local = Checkpointed(False, times)
+        local.load_state_dict(ddp.module.state_dict())
+        (sum(local(ones(r)) for r in range(2)) / 2).sum().backward()  # type: ignore[union-attr]  # 'Item "float" of "Tensor | float" has no attribute "sum"': there are two
+        for _ in range(4):
+            ddp.zero_grad()
+            ddp(ones(rank).requires_grad_()).sum().backward()
+            for got, wanted in zip(ddp.parameters(), local.parameters(), strict=True):
+                torch.testing.assert_close(got.grad, wanted.grad)
+
+
+@facts
+def reentrant_checkpoints_that_run_twice_over_a_weight_name_the_remedy(rank: int) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(scale(), Checkpointed(True, 2)))
+    with pytest.raises(RuntimeError, match=r"ready only once.*[ab]\.weight.*use_reentrant=False.*static_graph=True"):
+        ddp(ones(rank)).sum().backward()
+
+
+@facts
+def a_whole_wrapped_module_may_be_checkpointed(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    for reentrant in (False, True, True):
+        ddp.zero_grad()
+        checkpoint(ddp, ones(rank).requires_grad_(), use_reentrant=reentrant).sum().backward()
+        assert grads(ddp) == [[MEAN]]
+
+
+@facts
+def a_gradient_penalty_is_averaged(rank: int) -> None:
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        ddp = DistributedDataParallel(nn.Sequential(scale(), nn.Tanh()), **options)
+        weight = ddp.module[0].weight.item()
+        expected = 0.0
+        for r in range(2):
+            w = torch.tensor(weight, requires_grad=True)
+            slope = w * (1 - torch.tanh(w * (r + 1)) ** 2)
+            (slope**2 + torch.tanh(w * (r + 1))).backward()
+            assert w.grad is not None
+            expected += w.grad.item() / 2
+        for _ in range(3):
+            ddp.zero_grad()
+            x = ones(rank).requires_grad_()
+            y = ddp(x).sum()
+            (slope,) = torch.autograd.grad(y, x, create_graph=True)
+            ((slope**2).sum() + y).backward()
+            assert grads(ddp)[0] == pytest.approx([expected]), options
+
+
+@facts
+def a_backward_pass_that_keeps_its_graph_is_averaged(rank: int) -> None:
+    for view in (False, True):
+        ddp = DistributedDataParallel(nn.Sequential(scale(), nn.Tanh()), gradient_as_bucket_view=view)
+        local = nn.Sequential(scale(), nn.Tanh())
+        local.load_state_dict(ddp.module.state_dict())
+        (sum(local(ones(r)).sum() for r in range(2)) / 2).backward()  # type: ignore[union-attr]  # 'Item "float" of "Tensor | float" has no attribute "backward"': there are two
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(ones(rank)).sum().backward(create_graph=True)
+            torch.testing.assert_close(ddp.module[0].weight.grad.detach(), local[0].weight.grad)
+
+
+@facts
+def functional_call_runs_on_parameters_made_elsewhere(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    for _ in range(2):
+        ddp.zero_grad()
+        doubled = {f"module.{name}": 2 * value for name, value in ddp.module.named_parameters()}
+        torch.func.functional_call(ddp, doubled, (ones(rank),)).sum().backward()
+        assert grads(ddp) == [[2 * MEAN]]
+
+
+@facts
+def two_models_share_a_backward_pass(rank: int) -> None:
+    for cap in (None, 1e-6):
+        first, second = (DistributedDataParallel(Branches(), bucket_cap_mb=cap) for _ in range(2))
+        for _ in range(3):
+            first.zero_grad()
+            second.zero_grad()
+            (first(ones(rank)) + second(10 * ones(rank))).backward()
+            assert grads(first) == [[MEAN]] * 2
+            assert grads(second) == [[10 * MEAN]] * 2
+
+
+@facts
+def a_sparse_embedding_may_be_unused(rank: int) -> None:
+    ddp = DistributedDataParallel(Words(), find_unused_parameters=True)
+    for used in ((0, 1), (None, 1), (0, None), (None, None), (0, 1)):
+        ddp.zero_grad()
+        ddp(used[rank]).backward()
+        expected = [[0.5, 0.5] if word in used else [0.0, 0.0] for word in range(4)]
+        assert grads(ddp) == [None if used == (None, None) else sum(expected, []), [1.0]]
+
+
+@facts
+def a_sparse_gradient_that_no_module_announces_is_named(rank: int) -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(4, 2))
+
+        def forward(self) -> Tensor:
+            return nn.functional.embedding(torch.tensor([1]), self.table, sparse=True)
+
+    ddp = DistributedDataParallel(Functional())
+    with pytest.raises(RuntimeError, match="'table' got a sparse gradient"):
+        ddp().sum().backward()
+
+
+@facts
+def a_compiled_module_trains(rank: int) -> None:
+    ddp = DistributedDataParallel(torch.compile(Branches(), backend="aot_eager"))  # type: ignore[arg-type]  # 'incompatible type "Callable"': a module comes back for a module
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(ones(rank)).backward()
+        assert grads(ddp) == [[MEAN], [MEAN]]
+
+
+test_on_two_ranks = facts.tests()

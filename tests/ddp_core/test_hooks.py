@@ -1,0 +1,309 @@
+"""Any communication hook runs: whatever it is, whatever of the allowed it returns, and PyTorch's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.futures import Future
+
+import ddp_core
+from ddp_core import DistributedDataParallel, GradBucket
+from tests.ddp_core.facts import Facts
+from tests.ddp_core.models import MEAN, Words, grads, ones, scale
+
+facts = Facts()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 2)).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]  # 'No overload variant of "to"': the stubs leave memory_format alone out
+
+
+def step(ddp: nn.Module, rank: int) -> list[list[float] | None]:
+    """Return the gradients of one backward pass on this rank's data."""
+    ddp.zero_grad()
+    generator = torch.Generator().manual_seed(rank)
+    ddp(torch.randn(2, 2, 3, 3, generator=generator)).square().sum().backward()
+    return grads(ddp)
+
+
+def means(rank: int) -> list[list[float] | None]:
+    """Return the gradients without any hook."""
+    return step(DistributedDataParallel(model_of_seed(), bucket_cap_mb=1e-4), rank)
+
+
+def model_of_seed() -> nn.Module:
+    torch.manual_seed(1)
+    return model()
+
+
+def hooked(state: object, hook: Callable[..., Any], **options: Any) -> DistributedDataParallel:
+    """Return the model, in several buckets after the first step, with a hook."""
+    ddp = DistributedDataParallel(model_of_seed(), bucket_cap_mb=1e-4, **options)
+    ddp.register_comm_hook(state, hook)
+    return ddp
+
+
+def reduced(bucket: Any) -> Any:
+    """Start the bucket's average."""
+    bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(bucket.buffer(), async_op=True)
+
+
+def plain(state: Any, bucket: Any) -> Future[Tensor]:
+    return reduced(bucket).get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]  # 'Returning Any from function': Work.get_future is untyped
+
+
+def postponed(state: object, bucket: ddp_core.GradBucket) -> Future[Tensor]:
+    return plain(state, bucket)
+
+
+def for_pytorch(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    return plain(state, bucket)
+
+
+class BucketLike(Protocol):
+    def buffer(self) -> Tensor: ...
+
+
+def duck_typed(state: object, bucket: BucketLike) -> Future[Tensor] | Tensor:
+    return plain(state, bucket)
+
+
+class Callable_:  # noqa: N801 (the name would hide typing's)
+    """Hooks of every other shape."""
+
+    def __call__(self, state: object, window: Any) -> Any:
+        return plain(state, window)
+
+    def method(self, state: object, window: Any) -> Any:
+        return plain(state, window)
+
+    @staticmethod
+    def static(state: object, window: Any) -> Any:
+        return plain(state, window)
+
+
+SHAPES: dict[str, Callable[..., Any]] = {
+    "function": plain,
+    "lambda": lambda s, b: plain(s, b),
+    "partial": functools.partial(plain),
+    "partial with a keyword": functools.partial(lambda s, b, scale: plain(s, b), scale=1),
+    "callable object": Callable_(),
+    "bound method": Callable_().method,
+    "static method": Callable_.static,
+    "any arguments": lambda *arguments: plain(*arguments),
+    "defaults": lambda s, b, more=3: plain(s, b),
+    "postponed annotations": postponed,
+    "PyTorch's annotations": for_pytorch,
+    "protocol": duck_typed,
+}
+
+RETURNS: dict[str, Callable[..., Any]] = {
+    "Future[Tensor]": plain,
+    "Future[list[Tensor]]": lambda s, b: reduced(b).get_future(),
+    "Work": lambda s, b: reduced(b),
+    "Tensor": lambda s, b: (reduced(b).wait(), b.buffer())[1],
+    "another Tensor": lambda s, b: (reduced(b).wait(), b.buffer().clone())[1],
+    "another shape": lambda s, b: (reduced(b).wait(), b.buffer().clone().view(1, -1))[1],
+    "another dtype": lambda s, b: (reduced(b).wait(), b.buffer().double())[1],
+    "every second element": lambda s, b: (reduced(b).wait(), b.buffer().repeat_interleave(2)[::2])[1],
+    "half of its memory": lambda s, b: (reduced(b).wait(), torch.cat([b.buffer(), b.buffer()])[b.buffer().numel() :])[1],
+}
+
+
+@facts
+def a_hook_may_have_any_shape(rank: int) -> None:
+    expected = means(rank)
+    for name, hook in SHAPES.items():
+        ddp = hooked(None, hook)
+        for _ in range(2):
+            assert step(ddp, rank) == expected, name
+
+
+@facts
+def a_hook_may_return_a_future_a_list_a_work_or_a_tensor(rank: int) -> None:
+    expected = means(rank)
+    for view in (False, True):
+        for name, hook in RETURNS.items():
+            ddp = hooked(None, hook, gradient_as_bucket_view=view)
+            for _ in range(2):
+                assert step(ddp, rank) == expected, (name, view)
+
+
+@facts
+def a_future_may_be_completed_later_and_by_another_thread(rank: int) -> None:
+    expected = means(rank)
+
+    def slow(state: object, bucket: Any) -> Any:
+        return reduced(bucket).get_future().then(lambda _: bucket.buffer()).then(lambda future: [future.value()])
+
+    ddp = hooked(None, slow)
+    assert [step(ddp, rank) for _ in range(3)] == [expected] * 3
+
+
+@facts
+def gradients_have_the_strides_of_their_parameters_and_names_tell_them(rank: int) -> None:
+    seen: dict[str, tuple[int, ...]] = {}
+    last = []
+
+    def look(state: list[int], bucket: GradBucket) -> Any:
+        assert isinstance(bucket, GradBucket)
+        assert bucket.buffer().dim() == 1
+        last.append(bucket.is_last())
+        state.append(bucket.index())
+        for name, parameter, gradient in zip(
+            bucket.names(), bucket.parameters(), bucket.gradients(), strict=True
+        ):
+            assert dict(ddp.module.named_parameters())[name] is parameter
+            assert torch.equal(gradient, parameter.grad)  # type: ignore[arg-type]  # 'expected "Tensor"': it has one by now
+            seen[name] = gradient.stride()
+        return plain(None, bucket)
+
+    indices: list[int] = []
+    ddp = DistributedDataParallel(model_of_seed(), bucket_cap_mb=1e-4)
+    ddp.register_comm_hook(indices, look)
+    step(ddp, rank)
+    assert (indices, last) == ([0], [True])
+    step(ddp, rank)
+    assert indices == [0, *range(len(indices) - 1)] and len(indices) > 2
+    assert last[1:] == [False] * (len(last) - 2) + [True]
+    assert seen == {name: parameter.stride() for name, parameter in ddp.module.named_parameters()}
+    assert not ddp.module[0].weight.is_contiguous()
+
+
+@facts
+def a_hook_gets_gradients_that_are_not_divided(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    ddp.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    ddp(ones(rank)).sum().backward()
+    assert grads(ddp) == [[rank + 1.0]]
+
+
+@facts
+def hooks_are_replaced_and_removed_between_steps(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+
+    def gradient() -> float:
+        ddp.zero_grad()
+        ddp(ones(rank)).sum().backward()
+        return float(ddp.module.weight.grad.item())
+
+    first = ddp.register_comm_hook(None, lambda state, bucket: torch.full_like(bucket.buffer(), 5.0))
+    assert gradient() == 5
+    second = ddp.register_comm_hook(6.0, lambda state, bucket: torch.full_like(bucket.buffer(), state))
+    assert gradient() == 6
+    first.remove()  # it is not the registered one
+    assert gradient() == 6
+    second.remove()
+    second.remove()
+    assert gradient() == MEAN
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    assert gradient() == MEAN
+    ddp.remove_comm_hook()
+    assert gradient() == MEAN
+
+
+@facts
+def a_wrapper_may_replace_the_buffer(rank: int) -> None:
+    expected = means(rank)
+    for wrapper, tolerance in ((default_hooks.fp16_compress_wrapper, 1e-2), (wrap_in_double, 0.0)):
+        ddp = hooked(None, wrapper(RETURNS["Future[Tensor]"]))
+        for _ in range(2):
+            for got, wanted in zip(step(ddp, rank), expected, strict=True):
+                assert got == pytest.approx(wanted, rel=tolerance, abs=tolerance)
+
+
+def wrap_in_double(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``hook`` work on twice the gradient, in float64."""
+
+    def wrapped(state: object, bucket: Any) -> Any:
+        narrow = bucket.buffer()
+        bucket.set_buffer(narrow.double() * 2)
+        assert bucket.gradients()[0].dtype == torch.float64
+        future = hook(state, bucket)
+        return future.then(lambda done: narrow.copy_(done.value() / 2))
+
+    return wrapped
+
+
+@facts
+def the_hooks_of_pytorch_run_unmodified(rank: int) -> None:
+    expected = means(rank)
+    hooks: dict[Callable[..., Any], float] = {default_hooks.allreduce_hook: 0.0, default_hooks.fp16_compress_hook: 1e-2}
+    for hook, tolerance in hooks.items():
+        ddp = hooked(None, hook)
+        for _ in range(3):
+            for got, wanted in zip(step(ddp, rank), expected, strict=True):
+                assert got == pytest.approx(wanted, rel=tolerance, abs=tolerance)
+
+
+@facts
+def the_noop_hook_leaves_this_ranks_gradients(rank: int) -> None:
+    alone = model_of_seed()
+    assert step(hooked(None, debugging_hooks.noop_hook), rank) == step(alone, rank)
+
+
+@facts
+def powersgd_of_pytorch_runs_with_one_bucket(rank: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(8, 8, bias=False))
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    column = torch.arange(1.0, 9.0)
+    for _ in range(5):
+        ddp.zero_grad()
+        (ddp(column * (rank + 1)) * column).sum().backward()  # a gradient of rank 1: compressed without loss
+    torch.testing.assert_close(ddp.module.weight.grad, MEAN * torch.outer(column, column))
+
+
+@facts
+def a_hook_sees_a_sparse_gradient_alone(rank: int) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def look(state: object, bucket: GradBucket) -> Any:
+        assert bucket.gradients()[0] is bucket.buffer() or not bucket.buffer().is_sparse
+        seen.append((" ".join(bucket.names()), bucket.buffer().is_sparse))
+        return plain(state, bucket)
+
+    ddp = DistributedDataParallel(Words())
+    ddp.register_comm_hook(None, look)
+    ddp(rank).backward()
+    assert sorted(seen) == [("out.weight", False), ("words.weight", True)]
+    assert ddp.module.words.weight.grad.to_dense().tolist() == [[0.5, 0.5], [0.5, 0.5], [0, 0], [0, 0]]
+    assert grads(ddp)[1] == [1.0]
+
+
+@facts
+def a_hook_that_raises_is_named_now_and_by_the_next_forward_pass(rank: int) -> None:
+    def broken(state: object, bucket: object) -> Any:
+        raise LookupError("no such luck")
+
+    ddp = DistributedDataParallel(scale())
+    ddp.register_comm_hook(None, broken)
+    with pytest.raises(LookupError, match="no such luck") as caught:
+        ddp(ones()).sum().backward()
+    assert "broken" in "".join(caught.value.__notes__) and "(weight)" in "".join(caught.value.__notes__)
+    with pytest.raises(RuntimeError, match="LookupError: no such luck"):
+        ddp(ones())
+
+
+@facts
+def a_future_that_fails_passes_its_error_on_and_the_next_step_is_sound(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    handle = ddp.register_comm_hook(None, lambda state, bucket: reduced(bucket).get_future().then(lambda _: 1 / 0))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        ddp(ones(rank)).sum().backward()
+    handle.remove()
+    ddp.zero_grad()
+    ddp(ones(rank)).sum().backward()
+    assert grads(ddp) == [[MEAN]]
+
+
+test_on_two_ranks = facts.tests()

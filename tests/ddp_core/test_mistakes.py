@@ -1,0 +1,265 @@
+"""What cannot work is refused in words, early, and on every rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from ddp_core import DistributedDataParallel
+from tests.ddp_core.facts import Facts
+from tests.ddp_core.models import ones, scale
+
+facts = Facts()
+
+
+def frozen() -> nn.Module:
+    return scale().requires_grad_(False)
+
+
+def ignored() -> nn.Module:
+    model = scale()
+    model._ddp_params_and_buffers_to_ignore = ["weight"]  # type: ignore[assignment]  # 'expression has type "list[str]"': how PyTorch's users say it
+    return model
+
+
+def on_two_device_types() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
+def batch_normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [
+        (frozen, RuntimeError, "doesn't have any parameter that requires a gradient"),
+        (ignored, RuntimeError, "doesn't have any parameter that requires a gradient"),
+        (nn.ReLU, RuntimeError, "doesn't have any parameter that requires a gradient"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), RuntimeError, r"uninitialized parameters.*'0\.weight'.*dummy forward"),
+        (on_two_device_types, ValueError, r"same type of devices.*cpu and meta.*module\.to\(device\)"),
+        (batch_normed, ValueError, "SyncBatchNorm layers only work with GPU modules"),
+    ],
+)
+def test_a_module_that_cannot_be_wrapped(model: Callable[[], nn.Module], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        DistributedDataParallel(model())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"device_ids": [0]}, ValueError, r"only work with.*GPU modules.*device_ids \[0\]"),
+        ({"device_ids": ["cpu"]}, ValueError, "only work with"),
+        ({"device_ids": [0, 1]}, ValueError, r"contain a single element.*\[0, 1\]"),
+        ({"output_device": 1}, ValueError, "only work with.*output_device 1"),
+        ({"bucket_cap_mb": 0}, ValueError, r"bucket_cap_mb must be a positive number of MiB \(got 0\)"),
+        ({"bucket_cap_mb": -3}, ValueError, "bucket_cap_mb must be a positive number"),
+        ({"bucket_cap_mb_list": [1, 0]}, ValueError, "must be a positive number"),
+        ({"process_group": 3}, ValueError, r"process_group must be.*\(got 3\)"),
+        ({"mixed_precision": object()}, NotImplementedError, r"torch\.autocast.*register_comm_hook"),
+        ({"delay_all_reduce_named_params": []}, NotImplementedError, "bucket_cap_mb_list.*register_comm_hook"),
+        ({"param_to_hook_all_reduce": nn.Parameter()}, NotImplementedError, "register_comm_hook"),
+    ],
+)
+def test_an_argument_that_cannot_be_used(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        DistributedDataParallel(scale(), **options)
+
+
+def test_a_process_group_that_is_not_initialised() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        DistributedDataParallel(scale())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_process_group_of_others() -> None:
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(ValueError, match="process_group must be one that this rank belongs to"):
+        DistributedDataParallel(scale(), process_group=outside)  # type: ignore[arg-type]  # 'has incompatible type "int | object"': what new_group returns to others
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_mesh_and_a_group_at_once_or_a_mesh_of_two_dimensions() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
+        DistributedDataParallel(scale(), process_group=dist.group.WORLD, device_mesh=mesh)
+    with pytest.raises(RuntimeError, match="Only 1D device mesh"):
+        DistributedDataParallel(scale(), device_mesh=dist.device_mesh.init_device_mesh("cpu", (1, 1)))
+
+
+def annotated_bucket(state: object, bucket: int) -> Future[Tensor]:
+    raise AssertionError("never called")
+
+
+def annotated_return(state: object, bucket: object) -> list[int]:
+    raise AssertionError("never called")
+
+
+def returns_none(state: object, bucket: object) -> None:
+    raise AssertionError("never called")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("hook", "error", "words"),
+    [
+        (1, TypeError, r"must be callable\. \(got int\)"),
+        (None, TypeError, r"must be callable\. \(got NoneType\)"),
+        (lambda bucket: bucket, TypeError, r"must take \(state, bucket\)"),
+        (lambda state, bucket, more: bucket, TypeError, r"must take \(state, bucket\)"),
+        (lambda state, *, bucket: bucket, TypeError, r"must take \(state, bucket\)"),
+        (functools.partial(annotated_bucket, None, None), TypeError, r"must take \(state, bucket\)"),
+        (annotated_bucket, ValueError, r"bucket annotation should be dist\.GradBucket.*int"),
+        (annotated_return, ValueError, r"return annotation should be torch\.futures\.Future.*list\[int\]"),
+        (returns_none, ValueError, "return annotation should be"),
+    ],
+)
+def test_what_cannot_be_a_hook(hook: Any, error: type[Exception], words: str) -> None:
+    ddp = DistributedDataParallel(scale())
+    with pytest.raises(error, match=words):
+        ddp.register_comm_hook(None, hook)
+    ddp(ones()).sum().backward()  # the refused hook left nothing behind
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def coroutine(state: object, bucket: Any) -> Any:
+    async def later() -> Any:
+        return bucket.buffer()
+
+    unawaited = later()
+    unawaited.close()
+    return unawaited
+
+
+WRONG = {
+    "None": (lambda state, bucket: None, "got NoneType"),
+    "int": (lambda state, bucket: 3, "got int"),
+    "generator": (lambda state, bucket: (x for x in ()), "got generator"),
+    "wrong size": (lambda state, bucket: torch.ones(5), r"expected a tensor.*got shape \(5,\)"),
+    "future None": (lambda state, bucket: done(None), "got NoneType"),
+    "future int": (lambda state, bucket: done(7), "got int"),
+    "future of a future": (lambda state, bucket: done(done(bucket.buffer())), "got Future"),
+    "future wrong size": (lambda state, bucket: done(torch.ones(0)), r"\(0,\)"),
+    "future list of two": (lambda state, bucket: done([bucket.buffer()] * 2), "got list"),
+    "future empty list": (lambda state, bucket: done([]), "got list"),
+    "complex": (lambda state, bucket: torch.ones(1) * 1j, "got .*complex64"),
+    "sparse": (lambda state, bucket: torch.ones(1).to_sparse(), "got .*sparse_coo"),
+    "elsewhere": (lambda state, bucket: torch.ones(1, device="meta"), "got .*meta"),
+    "coroutine": (coroutine, "got coroutine"),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_return_names_hook_bucket_and_parameters(name: str) -> None:
+    hook, words = WRONG[name]
+    ddp = DistributedDataParallel(scale())
+    ddp.register_comm_hook(None, hook)
+    with pytest.raises(RuntimeError, match=rf"(?s)communication hook '[a-z<>]+', bucket 0 \(weight\): .*{words}"):
+        ddp(ones()).sum().backward()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_hook_cannot_change_while_gradients_are_being_reduced() -> None:
+    ddp = DistributedDataParallel(nn.Sequential(scale(), scale()))
+    handle = ddp.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    refusals = []
+
+    def meddle(grad: Tensor) -> None:
+        for change in (lambda: ddp.register_comm_hook(None, lambda state, bucket: bucket.buffer()), handle.remove):
+            with pytest.raises(RuntimeError, match="while gradients are being reduced.*between the end of one") as caught:
+                change()
+            refusals.append(caught)
+
+    ddp.module[0].weight.register_hook(meddle)  # the last gradient; by then the other has been counted
+    ddp(ones()).sum().backward()
+    assert len(refusals) == 2
+
+
+@facts
+def another_number_of_parameters_is_named_on_every_rank(rank: int) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + rank)))
+    with pytest.raises(RuntimeError, match=r"Rank 0 has 2 params.*rank 1 has inconsistent 4.*1\.weight"):
+        DistributedDataParallel(model)
+
+
+@facts
+def another_shape_is_named_on_every_rank(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 + rank))
+    with pytest.raises(RuntimeError, match=r"\[1\].*'1\.weight'.*\(4, 2\).*not to match.*\(3, 2\)"):
+        DistributedDataParallel(model)
+
+
+@facts
+def other_strides_are_named_on_every_rank(rank: int) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3))
+    if rank == 1:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # 'No overload variant of "to"': the stubs leave memory_format alone out
+    with pytest.raises(RuntimeError, match=r"\[1\].*'0\.weight'.*strides"):
+        DistributedDataParallel(model)
+
+
+@facts
+def another_dtype_is_named_on_every_rank(rank: int) -> None:
+    with pytest.raises(RuntimeError, match=r"\[1\].*'weight'.*torch\.float64.*torch\.float32"):
+        DistributedDataParallel(scale().to([torch.float32, torch.float64][rank]))
+
+
+@facts
+def a_parameter_frozen_on_one_rank_is_named_on_every_rank(rank: int) -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(rank == 0)
+    with pytest.raises(RuntimeError, match="bias"):
+        DistributedDataParallel(model)
+
+
+@facts
+def another_shape_of_a_frozen_parameter_is_named_on_every_rank(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2 + rank), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        DistributedDataParallel(model)
+
+
+@facts
+def another_buffer_is_named_on_every_rank(rank: int) -> None:
+    for buffer in (torch.zeros(2 + rank), torch.zeros(2, dtype=[torch.float32, torch.float64][rank])):
+        model = scale()
+        model.register_buffer("running", buffer)
+        with pytest.raises(RuntimeError, match="running"):
+            DistributedDataParallel(model)
+
+
+@facts
+def ranks_go_on_after_a_refusal(rank: int) -> None:
+    ddp = DistributedDataParallel(scale())
+    ddp(ones(rank)).sum().backward()
+    assert ddp.module.weight.grad.item() == 1.5
+
+
+@facts
+def a_rank_outside_the_group_is_told_so(rank: int) -> None:
+    group = dist.new_group([0])
+    if rank == 0:
+        DistributedDataParallel(scale(), process_group=group)(ones()).sum().backward()
+        return
+    with pytest.raises(ValueError, match="one that this rank belongs to"):
+        DistributedDataParallel(scale(), process_group=group)
+
+
+test_on_two_ranks = facts.tests()
