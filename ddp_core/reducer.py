@@ -228,8 +228,8 @@ class Reducer:
     def _warn_of_late_gradient(self, index: int) -> None:
         self.reduced, self._warned_late = False, True
         warnings.warn(
-            f"parameter {self.names[index]!r} got a gradient after this iteration's gradients were reduced; it stays on "
-            "this rank alone. Run one forward pass per backward pass, or add the losses up. (Harmless if gradients of "
+            f"parameter {self.names[index]!r} got a gradient after this iteration's gradients were reduced: it stays "
+            "on this rank. Run one forward pass per backward pass, or add the losses up. (Harmless if gradients of "
             "gradients were meant to stay local.)",
             stacklevel=2,
         )

@@ -58,7 +58,7 @@ def _differences(
         odd = sorted({name for name, _ in mine} ^ {name for name, _ in reference})
         yield (
             f"DDP expects same model across all ranks, but Rank 0 has {len(reference)} params, while rank {rank} has "
-            f"inconsistent {len(mine)} params (buffers are counted; only one of them has: {', '.join(odd[:6]) or 'none by name'})"
+            f"inconsistent {len(mine)} params, buffers counted (on one only: {', '.join(odd[:6]) or 'none by name'})"
         )
         return
     for index, ((name, got), (_, expected)) in enumerate(zip(mine, reference, strict=True)):

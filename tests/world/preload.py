@@ -7,6 +7,7 @@ The environment variable WORLD_PRELOAD names further modules, separated by space
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 
@@ -29,3 +30,7 @@ MODULES = (
 for _name in (*MODULES, *os.environ.get("WORLD_PRELOAD", "").split()):
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
+
+# What was imported is no garbage in any rank: its collector need not walk it, which halves the cost of a rank's end.
+gc.collect()
+gc.freeze()
