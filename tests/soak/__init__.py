@@ -1,0 +1,1 @@
+"""Many processes: every one of them must end well."""
