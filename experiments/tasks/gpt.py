@@ -134,7 +134,7 @@ class Gpt:
             {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
             {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+        return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
 
     def learning_rate(self, step: int, steps: int) -> float:
         """Return a rate that rises over ten steps and falls along a cosine to a tenth."""
