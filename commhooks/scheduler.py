@@ -29,8 +29,10 @@ SLICE_SECONDS = 0.2
 """How often a waiting rank looks whether another one has reported a failure, or whether it is to stop."""
 SHORT_SLICE_SECONDS = 0.005
 """How often it looks for the step's next bucket."""
+PATIENCE_SECONDS = 3.0
+"""How long the thread, when it ends, waits for work that is still under way."""
 JOIN_SECONDS = 5.0
-"""How long stopping waits for the thread, and the thread for work that is still under way."""
+"""How long stopping waits for the thread."""
 
 Connect = Callable[[], Connection]
 
@@ -139,6 +141,7 @@ class _Desk:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
 
+    @torch.no_grad()  # a gradient may require one itself: double backward
     def _serve(self) -> None:
         policy: Policy | None = None
         try:
@@ -151,7 +154,7 @@ class _Desk:
             while not self._stopping:
                 self._admit(policy, block=not busy)
                 busy = policy.turn()
-        except Exception as error:
+        except BaseException as error:  # whatever it is: the futures must hear of it, or the backward pass hangs
             self._fail(policy, error)
         else:
             self._fail(policy, _StopOrderError("the attachment was stopped"))
@@ -206,12 +209,13 @@ class _Desk:
         if self._hook_timeout is not None and now - self._waiting_since[1] > self._hook_timeout:
             raise CollectiveError(f"a collective was not done after hook_timeout={self._hook_timeout} s.")
 
-    def _fail(self, policy: Policy | None, error: Exception) -> None:
+    def _fail(self, policy: Policy | None, error: BaseException) -> None:
         """Tell the other ranks, then every future that waits here."""
         blamed = policy.touching if policy is not None else None
         here = blamed.where(self._rank) if blamed is not None else f"rank {self._rank}"
         cause = f"{here}: {type(error).__name__}: {error}"
-        if self._connection is not None and not isinstance(error, _StopOrderError):
+        idle = (policy is None or not policy.unfinished()) and not self._tasks
+        if self._connection is not None and not (idle and isinstance(error, _StopOrderError)):
             first = self._connection.report(cause)
             cause = cause if first == cause else f"{here}: stopped, because this failed first: {first}"
         with self._changed:
@@ -227,7 +231,7 @@ class _Desk:
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
         self._waiting_since = None
-        if connection is not None and not connection.close(JOIN_SECONDS):
+        if connection is not None and not connection.close(PATIENCE_SECONDS):
             self.abandoned = connection
 
 
@@ -235,7 +239,7 @@ class _StopOrderError(CommHooksError):
     """End the thread because it was told to, not because something failed."""
 
 
-def _as_error(error: Exception, message: str) -> CommHooksError:
+def _as_error(error: BaseException, message: str) -> CommHooksError:
     if isinstance(error, AttachError):
         return AttachError(message)
     if isinstance(error, (CollectiveError, _StopOrderError)):
@@ -243,7 +247,7 @@ def _as_error(error: Exception, message: str) -> CommHooksError:
     return CompressorError(message)
 
 
-def _fail_task(task: BucketTask, cause: Exception, error: CommHooksError) -> None:
+def _fail_task(task: BucketTask, cause: BaseException, error: CommHooksError) -> None:
     task.throw(cause)
     task.fail(error)
     task.pending = None
@@ -288,6 +292,7 @@ class InlineScheduler(Scheduler):
         self._stream = torch.cuda.Stream(device)
         self._error: CommHooksError | None = None
 
+    @torch.no_grad()
     def submit(self, task: BucketTask) -> None:
         """Run the whole exchange; what it computes waits on the side stream for what it asked for."""
         self._stream.wait_stream(torch.cuda.current_stream(task.memory.device))

@@ -59,13 +59,17 @@ class BucketTask:
         """Throw a failure into the compressor at its `yield`, so that it can clean up; it cannot go on."""
         try:
             self.exchange.throw(error)
-        except (Exception, StopIteration):
+        except BaseException:  # its own, or the one thrown in: either way the exchange is over
             return
         self.exchange.close()
 
     def where(self, rank: int) -> str:
         """Say which rank, step and bucket this is, for messages."""
-        return f"rank {rank}, step {self.step}, bucket {self.index} ({self.parameters()})"
+        try:
+            parameters = self.parameters()
+        except Exception as error:  # a message about a failure must not fail
+            parameters = f"parameters that cannot be named: {error}"
+        return f"rank {rank}, step {self.step}, bucket {self.index} ({parameters})"
 
     def fail(self, error: Exception) -> None:
         """Give the error to whoever waits for the mean."""

@@ -16,7 +16,7 @@ from commhooks.compressors.powersgd import PowerSGD
 from commhooks.errors import SettingsError
 from commhooks.wrappers import StartAfter, WireDtype
 
-__all__ = ["COMPRESSORS", "AllReduceMean", "Cast", "NoOp", "PowerSGD", "make_compressor"]
+__all__ = ["AllReduceMean", "COMPRESSORS", "Cast", "NoOp", "PowerSGD", "make_compressor"]
 
 
 def _fp16() -> Compressor:

@@ -42,6 +42,8 @@ class Failing(Compressor):
     def _fail(self) -> None:
         if self.how == "raise":
             raise ValueError("a compressor went wrong")
+        if self.how == "exit":
+            raise SystemExit(3)
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "stall":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import math
 import random
 import time
 from collections.abc import Callable
@@ -89,6 +91,22 @@ def every_case_like_lockstep(rank: int, kind: str) -> list[str]:
         assert attachment.last_step().buckets * 4 >= counted.buckets - 3 and attachment.last_step().steps == 1
         attachment.detach()
     return differ
+
+
+def replicas_at_every_step(rank: int, kind: str, bucket_cap_mb: float, name: str, steps: int) -> str:
+    """Train on ranks that dawdle; return a digest of every gradient of every step."""
+    shapes = SHAPES * 5
+    model = wrap(kind, Given(*shapes), bucket_cap_mb=bucket_cap_mb)
+    compressor = next(case for case in CASES if case.name == name).make()
+    commhooks.attach(model, compressor)
+    dawdling, digest = random.Random(rank), hashlib.sha256()
+    gradients = normal(zeros(*shapes), dist.get_world_size(), seed=0)[rank]
+    for step in range(steps):
+        if dawdling.random() < 0.2:
+            time.sleep(dawdling.random() * 0.01)
+        for gradient in backward(model, [g * math.cos(step) for g in gradients]):
+            digest.update(gradient.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def attach_detach_attach(rank: int, kind: str) -> None:

@@ -18,6 +18,7 @@ both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
     ("how", "cause"),
     [
         ("raise", "ValueError: a compressor went wrong"),
+        ("exit", "SystemExit: 3"),
         ("wrong result", "must return a Result whose mean has the bucket's shape"),
     ],
 )

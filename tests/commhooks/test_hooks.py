@@ -38,6 +38,24 @@ def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(kind: str) -
 
 
 @both_ddps
+def test_replicas_agree_over_many_buckets_on_three_ranks(kind: str) -> None:
+    digests = run_ranks(on_every_rank.replicas_at_every_step, 3, kind, 0.002, "powersgd-2", 10)
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(36000)
+@both_ddps
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("bucket_cap_mb", [0.002, 0.05, 100], ids=str)
+@pytest.mark.parametrize("name", ["powersgd-1", "powersgd-4", "powersgd-2-fp16-wire", "bf16"])
+def test_replicas_agree_for_300_steps_20_times(kind: str, world_size: int, bucket_cap_mb: float, name: str) -> None:
+    for _ in range(20):
+        function, arguments = on_every_rank.replicas_at_every_step, (kind, bucket_cap_mb, name, 300)
+        assert len(set(run_ranks(function, world_size, *arguments, timeout=600.0))) == 1
+
+
+@both_ddps
 def test_attachments_come_and_go(kind: str) -> None:
     run_ranks(on_every_rank.attach_detach_attach, 2, kind)
 

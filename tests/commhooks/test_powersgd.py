@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import commhooks
+from commhooks import Context
 from commhooks.compressors.powersgd import orthonormal_rows
 from commhooks.randomness import stable_seed
 from tests.commhooks.models import Given, Shape, gradients_of, lstm_shapes, resnet18_shapes, wrap
@@ -151,6 +154,33 @@ def test_state_takes_little_more_than_what_is_compressed() -> None:
     compressed = sum(4 * p.numel() for p in workers.parameters if commhooks.PowerSGD(rank=1).compresses(p))
     bases = sum(4 * p.numel() // p.shape[0] for p in workers.parameters if p.dim() > 1)
     assert workers.states[0].memory_bytes() <= 1.05 * compressed + bases
+
+
+class _NewMemory(TorchDispatchMode):
+    """Note the largest tensor that an operation returns in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {a.untyped_storage().data_ptr() for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_steady_step_makes_nothing_of_a_gradients_size(dtype: torch.dtype) -> None:
+    workers = Workers(commhooks.PowerSGD(rank=2), 2, zeros((200, 300), (200, 300), (300,), dtype=dtype))
+    gradients = normal(workers.parameters, 2, seed=0)
+    workers.step(gradients)
+    exchanges = [workers.compressor.compress(view, Context(rank, 2, 1)) for rank, view in enumerate(workers.views)]
+    with _NewMemory() as memory:
+        commhooks.run_lockstep(exchanges)
+    assert 0 < memory.largest < 4000  # two Ps, two Qs and a vector are 2,300
 
 
 @pytest.mark.parametrize(
