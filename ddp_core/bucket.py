@@ -127,6 +127,13 @@ class Bucket:
             for place, _ in copied:
                 self.members[place].grad = self.views[place]
 
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Move the gradients that there are into this memory, unscaled, and let ``p.grad`` be its views."""
+        for member, view in zip(self.members, self.views, strict=True):
+            if member.grad is not None and not member.grad.is_sparse:
+                member.grad = view.copy_(member.grad)
+
     def _copy(self, views: list[Tensor], grads: list[Tensor], divisor: int | None) -> None:
         if divisor is not None and len(views) == 1:  # one pass over the memory instead of two
             torch.mul(grads[0], 1.0 / divisor, out=views[0])

@@ -175,6 +175,9 @@ class Reducer:
             dist.broadcast(numbers, group=self.process_group, group_src=0)
             self._build_buckets(plan_from_numbers(numbers.tolist()))
             self.rebuilt = True
+            if self.settings.gradient_as_bucket_view:
+                for bucket in self.buckets:
+                    bucket.adopt()
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Prepare for the backward pass of a module whose outputs hold ``outputs``."""

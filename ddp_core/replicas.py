@@ -90,13 +90,13 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
 def _chunks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Cut into messages; in each, the widest types come first, so that all of them stay aligned."""
     chunks: list[list[Tensor]] = []
-    nbytes = MESSAGE_BYTES
+    nbytes = 0
     devices = list(
         dict.fromkeys(tensor.device for tensor in tensors)
     )  # by first appearance: numbers may differ by rank
     for tensor in sorted(tensors, key=lambda t: (devices.index(t.device), -t.element_size(), str(t.dtype))):
         nbytes += tensor.nbytes
-        if nbytes > MESSAGE_BYTES or chunks[-1][0].device != tensor.device:
+        if not chunks or nbytes > MESSAGE_BYTES or chunks[-1][0].device != tensor.device:
             chunks.append([])
             nbytes = tensor.nbytes
         chunks[-1].append(tensor.data)  # .data counts its versions apart: autograd sees no write

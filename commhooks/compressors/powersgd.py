@@ -24,6 +24,9 @@ from commhooks.errors import SettingsError
 from commhooks.randomness import seeded_normal, stable_seed
 from commhooks.requests import AllReduce
 
+BLOCK_ELEMENTS = 1 << 16
+"""Large matrices are worked on in blocks of rows of about so many elements, which stay in a core's cache."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerSGD(Compressor):
@@ -68,24 +71,28 @@ class PowerSGD(Compressor):
             return Result(mean)
 
         for x in plan.matrices:
-            torch.mm(x.basis(self, context), x.form().t(), out=x.P)  # r×m · m×n
+            basis = x.basis(self, context)
+            for rows in x.blocks:
+                torch.mm(basis, x.form(rows).t(), out=x.P[:, rows])  # r×m · m×rows
         plan.pack()
         first = yield AllReduce(plan.first, average=True)
         finite = context.all_finite(first)
 
         for x in plan.matrices:
             x.P.copy_(orthonormal_rows(x.P, self.epsilon))
-            torch.mm(x.P, x.formed(), out=x.Q)  # r×n · n×m
+            x.project()
         Qs_sent = plan.second_parts(plan.second.clone() if self.error_feedback else plan.second)
         second = yield AllReduce(plan.second, average=True, last=True)
         finite = finite & context.all_finite(second)
         second.add_(torch.where(finite, 0.0, torch.nan))  # one bad element spoils the bucket's mean, for all to see
 
         for x, Q_sent in zip(plan.matrices, Qs_sent, strict=True):
-            if self.error_feedback:
-                left = x.formed().addmm_(x.P.t(), Q_sent, alpha=-1)  # what this rank did not get through
-                context.commit(x.residual, left, finite)
-            x.write_mean()
+            for rows in x.blocks:
+                P = x.P[:, rows].t()  # rows×r
+                if self.error_feedback:
+                    left = x.formed(rows).addmm_(P, Q_sent, alpha=-1)  # what this rank did not get through
+                    context.commit(x.residual[rows], left, finite)
+                x.write_mean(rows, torch.mm(P, x.Q, out=x.room(rows)))
             if self.warm_start:
                 x.keep_basis(context, finite)
         plan.unpack()
@@ -136,18 +143,20 @@ class _Plan:
         self._rest = rest
         self._rest_packed = list(self.first[P_elements:].split([gradient.numel() for gradient in rest])) if rest else []
         if compressed:
-            self._place(bucket.memory.new_empty(max(x.elements for x in self.matrices), dtype=dtype))
+            self._place()
+        if bucket.memory.dtype != dtype:
+            scratch = bucket.memory.new_empty(max((x.block_rows * x.m for x in self.matrices), default=0), dtype=dtype)
+            for x in self.matrices:
+                x.scratch = scratch[: x.block_rows * x.m].view(x.block_rows, x.m)
 
     def _sizes(self) -> tuple[list[int], list[int]]:
         return [x.r * x.n for x in self.matrices], [x.r * x.m for x in self.matrices]
 
-    def _place(self, scratch: Tensor) -> None:
+    def _place(self) -> None:
         P_sizes, _ = self._sizes()
         P_parts = self.first[: sum(P_sizes)].split(P_sizes)
         for x, P, Q in zip(self.matrices, P_parts, self.second_parts(self.second), strict=True):
             x.P, x.Q = P.view(x.r, x.n), Q
-            if x.gradient.dtype != scratch.dtype:
-                x.scratch = scratch[: x.elements].view(x.n, x.m)
 
     def second_parts(self, second: Tensor) -> list[Tensor]:
         """Split the second message into one Q, r×m, for each matrix."""
@@ -174,7 +183,8 @@ class _Matrix:
     def __init__(self, slot: Slot, settings: PowerSGD, dtype: torch.dtype) -> None:
         self.gradient = slot.matrix()
         self.n, self.m = self.gradient.shape
-        self.elements = self.n * self.m
+        self.block_rows = min(self.n, max(1, BLOCK_ELEMENTS // self.m))
+        self.blocks = [slice(top, min(top + self.block_rows, self.n)) for top in range(0, self.n, self.block_rows)]
         self.r = min(self.n, self.m, settings.rank)
         self.scratch: Tensor | None = None
         self._state = slot.state
@@ -187,17 +197,29 @@ class _Matrix:
         """What this rank has not got through yet, n×m."""
         return self._state.local["residual"]
 
-    def form(self) -> Tensor:
-        """Return M, the gradient plus the residual, in the bucket's memory if that is wide enough."""
-        if self.scratch is None:
-            M = self.gradient
-        else:
-            M = self.scratch.copy_(self.gradient)
-        return M.add_(self.residual) if "residual" in self._state.local else M
+    def room(self, rows: slice) -> Tensor:
+        """Return where a block of M is formed: in the bucket's memory, if that is wide enough."""
+        return self.gradient[rows] if self.scratch is None else self.scratch[: rows.stop - rows.start]
 
-    def formed(self) -> Tensor:
-        """Return M again, after `form` in the same step; scratch memory has served other matrices since."""
-        return self.gradient if self.scratch is None else self.form()
+    def form(self, rows: slice) -> Tensor:
+        """Return a block of M, the gradient plus the residual."""
+        M = self.room(rows)
+        if self.scratch is not None:
+            M.copy_(self.gradient[rows])
+        return M.add_(self.residual[rows]) if "residual" in self._state.local else M
+
+    def formed(self, rows: slice) -> Tensor:
+        """Return a block of M that was formed in this step; scratch memory has served others since."""
+        return self.room(rows) if self.scratch is None else self.form(rows)
+
+    def project(self) -> None:
+        """Write this rank's Q, the coefficients of M in the basis P."""
+        if self.scratch is None:
+            torch.mm(self.P, self.gradient, out=self.Q)  # r×n · n×m
+            return
+        self.Q.zero_()
+        for rows in self.blocks:
+            self.Q.addmm_(self.P[:, rows], self.form(rows))
 
     def basis(self, settings: PowerSGD, context: Context) -> Tensor:
         """Return the Q to start from: the last step's, or a random one, the same on every rank."""
@@ -216,12 +238,10 @@ class _Matrix:
         largest = self.Q.abs().amax(dim=1, keepdim=True)  # (r, 1)
         context.commit(self._state.replicated["Q"], self.Q / largest, allowed & (largest > 0))
 
-    def write_mean(self) -> None:
-        """Write the mean, P'Q, where the gradient was."""
-        if self.scratch is None:
-            torch.mm(self.P.t(), self.Q, out=self.gradient)
-        else:
-            self.gradient.copy_(torch.mm(self.P.t(), self.Q, out=self.scratch))
+    def write_mean(self, rows: slice, mean: Tensor) -> None:
+        """Write a block of the mean where the gradient was, unless it is there already."""
+        if self.scratch is not None:
+            self.gradient[rows].copy_(mean)
 
     def _kept(self, memory: dict[str, Tensor], name: str, rows: int) -> Tensor | None:
         kept = memory.get(name)
