@@ -124,8 +124,8 @@ def _curves(
     smoothed = [_smooth([step.loss for step in result.steps]) for result in results]
     for number, (xs, result, losses) in enumerate(zip(x, results, smoothed, strict=True)):
         colour = theme.first if number == 0 else theme.hooks[(number - 1) % len(theme.hooks)]
-        style = "-" if number <= len(theme.hooks) else "--"
-        axes.plot(xs, losses, style, color=colour, linewidth=1.8, label=result.settings.hook.label)
+        style = ("-", (0, (4, 2)))[number % 2 == 0 and number > 0]  # two hooks may take the very same way
+        axes.plot(xs, losses, linestyle=style, color=colour, linewidth=1.8, label=result.settings.hook.label)
         held_out_x, held_out = [xs[e.step - 1] for e in result.evaluations], [e.loss for e in result.evaluations]
         axes.scatter(held_out_x, held_out, s=18, color=colour, edgecolor=theme.paper, linewidth=0.6, zorder=3)
     target = summaries[0].target_loss
