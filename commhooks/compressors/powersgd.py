@@ -24,7 +24,7 @@ from commhooks.errors import SettingsError
 from commhooks.randomness import seeded_normal, stable_seed
 from commhooks.requests import AllReduce
 
-BLOCK_ELEMENTS = 1 << 16
+BLOCK_ELEMENTS = 1 << 17
 """Large matrices are worked on in blocks of rows of about so many elements, which stay in a core's cache."""
 
 
