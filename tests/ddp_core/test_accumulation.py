@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core import DistributedDataParallel
+from ddp_core import GradBucket
 from tests.ddp_core.facts import Facts
-from tests.ddp_core.models import MEAN, Branches, Words, grads, ones, scale
+from tests.ddp_core.models import MEAN, Branches, Words, grads, ones, scale, wrap
 
 facts = Facts()
 
@@ -31,7 +31,7 @@ def gradient(ddp: nn.Module) -> float:
 @facts
 def no_sync_round_both_passes_accumulates(rank: int) -> None:
     for mode in MODES:
-        ddp = DistributedDataParallel(scale(), **mode)
+        ddp = wrap(scale(), **mode)
         for _ in range(3):
             ddp.zero_grad()
             with ddp.no_sync():
@@ -45,7 +45,7 @@ def no_sync_round_both_passes_accumulates(rank: int) -> None:
 @facts
 def no_sync_round_the_forward_pass_accumulates(rank: int) -> None:
     for mode in MODES:
-        ddp = DistributedDataParallel(scale(), **mode)
+        ddp = wrap(scale(), **mode)
         for _ in range(3):
             ddp.zero_grad()
             with ddp.no_sync():
@@ -59,7 +59,7 @@ def no_sync_round_the_forward_pass_accumulates(rank: int) -> None:
 @facts
 def no_sync_round_the_backward_pass_accumulates(rank: int) -> None:
     for mode in MODES:
-        ddp = DistributedDataParallel(scale(), **mode)
+        ddp = wrap(scale(), **mode)
         for _ in range(3):
             ddp.zero_grad()
             loss = ddp(ones(rank)).sum()
@@ -75,7 +75,7 @@ def no_sync_round_the_backward_pass_accumulates(rank: int) -> None:
 
 @facts
 def the_flag_that_no_sync_sets_can_be_set_by_hand(rank: int) -> None:
-    ddp = DistributedDataParallel(scale())
+    ddp = wrap(scale())
     ddp.require_backward_grad_sync = False
     ddp(ones(rank)).sum().backward()
     assert gradient(ddp) == rank + 1
@@ -86,7 +86,7 @@ def the_flag_that_no_sync_sets_can_be_set_by_hand(rank: int) -> None:
 
 @facts
 def no_sync_nests_and_ends_with_an_exception(rank: int) -> None:
-    ddp = DistributedDataParallel(scale())
+    ddp = wrap(scale())
     with pytest.raises(KeyError), ddp.no_sync():  # noqa: PT012 (the raise stands for the user's own)
         with ddp.no_sync():
             pass
@@ -97,7 +97,7 @@ def no_sync_nests_and_ends_with_an_exception(rank: int) -> None:
 
 @facts
 def what_was_used_only_while_accumulating_is_reduced_too(rank: int) -> None:
-    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    ddp = wrap(Branches(), find_unused_parameters=True)
     for _ in range(2):
         ddp.zero_grad()
         with ddp.no_sync():
@@ -109,7 +109,7 @@ def what_was_used_only_while_accumulating_is_reduced_too(rank: int) -> None:
 @facts
 def gradients_that_are_not_zeroed_go_on_from_the_mean(rank: int) -> None:
     for mode in MODES:
-        ddp = DistributedDataParallel(scale(), **mode)
+        ddp = wrap(scale(), **mode)
         for count in range(1, 5):
             ddp(ones(rank)).sum().backward()
             assert gradient(ddp) == count * MEAN, mode
@@ -118,7 +118,7 @@ def gradients_that_are_not_zeroed_go_on_from_the_mean(rank: int) -> None:
 @facts
 def several_forward_passes_before_one_backward_pass(rank: int) -> None:
     for mode in MODES:
-        ddp = DistributedDataParallel(scale(), **mode)
+        ddp = wrap(scale(), **mode)
         for _ in range(3):
             ddp.zero_grad()
             (ddp(ones(rank)) + ddp(10 * ones(rank))).sum().backward()
@@ -127,7 +127,7 @@ def several_forward_passes_before_one_backward_pass(rank: int) -> None:
 
 @facts
 def every_input_weighs_the_same_in_join(rank: int) -> None:
-    ddp = DistributedDataParallel(scale())
+    ddp = wrap(scale())
     seen = []
     with ddp.join():
         for _ in range(2 + 2 * rank):
@@ -139,7 +139,7 @@ def every_input_weighs_the_same_in_join(rank: int) -> None:
 
 @facts
 def ranks_that_still_train_may_share_the_mean_in_join(rank: int) -> None:
-    ddp = DistributedDataParallel(scale())
+    ddp = wrap(scale())
     seen = []
     with ddp.join(divide_by_initial_world_size=False):
         for _ in range(4 - 2 * rank):
@@ -153,7 +153,7 @@ def ranks_that_still_train_may_share_the_mean_in_join(rank: int) -> None:
 def the_last_model_is_everyones_after_join(rank: int) -> None:
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         model = nn.Sequential(scale(), nn.BatchNorm1d(1))
-        ddp = DistributedDataParallel(model, **options)
+        ddp = wrap(model, **options)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for epoch in range(2):
             with ddp.join():
@@ -168,7 +168,7 @@ def the_last_model_is_everyones_after_join(rank: int) -> None:
 
 @facts
 def join_answers_for_accumulating_ranks(rank: int) -> None:
-    ddp = DistributedDataParallel(scale())
+    ddp = wrap(scale())
     seen = []
     with ddp.join():
         for _ in range(1 + 2 * rank):
@@ -182,8 +182,9 @@ def join_answers_for_accumulating_ranks(rank: int) -> None:
 
 @facts
 def no_sync_round_the_backward_pass_alone_is_refused_in_join(rank: int) -> None:
-    ddp = DistributedDataParallel(scale())
-    with pytest.raises(RuntimeError, match=r"no_sync\(\) round the backward pass alone.*Put the forward pass"), ddp.join():  # noqa: PT012 (join must see the exception pass)
+    ddp = wrap(scale())
+    words = r"no_sync\(\) round the backward pass alone.*Put the forward pass"
+    with pytest.raises(RuntimeError, match=words), ddp.join():  # noqa: PT012 (join must see the exception pass)
         loss = ddp(ones(rank)).sum()
         with ddp.no_sync():
             loss.backward()
@@ -192,7 +193,7 @@ def no_sync_round_the_backward_pass_alone_is_refused_in_join(rank: int) -> None:
 
 @facts
 def join_can_throw_on_every_rank_instead(rank: int) -> None:
-    ddp = DistributedDataParallel(scale())
+    ddp = wrap(scale())
     with pytest.raises(RuntimeError, match="exhausted"), ddp.join(throw_on_early_termination=True):  # noqa: PT012 (which pass raises depends on the rank)
         for _ in range(1 + 2 * rank):
             ddp(ones(rank)).sum().backward()
@@ -200,7 +201,7 @@ def join_can_throw_on_every_rank_instead(rank: int) -> None:
 
 @facts
 def a_disabled_join_changes_nothing(rank: int) -> None:
-    ddp = DistributedDataParallel(scale())
+    ddp = wrap(scale())
     with ddp.join(enable=False):
         for _ in range(2):
             ddp.zero_grad()
@@ -210,13 +211,13 @@ def a_disabled_join_changes_nothing(rank: int) -> None:
 
 @facts
 def join_mirrors_a_hook_and_sparse_gradients(rank: int) -> None:
-    def hook(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]  # 'Returning Any from function': Work.get_future is untyped
 
     for options in ({}, {"find_unused_parameters": True}):
         for registered in (None, hook):
-            ddp = DistributedDataParallel(Words(), **options)
+            ddp = wrap(Words(), **options)
             if registered is not None:
                 ddp.register_comm_hook(None, registered)
             seen = []
@@ -230,10 +231,10 @@ def join_mirrors_a_hook_and_sparse_gradients(rank: int) -> None:
 
 @facts
 def join_refuses_what_a_joined_rank_cannot_mirror(rank: int) -> None:
-    skipping = DistributedDataParallel(scale(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    skipping = wrap(scale(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
     with pytest.raises(NotImplementedError, match="skip_all_reduce_unused_params"):
         skipping.join()
-    hooked = DistributedDataParallel(scale())
+    hooked = wrap(scale())
     hooked._register_buffer_comm_hook(None, lambda state, buffers: [])
     with pytest.raises(NotImplementedError, match="buffer hook"):
         hooked.join()

@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from ddp_core.bucketing import (
     MIB,
@@ -22,6 +22,8 @@ from ddp_core.bucketing import (
 
 DTYPES = {"half": torch.float16, "single": torch.float32, "double": torch.float64}
 
+Case = tuple[list[ParameterSpec], list[int], list[int] | None]  # parameters, limits, perhaps an order
+
 specs = st.builds(
     lambda elements, kind, sparse: ParameterSpec(elements * DTYPES[kind].itemsize, kind, sparse),
     st.integers(0, 40),
@@ -33,7 +35,7 @@ some_limits = st.lists(st.integers(0, 600), min_size=1, max_size=3)
 
 
 @st.composite
-def ordered(draw: st.DrawFn) -> tuple[list[ParameterSpec], list[int], list[int] | None]:
+def ordered(draw: st.DrawFn) -> Case:
     """Draw parameters, limits, and perhaps an order in which to take the parameters."""
     drawn = draw(many)
     order = draw(st.none() | st.permutations(range(len(drawn))))
@@ -50,16 +52,14 @@ def by_kind(drawn: list[ParameterSpec], plan: Plan) -> dict[object, list[tuple[i
 
 
 @given(ordered())
-def test_every_parameter_is_in_exactly_one_bucket(case: tuple[list[ParameterSpec], list[int], list[int] | None]) -> None:
+def test_every_parameter_is_in_exactly_one_bucket(case: Case) -> None:
     plan = assign_buckets(*case)
     assert sorted(index for bucket in plan for index in bucket) == list(range(len(case[0])))
     assert all(plan)
 
 
 @given(ordered())
-def test_a_bucket_is_of_one_kind_and_a_sparse_gradient_alone(
-    case: tuple[list[ParameterSpec], list[int], list[int] | None],
-) -> None:
+def test_a_bucket_is_of_one_kind_and_a_sparse_gradient_alone(case: Case) -> None:
     drawn = case[0]
     for bucket in assign_buckets(*case):
         assert len({drawn[index].kind for index in bucket}) == 1
@@ -67,9 +67,7 @@ def test_a_bucket_is_of_one_kind_and_a_sparse_gradient_alone(
 
 
 @given(ordered())
-def test_a_bucket_closes_with_the_parameter_that_reaches_its_limit(
-    case: tuple[list[ParameterSpec], list[int], list[int] | None],
-) -> None:
+def test_a_bucket_closes_with_the_parameter_that_reaches_its_limit(case: Case) -> None:
     drawn, limits, _ = case
     for buckets in by_kind(drawn, assign_buckets(*case)).values():
         for position, bucket in enumerate(buckets):
@@ -80,9 +78,7 @@ def test_a_bucket_closes_with_the_parameter_that_reaches_its_limit(
 
 
 @given(ordered())
-def test_parameters_of_a_bucket_keep_their_order(
-    case: tuple[list[ParameterSpec], list[int], list[int] | None],
-) -> None:
+def test_parameters_of_a_bucket_keep_their_order(case: Case) -> None:
     drawn, _, order = case
     rank = {index: position for position, index in enumerate(order or range(len(drawn)))}
     for bucket in assign_buckets(*case):
@@ -90,7 +86,7 @@ def test_parameters_of_a_bucket_keep_their_order(
 
 
 @given(ordered())
-def test_a_plan_comes_back_from_its_numbers(case: tuple[list[ParameterSpec], list[int], list[int] | None]) -> None:
+def test_a_plan_comes_back_from_its_numbers(case: Case) -> None:
     plan = assign_buckets(*case)
     numbers = plan_to_numbers(plan)
     assert len(numbers) == 2 * len(case[0])
@@ -98,13 +94,13 @@ def test_a_plan_comes_back_from_its_numbers(case: tuple[list[ParameterSpec], lis
 
 
 @given(ordered())
-def test_plans_are_those_of_pytorch(case: tuple[list[ParameterSpec], list[int], list[int] | None]) -> None:
+def test_plans_are_those_of_pytorch(case: Case) -> None:
     drawn, limits, order = case
     taken = list(order or range(len(drawn)))
     dtypes = [DTYPES[str(spec.kind)] for spec in drawn]
     tensors = [torch.empty(drawn[i].nbytes // dtypes[i].itemsize, dtype=dtypes[i]) for i in taken]
     sparse = [spec.sparse for spec in drawn]
-    theirs, _ = dist._compute_bucket_assignment_by_size(tensors, limits, sparse, [] if order is None else taken)
+    theirs, _ = _compute_bucket_assignment_by_size(tensors, limits, sparse, [] if order is None else taken)
     ours = assign_buckets(drawn, limits, order)
     # buckets that never filled come from a hash map there: their order among themselves says nothing
     assert sorted(map(tuple, theirs)) == sorted(ours)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core import DistributedDataParallel
-from tests.ddp_core.models import Branches, ones, scale
+from tests.ddp_core.models import Branches, ones, scale, wrap
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -19,15 +18,15 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def test_a_parameter_left_out_is_named_by_the_next_forward_pass() -> None:
-    ddp = DistributedDataParallel(Branches())
+    ddp = wrap(Branches())
     ddp(ones(), "a").backward()
-    words = r"(?s)finished reduction in the prior iteration.*find_unused_parameters=True.*rank 0: 1\n.*rank 0: b\.weight$"
+    words = r"(?s)finished reduction in the prior.*find_unused_parameters=True.*rank 0: 1\n.*rank 0: b\.weight$"
     with pytest.raises(RuntimeError, match=words):
         ddp(ones(), "a")
 
 
 def test_a_parameter_left_out_is_named_in_the_same_step_before_anything_changes() -> None:
-    ddp = DistributedDataParallel(Branches())
+    ddp = wrap(Branches())
     before = [p.detach().clone() for p in ddp.parameters()]
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.1)
     ddp(ones(), "b").backward()
@@ -42,14 +41,14 @@ def test_an_output_out_of_sight_is_named_though_unused_parameters_are_searched_f
             self.kept = self.b(x)  # reachable for nobody but the module
             return super().forward(x, "a") if use == "a" else (self.a(x) + self.kept).sum()
 
-    ddp = DistributedDataParallel(Hidden(), find_unused_parameters=True)
+    ddp = wrap(Hidden(), find_unused_parameters=True)
     loss = ddp(ones(), "a")
     with pytest.raises(RuntimeError, match=r"ready only once.*index 1 with name b\.weight"):
         (loss + ddp.module.kept.sum()).backward()
 
 
 def test_a_parameter_ready_twice_is_named() -> None:
-    ddp = DistributedDataParallel(Branches())
+    ddp = wrap(Branches())
     outputs = ddp.module.a(ones()), ddp.module.a(ones())
     ddp(ones(), "ab")
     outputs[0].sum().backward()
@@ -58,7 +57,7 @@ def test_a_parameter_ready_twice_is_named() -> None:
 
 
 def test_the_error_is_kept_for_the_logging_data() -> None:
-    ddp = DistributedDataParallel(Branches())
+    ddp = wrap(Branches())
     ddp(ones(), "a").backward()
     with pytest.raises(RuntimeError, match=r"b\.weight"):
         ddp(ones())
@@ -67,7 +66,7 @@ def test_the_error_is_kept_for_the_logging_data() -> None:
 
 @pytest.mark.parametrize(("first", "then", "named"), [("ab", "a", r"b\.weight"), ("a", "ab", r"b\.weight")])
 def test_a_static_graph_that_changes_is_an_error_that_names_the_parameter(first: str, then: str, named: str) -> None:
-    ddp = DistributedDataParallel(Branches(), static_graph=True)
+    ddp = wrap(Branches(), static_graph=True)
     optimizer = sgd(ddp)
     ddp(ones(), first).backward()
     optimizer.step()
@@ -77,7 +76,7 @@ def test_a_static_graph_that_changes_is_an_error_that_names_the_parameter(first:
 
 
 def test_a_scaled_step_is_no_mistake() -> None:
-    ddp = DistributedDataParallel(Branches())
+    ddp = wrap(Branches())
     optimizer, scaler = sgd(ddp), torch.amp.GradScaler("cpu", init_scale=4.0)
     for factor in (1.0, float("inf"), 1.0):
         scaler.scale(ddp(ones()) * factor).backward()
@@ -87,7 +86,7 @@ def test_a_scaled_step_is_no_mistake() -> None:
 
 
 def test_a_scaled_step_after_a_parameter_was_left_out_is_one() -> None:
-    ddp = DistributedDataParallel(Branches())
+    ddp = wrap(Branches())
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(ddp(ones(), "a")).backward()
     with pytest.raises(RuntimeError, match=r"b\.weight"):
@@ -95,7 +94,7 @@ def test_a_scaled_step_after_a_parameter_was_left_out_is_one() -> None:
 
 
 def test_two_optimisers_over_one_model_are_no_mistake() -> None:
-    ddp = DistributedDataParallel(Branches())
+    ddp = wrap(Branches())
     optimizers = [torch.optim.Adam(ddp.module.a.parameters()), sgd(ddp.module.b)]
     for _ in range(3):
         ddp(ones()).backward()
@@ -108,7 +107,7 @@ def test_two_backward_passes_that_share_the_parameters_out_are_no_mistake() -> N
         def forward(self, x: Tensor, use: str = "ab") -> tuple[Tensor, Tensor]:  # type: ignore[override]  # 'Return type ... incompatible': another module, the same weights
             return self.a(x), self.b(x)
 
-    ddp = DistributedDataParallel(Pair())
+    ddp = wrap(Pair())
     optimizer = sgd(ddp)
     for _ in range(3):
         a, b = ddp(ones())
@@ -118,7 +117,7 @@ def test_two_backward_passes_that_share_the_parameters_out_are_no_mistake() -> N
 
 
 def test_several_backward_passes_that_each_step_are_no_mistake() -> None:
-    ddp = DistributedDataParallel(Branches())
+    ddp = wrap(Branches())
     optimizer = sgd(ddp)
     for use, _ in itertools.product(("ab",), range(3)):
         ddp(ones(), use).backward()
@@ -130,7 +129,7 @@ def test_several_backward_passes_that_each_step_are_no_mistake() -> None:
 
 
 def test_accumulation_that_uses_a_part_of_the_model_is_no_mistake() -> None:
-    ddp = DistributedDataParallel(Branches())
+    ddp = wrap(Branches())
     optimizer = sgd(ddp)
     with ddp.no_sync():
         ddp(ones(), "a").backward()
@@ -140,14 +139,14 @@ def test_accumulation_that_uses_a_part_of_the_model_is_no_mistake() -> None:
 
 
 def test_a_step_of_somebody_else_is_no_mistake() -> None:
-    ddp, other = DistributedDataParallel(Branches()), scale()
+    ddp, other = wrap(Branches()), scale()
     ddp(ones(), "a").backward()
     other(ones()).sum().backward()
     sgd(other).step()
 
 
 def test_adversaries_that_train_in_turn_are_no_mistake() -> None:
-    generator, critic = DistributedDataParallel(scale()), DistributedDataParallel(Branches())
+    generator, critic = wrap(scale()), wrap(Branches())
     for_generator, for_critic = sgd(generator), sgd(critic)
     for freeze, _ in itertools.product((False, True), range(2)):
         for_critic.zero_grad()
@@ -161,14 +160,14 @@ def test_adversaries_that_train_in_turn_are_no_mistake() -> None:
 
 
 def test_an_optimiser_with_a_closure_is_no_mistake() -> None:
-    ddp = DistributedDataParallel(Branches())
+    ddp = wrap(Branches())
     optimizer = torch.optim.LBFGS(ddp.parameters(), max_iter=3)
 
     def closure() -> float:
         optimizer.zero_grad()
         loss = (ddp(ones()) - 1).square()
         loss.backward()
-        return loss.item()
+        return float(loss.item())
 
     for _ in range(2):
         optimizer.step(closure)
@@ -176,7 +175,7 @@ def test_an_optimiser_with_a_closure_is_no_mistake() -> None:
 
 
 def test_a_forward_pass_without_a_backward_pass_is_no_mistake() -> None:
-    ddp = DistributedDataParallel(Branches())
+    ddp = wrap(Branches())
     optimizer = sgd(ddp)
     ddp(ones())
     with torch.no_grad():
@@ -190,11 +189,11 @@ def test_a_forward_pass_without_a_backward_pass_is_no_mistake() -> None:
 
 def test_an_unfinished_reduction_can_be_given_up() -> None:
     model = Branches()
-    ddp = DistributedDataParallel(model)
+    ddp = wrap(model)
     ddp(ones(), "a").backward()
     del ddp
     sgd(model).step()
-    ddp = DistributedDataParallel(model)
+    ddp = wrap(model)
     ddp(ones()).backward()
     ddp(ones(), "a").backward()
     ddp._update_process_group(ddp.process_group)
@@ -204,13 +203,13 @@ def test_an_unfinished_reduction_can_be_given_up() -> None:
 
 def test_an_exception_in_a_backward_pass_reaches_the_user_and_a_new_wrapper_goes_on() -> None:
     model = Branches()
-    ddp = DistributedDataParallel(model)
+    ddp = wrap(model)
     handle = model.a.weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ddp(ones()).backward()
     handle.remove()
     del ddp
-    ddp = DistributedDataParallel(model)
+    ddp = wrap(model)
     ddp.zero_grad()
     ddp(ones()).backward()
     assert [p.grad.item() for p in ddp.parameters() if p.grad is not None] == [1, 1]

@@ -1,0 +1,432 @@
+"""Every kind of module: what it holds, how it is copied and saved, where it is wrapped, and that it is let go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+from ddp_core import DistributedDataParallel
+from tests.ddp_core.facts import Facts
+from tests.ddp_core.models import MEAN, Branches, grads, ones, scale, wrap
+from tests.world import run_world_outcomes
+
+facts = Facts()
+facts_of_three = Facts(world_size=3)
+facts_in_detail = Facts(environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+
+MODES: list[dict[str, bool]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+]
+
+
+class Odd(nn.Module):
+    """Parameters of every dtype and layout; the gradient of each element is the factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp16 = nn.Parameter(torch.ones(3, dtype=torch.float16))
+        self.bf16 = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.fp64 = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.complex64 = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.scalar = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.lonely = nn.Parameter(torch.zeros(0, dtype=torch.complex128))
+        self.transposed = nn.Parameter(torch.ones(2, 5).t())
+        self.channels_last = nn.Parameter(torch.ones(2, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+
+    def forward(self, factor: float) -> Tensor:
+        sums = [p.real.double().sum() if p.is_complex() else p.double().sum() for p in self.parameters()]
+        return torch.stack(sums).sum() * factor
+
+
+@facts
+def parameters_of_every_dtype_and_layout_are_averaged(rank: int) -> None:
+    for mode in MODES:
+        ddp = wrap(Odd(), bucket_cap_mb=1e-4, **mode)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(rank + 1.0).backward()
+            for parameter in ddp.parameters():
+                assert torch.equal(parameter.grad, torch.full_like(parameter, MEAN)), mode
+                assert parameter.grad.stride() == parameter.stride()
+
+
+@facts
+def everything_is_copied_from_rank_zero(rank: int) -> None:
+    model = Odd()
+    for parameter in model.parameters():
+        parameter.data.fill_(rank + 1)
+    model.scalar.requires_grad_(False)
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex128):
+        model.register_buffer(str(dtype).split(".")[1], torch.full((3,), rank, dtype=dtype))
+    model.register_buffer("strided", torch.full((4, 6), rank)[:, ::2].t())
+    model.register_buffer("own", torch.full((2,), rank), persistent=False)
+    wrap(model)
+    assert all(bool((parameter == 1).all()) for parameter in model.parameters())
+    assert all(bool((buffer == 0).all()) for buffer in model.buffers())
+
+
+@facts
+def nothing_is_copied_where_that_is_not_wanted(rank: int) -> None:
+    model = nn.BatchNorm1d(1)
+    model.weight.data.fill_(rank)
+    model.running_mean.fill_(rank)  # type: ignore[union-attr]  # 'Item "None" of "Tensor | None"': it tracks its statistics
+    wrap(model, init_sync=False)
+    assert (model.weight.item(), model.running_mean) == (rank, torch.tensor([float(rank)]))
+    with pytest.warns(FutureWarning, match="forward_sync_buffers"):
+        ddp = wrap(model, broadcast_buffers=False)
+    assert (model.weight.item(), model.running_mean) == (0, torch.tensor([float(rank)]))
+    ddp(torch.zeros(2, 1))
+    assert model.running_mean == torch.tensor([0.9 * rank])
+    wrap(model, forward_sync_buffers=False)
+    assert model.running_mean == torch.tensor([0.0])
+
+
+class Counting(nn.Module):
+    """Adds this rank's number to a buffer, in place or with a new tensor."""
+
+    seen: Tensor
+
+    def __init__(self, replace: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(1))
+        self.replace = replace
+
+    def forward(self, number: float) -> Tensor:
+        before = self.seen.item()
+        if self.replace:
+            self.seen = self.seen + number
+        else:
+            self.seen += number
+        return self.weight * before
+
+
+@facts
+def buffers_are_rank_zeros_before_every_forward_pass(rank: int) -> None:
+    for replace in (False, True):
+        ddp = wrap(Counting(replace))
+        for step in range(3):
+            assert ddp(rank + 1.0).item() == step
+        ddp.eval()
+        assert ddp(rank + 1.0).item() == 3
+        with torch.no_grad():
+            assert ddp(rank + 1.0).item() == 4
+        ddp.train()
+        with ddp.no_sync():  # the forward pass before it did not synchronise, so it did not promise to
+            assert ddp(rank + 1.0).item() == 5 * (rank + 1) - 4 * rank
+
+
+@facts
+def buffers_that_a_backward_pass_still_needs_may_be_overwritten(rank: int) -> None:
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.factor = nn.Buffer(torch.tensor([3.0]))
+
+        def forward(self) -> Tensor:
+            return self.weight * self.factor
+
+    ddp = wrap(Uses())
+    (ddp() + ddp()).sum().backward()
+    assert grads(ddp) == [[6.0]]
+
+
+@facts
+def frozen_and_ignored_parameters_are_left_alone(rank: int) -> None:
+    model: Any = nn.Module()
+    model.trained, model.frozen, model.ignored = scale(), scale().requires_grad_(False), scale()
+    model.register_buffer("private", torch.tensor([float(rank)]))
+    model.forward = lambda x: model.trained(x) + model.frozen(x) + model.ignored(x)
+    model.ignored.weight.data.fill_(rank)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["ignored.weight", "private"])
+    ddp = wrap(model)
+    ddp(ones(rank)).sum().backward()
+    assert model.trained.weight.grad.item() == MEAN
+    assert model.frozen.weight.grad is None
+    assert model.ignored.weight.grad.item() == rank + 1
+    assert (model.ignored.weight.item(), model.private.item()) == (rank, rank)
+
+
+@facts
+def tied_parameters_count_once(rank: int) -> None:
+    model: Any = nn.Sequential(scale(), scale())
+    model[1].weight = model[0].weight
+    model[0].weight.data.fill_(2.0)
+    for mode in MODES:
+        ddp = wrap(model, **mode)
+        ddp.zero_grad()
+        ddp(ones(rank)).sum().backward()
+        assert grads(ddp) == [[4 * MEAN]]
+        del ddp
+
+
+@facts
+def gradients_are_views_of_the_bucket_where_asked(rank: int) -> None:
+    ddp = wrap(Branches(), gradient_as_bucket_view=True)
+    for _ in range(3):
+        ddp(ones(rank)).backward()
+        (bucket,) = ddp.reducer.buckets
+        assert [p.grad.data_ptr() for p in bucket.members] == [view.data_ptr() for view in bucket.views]
+        assert ddp.module.a.weight.grad.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+        bucket.flat.fill_(7.0)
+        assert grads(ddp) == [[7.0], [7.0]]
+        ddp.zero_grad(set_to_none=False)
+        assert bucket.flat.tolist() == [0, 0]
+
+
+@facts
+def autocast_trains(rank: int) -> None:
+    for mode in MODES:
+        ddp = wrap(scale(), **mode)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = ddp(ones(rank)).sum()
+        assert loss.dtype == torch.bfloat16
+        loss.backward()
+        assert ddp.module.weight.grad.dtype == torch.float32
+        assert grads(ddp) == [[MEAN]]
+
+
+@facts
+def inference_between_steps_disturbs_nothing(rank: int) -> None:
+    ddp = wrap(nn.Sequential(scale(), nn.BatchNorm1d(1)))
+    batch = torch.arange(4.0).view(4, 1) * (rank + 1)
+    for context in (torch.no_grad, torch.inference_mode):
+        ddp(batch).sum().backward()
+        with context():
+            ddp.eval()(batch)
+        ddp.train()(batch).sum().backward()
+
+
+@facts
+def a_deep_copy_trains_apart(rank: int) -> None:
+    for mode in MODES:
+        ddp = wrap(Branches(), **mode)
+        ddp(ones(rank)).backward()
+        twin = copy.deepcopy(ddp)
+        assert twin.module.a.weight is not ddp.module.a.weight
+        twin.zero_grad()
+        for _ in range(2):
+            twin(10 * ones(rank)).backward()
+        assert grads(twin) == [[20 * MEAN]] * 2
+        assert grads(ddp) == [[MEAN]] * 2
+        ddp(ones(rank)).backward()
+        assert grads(ddp) == [[2 * MEAN]] * 2
+
+
+@facts
+def a_pickle_of_the_default_group_trains_on(rank: int) -> None:
+    for mode in MODES:
+        ddp = wrap(Branches(), bucket_cap_mb=3, **mode)
+        ddp(ones(rank)).backward()
+        again = pickle.loads(pickle.dumps(ddp))
+        assert again.reducer.settings == ddp.reducer.settings
+        again.zero_grad()
+        for _ in range(3):
+            again(ones(rank)).backward()
+        assert grads(again) == [[3 * MEAN]] * 2, mode
+
+
+@facts
+def a_pickle_of_another_group_is_refused_in_words(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    ddp = wrap(scale(), process_group=group)
+    for attempt in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(RuntimeError, match=r"only supported.*with the default process group.*ddp\.module"):
+            attempt(ddp)
+    del ddp
+    dist.destroy_process_group(group)
+
+
+@facts
+def a_state_dict_has_the_prefix_and_fits_pytorchs(rank: int) -> None:
+    ddp = wrap(nn.Sequential(scale(), nn.BatchNorm1d(1)))
+    state = ddp.state_dict()
+    assert next(iter(state)) == "module.0.weight" and all(key.startswith("module.") for key in state)
+    assert [name for name, _ in ddp.named_parameters()] == ["module.0.weight", "module.1.weight", "module.1.bias"]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    changed = {key: value + 1 for key, value in torch.load(file).items()}
+    ddp.load_state_dict(changed)
+    assert ddp.module[0].weight.item() == changed["module.0.weight"].item()
+
+
+@facts
+def a_mesh_stands_for_its_group(rank: int) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    ddp = wrap(scale(), device_mesh=mesh)
+    ddp(ones(rank)).sum().backward()
+    assert grads(ddp) == [[MEAN]]
+
+
+@facts
+def a_module_may_be_wrapped_again(rank: int) -> None:
+    model = scale()
+    for _ in range(3):
+        ddp = wrap(model)
+        ddp.zero_grad()
+        ddp(ones(rank)).sum().backward()
+        assert grads(ddp) == [[MEAN]]
+        del ddp
+    old = wrap(model)
+    old._remove_autograd_hooks()
+    new = wrap(model)
+    new.zero_grad()
+    new(ones(rank)).sum().backward()
+    assert grads(new) == [[MEAN]]
+    model.zero_grad()
+    model(ones(rank)).sum().backward()  # outside the wrapper nothing is reduced
+    assert grads(model) == [[rank + 1.0]]
+
+
+@facts
+def an_optimiser_that_steps_in_the_backward_pass_steps_on_means(rank: int) -> None:
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+
+    ddp = wrap(scale())
+    _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 1.0})
+    before = ddp.module.weight.item()
+    for count in range(1, 4):
+        ddp(ones(rank)).sum().backward()
+        assert ddp.module.weight.item() == pytest.approx(before - count * MEAN)
+        assert grads(ddp) == [None]
+
+
+@facts
+def a_dropped_wrapper_is_freed_at_once_with_its_buckets(rank: int) -> None:
+    gc.collect()
+    gc.disable()
+    for mode in MODES:
+        model = nn.Sequential(scale(), nn.BatchNorm1d(1))
+        ddp = wrap(model, **mode)
+        handle = ddp.register_comm_hook(None, lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True))
+        for step in range(3):
+            loss = ddp(torch.arange(4.0).view(4, 1)).sum()
+            loss.backward()
+            if step == 1:
+                handle.remove()
+        with ddp.join():
+            ddp(torch.arange(4.0).view(4, 1)).sum().backward()
+        with ddp.no_sync():
+            kept = ddp(torch.arange(4.0).view(4, 1))  # a graph that outlives the wrapper
+        model.zero_grad()
+        watched: list[weakref.ref[Any]] = [weakref.ref(ddp), weakref.ref(ddp.reducer)]
+        watched += [weakref.ref(bucket.flat) for bucket in ddp.reducer.buckets]
+        del ddp
+        assert [alive() for alive in watched] == [None] * len(watched), mode
+        kept.sum().backward()
+    gc.enable()
+
+
+@facts
+def the_memory_of_old_buckets_is_freed_when_they_are_rebuilt(rank: int) -> None:
+    gc.collect()
+    gc.disable()
+    ddp = wrap(Branches(), bucket_cap_mb=1e-6)
+    old = [weakref.ref(bucket.flat) for bucket in ddp.reducer.buckets]
+    for _ in range(2):
+        ddp(ones(rank)).backward()
+    assert [alive() for alive in old] == [None]
+    assert [bucket.names for bucket in ddp.reducer.buckets] != [["a.weight", "b.weight"]]
+    assert len(ddp.reducer.buckets) == 2
+    gc.enable()
+
+
+@facts_of_three
+def groups_of_some_ranks_average_apart(rank: int) -> None:
+    groups = {members: dist.new_group(list(members)) for members in ((0, 2), (1, 2))}
+    for members, group in groups.items():
+        if rank in members:
+            model = scale()
+            model.weight.data.fill_(rank)
+            ddp = wrap(model, process_group=group)
+            assert model.weight.item() == members[0]
+            for _ in range(3):
+                ddp.zero_grad()
+                ddp(ones(rank)).sum().backward()
+                assert grads(ddp) == [[sum(r + 1 for r in members) / 2]]
+            del ddp
+
+
+@facts_of_three
+def three_ranks_of_which_two_use_a_branch(rank: int) -> None:
+    ddp = wrap(Branches(), find_unused_parameters=True)
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(ones(rank), "a" if rank == step else "ab").backward()
+        assert grads(ddp) == [[2.0], [pytest.approx((6 - (step + 1)) / 3)]]
+
+
+@facts_of_three
+def two_ranks_join_before_the_third(rank: int) -> None:
+    ddp = wrap(nn.Sequential(scale(), nn.BatchNorm1d(1)), find_unused_parameters=rank < 3)
+    with ddp.join():
+        for _ in range(2 * rank):
+            ddp(torch.arange(4.0).view(4, 1) * (rank + 1)).sum().backward()
+    assert ddp._authoritative_rank == 2
+
+
+@facts_of_three
+def other_ranks_can_go_on_after_one_has_left(rank: int) -> None:
+    pair = dist.new_group([0, 1])
+    ddp = wrap(scale())
+    ddp(ones(rank)).sum().backward()
+    ddp._update_process_group(pair)
+    if rank < 2:
+        ddp.zero_grad()
+        ddp(ones(rank)).sum().backward()
+        assert grads(ddp) == [[MEAN]]
+
+
+@facts_in_detail
+def training_survives_the_most_detailed_debugging(rank: int) -> None:
+    assert get_debug_level() == DebugLevel.DETAIL
+    for mode in MODES:
+        ddp = wrap(Branches(), **mode)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(ones(rank)).backward()
+            assert grads(ddp) == [[MEAN]] * 2
+
+
+def dies(rank: int, when: str) -> None:
+    ddp = wrap(nn.Sequential(scale(), nn.BatchNorm1d(1)), bucket_cap_mb=1e-6)
+    batch = torch.arange(4.0).view(4, 1)
+    for step in range(20):
+        if rank == 1 and step == 3:
+            if when == "backward":
+                ddp.module[0].weight.register_hook(lambda grad: os._exit(7))
+            else:
+                os._exit(7)
+        ddp(batch).sum().backward()
+
+
+@pytest.mark.parametrize("when", ["backward", "between steps"])
+def test_a_rank_that_dies_ends_the_others_with_an_error(when: str) -> None:
+    left, dead = run_world_outcomes(dies, 2, when, timeout=30, check_exit=False)
+    assert dead.exit_code == 7
+    assert left.stack is None, "it hung"
+    assert left.traceback is not None
+    assert "Connection" in left.traceback or "reset" in left.traceback
+    assert left.seconds - dead.seconds < 10
+
+
+test_on_two_ranks = facts.tests()
+test_on_three_ranks = facts_of_three.tests()
+test_in_detail = facts_in_detail.tests()
