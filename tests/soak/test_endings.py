@@ -26,7 +26,7 @@ ENDINGS = [True, False]  # destroy the process group, or leave it
 def forked(which: str, destroy: bool) -> list[str]:
     """Train in one world of forked ranks; return how each of them ended."""
     outcomes = run_world_outcomes(train, WORLD_SIZE, which, destroy, destroy_group=False)
-    return [exit_name(o.exit_code) if o.returned and o.stack is None else o.describe() for o in outcomes]
+    return [exit_name(o.exit_code) if o.ok else o.describe() for o in outcomes]
 
 
 def scripts(which: str, destroy: bool, folder: Path) -> list[str]:
@@ -36,7 +36,18 @@ def scripts(which: str, destroy: bool, folder: Path) -> list[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.soak.training", str(rank), str(WORLD_SIZE), str(store), which, ending],
+            [
+                sys.executable,
+                "-X",
+                "faulthandler",
+                "-m",
+                "tests.soak.training",
+                str(rank),
+                str(WORLD_SIZE),
+                str(store),
+                which,
+                ending,
+            ],
             cwd=ROOT,
             env=environment,
             stderr=subprocess.PIPE,
@@ -51,7 +62,7 @@ def scripts(which: str, destroy: bool, folder: Path) -> list[str]:
             process.kill()
             process.wait()
     return [
-        exit_name(process.returncode) if process.returncode <= 0 else error
+        f"{exit_name(process.returncode)}{f': {ending}: {error}' if process.returncode else ''}"
         for process, error in zip(started, errors, strict=True)
     ]
 
