@@ -27,6 +27,8 @@ WrapCommunicator = Callable[[Communicator], Communicator]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _FAILURE_KEY = "failure"
+ANSWER_SECONDS = 1.0
+"""How long a rank whose collective failed waits for the others to say that they are still there."""
 
 _private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """How many private groups each parent has, by label; every rank makes those of one label in the same order."""
@@ -73,6 +75,21 @@ class Connection:
             return store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else None
         except RuntimeError as error:  # the store lives in rank 0's process, or beside it
             return f"the store that ranks report failures to does not answer ({error})"
+
+    def silent_ranks(self) -> list[int]:
+        """Say that this rank is there, and return those that do not say so within a second.
+
+        A Gloo collective that fails does not tell whose process is gone; the ranks that failed with it do by answering.
+        """
+        store, ranks = self._address.store, range(self._address.world_size)
+        deadline = time.monotonic() + ANSWER_SECONDS
+        try:
+            store.set(f"here/{self._address.rank}", "")
+            while time.monotonic() < deadline and not store.check([f"here/{rank}" for rank in ranks]):
+                time.sleep(0.02)
+            return [rank for rank in ranks if not store.check([f"here/{rank}"])]
+        except RuntimeError:  # the store is gone, and with it the process that held it; `report` says so
+            return []
 
     def report(self, cause: str) -> str:
         """Tell the others why this rank fails, and return the first cause that any rank told."""

@@ -214,6 +214,9 @@ class _Desk:
         blamed = policy.touching if policy is not None else None
         here = blamed.where(self._rank) if blamed is not None else f"rank {self._rank}"
         cause = f"{here}: {type(error).__name__}: {error}"
+        if self._connection is not None and isinstance(error, CollectiveError) and self._connection.failure() is None:
+            silent = self._connection.silent_ranks()
+            cause += f" No answer from rank {', '.join(map(str, silent))}." if silent else ""
         idle = (policy is None or not policy.unfinished()) and not self._tasks
         if self._connection is not None and not (idle and isinstance(error, _StopOrderError)):
             first = self._connection.report(cause)

@@ -53,6 +53,10 @@ def default_hooks_against_pytorchs(rank: int, kind: str) -> dict[str, float]:
         "fp16 of PyTorch's allreduce": (None, commhooks.fp16_compress_wrapper(stock.allreduce_hook)),
         "bf16 of PyTorch's allreduce": (None, commhooks.bf16_compress_wrapper(stock.allreduce_hook)),
         "dense PowerSGD": (commhooks.PowerSGDState(None), commhooks.powerSGD_hook),
+        "fp16 of dense PowerSGD": (
+            commhooks.PowerSGDState(None),
+            commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook),
+        ),
     }
     models = {name: given(kind) for name in hooks}
     for name, (state, hook) in hooks.items():
@@ -65,6 +69,20 @@ def default_hooks_against_pytorchs(rank: int, kind: str) -> dict[str, float]:
             assert all(g.dtype == torch.float32 for g in gradients_of(model))
             worst[name] = max(worst[name], largest_error(backward(model, gradients), expected))
     return worst
+
+
+def powersgd_hook_with_fp16_on_the_wire(rank: int, kind: str) -> tuple[int, set[torch.dtype]]:
+    """Return the payload bytes of 3 steps of the wrapped hook, and the dtypes of what it remembers."""
+    state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
+    model = wrap(kind, Given((40, 60), (9,)))
+    hook = commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook)
+    model.register_comm_hook(state, hook)  # type: ignore[operator]
+    for step in range(3):
+        model(*normal(zeros((40, 60), (9,)), 2, seed=step)[rank]).backward()
+    assert state.parameters is not None
+    kept = [state.parameters.of(parameter) for parameter in model.parameters()]
+    dtypes = {tensor.dtype for one in kept for tensor in [*one.local.values(), *one.replicated.values()]}
+    return state.statistics().payload_bytes, dtypes
 
 
 def every_case_like_lockstep(rank: int, kind: str) -> list[str]:

@@ -46,14 +46,15 @@ def test_when_a_rank_is_killed_the_others_raise(kind: str) -> None:
         _, text, _, seconds = outcome.value
         assert seconds < 10
         assert f"rank {outcome.rank}, step 2, bucket " in text and "parameters weights." in text
+        assert "No answer from rank 1." in text
 
 
 @both_ddps
 def test_a_rank_that_does_not_come_in_time_is_given_up(kind: str) -> None:
     prompt, late = run_ranks(on_every_rank.fail, 2, kind, "stall", hook_timeout=1.0)
-    assert 1.0 < prompt[3] < 2.5
+    assert 1.0 < prompt[3] < 5.0
     for _, text, _, _ in (prompt, late):
-        assert "hook_timeout=1.0 s" in text
+        assert "hook_timeout=1.0 s. No answer from rank 1." in text
 
 
 @both_ddps

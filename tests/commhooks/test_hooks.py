@@ -32,6 +32,13 @@ def test_the_default_hooks_give_pytorchs_mean(kind: str) -> None:
 
 
 @both_ddps
+def test_the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(kind: str) -> None:
+    for payload_bytes, dtypes in run_ranks(on_every_rank.powersgd_hook_with_fp16_on_the_wire, 2, kind):
+        assert payload_bytes == 3 * 2 * ((40 + 60) * 2 + 9)
+        assert dtypes == {torch.float32}
+
+
+@both_ddps
 def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(kind: str) -> None:
     for differ in run_ranks(on_every_rank.every_case_like_lockstep, 2, kind):
         assert differ == []
