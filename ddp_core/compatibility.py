@@ -95,4 +95,4 @@ class PyTorchNames:
         """Go on with other ranks: forget the unfinished, and rebuild buckets after the next backward pass."""
         self.reducer.reset()
         if isinstance(new_process_group, dist.ProcessGroup):  # else this rank is outside it
-            self.process_group = self.reducer.process_group = new_process_group
+            self.reducer.process_group = new_process_group

@@ -104,7 +104,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
             warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
         self.module = module
         self.device_mesh = device_mesh
-        self.process_group = choose_process_group(process_group, device_mesh)
+        group = choose_process_group(process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         managed = [parameter for _, parameter in self.managed_parameters()]
         check_module(module, managed)
@@ -126,8 +126,8 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         self._sink_clones = True
         if init_sync:
             named = self.managed_parameters() + list(self.module_buffers().items() if sync_buffers_now else [])
-            verify_same_model(named, self.process_group, self.device)
-            broadcast_coalesced([tensor for _, tensor in named], self.process_group, source=0)
+            verify_same_model(named, group, self.device)
+            broadcast_coalesced([tensor for _, tensor in named], group, source=0)
         settings = ReducerSettings(
             limits=limits,
             rebuilt_limits=rebuilt_limits,
@@ -135,14 +135,19 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
             gradient_as_bucket_view=gradient_as_bucket_view,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
-        self._build_reducer(settings, static_graph)
+        self._build_reducer(group, settings, static_graph)
 
-    def _build_reducer(self, settings: ReducerSettings, static_graph: bool) -> None:
+    def _build_reducer(self, group: dist.ProcessGroup, settings: ReducerSettings, static_graph: bool) -> None:
         trained = [(name, p) for name, p in self.managed_parameters() if p.requires_grad]
-        self.reducer = Reducer(trained, sparse_parameters(self.module), self.process_group, settings)
+        self.reducer = Reducer(trained, sparse_parameters(self.module), group, settings)
         self.reducer.paused = not self.require_backward_grad_sync
         if static_graph:
             self._set_static_graph()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks over which gradients are averaged."""
+        return self.reducer.process_group
 
     def managed_parameters(self) -> list[tuple[str, Any]]:
         """Return (name, parameter) for all that are not ignored, each once, frozen ones included."""
@@ -164,12 +169,8 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
             return self._after_forward(self.module(*inputs, **kwargs), synchronises)
 
     def _before_forward(self, synchronises: bool) -> None:
-        unmirrored = self.reducer.settings.skip_all_reduce_unused_params or self.buffer_hook is not None
-        if unmirrored and self._join_config.enable:
-            raise NotImplementedError(
-                "join() works neither with skip_all_reduce_unused_params=True nor with a buffer hook: a rank that has "
-                "joined cannot know which collectives the others skip or issue"
-            )
+        if self._join_config.enable:
+            self._require_mirrorable()
         if synchronises:
             self.reducer.before_forward()
         active = Join.notify_join_context(self)
@@ -256,8 +257,17 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
             throw_on_early_termination: instead of going on, raise RuntimeError on every rank.
 
         """
+        if enable:
+            self._require_mirrorable()
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
         return Join([self], enable, throw_on_early_termination, **options)
+
+    def _require_mirrorable(self) -> None:
+        if self.reducer.settings.skip_all_reduce_unused_params or self.buffer_hook is not None:
+            raise NotImplementedError(
+                "join() works neither with skip_all_reduce_unused_params=True nor with a buffer hook: a rank that has "
+                "joined cannot know which collectives the others skip or issue"
+            )
 
     _divides_by_initial_world_size = True
 
@@ -315,15 +325,12 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group: another "
                 "group cannot be found again. Copy or pickle ddp.module instead, and wrap it again."
             )
-        state = self.__dict__ | {"reducer": self.reducer.settings}
-        del state["process_group"]
-        return state
+        return self.__dict__ | {"reducer": self.reducer.settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # 'Call to untyped function "__setstate__"'
-        self.process_group = choose_process_group(None, None)
         settings, static_graph, self.static_graph = self.__dict__.pop("reducer"), self.static_graph, False
-        self._build_reducer(settings, static_graph)
+        self._build_reducer(choose_process_group(None, None), settings, static_graph)
 
 
 class _BackwardBegins:

@@ -30,7 +30,7 @@ from ddp_core.bucketing import ParameterSpec, Plan, assign_buckets, plan_from_nu
 from ddp_core.errors import interrupted, marked_twice, static_graph_changed, unfinished, unseen_outputs
 from ddp_core.graph import at_end_of_backward, unreachable
 from ddp_core.hooks import CommHook, Pending
-from ddp_core.step_guard import watch
+from ddp_core.watch import watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,17 @@ class Reducer:
         """Begin an iteration. Raises RuntimeError if the reduction of the previous one did not finish."""
         self.require_finished()
         if self.iteration == 0:
+            self._require_same_parameters()
             self._take_over_optimizers()
         self.iteration += 1
+
+    def _require_same_parameters(self) -> None:
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.requires_grad and get_gradient_edge(parameter).node not in self.accumulators:
+                raise RuntimeError(
+                    f"parameter {name!r} was converted or moved after the module was wrapped, and its gradients would "
+                    "not be reduced: call .to(...), .half() and the like first, and wrap then"
+                )
 
     def require_finished(self) -> None:
         """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
