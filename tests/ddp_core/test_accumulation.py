@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -126,6 +128,23 @@ def several_forward_passes_before_one_backward_pass(rank: int) -> None:
 
 
 @facts
+def a_gradient_that_comes_after_the_reduction_stays_local_with_a_warning(rank: int) -> None:
+    ddp = wrap(scale())
+    for first, second in ((ones(rank), 10 * ones(rank)), (ones(rank), ones(rank))):
+        ddp.zero_grad()
+        losses = ddp(first).sum(), ddp(second).sum()
+        losses[0].backward()
+        assert gradient(ddp) == MEAN * first.item() / (rank + 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses[1].backward()
+        assert gradient(ddp) == MEAN + second.item()  # what PyTorch's class does, in silence
+        messages = [str(warning.message) for warning in caught]
+        assert len(messages) == (1 if second is not first and second.item() > rank + 1 else 0), "once for a model"
+        assert all("'weight' got a gradient after this iteration's gradients were reduced" in m for m in messages)
+
+
+@facts
 def every_input_weighs_the_same_in_join(rank: int) -> None:
     ddp = wrap(scale())
     seen = []
@@ -232,12 +251,14 @@ def join_mirrors_a_hook_and_sparse_gradients(rank: int) -> None:
 @facts
 def join_refuses_what_a_joined_rank_cannot_mirror(rank: int) -> None:
     skipping = wrap(scale(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    with pytest.raises(NotImplementedError, match="skip_all_reduce_unused_params"):
-        skipping.join()
     hooked = wrap(scale())
     hooked._register_buffer_comm_hook(None, lambda state, buffers: [])
-    with pytest.raises(NotImplementedError, match="buffer hook"):
-        hooked.join()
+    for ddp in (skipping, hooked):
+        with pytest.raises(NotImplementedError, match="skip_all_reduce_unused_params.*buffer hook"), ddp.join():
+            ddp(ones(rank))
+        with ddp.join(enable=False):
+            ddp(ones(rank)).sum().backward()
+        assert gradient(ddp) == MEAN
 
 
 test_on_two_ranks = facts.tests()

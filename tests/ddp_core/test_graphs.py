@@ -343,6 +343,37 @@ def a_sparse_embedding_may_be_unused(rank: int) -> None:
         assert grads(ddp) == [None if used == (None, None) else expected, [1.0]]
 
 
+class Sum(nn.Module):
+    """Adds what two embeddings and a layer say: autograd hands all of them one and the same gradient."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.ModuleList(nn.Embedding(4, 2, sparse=sparse) for _ in range(2))
+        self.layer = nn.Linear(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words: Any = self.words
+        return torch.tanh(words[0](torch.tensor([0, 1])) + self.layer(x) + words[1](torch.tensor([1, 2])))
+
+
+@facts
+def sparse_gradients_that_share_memory_are_each_averaged_once(rank: int) -> None:
+    def hook(state: object, bucket: Any) -> Any:
+        return torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
+
+    for cap, registered in ((None, None), (1e-6, None), (1e-6, hook)):
+        ddp, local = wrap(Sum(sparse=True), bucket_cap_mb=cap), Sum(sparse=False)
+        if registered is not None:
+            ddp.register_comm_hook(None, registered)
+        local.load_state_dict(ddp.module.state_dict())
+        torch.stack([local(ones(r)).square().sum() / 2 for r in range(2)]).sum().backward()
+        for _ in range(10):
+            ddp.zero_grad()
+            ddp(ones(rank)).square().sum().backward()
+            for got, wanted in zip(ddp.parameters(), local.parameters(), strict=True):
+                torch.testing.assert_close(got.grad.to_dense(), wanted.grad)
+
+
 @facts
 def a_sparse_gradient_that_no_module_announces_is_named(rank: int) -> None:
     class Functional(nn.Module):
