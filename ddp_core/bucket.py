@@ -91,6 +91,7 @@ class Bucket:
         self.batched = [place for place, eager in enumerate(self.eager) if not eager]
         self.flat = self.zeros()
         self.views = views_of(self.flat, members)
+        self._addresses = [view.data_ptr() for view in self.views]
         self.reset()
 
     def zeros(self) -> Tensor:
@@ -108,24 +109,25 @@ class Bucket:
         ``as_views``: afterwards ``p.grad`` *is* the bucket's memory. Equal bits with PyTorch's reducer ask that a
         gradient that comes from elsewhere is multiplied by the reciprocal, and one that lies here already is divided.
         """
-        copied: list[tuple[int, Tensor]] = []
-        aliased: list[int] = []
+        members, views = self.members, self.views  # a thousand short gradients: look-ups count
+        copied, grads, aliased = [], [], []
         for place in places:
-            grad, view = self.members[place].grad, self.views[place]
+            grad = members[place].grad
             if grad is None:
-                view.zero_()
+                views[place].zero_()
                 self.absent.append(place)
-            elif as_views and (grad is view or grad.data_ptr() == view.data_ptr()):
+            elif as_views and grad.data_ptr() == self._addresses[place]:
                 aliased.append(place)
             else:
-                copied.append((place, grad))
+                copied.append(place)
+                grads.append(grad)
         if copied:
-            self._copy([self.views[place] for place, _ in copied], [grad for _, grad in copied], divisor)
+            self._copy([views[place] for place in copied], grads, divisor)
         if aliased and divisor is not None:
-            self._scale([self.views[place] for place in aliased], Tensor.div_, divisor)
+            self._scale([views[place] for place in aliased], Tensor.div_, divisor)
         if as_views:
-            for place, _ in copied:
-                self.members[place].grad = self.views[place]
+            for place in copied:
+                members[place].grad = views[place]
 
     @torch.no_grad()
     def adopt(self) -> None:
