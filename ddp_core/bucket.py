@@ -187,7 +187,10 @@ class SparseBucket(Bucket):
         )
 
     def gather(self, places: Sequence[int], divisor: int | None, as_views: bool) -> None:
-        """Let the gradient travel as it is, divided by ``divisor`` where one is given."""
+        """Let a copy of the gradient travel, divided by ``divisor`` where one is given.
+
+        Autograd lets a sparse gradient share its values with other gradients, so nothing is written into it.
+        """
         if not places:
             return
         grad = self.members[0].grad
@@ -198,16 +201,11 @@ class SparseBucket(Bucket):
             )
         if grad is None:
             self.absent.append(0)
-        self.flat = self.zeros() if grad is None else grad
-        if divisor is not None:
-            self.flat.div_(divisor)
+            self.flat = self.zeros()
+        else:
+            self.flat = grad.clone() if divisor is None else grad / divisor
 
     def scatter(self, mean: Tensor, untouched: set[int], as_views: bool) -> None:
         """Make ``mean`` (of the parameter's shape) the gradient, unless the parameter is ``untouched``."""
-        grad = self.members[0].grad
-        if self.indices[0] in untouched or mean is grad:
-            return
-        if grad is None:
+        if self.indices[0] not in untouched:
             self.members[0].grad = mean
-        else:
-            grad.copy_(mean)

@@ -343,6 +343,30 @@ def a_sparse_embedding_may_be_unused(rank: int) -> None:
         assert grads(ddp) == [None if used == (None, None) else expected, [1.0]]
 
 
+@facts
+def a_sparse_gradient_that_no_module_announces_is_named(rank: int) -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(4, 2))
+
+        def forward(self) -> Tensor:
+            return nn.functional.embedding(torch.tensor([1]), self.table, sparse=True)
+
+    ddp = wrap(Functional())
+    with pytest.raises(RuntimeError, match="'table' got a sparse gradient"):
+        ddp().sum().backward()
+
+
+@facts
+def a_compiled_module_trains(rank: int) -> None:
+    ddp = wrap(torch.compile(Branches(), backend="aot_eager"))  # type: ignore[arg-type]  # 'incompatible type "Callable"': a module comes back for a module
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(ones(rank)).backward()
+        assert grads(ddp) == [[MEAN], [MEAN]]
+
+
 class Sum(nn.Module):
     """Adds what two embeddings and a layer say: autograd hands all of them one and the same gradient."""
 
@@ -372,30 +396,6 @@ def sparse_gradients_that_share_memory_are_each_averaged_once(rank: int) -> None
             ddp(ones(rank)).square().sum().backward()
             for got, wanted in zip(ddp.parameters(), local.parameters(), strict=True):
                 torch.testing.assert_close(got.grad.to_dense(), wanted.grad)
-
-
-@facts
-def a_sparse_gradient_that_no_module_announces_is_named(rank: int) -> None:
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.zeros(4, 2))
-
-        def forward(self) -> Tensor:
-            return nn.functional.embedding(torch.tensor([1]), self.table, sparse=True)
-
-    ddp = wrap(Functional())
-    with pytest.raises(RuntimeError, match="'table' got a sparse gradient"):
-        ddp().sum().backward()
-
-
-@facts
-def a_compiled_module_trains(rank: int) -> None:
-    ddp = wrap(torch.compile(Branches(), backend="aot_eager"))  # type: ignore[arg-type]  # 'incompatible type "Callable"': a module comes back for a module
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(ones(rank)).backward()
-        assert grads(ddp) == [[MEAN], [MEAN]]
 
 
 test_on_two_ranks = facts.tests()

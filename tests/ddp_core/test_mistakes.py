@@ -190,6 +190,12 @@ def test_a_hook_cannot_change_while_gradients_are_being_reduced() -> None:
     assert len(refusals) == 2
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_module_cannot_be_converted_once_it_is_wrapped() -> None:
+    with pytest.raises(RuntimeError, match="before wrapping|wrap"):
+        wrap(scale()).double()
+
+
 @facts
 def another_number_of_parameters_is_named_on_every_rank(rank: int) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + rank)))
