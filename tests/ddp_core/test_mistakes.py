@@ -192,8 +192,9 @@ def test_a_hook_cannot_change_while_gradients_are_being_reduced() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_module_cannot_be_converted_once_it_is_wrapped() -> None:
-    with pytest.raises(RuntimeError, match="before wrapping|wrap"):
-        wrap(scale()).double()
+    ddp = wrap(scale()).double()
+    with pytest.raises(RuntimeError, match="'weight' was converted or moved after the module was wrapped"):
+        ddp(ones().double())
 
 
 @facts
