@@ -40,7 +40,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the tensor of which :meth:`buffer` and :meth:`gradients` speak."""
+        """Replace the tensor of which ``buffer`` and ``gradients`` speak."""
         self._buffer = buffer
 
     def parameters(self) -> list[Parameter]:

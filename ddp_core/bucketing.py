@@ -81,7 +81,7 @@ def plan_to_numbers(plan: Plan) -> list[int]:
 
 
 def plan_from_numbers(numbers: Sequence[int]) -> Plan:
-    """Read what :func:`plan_to_numbers` wrote."""
+    """Read what ``plan_to_numbers`` wrote."""
     half = len(numbers) // 2
     buckets: list[list[int]] = [[] for _ in range(numbers[-1] + 1)]
     for index, position in zip(numbers[:half], numbers[half:], strict=True):

@@ -218,7 +218,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False within :meth:`no_sync`."""
+        """False within ``no_sync``."""
         return not self.__dict__.get("_accumulates", False)
 
     @require_backward_grad_sync.setter
@@ -229,7 +229,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank alone, round the forward pass or round the backward pass.
 
-        The first iteration outside reduces what was accumulated. Inside :meth:`join` it must go round the forward
+        The first iteration outside reduces what was accumulated. Inside ``join`` it must go round the forward
         pass: ranks that have joined are told there whether to take part.
         """
         before = self.require_backward_grad_sync

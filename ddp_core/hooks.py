@@ -1,6 +1,6 @@
 """PyTorch's communication-hook contract: what may be registered, and what a hook may hand back.
 
-``hook(state, bucket) -> Future[Tensor]``. The state is the user's; the bucket is a :class:`~ddp_core.GradBucket`.
+``hook(state, bucket) -> Future[Tensor]``. The state is the user's; the bucket is a ``GradBucket``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Uneven inputs: what a rank that has run out of data does so that the others can go on.
 
-``torch.distributed.algorithms.join`` calls :meth:`ShadowHook.main_hook` once for every iteration that some rank still
+``torch.distributed.algorithms.join`` calls ``ShadowHook.main_hook`` once for every iteration that some rank still
 trains, and the hook issues the collectives which that rank's forward and backward passes issue, with zeros.
 """
 

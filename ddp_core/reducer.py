@@ -1,6 +1,6 @@
 """From gradients becoming ready, in any order, to buckets reduced in one order.
 
-Every parameter's AccumulateGrad node calls :meth:`Reducer.gradient_ready` once its gradient is in ``p.grad``. When
+Every parameter's AccumulateGrad node calls ``Reducer.gradient_ready`` once its gradient is in ``p.grad``. When
 all of a bucket's gradients are there and every bucket before it has been launched, the bucket is launched: handed to
 the communication hook, or all-reduced. Ranks become ready at different times and in different orders; they launch in
 the same order, which is what lets their collectives pair up. When the last bucket is launched, a callback at the end

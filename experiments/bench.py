@@ -142,8 +142,7 @@ def _measure(model: str, view: bool, rounds: int, steps: int) -> Row:
 
 def _rank(rank: int, world_size: int, folder: str, models: list[str], rounds: int, steps: int) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     rows = [_measure(model, view, rounds, steps) for model in models for view in (False, True)]
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
@@ -179,9 +178,7 @@ def main(
     os.environ |= {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "4294967296"}
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        spawn(  # type: ignore[no-untyped-call]  # 'Call to untyped function "spawn"'
-            _rank, (world_size, folder, model or list(MODELS), rounds, steps), nprocs=world_size
-        )
+        spawn(_rank, (world_size, folder, model or list(MODELS), rounds, steps), nprocs=world_size)
         rows = json.loads(Path(folder, "rows.json").read_text())
     Console(width=150).print(_table(rows, world_size))
     if out is not None:
