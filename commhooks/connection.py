@@ -27,6 +27,7 @@ WrapCommunicator = Callable[[Communicator], Communicator]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _FAILURE_KEY = "failure"
+_ROLL_CALL_KEY = "roll-call"
 ANSWER_SECONDS = 1.0
 """How long a rank whose collective failed waits for the others to say that they are still there."""
 
@@ -79,17 +80,24 @@ class Connection:
     def silent_ranks(self) -> list[int]:
         """Say that this rank is there, and return those that do not say so within a second.
 
-        A Gloo collective that fails does not tell whose process is gone; the ranks that failed with it do by answering.
+        A Gloo collective that fails does not tell whose process is gone; the ranks that failed with it, or still wait,
+        do by answering.
         """
         store, ranks = self._address.store, range(self._address.world_size)
         deadline = time.monotonic() + ANSWER_SECONDS
         try:
+            store.set(_ROLL_CALL_KEY, "")
             store.set(f"here/{self._address.rank}", "")
             while time.monotonic() < deadline and not store.check([f"here/{rank}" for rank in ranks]):
                 time.sleep(0.02)
             return [rank for rank in ranks if not store.check([f"here/{rank}"])]
         except RuntimeError:  # the store is gone, and with it the process that held it; `report` says so
             return []
+
+    def answer_roll_call(self) -> None:
+        """Say that this rank is there, if another one that failed has asked."""
+        if self._address.store.check([_ROLL_CALL_KEY]):
+            self._address.store.set(f"here/{self._address.rank}", "")
 
     def report(self, cause: str) -> str:
         """Tell the others why this rank fails, and return the first cause that any rank told."""

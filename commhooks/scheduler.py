@@ -206,6 +206,7 @@ class _Desk:
         cause = self._connection.failure()
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
+        self._connection.answer_roll_call()
         if self._hook_timeout is not None and now - self._waiting_since[1] > self._hook_timeout:
             raise CollectiveError(f"a collective was not done after hook_timeout={self._hook_timeout} s.")
 
