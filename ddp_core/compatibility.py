@@ -30,6 +30,10 @@ class PyTorchNames:
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]  # '"Tensor" has no attribute "_ddp_ignored"'
 
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """Return None: torch.compile is not to split graphs at bucket boundaries."""
+
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
         """Yield the parameters, or (name, parameter), that are not ignored."""

@@ -102,3 +102,18 @@ def sparse_parameters(module: nn.Module) -> set[int]:
     """Return the ids of parameters that will get sparse gradients: embeddings made with ``sparse=True``."""
     embeddings = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     return {id(m.weight) for m in embeddings if m.sparse}
+
+
+def refuse_distributed_autograd() -> None:
+    """Refuse a forward pass in a ``torch.distributed.autograd`` context: gradients would stay there, unreduced."""
+    rpc = getattr(torch._C, "_distributed_rpc", None)
+    if rpc is None or not rpc._is_current_rpc_agent_set():
+        return
+    try:
+        torch._C._distributed_autograd._current_context()
+    except RuntimeError:  # there is none
+        return
+    raise NotImplementedError(
+        "ddp_core does not reduce gradients of torch.distributed.autograd, which keeps them in its context and not in "
+        "p.grad: use torch.nn.parallel.DistributedDataParallel there"
+    )

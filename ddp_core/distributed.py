@@ -22,6 +22,7 @@ from ddp_core.construction import (
     choose_buffer_sync,
     choose_devices,
     choose_process_group,
+    refuse_distributed_autograd,
     sparse_parameters,
 )
 from ddp_core.graph import at_end_of_backward, tensors_in, through_sink
@@ -116,6 +117,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         one_bucket = static_graph or not find_unused_parameters
         limits, rebuilt_limits = choose_limits(bucket_cap_mb, bucket_cap_mb_list, one_bucket)
+        self.bucket_bytes_cap = max(rebuilt_limits)
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or []]
         self.static_graph = False
         self.require_forward_param_sync = True
@@ -172,6 +174,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         if self._join_config.enable:
             self._require_mirrorable()
         if synchronises:
+            refuse_distributed_autograd()
             self.reducer.before_forward()
         active = Join.notify_join_context(self)
         self.reducer.join_work = None if self._divides_by_initial_world_size else active

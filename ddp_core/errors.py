@@ -46,7 +46,7 @@ def interrupted(failure: str) -> RuntimeError:
 def marked_twice(index: int, name: str) -> RuntimeError:
     """Say that one parameter's gradient was reported a second time in one iteration."""
     return RuntimeError(
-        f"Expected to mark a variable ready only once: parameter at index {index} with name {name} got a second "
+        f"Expected to mark a variable ready only once. Parameter at index {index} with name {name} got a second "
         "gradient in one iteration. Usual causes: 1) it is used outside `forward`, or by several forward passes before "
         "one backward pass. 2) torch.utils.checkpoint(use_reentrant=True) runs over it more than once; take "
         "use_reentrant=False. If it is the same in every iteration, static_graph=True allows both."

@@ -20,7 +20,7 @@ MESSAGES_IN_FLIGHT = 2
 class Signature(NamedTuple):
     """What must agree on all ranks for one parameter or buffer."""
 
-    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
     strides: tuple[int, ...]  # of what is trained: its gradients are reduced as they lie in memory
     dtype: str
     requires_grad: bool
@@ -64,7 +64,10 @@ def _differences(
     for index, ((name, got), (_, expected)) in enumerate(zip(mine, reference, strict=True)):
         for field, value, wanted in zip(Signature._fields, got, expected, strict=True):
             if value != wanted:
-                yield f"[{rank}]: params[{index}] ({name!r}): {field} {value} appears not to match rank 0's {wanted}"
+                yield (
+                    f"[{rank}]: params[{index}] ({name!r}) with {field} {value} appears not to match {field} of the "
+                    f"same param in process 0: {wanted}"
+                )
                 break
 
 
