@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -320,7 +320,13 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
             )
         self.reducer.hook = hook
 
-    # ---------------------------------------------------------------- copies and pickles
+    # ---------------------------------------------------------------- conversions, copies, pickles
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedDataParallel:
+        """Do the work of ``.to()``, ``.half()`` and the like; refuse one after which gradients would stay local."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # 'Call to untyped function "_apply"'
+        self.reducer.require_same_parameters()
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:

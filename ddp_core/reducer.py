@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
 from ddp_core.bucket import Bucket, GradBucket, SparseBucket
@@ -90,8 +90,7 @@ class Reducer:
         self._lock = threading.RLock()  # a module on several devices has a backward thread for each
         # A node's own hook also fires when its gradient is undefined; a tensor's post-accumulate hook does not
         # (tests/ddp_core: an output left out of the loss). The nodes are ours to keep alive; we are not theirs.
-        with torch.enable_grad():
-            self.accumulators = {get_gradient_edge(p).node: i for i, p in enumerate(self.parameters)}
+        self.accumulators = {_node_of(parameter): index for index, parameter in enumerate(self.parameters)}
         myself = weakref.ref(self)
         self._handles = [
             node.register_hook(functools.partial(_on_node, myself, i)) for node, i in self.accumulators.items()
@@ -142,13 +141,14 @@ class Reducer:
         """Begin an iteration. Raises RuntimeError if the reduction of the previous one did not finish."""
         self.require_finished()
         if self.iteration == 0:
-            self._require_same_parameters()
+            self.require_same_parameters()
             self._take_over_optimizers()
         self.iteration += 1
 
-    def _require_same_parameters(self) -> None:
+    def require_same_parameters(self) -> None:
+        """Raise RuntimeError if a parameter no longer reports here: a conversion gave it another graph node."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            if parameter.requires_grad and get_gradient_edge(parameter).node not in self.accumulators:
+            if parameter.requires_grad and _node_of(parameter) not in self.accumulators:
                 raise RuntimeError(
                     f"parameter {name!r} was converted or moved after the module was wrapped, and its gradients would "
                     "not be reduced: call .to(...), .half() and the like first, and wrap then"
@@ -381,6 +381,11 @@ class Reducer:
             for optimizer in getattr(member, "_in_backward_optimizers", []):
                 optimizer.step()
                 member.grad = None
+
+
+@torch.enable_grad()
+def _node_of(parameter: Parameter) -> Node:
+    return get_gradient_edge(parameter).node
 
 
 def _on_node(reducer: weakref.ref[Reducer], index: int, _inputs: Any, _outputs: Any) -> None:

@@ -192,9 +192,19 @@ def test_a_hook_cannot_change_while_gradients_are_being_reduced() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_module_cannot_be_converted_once_it_is_wrapped() -> None:
-    ddp = wrap(scale()).double()
-    with pytest.raises(RuntimeError, match="'weight' was converted or moved after the module was wrapped"):
+    converted = "'weight' was converted or moved after the module was wrapped"
+    with pytest.raises(RuntimeError, match=converted):
+        wrap(scale()).double()
+    ddp = wrap(scale())
+    ddp.module.double()
+    with pytest.raises(RuntimeError, match=converted):
         ddp(ones().double())
+
+
+def test_a_conversion_that_changes_nothing_is_welcome() -> None:
+    ddp = wrap(scale()).to("cpu").float()
+    ddp(ones()).sum().backward()
+    assert ddp.module.weight.grad is not None
 
 
 @facts
