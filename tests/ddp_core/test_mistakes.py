@@ -201,6 +201,7 @@ def test_a_module_cannot_be_converted_once_it_is_wrapped() -> None:
         ddp(ones().double())
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_conversion_that_changes_nothing_is_welcome() -> None:
     ddp = wrap(scale()).to("cpu").float()
     ddp(ones()).sum().backward()
