@@ -67,3 +67,36 @@ def unseen_outputs() -> RuntimeError:
         "static_graph=True: gradients came, but not through the outputs of the wrapped module, so they were not "
         "reduced. Return the tensors that the loss is computed from in lists, tuples, dicts or dataclasses."
     )
+
+
+def broken_promise() -> RuntimeError:
+    """Say that no_sync() round the backward pass alone cannot work inside join()."""
+    return RuntimeError(
+        "no_sync() round the backward pass alone cannot work inside join(): ranks that have joined were told in the "
+        "forward pass that gradients would be reduced. Put the forward pass inside no_sync() too."
+    )
+
+
+def converted(name: str) -> RuntimeError:
+    """Say that a parameter's graph node is no longer the one that was listened to."""
+    return RuntimeError(
+        f"parameter {name!r} was converted or moved after the module was wrapped, and its gradients would not be "
+        "reduced: call .to(...), .half() and the like first, and wrap then"
+    )
+
+
+def unannounced_sparse(name: str) -> RuntimeError:
+    """Say that a sparse gradient came for a parameter whose bucket holds dense ones."""
+    return RuntimeError(
+        f"parameter {name!r} got a sparse gradient, which only nn.Embedding and nn.EmbeddingBag with sparse=True "
+        "announce: use one of them, or make the gradient dense"
+    )
+
+
+def late(name: str) -> str:
+    """Warn of a gradient that comes after its iteration's gradients were reduced."""
+    return (
+        f"parameter {name!r} got a gradient after this iteration's gradients were reduced: it stays on this rank. Run "
+        "one forward pass per backward pass, or add the losses up. (Harmless if gradients of gradients were meant to "
+        "stay local.)"
+    )

@@ -27,7 +27,17 @@ from torch.nn import Parameter
 
 from ddp_core.bucket import Bucket, GradBucket, SparseBucket
 from ddp_core.bucketing import ParameterSpec, Plan, assign_buckets, plan_from_numbers, plan_to_numbers
-from ddp_core.errors import interrupted, marked_twice, static_graph_changed, unfinished, unseen_outputs
+from ddp_core.errors import (
+    broken_promise,
+    converted,
+    interrupted,
+    late,
+    marked_twice,
+    static_graph_changed,
+    unannounced_sparse,
+    unfinished,
+    unseen_outputs,
+)
 from ddp_core.graph import at_end_of_backward, unreachable
 from ddp_core.hooks import CommHook, Pending
 from ddp_core.watch import watch
@@ -149,10 +159,7 @@ class Reducer:
         """Raise RuntimeError if a parameter no longer reports here: a conversion gave it another graph node."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.requires_grad and _node_of(parameter) not in self.accumulators:
-                raise RuntimeError(
-                    f"parameter {name!r} was converted or moved after the module was wrapped, and its gradients would "
-                    "not be reduced: call .to(...), .half() and the like first, and wrap then"
-                )
+                raise converted(name)
 
     def require_finished(self) -> None:
         """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
@@ -213,12 +220,8 @@ class Reducer:
         """Count one firing of the AccumulateGrad node of parameter ``index``."""
         if (self.searches_graph or self.static_graph) and self.parameters[index].grad is not None:
             self.used[index] = 1  # also under no_sync: what was used there is reduced later
-        if not self.expecting:
-            if self.reduced:
-                self._warn_of_late_gradient(index)
-            return
-        if self.paused:
-            self._require_no_promise()
+        if self.paused or not self.expecting:
+            self._pass_over(index)
             return
         if self.static_graph and not self.learned:
             self.firings[index] += 1
@@ -237,21 +240,12 @@ class Reducer:
             complaint = static_graph_changed if self.static_graph else marked_twice
             raise self.noted(complaint(index, self.names[index]))
 
-    def _warn_of_late_gradient(self, index: int) -> None:
-        self.reduced, self._warned_late = False, True
-        warnings.warn(
-            f"parameter {self.names[index]!r} got a gradient after this iteration's gradients were reduced: it stays "
-            "on this rank. Run one forward pass per backward pass, or add the losses up. (Harmless if gradients of "
-            "gradients were meant to stay local.)",
-            stacklevel=2,
-        )
-
-    def _require_no_promise(self) -> None:
-        if self.promised:
-            raise RuntimeError(
-                "no_sync() round the backward pass alone cannot work inside join(): ranks that have joined were told "
-                "in the forward pass that gradients would be reduced. Put the forward pass inside no_sync() too."
-            )
+    def _pass_over(self, index: int) -> None:
+        if self.expecting and self.promised:
+            raise self.noted(broken_promise())
+        if self.reduced and not self.expecting:
+            self.reduced, self._warned_late = False, True
+            warnings.warn(late(self.names[index]), stacklevel=2)
 
     def _arrive(self, bucket: Bucket, place: int) -> None:
         if bucket.eager[place]:
@@ -280,10 +274,7 @@ class Reducer:
             if grad is None or isinstance(bucket, SparseBucket):
                 continue
             if grad.is_sparse:
-                raise RuntimeError(
-                    f"parameter {bucket.names[place]!r} got a sparse gradient, which only nn.Embedding and "
-                    "nn.EmbeddingBag with sparse=True announce: use one of them, or make the gradient dense"
-                )
+                raise unannounced_sparse(bucket.names[place])
             if any(g != v for g, v, size in zip(grad.stride(), view.stride(), grad.shape, strict=True) if size > 1):
                 self._layout_checks_left = 0
                 warnings.warn(
