@@ -9,8 +9,9 @@ from commhooks.communicators import (
     RecordingCommunicator,
     run_lockstep,
 )
-from commhooks.compressor import BucketView, Compressor, Context, Result, Slot
+from commhooks.compressor import BucketView, Compressor, Context, Result, Slot, StepVerdict
 from commhooks.compressors import COMPRESSORS, AllReduceMean, Cast, NoOp, PowerSGD, make_compressor
+from commhooks.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
 from commhooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -28,10 +29,10 @@ from commhooks.errors import (
     SettingsError,
 )
 from commhooks.hook import Attachment, attach
-from commhooks.powersgd_hook import PowerSGDState, powerSGD_hook
-from commhooks.requests import AllGather, AllReduce, AllToAll, Request
-from commhooks.statistics import Statistics
-from commhooks.wrappers import StartAfter, WireDtype
+from commhooks.powersgd_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from commhooks.requests import AllGather, AllReduce, AllToAll, Layout, Request
+from commhooks.statistics import ParameterTraffic, Statistics
+from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 
 __all__ = [
     "AllGather",
@@ -49,10 +50,14 @@ __all__ = [
     "Compressor",
     "CompressorError",
     "Context",
+    "DDPCommHookType",
+    "ErrorFeedback",
     "GradientError",
+    "Layout",
     "LockstepCommunicator",
     "LockstepGroup",
     "NoOp",
+    "ParameterTraffic",
     "Pending",
     "PowerSGD",
     "PowerSGDState",
@@ -64,9 +69,11 @@ __all__ = [
     "Slot",
     "StartAfter",
     "Statistics",
+    "StepVerdict",
     "WireDtype",
     "allreduce_hook",
     "attach",
+    "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "fp16_compress_hook",
@@ -74,5 +81,6 @@ __all__ = [
     "make_compressor",
     "noop_hook",
     "powerSGD_hook",
+    "register_ddp_comm_hook",
     "run_lockstep",
 ]

@@ -8,14 +8,15 @@ process, be counted, and be reordered.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from commhooks.requests import Request
+from commhooks.requests import Layout, Request
 from commhooks.state import ParameterState
 
 Plan = TypeVar("Plan")
@@ -30,6 +31,8 @@ class Result:
 
     mean: Tensor
     """The mean of the gradient over the ranks, as the compressor could tell it; the bucket's own memory."""
+    unsent: Tensor | None = None
+    """Where the bucket `wants_unsent`: what this rank's own contribution left out, shaped like the bucket's memory."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,20 +44,6 @@ class Slot:
     """1-D view of the bucket's memory: the gradient's elements in the order in which the parameter's lie in memory."""
     state: ParameterState
 
-    def matrix(self) -> Tensor:
-        """View the gradient as a matrix n×m, first dimension against the rest, without copying.
-
-        Columns come in memory order, so a channels-last tensor is a matrix too. Where the first dimension is neither
-        the outermost nor the innermost in memory, the outermost one stands in for it.
-        """
-        shape, strides = self.parameter.shape, self.parameter.stride()
-        if not _is_dense(self.parameter):
-            return self.gradient.view(shape[0], -1)
-        outermost = max(range(len(shape)), key=lambda dimension: (strides[dimension], -dimension))
-        if outermost != 0 and strides[0] == 1:
-            return self.gradient.view(-1, shape[0]).t()
-        return self.gradient.view(shape[outermost], -1)
-
 
 @dataclasses.dataclass(eq=False)
 class BucketView:
@@ -64,14 +53,43 @@ class BucketView:
     memory: Tensor
     """1-D and dense, or one parameter's sparse gradient. It holds this rank's gradient, and in the end the mean."""
     slots: Sequence[Slot] = ()
-    """One for each parameter, in memory order; empty unless the compressor sets `uses_slots`."""
+    """One for each parameter, in memory order."""
+    wants_unsent: bool = False
+    """The result must say what this rank left out; asked only of compressors that can."""
     _plans: dict[Compressor, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Whose elements `memory` holds; the bucket's own where parameters are not known."""
+        if not self.slots:
+            return Layout((f"bucket {self.index}",), (self.memory.numel(),))
+        return Layout(
+            tuple(slot.state.key for slot in self.slots), tuple(slot.parameter.numel() for slot in self.slots)
+        )
 
     def plan(self, compressor: Compressor, make: Callable[[], Plan]) -> Plan:
         """Return what `make` returned for this bucket the first time: views and scratch memory, never state."""
         if compressor not in self._plans:
             self._plans[compressor] = make()
         return cast(Plan, self._plans[compressor])
+
+
+class StepVerdict:
+    """Be the judgement that all buckets of a step share, where one bad element is to spoil the step for all of them.
+
+    What is noted is what came back from the other ranks, so the verdict is the same on every rank.
+    """
+
+    def __init__(self) -> None:
+        self._checks: list[Tensor] = []
+
+    def note(self, received: Tensor) -> None:
+        """Take an answer into account."""
+        self._checks.append(_is_finite(received))
+
+    def checks(self) -> list[Tensor]:
+        """Return a 0-dim bool for each answer so far."""
+        return self._checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +100,17 @@ class Context:
     world_size: int
     step: int
     """Steps before this one, warm-up included."""
+    verdict: StepVerdict | None = None
+    """What is known of the step's other buckets; None where each is judged alone."""
 
     def all_finite(self, *received: Tensor) -> Tensor:
         """Return a 0-dim bool: no inf and no NaN in what came back, which is the same on every rank.
 
         It stays a tensor, so that on a GPU nobody waits for it.
         """
-        checks = [torch.isfinite(tensor).all() for tensor in received]
+        checks = [_is_finite(tensor) for tensor in received]
+        if self.verdict is not None:
+            checks += self.verdict.checks()
         return torch.stack(checks).all()
 
     def commit(self, memory: Tensor, value: Tensor, allowed: Tensor) -> None:
@@ -108,13 +130,16 @@ class Compressor(ABC):
     """
 
     @property
-    def uses_slots(self) -> bool:
-        """Say whether `compress` looks at single parameters; a compressor that does not is spared finding them."""
+    def tells_unsent(self) -> bool:
+        """Say whether `compress` can tell what it left out, which is what `ErrorFeedback` needs."""
         return False
 
     def takes(self, gradient: Tensor) -> bool:
         """Say whether `compress` can handle this kind of gradient; the others are averaged by a plain all-reduce."""
         return not gradient.is_sparse and gradient.is_floating_point()
+
+    def check_parameters(self, names: Iterable[str]) -> None:  # noqa: B027 "empty method": most have nothing to check
+        """Raise `SettingsError` if a setting does not fit a model with parameters of these names."""
 
     @abstractmethod
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
@@ -130,11 +155,17 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Say whether the elements fill a stretch of memory without gaps and overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+def residual_of(slot: Slot) -> Tensor:
+    """Return what this rank still owes for a parameter: 1-D, in the order of its memory, in the computing dtype.
+
+    Every compressor with error feedback keeps it here, in the state "residual", so that one can take over from another.
+    """
+    local, dtype = slot.state.local, computing_dtype(slot.gradient.dtype)
+    kept = local.get("residual")
+    if kept is None or kept.numel() != slot.gradient.numel() or kept.dtype != dtype:
+        kept = local["residual"] = torch.zeros_like(slot.gradient, dtype=dtype)
+    return kept
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    return torch.isfinite(tensor).all()

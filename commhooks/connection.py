@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from commhooks.communicators import Communicator, ProcessGroupCommunicator, RecordingCommunicator
 from commhooks.errors import AttachError
+from commhooks.requests import AllGather
 
 WrapCommunicator = Callable[[Communicator], Communicator]
 
@@ -57,17 +58,22 @@ class Address:
 class Connection:
     """Open a private Gloo group at `address`, and carry requests over it.
 
-    `terms` is a text that must be the same on every rank; `AttachError` says who differs in what. Blocks until every
-    rank has come, or the address's timeout has passed.
+    Blocks until every rank has come, or the address's timeout has passed.
     """
 
-    def __init__(self, address: Address, terms: str, wrap: WrapCommunicator | None = None) -> None:
+    def __init__(self, address: Address, wrap: WrapCommunicator | None = None) -> None:
         self._address = address
+        self._agreements = 0
         group = ProcessGroupGloo(address.store, address.rank, address.world_size, address.timeout)
-        self._agree(group, terms)
         self._carrier: ProcessGroupCommunicator | None = ProcessGroupCommunicator(group)
         wrapped = self._carrier if wrap is None else wrap(self._carrier)
         self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
+
+    def agree(self, terms: str) -> None:
+        """Return if every rank comes with the same terms; see `agree`."""
+        assert self._carrier is not None, "the connection was closed"
+        agree(self._carrier, PrefixStore(f"terms {self._agreements}", self._address.store), terms)
+        self._agreements += 1
 
     def failure(self) -> str | None:
         """Return what some rank reported as the cause of its failure, if one did."""
@@ -122,16 +128,20 @@ class Connection:
         self._carrier = self.communicator = None
         return True
 
-    def _agree(self, group: Any, terms: str) -> None:
-        digest = torch.tensor(list(hashlib.blake2b(terms.encode(), digest_size=32).digest()), dtype=torch.uint8)
-        digests = digest.new_empty((self._address.world_size, len(digest)))
-        group.allgather([list(digests.unbind(0))], [digest]).wait()
-        if bool((digests == digest).all()):
-            return
-        store = self._address.store
-        store.set(f"terms/{self._address.rank}", terms)
-        theirs = [store.get(f"terms/{rank}").decode() for rank in range(self._address.world_size)]
-        raise AttachError("ranks disagree about what they attach. " + _first_difference(theirs))
+
+def agree(carrier: ProcessGroupCommunicator, store: Store, terms: str, device: torch.device | None = None) -> None:
+    """Return if every rank comes with the same `terms`, a text; raise `AttachError`, saying who differs in what.
+
+    Digests are compared over `carrier`, on `device`; only where they differ do texts travel, through `store`.
+    """
+    digest = torch.tensor(list(hashlib.blake2b(terms.encode(), digest_size=32).digest()), dtype=torch.uint8)
+    pending = carrier.start(AllGather(digest.to(device)))
+    pending.wait()
+    if bool((pending.result.cpu() == digest).all()):
+        return
+    store.set(str(carrier.rank), terms)
+    theirs = [store.get(str(rank)).decode() for rank in range(carrier.world_size)]
+    raise AttachError("ranks disagree about what they attach. " + _first_difference(theirs))
 
 
 def _first_difference(terms: list[str]) -> str:

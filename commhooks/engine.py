@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.communicators import ProcessGroupCommunicator
-from commhooks.compressor import BucketView, Compressor, Context, Slot
+from commhooks.compressor import BucketView, Compressor, Context, Slot, StepVerdict
 from commhooks.compressors.all_reduce import AllReduceMean
-from commhooks.connection import Address, Connection, WrapCommunicator
-from commhooks.errors import GradientError
+from commhooks.connection import Address, Connection, WrapCommunicator, agree
+from commhooks.errors import AttachError, GradientError
 from commhooks.scheduler import InlineScheduler, Scheduler, ThreadScheduler
 from commhooks.state import StateTable
-from commhooks.statistics import Statistics
+from commhooks.statistics import ParameterTraffic, Statistics
 from commhooks.task import BucketTask
 
 
@@ -43,6 +43,8 @@ class Engine:
         process_group: dist.ProcessGroup,
         *,
         label: str = "attached",
+        policy: str = "fifo",
+        by_parameter: bool = True,
         terms: str = "",
         wrap_communicator: WrapCommunicator | None = None,
         hook_timeout: float | None = None,
@@ -52,20 +54,26 @@ class Engine:
         self.step = 0
         self._process_group = weakref.ref(process_group)
         self._address = Address.under(process_group, label)
-        self._terms = f"compressor {compressor!r}\n{terms}"
+        self._policy = policy
+        self._by_parameter = by_parameter
+        self._terms = f"policy {policy!r}\n{terms}"
         self._wrap = wrap_communicator
         self._hook_timeout = hook_timeout
         self._scheduler: Scheduler | None = None
         self._views: dict[tuple[int, ...], BucketView] = {}
         self._parameters: dict[tuple[int, ...], list[Tensor]] = {}
         self._used: set[tuple[int, ...]] = set()
+        self._names_checked = False
+        self._last_index = -1
+        self._verdict: StepVerdict | None = None
 
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Take a bucket, and return the future of its mean; called in the same order on every rank."""
         memory = bucket.buffer()
+        self._begin_step_if(bucket)
         compressor = self._compressor_for(memory, bucket)
-        view = self._view(bucket, memory) if compressor.uses_slots else BucketView(bucket.index(), memory)
-        context = Context(self._address.rank, self._address.world_size, self.step)
+        view = self._view(bucket, memory) if self._by_parameter else BucketView(bucket.index(), memory)
+        context = Context(self._address.rank, self._address.world_size, self.step, self._verdict)
         task = BucketTask(
             exchange=compressor.compress(view, context),
             future=_future_for(memory),
@@ -74,12 +82,33 @@ class Engine:
             index=bucket.index(),
             is_last=bucket.is_last(),
             parameters=lambda: self.describe(bucket.parameters()),
+            layout=view.layout,
+            world_size=self._address.world_size,
+            verdict=self._verdict,
             ready=_event_for(memory),
         )
+        if task.is_last and self._by_parameter and not self._names_checked:
+            self._names_checked = True
+            compressor.check_parameters(self.state.names())
         self._scheduler_for(memory.device).submit(task)
         if task.is_last:
             self._end_step()
         return task.future
+
+    def replace(self, compressor: Compressor, device: torch.device) -> None:
+        """Let another compressor go on from the next step; every rank must do so between the same two steps.
+
+        Raises `AttachError` in the middle of a step, and where ranks disagree; the old compressor then stays.
+        """
+        if self._last_index >= 0:
+            raise AttachError(
+                f"replace: step {self.step} is under way (bucket {self._last_index} was handed in); "
+                "call it between two steps."
+            )
+        self._scheduler_for(device).agree(self._terms_with(compressor))
+        self.compressor = compressor
+        self._views.clear()
+        self._parameters.clear()
 
     def open(self, device: torch.device) -> None:
         """Connect to the other ranks now, and not at the first bucket."""
@@ -97,6 +126,10 @@ class Engine:
     def last_step(self) -> Statistics:
         """Return what the last whole step counted."""
         return self._scheduler.ledger.last_step() if self._scheduler else Statistics()
+
+    def by_parameter(self) -> dict[str, ParameterTraffic]:
+        """Return what was counted so far for each parameter, by name."""
+        return self._scheduler.ledger.by_parameter() if self._scheduler else {}
 
     def describe(self, parameters: Sequence[Tensor]) -> str:
         """Name parameters for a message; their shapes where nobody told the names."""
@@ -118,11 +151,13 @@ class Engine:
         key = tuple(map(id, parameters))
         self._used.add(key)
         view = self._views.get(key)
-        if view is None or view.memory.data_ptr() != memory.data_ptr() or view.memory.dtype != memory.dtype:
+        if view is None or not _is_same_memory(view.memory, memory):
             self._learn_names(bucket, parameters)
-            view = BucketView(bucket.index(), memory, self._slots(memory, parameters))
-            self._views[key] = view
+            known = view
+            view = self._views[key] = BucketView(bucket.index(), memory, self._slots(memory, parameters))
             self._parameters[key] = parameters  # while they live, no other object has their id
+            if known is not None:
+                view.layout = known.layout
         return view
 
     def _slots(self, memory: Tensor, parameters: list[Tensor]) -> list[Slot]:
@@ -132,7 +167,7 @@ class Engine:
                 f"a bucket of {memory.numel()} elements was handed in for parameters of {sum(sizes)} elements "
                 f"({self.describe(parameters)})."
             )
-        parts = memory.detach().split(sizes)
+        parts = [memory] if memory.is_sparse else memory.detach().split(sizes)
         return [Slot(*pair, self.state.of(pair[0])) for pair in zip(parameters, parts, strict=True)]
 
     def _learn_names(self, bucket: Bucket, parameters: list[Tensor]) -> None:
@@ -140,11 +175,23 @@ class Engine:
         if names is not None and any(self.state.name_of(parameter) is None for parameter in parameters):
             self.state.bind(zip(names(), parameters, strict=True))
 
+    def _begin_step_if(self, bucket: Bucket) -> None:
+        """Begin a step with its first bucket; a DDP may skip the one that would have ended the step before."""
+        if self._by_parameter and bucket.index() <= self._last_index:
+            self._end_step()
+        if self._last_index < 0:
+            self._verdict = StepVerdict() if self._policy == "fused" else None
+        self._last_index = bucket.index()
+
     def _end_step(self) -> None:
         self.step += 1
+        self._last_index = -1
         for key in self._views.keys() - self._used:
             del self._views[key], self._parameters[key]
         self._used.clear()
+
+    def _terms_with(self, compressor: Compressor) -> str:
+        return f"compressor {compressor!r}\n{self._terms}"
 
     def _scheduler_for(self, device: torch.device) -> Scheduler:
         if self._scheduler is None:
@@ -155,10 +202,31 @@ class Engine:
         process_group = self._process_group()
         if process_group is not None and backend_of(process_group, device) == "nccl":
             # A proxy: the engine is found by its group, and must not keep it alive.
-            communicator: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
-            return InlineScheduler(self._wrap(communicator) if self._wrap else communicator, device)
-        address, terms, wrap = self._address, self._terms, self._wrap
-        return ThreadScheduler(lambda: Connection(address, terms, wrap), address.rank, self._hook_timeout)
+            carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
+            store = self._address.store
+            inline = InlineScheduler(
+                self._wrap(carrier) if self._wrap else carrier,
+                lambda terms: agree(carrier, store, terms, device),
+                device,
+                self._policy,
+            )
+            inline.agree(self._terms_with(self.compressor))
+            return inline
+        address, terms, wrap = self._address, self._terms_with(self.compressor), self._wrap
+        return ThreadScheduler(lambda: _connect(address, terms, wrap), address.rank, self._policy, self._hook_timeout)
+
+
+def _connect(address: Address, terms: str, wrap: WrapCommunicator | None) -> Connection:
+    """Open a line to the other ranks, and see that they have come for the same."""
+    connection = Connection(address, wrap)
+    connection.agree(terms)
+    return connection
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    if one.is_sparse or other.is_sparse:
+        return one is other
+    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
 
 
 def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> str:

@@ -6,6 +6,7 @@ function whose `__name__` is `bf16_compress_hook` or `bf16_compress_wrapper_hook
 that name needs NCCL. Ours does not, so the functions behind those public names are called something else.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,8 +22,9 @@ from commhooks.compressors import AllReduceMean, make_compressor
 from commhooks.connection import WrapCommunicator
 from commhooks.engine import Engine
 from commhooks.errors import AttachError, CommHooksError, SettingsError
+from commhooks.scheduler import POLICIES
 from commhooks.state import StateTable
-from commhooks.statistics import Statistics
+from commhooks.statistics import ParameterTraffic, Statistics
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -33,9 +35,10 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 class Attachment:
     """Be the handle on a compressor that works for a model: read its statistics, detach it."""
 
-    def __init__(self, engine: Engine, socket: "_Socket") -> None:
+    def __init__(self, engine: Engine, socket: "_Socket", named: list[tuple[str, Tensor]]) -> None:
         self._engine = engine
         self._socket = socket
+        self._named = named
 
     @property
     def compressor(self) -> Compressor:
@@ -60,6 +63,23 @@ class Attachment:
         """Return what the last whole step counted, on this rank."""
         return self._engine.last_step()
 
+    def by_parameter(self) -> dict[str, ParameterTraffic]:
+        """Return each parameter's share of what was counted since attaching, by name, on this rank."""
+        return self._engine.by_parameter()
+
+    def replace(self, compressor: Compressor | str) -> None:
+        """Let another compressor go on from the next step, with the state that is there.
+
+        Every rank must replace between the same two steps. A residual is taken over by whichever compressor keeps one,
+        and waits where none does; a basis of another size starts anew. Raises `AttachError` where ranks disagree or a
+        step is under way, and `SettingsError` for settings that do not fit the model; the old compressor then stays.
+        """
+        if self._socket.attachment is not self:
+            raise AttachError("replace: this attachment was detached; attach again.")
+        compressor = checked_compressor("replace", compressor)
+        compressor.check_parameters(name for name, _ in self._named)
+        self._engine.replace(compressor, self._named[0][1].device)
+
     def detach(self) -> None:
         """Give the model back its plain all-reduce, and end the scheduler. A second call does nothing.
 
@@ -74,17 +94,19 @@ def attach(
     model: Module,
     compressor: Compressor | str,
     *,
+    policy: str = "fifo",
     process_group: dist.ProcessGroup | None = None,
     wrap_communicator: WrapCommunicator | None = None,
     hook_timeout: float | None = None,
 ) -> Attachment:
     """Let `compressor` average the gradients of `model`, a DistributedDataParallel of ddp_core's or PyTorch's.
 
-    Call it on every rank, before the first backward pass. A string is a name for `make_compressor`. `process_group`
-    is the model's own by default; `wrap_communicator` may put another communicator round the real one;
-    `hook_timeout`, in seconds, bounds every collective (default: the group's timeout). Raises `AttachError` if
-    something is attached already, if the model is no DistributedDataParallel, or if ranks disagree about compressor
-    or parameters.
+    Call it on every rank, before the first backward pass. A string is a name for `make_compressor`. `policy` is the
+    order of collectives: "fifo" goes bucket by bucket and overlaps with the backward pass; "fused" makes one collective
+    of each round of all buckets, after the last one. `process_group` is the model's own by default; `wrap_communicator`
+    may put another communicator round the real one; `hook_timeout`, in seconds, bounds every collective (default: the
+    group's timeout). Raises `AttachError` if something is attached already, if the model is no DistributedDataParallel,
+    or if ranks disagree about compressor, policy or parameters.
     """
     inner = getattr(model, "module", None)
     if not hasattr(model, "register_comm_hook") or not isinstance(inner, Module):
@@ -92,30 +114,54 @@ def attach(
             f"attach: expected a DistributedDataParallel, ddp_core's or PyTorch's (got {type(model).__name__}); "
             "wrap the model first."
         )
-    if isinstance(compressor, str):
-        compressor = make_compressor(compressor)
-    if not isinstance(compressor, Compressor):
-        raise SettingsError(f"attach: expected a Compressor or a name (got {compressor!r}).")
+    compressor = checked_compressor("attach", compressor)
+    check_run_settings("attach", policy, hook_timeout)
+    if policy == "fused" and getattr(model, "skip_all_reduce_unused_params", False):
+        raise AttachError(
+            "attach: policy must be 'fifo' for a model with skip_all_reduce_unused_params=True, which may leave out "
+            "the bucket that 'fused' waits for."
+        )
     group = group_or_default(process_group if process_group is not None else getattr(model, "process_group", None))
     socket = _sockets.setdefault(model, _Socket())
     if socket.attachment is not None:
         raise AttachError(
             f"attach: {socket.attachment.compressor!r} is attached to this model already; detach it first."
         )
-    named = [(name, parameter) for name, parameter in inner.named_parameters() if parameter.requires_grad]
+    named: list[tuple[str, Tensor]] = [
+        (name, parameter) for name, parameter in inner.named_parameters() if parameter.requires_grad
+    ]
+    compressor.check_parameters(name for name, _ in named)
     engine = Engine(
         compressor,
         group,
+        policy=policy,
         terms=_describe_parameters(named),
         wrap_communicator=wrap_communicator,
         hook_timeout=hook_timeout,
     )
     engine.state.bind(named)
     engine.open(named[0][1].device)
-    attachment = Attachment(engine, socket)
+    attachment = Attachment(engine, socket, named)
     socket.take(attachment, group)
     socket.plug_into(model)
     return attachment
+
+
+def checked_compressor(caller: str, compressor: Compressor | str) -> Compressor:
+    """Return the compressor, made if it is a name; raise `SettingsError` for anything else."""
+    if isinstance(compressor, str):
+        compressor = make_compressor(compressor)
+    if not isinstance(compressor, Compressor):
+        raise SettingsError(f"{caller}: expected a Compressor or a name (got {compressor!r}).")
+    return compressor
+
+
+def check_run_settings(caller: str, policy: str, hook_timeout: float | None) -> None:
+    """Raise `SettingsError` for a policy that does not exist, or a time limit that is none."""
+    if policy not in POLICIES:
+        raise SettingsError(f"{caller}(policy={policy!r}): policy must be one of {', '.join(POLICIES)}.")
+    if hook_timeout is not None and not 0 < hook_timeout < math.inf:
+        raise SettingsError(f"{caller}(hook_timeout={hook_timeout!r}): hook_timeout must be above 0 s, and finite.")
 
 
 class _Socket:
@@ -196,7 +242,7 @@ def run_stateless(
     group = group_or_default(process_group)
     engines = _engines.setdefault(group, {})
     if compressor not in engines:
-        engines[compressor] = Engine(compressor, group, label=repr(compressor))
+        engines[compressor] = Engine(compressor, group, label=repr(compressor), by_parameter=False)
     return deliver(engines[compressor].run(bucket), bucket)
 
 

@@ -92,7 +92,7 @@ class Fifo(Policy):
 
     def _go_on(self, task: BucketTask) -> None:
         """Issue what the task asks for now, or finish it."""
-        while task.request is not None and _is_empty(task):
+        while task.request is not None and is_empty(task):
             task.resume(task.request.tensor)
         if task.request is None:
             self._remove(task)
@@ -111,6 +111,6 @@ class Fifo(Policy):
             self._in_last_round.remove(task)
 
 
-def _is_empty(task: BucketTask) -> bool:
+def is_empty(task: BucketTask) -> bool:
     """Say whether nothing would travel; an empty sparse tensor may meet other ranks' full ones, so it travels."""
     return task.request is not None and not task.request.tensor.is_sparse and task.request.tensor.numel() == 0

@@ -8,11 +8,30 @@ communicator.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Say which parameter owns which stretch of a 1-D tensor, from its first element to its last.
+
+    Compared by identity, so that counters and caches find one again at once.
+    """
+
+    keys: tuple[str, ...]
+    """Parameters' names, or what stands for one; a name may come twice."""
+    sizes: tuple[int, ...]
+    """Elements of each stretch."""
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """Elements of the whole."""
+        return sum(self.sizes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,6 +43,15 @@ class Request(ABC):
     tensor: Tensor
     last: bool = dataclasses.field(default=False, kw_only=True)
     """No further request follows for this bucket: the next bucket may begin before this one is answered."""
+    layout: Layout | None = dataclasses.field(default=None, kw_only=True)
+    """Whose elements these are, for accounting, and for packing in an order that no bucket decides."""
+
+    def __post_init__(self) -> None:
+        if self.layout is not None and not self.tensor.is_sparse and self.layout.elements != self.tensor.numel():
+            raise ValueError(
+                f"{type(self).__name__}: the layout must describe the tensor's {self.tensor.numel()} elements "
+                f"(got {self.layout.elements})."
+            )
 
     @property
     def payload_bytes(self) -> int:

@@ -7,6 +7,7 @@ must not hold up the backward pass. On NCCL a stream does the waiting, and reque
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ import torch
 from commhooks.communicators import Communicator, Pending, RecordingCommunicator
 from commhooks.connection import Connection
 from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
+from commhooks.fused import Fused
 from commhooks.policy import Fifo, Policy
 from commhooks.statistics import Ledger, Traffic
 from commhooks.task import BucketTask
@@ -33,6 +35,9 @@ PATIENCE_SECONDS = 3.0
 """How long the thread, when it ends, waits for work that is still under way."""
 JOIN_SECONDS = 5.0
 """How long stopping waits for the thread."""
+
+POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "fused": Fused}
+"""Orders of collectives, by the name that `attach` takes."""
 
 Connect = Callable[[], Connection]
 
@@ -51,6 +56,13 @@ class Scheduler(ABC):
         """Return when the line to the other ranks stands; raise what kept it from standing."""
 
     @abstractmethod
+    def agree(self, terms: str) -> None:
+        """Return when every rank has come with the same terms; raise `AttachError`, or what kept one from coming.
+
+        Called by every rank between the same two steps. Nothing is counted in the statistics.
+        """
+
+    @abstractmethod
     def traffic(self) -> Traffic | None:
         """Return the communicator's counts; None before there is a communicator."""
 
@@ -67,9 +79,9 @@ class ThreadScheduler(Scheduler):
     it.
     """
 
-    def __init__(self, connect: Connect, rank: int, hook_timeout: float | None) -> None:
+    def __init__(self, connect: Connect, rank: int, policy: str, hook_timeout: float | None) -> None:
         self.ledger = Ledger()
-        self._desk = _Desk(connect, rank, hook_timeout, self.ledger)
+        self._desk = _Desk(connect, rank, POLICIES[policy], hook_timeout, self.ledger)
         self._stop_when_collected = weakref.finalize(self, _Desk.stop, self._desk)
         self._stop_when_collected.atexit = False
         _running.add(self._desk)
@@ -85,6 +97,12 @@ class ThreadScheduler(Scheduler):
         if self._desk.error is not None:
             raise self._desk.error
 
+    def agree(self, terms: str) -> None:
+        """Let the thread ask the other ranks."""
+        agreement: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._desk.hand_in_terms(terms, agreement)
+        agreement.result()
+
     def traffic(self) -> Traffic | None:
         """Return the communicator's counts."""
         return self._desk.traffic
@@ -97,16 +115,20 @@ class ThreadScheduler(Scheduler):
 class _Desk:
     """Share between the training thread and the scheduler's: tasks go in, futures are completed."""
 
-    def __init__(self, connect: Connect, rank: int, hook_timeout: float | None, ledger: Ledger) -> None:
+    def __init__(
+        self, connect: Connect, rank: int, policy: type[Policy], hook_timeout: float | None, ledger: Ledger
+    ) -> None:
         self.opened = threading.Event()
         self.error: CommHooksError | None = None
         self.traffic: Traffic | None = None
         self.abandoned: Connection | None = None
         self._connect = connect
         self._rank = rank
+        self._make_policy = policy
         self._hook_timeout = hook_timeout
         self._ledger = ledger
         self._tasks: deque[BucketTask] = deque()
+        self._terms: deque[tuple[str, concurrent.futures.Future[None]]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -133,6 +155,16 @@ class _Desk:
         earlier = self.error or CollectiveError("the attachment was stopped")
         task.fail(type(earlier)(f"{task.where(self._rank)}: not started, because of an earlier failure: {earlier}"))
 
+    def hand_in_terms(self, terms: str, agreement: concurrent.futures.Future[None]) -> None:
+        """Put terms into the queue, or refuse them at once if the scheduler has failed or stopped."""
+        self.start()
+        with self._changed:
+            if self.error is None and not self._stopping:
+                self._terms.append((terms, agreement))
+                self._changed.notify()
+                return
+        agreement.set_exception(self.error or CollectiveError("the attachment was stopped"))
+
     def stop(self) -> None:
         """Tell the thread to end, and wait for it a bounded time."""
         with self._changed:
@@ -148,7 +180,7 @@ class _Desk:
             self._connection = self._connect()
             assert self._connection.communicator is not None
             self.traffic = self._connection.communicator.traffic
-            policy = Fifo(self._connection.communicator, self._wait_slice, self._finish)
+            policy = self._make_policy(self._connection.communicator, self._wait_slice, self._finish)
             self.opened.set()
             busy = False
             while not self._stopping:
@@ -166,15 +198,30 @@ class _Desk:
     def _admit(self, policy: Policy, *, block: bool) -> None:
         """Give the policy what was handed in; with `block`, wait for that."""
         with self._changed:
-            while block and not self._tasks and not self._stopping:
+            while block and not self._tasks and not self._terms and not self._stopping:
                 self._changed.wait()
-            tasks = list(self._tasks)
+            tasks, terms = list(self._tasks), list(self._terms)
             self._tasks.clear()
+            self._terms.clear()
+        for text, agreement in terms:
+            self._agree(text, agreement)
         for task in tasks:
             if task.ready is not None:
                 _use_side_stream(task.memory.device)
             self._more_to_come = not task.is_last
             policy.add(task)
+
+    def _agree(self, terms: str, agreement: concurrent.futures.Future[None]) -> None:
+        assert self._connection is not None, "terms are compared over a connection"
+        try:
+            self._connection.agree(terms)
+        except AttachError as error:  # said by every rank, and what was attached before stays so
+            agreement.set_exception(error)
+        except BaseException as error:
+            self._terms.appendleft((terms, agreement))  # it fails with everything else that waits
+            raise error
+        else:
+            agreement.set_result(None)
 
     def _finish(self, task: BucketTask) -> None:
         assert task.result is not None and self.traffic is not None
@@ -225,8 +272,12 @@ class _Desk:
         with self._changed:
             self.error = _as_error(error, cause)
             tasks = [*(policy.unfinished() if policy is not None else []), *self._tasks]
+            agreements = [agreement for _, agreement in self._terms]
             self._tasks.clear()
+            self._terms.clear()
         self.error.__cause__ = error
+        for agreement in agreements:
+            agreement.set_exception(self.error)
         if blamed is not None and blamed not in tasks:
             tasks.append(blamed)
         for task in tasks:
@@ -290,10 +341,14 @@ def _stop_all() -> None:
 class InlineScheduler(Scheduler):
     """Issue requests where the hook is called, on a side stream that waits instead of the host (NCCL)."""
 
-    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+    def __init__(
+        self, communicator: Communicator, agree: Callable[[str], None], device: torch.device, policy: str
+    ) -> None:
         self.ledger = Ledger()
         self._communicator = RecordingCommunicator(communicator)
+        self._agree = agree
         self._stream = torch.cuda.Stream(device)
+        self._policy = POLICIES[policy](self._communicator, _wait_on_stream, self._finish)
         self._error: CommHooksError | None = None
 
     @torch.no_grad()
@@ -301,20 +356,25 @@ class InlineScheduler(Scheduler):
         """Run the whole exchange; what it computes waits on the side stream for what it asked for."""
         self._stream.wait_stream(torch.cuda.current_stream(task.memory.device))
         with torch.cuda.stream(self._stream):
-            policy = Fifo(self._communicator, _wait_on_stream, self._finish)
-            policy.add(task)
+            self._policy.add(task)
             try:
-                while self._error is None and policy.turn():
+                while self._error is None and self._policy.turn():
                     pass
             except Exception as error:
+                blamed = self._policy.touching or task
                 self._error = _as_error(
-                    error, f"{task.where(self._communicator.rank)}: {type(error).__name__}: {error}"
+                    error, f"{blamed.where(self._communicator.rank)}: {type(error).__name__}: {error}"
                 )
             if self._error is not None:
-                task.fail(self._error)
+                for unfinished in (*self._policy.unfinished(), task):
+                    unfinished.fail(self._error)
 
     def wait_until_open(self) -> None:
         """Return at once: the process group stands already."""
+
+    def agree(self, terms: str) -> None:
+        """Ask the other ranks from here."""
+        self._agree(terms)
 
     def traffic(self) -> Traffic | None:
         """Return the communicator's counts."""

@@ -45,6 +45,10 @@ class StateTable:
         """Return the parameter's name, or None where nobody told it."""
         return self._names.get(parameter)
 
+    def names(self) -> list[str]:
+        """Return the name, or what stands for it, of every parameter that was told or met."""
+        return [*self._names.values(), *(s.key for p, s in self._states.items() if p not in self._names)]
+
     def of(self, parameter: Tensor) -> ParameterState:
         """Return the parameter's state, a new one at first use."""
         state = self._states.get(parameter)

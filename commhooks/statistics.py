@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeVar
 
-from commhooks.requests import Request, tensor_bytes
+from commhooks.requests import Layout, Request, tensor_bytes
 
 if TYPE_CHECKING:
     from commhooks.task import BucketTask
 
 Counts = TypeVar("Counts", "Statistics", "KindTraffic")
+
+_LAYOUTS_TO_KEEP = 1000
+"""More are divided at once, so that one whose buckets' memory moves every step does not grow the books."""
 
 
 @dataclasses.dataclass
@@ -96,10 +101,65 @@ class Statistics:
         return difference
 
 
-class Ledger:
-    """Keep the books of one attachment: totals, and the last whole step."""
+@dataclasses.dataclass
+class ParameterTraffic:
+    """Count one parameter's share. Seconds are not split: a bucket's parameters are worked on together."""
+
+    steps: int = 0
+    """How often its gradient was handed in."""
+    collectives: int = 0
+    """How many collectives carried something of it."""
+    gradient_bytes: int = 0
+    payload_bytes: int = 0
+    """Its share of the messages; where one does not say whose it is, by the parameter's elements in the bucket."""
+    moved_bytes: int = 0
+    """What this rank sends for that."""
+
+    @property
+    def ratio(self) -> float:
+        """Gradient bytes over payload bytes (0.0 before any was sent)."""
+        return self.gradient_bytes / self.payload_bytes if self.payload_bytes else 0.0
+
+
+class _Shares:
+    """Share out bytes among parameters: noted per layout, which is cheap, and divided when somebody asks."""
 
     def __init__(self) -> None:
+        self._noted: dict[Layout, Counter[str]] = {}
+        self._divided: dict[str, defaultdict[str, float]] = {}
+        self._lock = threading.Lock()
+
+    def note(self, layout: Layout, **counts: int) -> None:
+        """Add counts to a layout's."""
+        with self._lock:
+            self._noted.setdefault(layout, Counter()).update(counts)
+            if len(self._noted) > _LAYOUTS_TO_KEEP:
+                self._divide()
+
+    def by_parameter(self) -> dict[str, ParameterTraffic]:
+        """Return what falls to each parameter: whole counts of steps and collectives, shares of bytes."""
+        with self._lock:
+            self._divide()
+            rounded = {
+                key: {name: round(count) for name, count in counts.items()} for key, counts in self._divided.items()
+            }
+        return {key: ParameterTraffic(**counts) for key, counts in rounded.items()}
+
+    def _divide(self) -> None:
+        for layout, counts in self._noted.items():
+            for key, size in zip(layout.keys, layout.sizes, strict=True):
+                mine = self._divided.setdefault(key, defaultdict(float))
+                share = size / layout.elements if layout.elements else 0.0
+                for name, count in counts.items():
+                    mine[name] += count if name in ("steps", "collectives") else count * share
+        self._noted.clear()
+
+
+class Ledger:
+    """Keep the books of one attachment: totals, the last whole step, and each parameter's share."""
+
+    def __init__(self) -> None:
+        self._shares = _Shares()
         self._totals = Statistics()
         self._before_step = Statistics()
         self._last_step = Statistics()
@@ -111,6 +171,9 @@ class Ledger:
         totals.gradient_elements += task.memory.numel()
         totals.gradient_bytes += tensor_bytes(task.memory)
         totals.seconds_compressing += task.seconds_compressing
+        self._shares.note(task.layout, steps=1, gradient_bytes=tensor_bytes(task.memory))
+        for layout, payload_bytes, moved_bytes in task.asked:
+            self._shares.note(layout, collectives=1, payload_bytes=payload_bytes, moved_bytes=moved_bytes)
         if task.is_last:
             totals.steps += 1
             totals.seconds_exposed += time.perf_counter() - task.handed_in
@@ -124,6 +187,10 @@ class Ledger:
         if traffic is not None:
             totals.take(traffic)
         return totals
+
+    def by_parameter(self) -> dict[str, ParameterTraffic]:
+        """Return each parameter's share of all finished buckets, by name."""
+        return self._shares.by_parameter()
 
     def last_step(self) -> Statistics:
         """Return a copy of what the last whole step added."""

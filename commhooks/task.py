@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators import Pending
-from commhooks.compressor import Exchange, Result
+from commhooks.compressor import Exchange, Result, StepVerdict
 from commhooks.errors import CompressorError
-from commhooks.requests import Request
+from commhooks.requests import Layout, Request
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,6 +28,11 @@ class BucketTask:
     is_last: bool
     parameters: Callable[[], str]
     """Names the bucket's parameters, for messages; not called unless something fails."""
+    layout: Layout
+    """Whose elements the bucket's are."""
+    world_size: int
+    verdict: StepVerdict | None = None
+    """What the buckets of one step judge together, where the policy lets them."""
     ready: Any = None
     """On a GPU, the event recorded when the bucket was handed in."""
     handed_in: float = dataclasses.field(default_factory=time.perf_counter)
@@ -36,6 +41,8 @@ class BucketTask:
     result: Result | None = None
     begun: bool = False
     seconds_compressing: float = 0.0
+    asked: list[tuple[Layout, int, int]] = dataclasses.field(default_factory=list)
+    """For every request so far: whose it was, its payload's bytes, and the bytes that this rank moves for it."""
 
     def begin(self) -> None:
         """Run the compressor up to its first request; a second call does nothing."""
@@ -82,6 +89,10 @@ class BucketTask:
             self.request = next(self.exchange) if answer is None else self.exchange.send(answer)
         except StopIteration as stop:
             self.request, self.result = None, self._checked(stop.value)
+        else:
+            request = self.request
+            moved = request.ring_bytes(self.world_size)
+            self.asked.append((request.layout or self.layout, request.payload_bytes, moved))
         finally:
             self.seconds_compressing += time.perf_counter() - started
 

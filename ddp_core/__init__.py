@@ -2,5 +2,6 @@
 
 from ddp_core.bucket import GradBucket
 from ddp_core.distributed import DistributedDataParallel
+from ddp_core.errors import HookTimeoutError
 
-__all__ = ["DistributedDataParallel", "GradBucket"]
+__all__ = ["DistributedDataParallel", "GradBucket", "HookTimeoutError"]

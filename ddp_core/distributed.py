@@ -26,7 +26,7 @@ from ddp_core.construction import (
     sparse_parameters,
 )
 from ddp_core.graph import at_end_of_backward, tensors_in, through_sink
-from ddp_core.hooks import CommHook, Hook, check_hook
+from ddp_core.hooks import CommHook, Hook, check_hook, check_timeout
 from ddp_core.joining import ShadowHook, elect, exchange_sync_flag
 from ddp_core.reducer import Reducer, ReducerSettings
 from ddp_core.replicas import broadcast_coalesced, verify_same_model
@@ -291,21 +291,26 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
 
     # ---------------------------------------------------------------- communication hooks
 
-    def register_comm_hook(self, state: object, hook: Hook) -> HookHandle:
+    def register_comm_hook(self, state: object, hook: Hook, *, hook_timeout: float | None = None) -> HookHandle:
         """Let ``hook(state, bucket)`` reduce every bucket from now on, in place of the averaging all-reduce.
 
         The hook gets gradients that are not divided, and returns a ``Future[Tensor]``, a ``Future[list[Tensor]]``, a
         ``Work`` or a ``Tensor``: the bucket's mean. A hook registered later takes the place of the earlier one.
 
+        ``hook_timeout``: how many seconds the end of a backward pass waits for one bucket before it raises
+        HookTimeoutError; None: the process group's timeout. Higher: for slow links.
+
         Returns a handle whose ``remove()`` goes back to the all-reduce. Raises TypeError or ValueError for what
-        cannot be a hook, RuntimeError in the middle of a backward pass.
+        cannot be a hook or a timeout, RuntimeError in the middle of a backward pass.
         """
         try:
             check_hook(hook)
+            check_timeout(hook_timeout)
         except (TypeError, ValueError) as error:
             self.reducer.last_error = str(error)
             raise
-        self._set_hook(CommHook(state, hook, getattr(hook, "__qualname__", type(hook).__name__)))
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        self._set_hook(CommHook(state, hook, name, hook_timeout))
         return HookHandle(self)
 
     def remove_comm_hook(self) -> None:
@@ -313,7 +318,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         self._set_hook(None)
 
     def _set_hook(self, hook: CommHook | None) -> None:
-        if self.reducer.in_progress:
+        if self.reducer.in_progress and self.reducer.failure is None:
             raise RuntimeError(
                 "a communication hook cannot be registered, replaced or removed while gradients are being reduced; "
                 "do it between the end of one backward pass and the start of the next"

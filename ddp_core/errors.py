@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+class HookTimeoutError(RuntimeError, TimeoutError):
+    """Report a communication hook whose future was not completed in time."""
+
+
 def unfinished(
     missing: Sequence[int], names: Sequence[str], rank: int, searching: bool, static_graph: bool
 ) -> RuntimeError:
@@ -36,7 +40,7 @@ def unfinished(
 
 
 def interrupted(failure: str) -> RuntimeError:
-    """Say that a communication hook raised, so that the reduction it was to begin never ended."""
+    """Say that a reduction was begun and could not be ended: a hook, or the wait for what it began, raised."""
     return RuntimeError(
         "Expected to have finished reduction in the prior iteration before starting a new one: it was interrupted by "
         f"{failure}. Gradients may differ between ranks; load a checkpoint and wrap again."

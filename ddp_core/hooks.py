@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
+import math
+import threading
 import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddp_core.bucket import GradBucket
+from ddp_core.errors import HookTimeoutError
 
 Hook = Callable[[Any, Any], Any]
 BUCKETS = (GradBucket, torch._C._distributed_c10d.GradBucket)
@@ -28,8 +33,9 @@ class CommHook(NamedTuple):
     state: Any
     function: Hook
     name: str
+    timeout: float | None = None  # seconds for one bucket's future; None: the process group's timeout
 
-    def start(self, bucket: GradBucket) -> Pending:
+    def start(self, bucket: GradBucket, group: dist.ProcessGroup) -> Pending:
         """Call the hook for one bucket; raise RuntimeError if it returns what cannot be waited for."""
         try:
             returned = self.function(self.state, bucket)
@@ -41,7 +47,7 @@ class CommHook(NamedTuple):
                 f"{_where(self.name, bucket)}: the callback must return a torch.futures.Future object, but got "
                 f"{type(returned).__name__}; a Work or a Tensor will do as well"
             )
-        return Pending(returned, bucket, self.name)
+        return Pending(returned, bucket, self.name, group, self.timeout)
 
 
 class Pending(NamedTuple):
@@ -50,13 +56,18 @@ class Pending(NamedTuple):
     returned: Any
     bucket: GradBucket
     name: str
+    group: dist.ProcessGroup | None = None  # None: our own all-reduce, which keeps its group's timeout by itself
+    timeout: float | None = None
 
     def result(self) -> Tensor:
         """Wait for the mean: as many elements as the bucket, flattened (a sparse bucket's as it came).
 
-        Raises what the future raises, and RuntimeError if what came does not fit the bucket.
+        Raises what the future raises, HookTimeoutError if it does not come in time, and RuntimeError if what came
+        does not fit the bucket.
         """
         value, buffer = self.returned, self.bucket.buffer()
+        if self.group is not None:
+            self._await_future(self.group)
         try:
             if isinstance(value, dist.Work):
                 value.wait()
@@ -74,6 +85,44 @@ class Pending(NamedTuple):
             raise RuntimeError(f"{_where(self.name, self.bucket)}: expected a tensor with {wanted}, got {got}")
         return value if buffer.is_sparse else value.reshape(-1).contiguous()
 
+    def future(self) -> torch._C.Future[Any] | None:
+        """Return what tells that the hook is done; None for a tensor, and for a work that cannot tell."""
+        if isinstance(self.returned, torch._C.Future):
+            return self.returned
+        if isinstance(self.returned, dist.Work):
+            with contextlib.suppress(RuntimeError):  # 'getFuture not implemented': it has its group's timeout
+                return self.returned.get_future()
+        return None
+
+    def _await_future(self, group: dist.ProcessGroup) -> None:
+        """Return once the future's own ``wait`` is short; raise HookTimeoutError if that takes too long."""
+        future = self.future()
+        if future is None or future.done():
+            return
+        completed = threading.Event()
+        future.add_done_callback(functools.partial(_set, completed))
+        limit = _timeout_of(group, self.bucket.buffer().device) if self.timeout is None else self.timeout
+        if not completed.wait(min(limit, threading.TIMEOUT_MAX)):
+            whose = "the process group's timeout" if self.timeout is None else "its hook_timeout"
+            raise HookTimeoutError(
+                f"rank {group.rank()}: {_where(self.name, self.bucket)}: the future that it returned was not completed "
+                f"after {limit:g} s, {whose}. If the link is slow, raise the limit: register_comm_hook(state, hook, "
+                "hook_timeout=seconds); if not, a rank is missing, or nothing completes this future."
+            )
+
+
+def _set(event: threading.Event, _future: object) -> None:
+    """Set the event: all that a future's callback holds on to, in case it is never called."""
+    event.set()
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):  # a group without a backend of PyTorch's: it keeps its timeout to itself
+        timeout = dist.constants.default_pg_timeout
+    return float(timeout.total_seconds())
+
 
 def _fills(value: Tensor, buffer: Tensor) -> bool:
     size = value.shape == buffer.shape if buffer.is_sparse else value.numel() == buffer.numel() and not value.is_sparse
@@ -88,6 +137,16 @@ def _where(hook: str, bucket: GradBucket) -> str:
     names = bucket.names()
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
     return f"communication hook {hook!r}, bucket {bucket.index()} ({', '.join(names[:6])}{more})"
+
+
+def check_timeout(seconds: object) -> None:
+    """Raise ValueError if ``seconds`` is neither None nor a time that one can wait."""
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < math.inf
+    if seconds is not None and not number:
+        raise ValueError(
+            f"register_comm_hook(hook_timeout={seconds!r}): hook_timeout must be a positive, finite number of seconds, "
+            "or None for the process group's timeout."
+        )
 
 
 def check_hook(hook: object) -> None:

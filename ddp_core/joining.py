@@ -43,8 +43,9 @@ class ShadowHook(JoinHook):
         in_flight = [reducer.launch(bucket, bucket.zeros()) for bucket in reducer.buckets]
         if reducer.searches_graph:
             usage = reducer.count_usage(nothing)
-        for pending in in_flight:
-            pending.result()
+        with reducer.fatal(in_flight):
+            for pending in in_flight:
+                pending.result()
         if usage is not None:
             usage.work.wait()
         if reducer.learns_graph:

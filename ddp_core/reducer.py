@@ -15,7 +15,8 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ from ddp_core.errors import (
 )
 from ddp_core.graph import at_end_of_backward, unreachable
 from ddp_core.hooks import CommHook, Pending
-from ddp_core.watch import watch
+from ddp_core.watch import give_up, watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ class Reducer:
         self.unused: list[int] = []  # those that count as ready without firing
         self.globally_unused: set[int] = set()
         self.buckets_reduced = 0  # in the latest iteration
-        self.failure: str | None = None  # what a hook raised: the reduction it was to begin never ends
+        self.failure: str | None = None  # what cut a reduction short: it never ends
         self.reduced = False  # this iteration's gradients are means now: one that comes later is late
         self._warned_late = False
         self._layout_checks_left = 2
@@ -299,12 +300,20 @@ class Reducer:
         """Begin the reduction of ``memory``, which stands for ``bucket``: through the hook, or by an all-reduce."""
         window = GradBucket(bucket.index, bucket is self.buckets[-1], memory, bucket.members, bucket.names)
         if self.hook is not None:
-            try:
-                return self.hook.start(window)
-            except Exception as error:
-                self.failure = f"{type(error).__name__}: {error}"  # the error itself holds frames, and these hold us
-                raise
+            with self.fatal(self.in_flight):
+                return self.hook.start(window, self.process_group)
         return Pending(self.process_group.allreduce([memory]), window, "all-reduce")
+
+    @contextmanager
+    def fatal(self, in_flight: Iterable[Pending | None]) -> Iterator[None]:
+        """Let no later step run if what is done within raises: some gradients are means then, and some are not."""
+        try:
+            yield
+        except BaseException as error:
+            give_up(pending.future() for pending in in_flight if pending is not None and pending.group is not None)
+            self.in_progress = True
+            self.failure = f"{type(error).__name__}: {error}"  # the error itself holds frames, and these hold us
+            raise
 
     def count_usage(self, used: Sequence[int]) -> Usage:
         """Start to count, for every parameter, the ranks that used it."""
@@ -334,6 +343,12 @@ class Reducer:
             self.learned = True
         elif self.wants_order:
             self.ready_order = self._order + (self.unused if self.static_graph else [])
+        with self.fatal(in_flight):
+            self._write_means(in_flight, usage)
+        if self.searches_graph:
+            self.used = [0] * len(self.parameters)
+
+    def _write_means(self, in_flight: Sequence[Pending | None], usage: Usage | None) -> None:
         for bucket, pending in zip(self.buckets, in_flight, strict=True):
             if pending is not None:
                 mean = pending.result()
@@ -344,8 +359,6 @@ class Reducer:
         self.buffer_futures = []
         if usage is not None:
             usage.work.wait()
-        if self.searches_graph:
-            self.used = [0] * len(self.parameters)
 
     def _untouched(self, bucket: Bucket, usage: Usage | None) -> set[int]:
         """Return what no rank used, and so keeps its gradient; asked only if needed, as it costs a round trip."""

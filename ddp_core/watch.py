@@ -5,13 +5,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
+import sys
 import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.futures import Future
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
@@ -20,12 +24,20 @@ if TYPE_CHECKING:
 REST_SECONDS = 2.0  # how long the end of the process may wait for Gloo's threads
 
 _watched: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_given_up: list[torch._C.Future[Any]] = []  # collectives of hooks, still under way when their reduction failed
 
 
 def watch(reducer: Reducer) -> None:
     """Let ``reducer`` be checked before every optimiser step, and let go of its process group at exit."""
     _install()
     _watched.add(reducer)
+
+
+def give_up(futures: Iterable[torch._C.Future[Any] | None]) -> None:
+    """Remember, to the end of the process, which of these futures are still to be completed by a collective."""
+    # not those made in Python: whatever is to complete them, no thread of Gloo's waits for it
+    _given_up.extend(future for future in futures if future is not None and not isinstance(future, Future))
+    _given_up[:] = [future for future in _given_up if not future.done()]
 
 
 @functools.cache
@@ -51,7 +63,8 @@ def _before_exit() -> None:
     """Let Gloo's threads end, or at least come to rest, while the interpreter stands.
 
     A thread that lets go of a finished collective needs the interpreter; if that is gone, the thread is killed inside
-    C++ code and the process aborts (tests/soak; PyTorch's own class does so in about 6 % of runs).
+    C++ code and the process aborts (tests/soak; PyTorch's own class does so in about 6 % of runs). A hook's collective
+    that waits for a peer which is there but never comes cannot be ended at all: then the process leaves at once.
     """
     reducers = list(_watched)
     if not any(reducer.in_progress for reducer in reducers):  # else a group would wait for what may never end
@@ -64,7 +77,13 @@ def _before_exit() -> None:
     deadline, quiet = time.monotonic() + REST_SECONDS, 0
     while quiet < 3 and time.monotonic() < deadline:
         time.sleep(0.005)  # whoever waits for the interpreter has it now
-        quiet = quiet + 1 if _gloo_threads_sleep() else 0
+        give_up([])
+        quiet = quiet + 1 if _gloo_threads_sleep() and not _given_up else 0
+    if _given_up:
+        print("ddp_core: what a communication hook began is still under way at exit; leaving.", file=sys.stderr)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def _gloo_threads_sleep() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,36 +12,66 @@ from torch import Tensor
 
 from commhooks import Compressor, make_compressor
 
-Formula = Callable[[Sequence[Tensor]], int]
+Formula = Callable[[Sequence[Tensor], int], int]
+"""From the parameters of one bucket, and the step, to the payload bytes of that step."""
 
 
-def dense_bytes(parameters: Sequence[Tensor]) -> int:
+def dense_bytes(parameters: Sequence[Tensor], step: int) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
 
 
-def cast_bytes(parameters: Sequence[Tensor]) -> int:
+def cast_bytes(parameters: Sequence[Tensor], step: int) -> int:
     return sum(p.numel() * 2 for p in parameters)
 
 
-def powersgd_bytes(rank: int, rate: float = 2.0, itemsize: int | None = None) -> Formula:
-    """(n + m)·r for a matrix that this makes `rate` times smaller; everything else as it is; at least fp32."""
+def no_bytes(parameters: Sequence[Tensor], step: int) -> int:
+    return 0
 
-    def formula(parameters: Sequence[Tensor]) -> int:
-        total = 0
-        matrices = False
-        for p in parameters:
-            elements = p.numel()
-            if p.dim() >= 2 and elements:
-                n, m = p.shape[0], elements // p.shape[0]
-                factors = (n + m) * min(n, m, rank)
-                if factors * rate < elements:
-                    elements, matrices = factors, True
-            total += elements
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRankBytes:
+    """(n + m)·r a pair of factors for a matrix that this makes `rate` times smaller; the rest as it is; fp32 or wider."""
+
+    rank: int
+    rate: float = 2.0
+    itemsize: int | None = None
+    alternating: bool = False
+    pairs: int = 1
+    square: bool = False
+
+    def __call__(self, parameters: Sequence[Tensor], step: int) -> int:
+        compressed = [self._factors(p) for p in parameters]
         own = parameters[0].element_size()
-        width = itemsize or (max(own, 4) if matrices else own)
-        return total * min(width, own if not matrices else width)
+        width = max(own, 4) if any(compressed) else own
+        elements = 0
+        for parameter, factors in zip(parameters, compressed, strict=True):
+            if not factors:
+                elements += parameter.numel()
+            else:
+                elements += factors[step % 2] if self.alternating else sum(factors) * self.pairs
+        return elements * min(width, self.itemsize or width)
 
-    return formula
+    def _factors(self, parameter: Tensor) -> tuple[int, int] | None:
+        """Return the elements of both factors, or None for what is not compressed."""
+        elements, shape = parameter.numel(), parameter.shape
+        if len(shape) < 2 or elements == 0:
+            return None
+        splits = range(1, len(shape)) if self.square else [1]
+        n = min((math.prod(shape[:split]) for split in splits), key=lambda n: n + elements // n)
+        r = min(n, elements // n, self.rank)
+        factors = n * r, elements // n * r
+        return factors if sum(factors) * self.pairs * self.rate < elements else None
+
+
+def whole_bucket_bytes(parameters: Sequence[Tensor], step: int) -> int:
+    """One matrix of any width from 7/8 of the square root up to it: the one with the fewest factors and left-overs."""
+    elements, own = sum(p.numel() for p in parameters), parameters[0].element_size()
+    root = math.isqrt(elements)
+    sent = {w: (elements // w + w) * min(2, w, elements // w) for w in range(max(1, root - root // 8), root + 1)}
+    width = min(sent, key=lambda w: (elements // w + w) * 2 + elements % w, default=0)
+    if not elements or sent[width] * 2 >= elements // width * width:
+        return elements * own
+    return (sent[width] + elements % width) * max(own, 4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,10 +83,16 @@ class Case:
     bytes_on_wire: Formula
     """Payload bytes of a step, over the parameters of one bucket."""
     smaller_than_dense: bool = True
+    collectives: Sequence[int] = (1,)
+    """Collectives a bucket, by step, over and over."""
     exchanges: bool = True
     """Ranks end with the same mean."""
     exact_rank: int | None = None
-    """Comes back exactly: matrices of at most this rank; None: whatever the wire can hold."""
+    """Comes back exactly: matrices of at most this rank; None: whatever the wire can hold; 0: nothing, in one step."""
+    exact_after: int = 0
+    """So many steps on the same data come first."""
+    rule: str = "first-dimension"
+    """How it makes matrices of gradients."""
     tolerance: float = 1e-5
     """Of a mean that can be represented, relative to the largest element."""
     warm: bool = True
@@ -80,16 +117,34 @@ CASES = [
     Case(name="fp16", make=lambda: make_compressor("fp16"), bytes_on_wire=cast_bytes, tolerance=2e-3, lossless=True),
     Case(name="bf16", make=lambda: make_compressor("bf16"), bytes_on_wire=cast_bytes, tolerance=2e-2, lossless=True),
     Case(
+        name="fp16-feedback",
+        make=lambda: make_compressor("fp16", error_feedback=True),
+        bytes_on_wire=cast_bytes,
+        tolerance=2e-3,
+        lossless=True,
+        error_feedback=True,
+    ),
+    Case(
+        name="bf16-feedback",
+        make=lambda: make_compressor("bf16", error_feedback=True),
+        bytes_on_wire=cast_bytes,
+        tolerance=2e-2,
+        lossless=True,
+        error_feedback=True,
+    ),
+    Case(
         name="noop",
         make=lambda: make_compressor("noop"),
-        bytes_on_wire=lambda parameters: 0,
+        bytes_on_wire=no_bytes,
+        collectives=(0,),
         exchanges=False,
     ),
     *(
         Case(
             name=f"powersgd-{rank}",
             make=functools.partial(make_compressor, "powersgd", rank=rank),
-            bytes_on_wire=powersgd_bytes(rank),
+            bytes_on_wire=LowRankBytes(rank=rank),
+            collectives=(2,),
             exact_rank=rank,
             error_feedback=True,
         )
@@ -98,7 +153,8 @@ CASES = [
     Case(
         name="powersgd-2-fp16-wire",
         make=lambda: make_compressor("powersgd", rank=2, wire=torch.float16),
-        bytes_on_wire=powersgd_bytes(2, itemsize=2),
+        bytes_on_wire=LowRankBytes(rank=2, itemsize=2),
+        collectives=(2,),
         exact_rank=2,
         error_feedback=True,
         tolerance=1e-2,
@@ -106,9 +162,51 @@ CASES = [
     Case(
         name="powersgd-2-cold-no-feedback",
         make=lambda: make_compressor("powersgd", rank=2, warm_start=False, error_feedback=False),
-        bytes_on_wire=powersgd_bytes(2),
+        bytes_on_wire=LowRankBytes(rank=2),
+        collectives=(2,),
         exact_rank=2,
         warm=False,
+    ),
+    # A step that sends P leaves something, and error feedback turns the next step's rows away from where they were: two
+    # steps in a row are exact together, no single one is.
+    Case(
+        name="powersgd-2-alternating",
+        make=lambda: make_compressor("powersgd", rank=2, alternating=True),
+        bytes_on_wire=LowRankBytes(rank=2, alternating=True),
+        exact_rank=0,
+        error_feedback=True,
+    ),
+    Case(
+        name="powersgd-2-alternating-no-feedback",
+        make=lambda: make_compressor("powersgd", rank=2, alternating=True, error_feedback=False),
+        bytes_on_wire=LowRankBytes(rank=2, alternating=True),
+        exact_rank=2,
+        exact_after=1,
+    ),
+    Case(
+        name="powersgd-2-twice",
+        make=lambda: make_compressor("powersgd", rank=2, iterations=2),
+        bytes_on_wire=LowRankBytes(rank=2, pairs=2),
+        collectives=(4,),
+        exact_rank=2,
+        error_feedback=True,
+    ),
+    Case(
+        name="powersgd-2-square",
+        make=lambda: make_compressor("powersgd", rank=2, matrices="most-square"),
+        bytes_on_wire=LowRankBytes(rank=2, square=True),
+        collectives=(2,),
+        error_feedback=True,
+        exact_rank=2,
+        rule="most-square",
+    ),
+    Case(
+        name="powersgd-2-bucket",
+        make=lambda: make_compressor("powersgd", rank=2, matrices="whole-bucket"),
+        bytes_on_wire=whole_bucket_bytes,
+        collectives=(2,),
+        error_feedback=True,
+        exact_rank=0,
     ),
 ]
 

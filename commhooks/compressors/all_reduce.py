@@ -25,5 +25,5 @@ class AllReduceMean(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Ask for the mean of the bucket's memory."""
-        mean = yield AllReduce(bucket.memory, average=True, last=True)
+        mean = yield AllReduce(bucket.memory, average=True, last=True, layout=bucket.layout)
         return Result(mean)

@@ -3,7 +3,8 @@
 Source: PyTorch's fp16_compress_hook and bf16_compress_hook.
 Idea: half the bytes for half the digits. The division by the number of ranks comes first, in the gradient's own
 dtype, so that a mean which fits the narrow dtype does not overflow or vanish on the way there.
-Bytes on the wire: 2 for each element. Weakness: at most half of dense; no error feedback.
+Bytes on the wire: 2 for each element. Weakness: at most half of dense. What the cast loses is lost, unless
+`ErrorFeedback` keeps it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,21 @@ class Cast(Compressor):
         """Take every dense gradient, complex ones too (as pairs of reals)."""
         return not gradient.is_sparse
 
+    @property
+    def tells_unsent(self) -> bool:
+        """Tell what the cast rounds away."""
+        return True
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Ask for the mean of the bucket's memory, cast on the wire."""
-        mean = yield AllReduce(bucket.memory, average=True, wire=self.dtype, last=True)
-        return Result(mean)
+        unsent = self._rounded_away(bucket.memory, context.world_size) if bucket.wants_unsent else None
+        mean = yield AllReduce(bucket.memory, average=True, wire=self.dtype, last=True, layout=bucket.layout)
+        return Result(mean, unsent)
+
+    def _rounded_away(self, memory: Tensor, world_size: int) -> Tensor:
+        """Return the difference between the gradient and what the wire makes of it."""
+        share = memory / world_size
+        return share.sub_(share.to(self.dtype)).mul_(world_size)
 
 
 def check_wire_dtype(owner: str, dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -24,14 +25,15 @@ class StartAfter(Compressor):
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
             raise SettingsError(f"StartAfter(steps={self.steps!r}): steps must be an integer of at least 0.")
 
-    @property
-    def uses_slots(self) -> bool:
-        """Look at single parameters if either compressor does."""
-        return self.inner.uses_slots or self.before.uses_slots
-
     def takes(self, gradient: Tensor) -> bool:
         """Take what both compressors take."""
         return self.inner.takes(gradient) and self.before.takes(gradient)
+
+    def check_parameters(self, names: Iterable[str]) -> None:
+        """Let both compressors check their settings."""
+        known = list(names)
+        self.inner.check_parameters(known)
+        self.before.check_parameters(known)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Hand the bucket to whichever compressor has its turn."""

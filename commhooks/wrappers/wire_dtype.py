@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -24,14 +25,13 @@ class WireDtype(Compressor):
     def __post_init__(self) -> None:
         check_wire_dtype("WireDtype", self.dtype)
 
-    @property
-    def uses_slots(self) -> bool:
-        """Look at single parameters if `inner` does."""
-        return self.inner.uses_slots
-
     def takes(self, gradient: Tensor) -> bool:
         """Take what `inner` takes, if its values can be cast."""
         return self.inner.takes(gradient) and not gradient.is_sparse
+
+    def check_parameters(self, names: Iterable[str]) -> None:
+        """Let `inner` check its settings."""
+        self.inner.check_parameters(names)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass on `inner`'s requests with the wire's dtype set."""

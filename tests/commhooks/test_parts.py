@@ -14,9 +14,9 @@ import commhooks
 from commhooks import AllGather, AllReduce, AllToAll, BucketView, Compressor, Context, LockstepGroup, Request, Result
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.communicators.lockstep import answer_requests
-from commhooks.compressor import Slot
+from commhooks.matrices import form_of
 from commhooks.policy import Fifo
-from commhooks.state import ParameterState, StateTable
+from commhooks.state import StateTable
 from commhooks.statistics import Ledger, Traffic
 from commhooks.task import BucketTask
 from tests.commhooks.ranks import run_ranks
@@ -180,8 +180,9 @@ class ScriptedPending:
 
 def _task(bucket: int, compressor: Compressor) -> BucketTask:
     memory = torch.full((2,), float(bucket))
-    exchange = compressor.compress(BucketView(bucket, memory), Context(0, 1, 0))
-    return BucketTask(exchange, torch.futures.Future(), memory, 0, bucket, False, lambda: "p")
+    view = BucketView(bucket, memory)
+    exchange = compressor.compress(view, Context(0, 1, 0))
+    return BucketTask(exchange, torch.futures.Future(), memory, 0, bucket, False, lambda: "p", view.layout, 1)
 
 
 @pytest.mark.parametrize("says_last", [True, False])
@@ -288,7 +289,9 @@ def test_a_matrix_is_a_view_of_every_element(shape: tuple[int, ...], last_dimens
     if last_dimension_first:
         parameter = parameter.permute(*reversed(range(len(shape)))).contiguous().permute(*reversed(range(len(shape))))
     memory = torch.arange(parameter.numel())
-    matrix = Slot(parameter, memory, ParameterState("p")).matrix()
+    form = form_of(parameter, "first-dimension")
+    assert form is not None
+    matrix = form.view(memory)
     assert matrix.shape == (shape[0], memory.numel() // shape[0])
     assert matrix.data_ptr() == memory.data_ptr() and sorted(matrix.flatten().tolist()) == memory.tolist()
     own = memory.as_strided(parameter.shape, parameter.stride())

@@ -177,7 +177,7 @@ def test_a_steady_step_makes_nothing_of_a_gradients_size(dtype: torch.dtype) -> 
     workers = Workers(commhooks.PowerSGD(rank=2), 2, zeros((200, 300), (200, 300), (300,), dtype=dtype))
     gradients = normal(workers.parameters, 2, seed=0)
     workers.step(gradients)
-    exchanges = [workers.compressor.compress(view, Context(rank, 2, 1)) for rank, view in enumerate(workers.views)]
+    exchanges = [workers.compressor.compress(view, Context(rank, 2, 1)) for rank, (view,) in enumerate(workers.views)]
     with _NewMemory() as memory:
         commhooks.run_lockstep(exchanges)
     assert 0 < memory.largest < 4000  # two Ps, two Qs and a vector are 2,300

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks import BucketView, Compressor, Context, LockstepGroup, RecordingCommunicator, Slot
-from commhooks.policy import Fifo
+from commhooks import BucketView, Compressor, Context, LockstepGroup, RecordingCommunicator, Slot, StepVerdict
+from commhooks.fused import Fused
+from commhooks.matrices import form_of
+from commhooks.scheduler import POLICIES
 from commhooks.state import StateTable
-from commhooks.statistics import Traffic
+from commhooks.statistics import Ledger, Traffic
 from commhooks.task import BucketTask
 
 
 class Workers:
-    """Hold every worker's state, for one bucket of `parameters`."""
+    """Hold every worker's state, for `parameters` dealt out to so many buckets."""
 
     def __init__(
         self,
@@ -23,48 +25,76 @@ class Workers:
         world_size: int,
         parameters: Sequence[Tensor],
         names: Sequence[str] | None = None,
+        buckets: int = 1,
+        policy: str = "fifo",
     ) -> None:
         self.compressor = compressor
         self.world_size = world_size
         self.parameters = list(parameters)
         self.states = [StateTable() for _ in range(world_size)]
         self.communicators = [RecordingCommunicator(c) for c in LockstepGroup(world_size).communicators()]
+        # Policies take turns, each doing the same at its turn, so an answer is there when it is waited for.
+        self.policies = [POLICIES[policy](c, lambda pending: True, self._finish) for c in self.communicators]
+        self.ledger = Ledger()
         self.step_number = 0
-        sizes = [p.numel() for p in self.parameters]
-        self.memories = [torch.zeros(sum(sizes), dtype=parameters[0].dtype) for _ in range(world_size)]
-        named = zip(names or [f"layer{i}" for i in range(len(sizes))], self.parameters, strict=True)
-        names_of = list(named)
-        self.views = []
-        for memory, table in zip(self.memories, self.states, strict=True):
-            table.bind(names_of)
-            slots = [Slot(p, part, table.of(p)) for p, part in zip(self.parameters, memory.split(sizes), strict=True)]
-            self.views.append(BucketView(0, memory, slots))
+        self._finished = 0
+        order = list(range(len(self.parameters)))
+        self.dealt = [order[bucket::buckets] for bucket in range(buckets)]
+        named = list(zip(names or [f"layer{i}" for i in order], self.parameters, strict=True))
+        self.views: list[list[BucketView]] = []
+        for table in self.states:
+            table.bind(named)
+            self.views.append([self._view(table, index, members) for index, members in enumerate(self.dealt)])
+
+    def _view(self, table: StateTable, index: int, members: Sequence[int]) -> BucketView:
+        parameters = [self.parameters[member] for member in members]
+        sizes = [p.numel() for p in parameters]
+        memory = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
+        slots = [Slot(p, part, table.of(p)) for p, part in zip(parameters, memory.split(sizes), strict=True)]
+        return BucketView(index, memory, slots)
 
     @property
     def traffic(self) -> Traffic:
         return self.communicators[0].traffic
 
+    @property
+    def memories(self) -> list[Tensor]:
+        return [view.memory for views in self.views for view in views]
+
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Average gradients[rank][parameter]; return every worker's means, in the same form."""
-        policies = []
-        for rank, view in enumerate(self.views):
-            view.memory.copy_(torch.cat([flat(g, p) for g, p in zip(gradients[rank], self.parameters, strict=True)]))
-            task = BucketTask(
-                exchange=self.compressor.compress(view, Context(rank, self.world_size, self.step_number)),
-                future=torch.futures.Future(),
-                memory=view.memory,
-                step=self.step_number,
-                index=0,
-                is_last=True,
-                parameters=lambda: "the test's",
-            )
-            policy = Fifo(self.communicators[rank], lambda pending: True, finish)
-            policy.add(task)
-            policies.append(policy)
-        while any([policy.turn() for policy in policies]):  # noqa: C419 - every worker takes its turn
+        self._finished = 0
+        for rank, views in enumerate(self.views):
+            verdict = StepVerdict() if isinstance(self.policies[rank], Fused) else None
+            for view, members in zip(views, self.dealt, strict=True):
+                view.memory.copy_(torch.cat([flat(gradients[rank][i], self.parameters[i]) for i in members]))
+                context = Context(rank, self.world_size, self.step_number, verdict)
+                self.policies[rank].add(self._task(view, context, is_last=view is views[-1]))
+        while any([policy.turn() for policy in self.policies]):  # noqa: C419 - every worker takes its turn
             pass
+        assert self._finished == self.world_size * len(self.dealt), "some bucket was left without its mean"
         self.step_number += 1
-        return [self._cut(memory) for memory in self.memories]
+        return [self._means(views) for views in self.views]
+
+    def _task(self, view: BucketView, context: Context, *, is_last: bool) -> BucketTask:
+        return BucketTask(
+            exchange=self.compressor.compress(view, context),
+            future=torch.futures.Future(),
+            memory=view.memory,
+            step=self.step_number,
+            index=view.index,
+            is_last=is_last,
+            parameters=lambda: "the test's",
+            layout=view.layout,
+            world_size=self.world_size,
+            verdict=context.verdict,
+        )
+
+    def _finish(self, task: BucketTask) -> None:
+        assert task.result is not None and task.result.mean.data_ptr() == task.memory.data_ptr()
+        self._finished += 1
+        if any(view.memory is task.memory for view in self.views[0]):
+            self.ledger.enter(task, self.traffic)
 
     def residual(self, rank: int, index: int) -> Tensor:
         """Return a worker's residual for a parameter, in the parameter's shape; zeros where it keeps none."""
@@ -74,11 +104,13 @@ class Workers:
             return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
         return kept.reshape(-1).as_strided(parameter.shape, parameter.stride())
 
-    def _cut(self, memory: Tensor) -> list[Tensor]:
-        parts = memory.clone().split([p.numel() for p in self.parameters])
+    def _means(self, views: Sequence[BucketView]) -> list[Tensor]:
+        means: dict[int, Tensor] = {}
+        for view, members in zip(views, self.dealt, strict=True):
+            parts = view.memory.clone().split([self.parameters[i].numel() for i in members])
+            means |= dict(zip(members, parts, strict=True))
         return [
-            part.as_strided(p.shape, p.stride(), part.storage_offset())
-            for part, p in zip(parts, self.parameters, strict=True)
+            means[i].as_strided(p.shape, p.stride(), means[i].storage_offset()) for i, p in enumerate(self.parameters)
         ]
 
 
@@ -87,10 +119,6 @@ def flat(gradient: Tensor, parameter: Tensor) -> Tensor:
     laid_out = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
     laid_out.copy_(gradient)
     return laid_out.as_strided((parameter.numel(),), (1,))
-
-
-def finish(task: BucketTask) -> None:
-    assert task.result is not None and task.result.mean.data_ptr() == task.memory.data_ptr()
 
 
 def zeros(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -106,19 +134,21 @@ def normal(parameters: Sequence[Tensor], world_size: int, seed: int, scale: floa
     ]
 
 
-def low_rank(parameters: Sequence[Tensor], world_size: int, rank: int, seed: int) -> list[list[Tensor]]:
-    """Return gradients whose sum over ranks has at most `rank` for each matrix: one left factor for all ranks."""
+def low_rank(
+    parameters: Sequence[Tensor], world_size: int, rank: int, seed: int, rule: str = "first-dimension"
+) -> list[list[Tensor]]:
+    """Return gradients whose mean has at most `rank`, as matrices by `rule`: all ranks share a left factor."""
     generator = torch.Generator().manual_seed(seed)
-    left = [torch.randn(p.shape[0] if p.dim() else 1, rank, generator=generator) for p in parameters]
+    forms = [form_of(p, rule) for p in parameters]
+    left = [torch.randn(form.n if form else 1, rank, generator=generator) for form in forms]
     gradients = []
     for _ in range(world_size):
         row = []
-        for p, factor in zip(parameters, left, strict=True):
-            if p.dim() < 2:
-                row.append(torch.randn(p.shape, generator=generator).to(p.dtype))
-            else:
-                right = torch.randn(rank, p.numel() // p.shape[0], generator=generator)
-                row.append((factor @ right / rank).view(p.shape).to(p.dtype))
+        for p, form, factor in zip(parameters, forms, left, strict=True):
+            memory = torch.randn(p.numel(), generator=generator)
+            if form:
+                form.view(memory).copy_(factor @ torch.randn(rank, form.m, generator=generator) / rank)
+            row.append(memory.to(p.dtype).as_strided(p.shape, p.stride()))
         gradients.append(row)
     return gradients
 

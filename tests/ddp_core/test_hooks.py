@@ -65,6 +65,10 @@ def postponed(state: object, bucket: ddp_core.GradBucket) -> Future[Tensor]:
     return plain(state, bucket)
 
 
+def for_a_type_checker(state: object, bucket: NowhereToBeFound) -> Future[Tensor]:  # type: ignore[name-defined]  # noqa: F821 (a name that is imported under TYPE_CHECKING alone)
+    return plain(state, bucket)
+
+
 def for_pytorch(state: object, bucket: torch._C._distributed_c10d.GradBucket) -> Future[Tensor]:
     return plain(state, bucket)
 
@@ -102,6 +106,8 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "any arguments": lambda *arguments: plain(*arguments),  # noqa: PLW0108 (see above)
     "defaults": lambda s, b, more=3: plain(s, b),
     "postponed annotations": postponed,
+    "postponed annotations of a partial": functools.partial(postponed),
+    "annotations for a type checker alone": for_a_type_checker,
     "PyTorch's annotations": for_pytorch,
     "protocol": duck_typed,
 }
@@ -293,15 +299,20 @@ def a_hook_that_raises_is_named_now_and_by_the_next_forward_pass(rank: int) -> N
 
 
 @facts
-def a_future_that_fails_passes_its_error_on_and_the_next_step_is_sound(rank: int) -> None:
+def a_future_that_fails_passes_its_error_on_and_no_later_step_runs_until_the_module_is_wrapped_again(rank: int) -> None:
     ddp = wrap(scale())
     handle = ddp.register_comm_hook(None, lambda state, bucket: reduced(bucket).get_future().then(lambda _: 1 / 0))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         ddp(ones(rank)).sum().backward()
+    with pytest.raises(RuntimeError, match="(?s)interrupted by.*ZeroDivisionError.*wrap again"):
+        torch.optim.SGD(ddp.parameters(), lr=1.0).step()
     handle.remove()
-    ddp.zero_grad()
-    ddp(ones(rank)).sum().backward()
-    assert grads(ddp) == [[MEAN]]
+    with pytest.raises(RuntimeError, match="(?s)interrupted by.*ZeroDivisionError.*wrap again"):
+        ddp(ones(rank))
+    again = wrap(ddp.module)
+    again.zero_grad()
+    again(ones(rank)).sum().backward()
+    assert grads(again) == [[MEAN]]
 
 
 test_on_two_ranks = facts.tests()

@@ -1,0 +1,146 @@
+"""What a low-rank compressor lays out for one bucket: its matrices, their two factors, and the messages they lie in.
+
+Legend: M n×m a gradient plus its residual; P r×n the left factor and Q r×m the right one, both kept transposed, for
+products over rows of M are the fast ones; r the rank. Factors have memory of their own and are copied into messages: a
+product's last bits may depend on how its operands are aligned, which in a message would depend on the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from commhooks.compressor import BucketView, Slot, computing_dtype, residual_of
+from commhooks.matrices import MatrixForm
+from commhooks.requests import Layout
+from commhooks.state import ParameterState
+
+Side = Literal["P", "Q"]
+OTHER: dict[Side, Side] = {"P": "Q", "Q": "P"}
+
+BLOCK_ELEMENTS = 1 << 17
+"""Large matrices are worked on in blocks of rows of about so many elements, which stay in a core's cache."""
+
+
+class Message:
+    """Hold one side's factors one after the other and, behind them, room for what is not compressed."""
+
+    def __init__(
+        self, side: Side, matrices: Sequence[LowRankMatrix], rest: Sequence[tuple[str, Tensor]], like: Tensor
+    ) -> None:
+        self._factors = [x.factor(side) for x in matrices]
+        self._rest = [memory for _, memory in rest]
+        keys, sizes = tuple(x.key for x in matrices), tuple(factor.numel() for factor in self._factors)
+        rest_keys, rest_sizes = tuple(key for key, _ in rest), tuple(memory.numel() for memory in self._rest)
+        self.layout = Layout(keys, sizes)
+        self.layout_with_rest = Layout(keys + rest_keys, sizes + rest_sizes)
+        self.with_rest = like.new_empty(self.layout_with_rest.elements)
+        self.factors = self.with_rest[: self.layout.elements]
+        self._factor_parts = [
+            part.view(factor.shape) for part, factor in zip(self.factors.split(sizes), self._factors, strict=True)
+        ]
+        self._rest_parts = list(self.with_rest[self.layout.elements :].split(rest_sizes)) if rest else []
+
+    def pack(self, *, with_rest: bool) -> None:
+        """Copy the factors in, and what is not compressed."""
+        torch._foreach_copy_(self._factor_parts, self._factors)
+        if with_rest and self._rest:
+            torch._foreach_copy_(self._rest_parts, self._rest)
+
+    def unpack(self) -> None:
+        """Copy the factors that came back to where they are worked with."""
+        torch._foreach_copy_(self._factors, self._factor_parts)
+
+    def unpack_rest(self) -> None:
+        """Copy the mean of what is not compressed back into the bucket."""
+        if self._rest:
+            torch._foreach_copy_(self._rest, self._rest_parts)
+
+
+class LowRankMatrix:
+    """Hold the views of one matrix: gradient and residual, its factors in the messages, and where its state lives."""
+
+    scratch: Tensor | None = None
+    """A block of M, where the bucket's dtype is too narrow for it to be formed there."""
+
+    def __init__(
+        self, key: str, form: MatrixForm, rank: int, memory: Tensor, residual: Tensor | None, home: ParameterState
+    ) -> None:
+        self.key = key
+        self.n, self.m = form.n, form.m
+        self.r = min(self.n, self.m, rank)
+        # One row is multiplied as two, the second of zeros: a product of one row is a dot product to the BLAS, whose last
+        # bits depend on how M is aligned, and so on what else is in the bucket (the law "lockstep = Gloo" fails).
+        self._P_rows = memory.new_zeros(max(self.r, 2), self.n, dtype=computing_dtype(memory.dtype))
+        self._Q_rows = memory.new_zeros(max(self.r, 2), self.m, dtype=computing_dtype(memory.dtype))
+        self.P, self.Q = self._P_rows[: self.r], self._Q_rows[: self.r]
+        self.gradient = form.view(memory)
+        self.residual = None if residual is None else form.view(residual)
+        """What this rank has not got through yet, n×m."""
+        self.home = home
+        self.block_rows = min(self.n, max(1, BLOCK_ELEMENTS // self.m))
+        self.blocks = [slice(top, min(top + self.block_rows, self.n)) for top in range(0, self.n, self.block_rows)]
+
+    def factor(self, side: Side) -> Tensor:
+        """Return P or Q."""
+        return self.P if side == "P" else self.Q
+
+    def multiply(self, side: Side, *, again: bool) -> None:
+        """Write this rank's own factor of one side, M times the other side's; `again` if M was formed in this step."""
+        if side == "P":
+            for rows in self.blocks:
+                torch.mm(self._Q_rows, self.form(rows, again=again).t(), out=self._P_rows[:, rows])  # r×m · m×rows
+        elif again and self.scratch is None:
+            torch.mm(self.P, self.gradient, out=self.Q)  # r×n · n×m
+        else:
+            self.Q.zero_()
+            for rows in self.blocks:
+                self.Q.addmm_(self.P[:, rows], self.form(rows, again=again))
+
+    def room(self, rows: slice) -> Tensor:
+        """Return where a block of M is formed: in the bucket's memory, if that is wide enough."""
+        return self.gradient[rows] if self.scratch is None else self.scratch[: rows.stop - rows.start]
+
+    def form(self, rows: slice, *, again: bool) -> Tensor:
+        """Return a block of M. In the bucket it stays formed; scratch memory has served other blocks since."""
+        M = self.room(rows)
+        if self.scratch is not None:
+            M.copy_(self.gradient[rows])
+        elif again:
+            return M
+        return M if self.residual is None else M.add_(self.residual[rows])
+
+    def write_mean(self, rows: slice, mean: Tensor) -> None:
+        """Write a block of the mean where the gradient was, unless it is there already."""
+        if self.scratch is not None:
+            self.gradient[rows].copy_(mean)
+
+
+class LowRankPlan:
+    """Lay out one bucket: its matrices, and what travels uncompressed beside them."""
+
+    def __init__(
+        self,
+        bucket: BucketView,
+        matrices: Sequence[LowRankMatrix],
+        rest: Sequence[tuple[str, Tensor]],
+        rides_with: Sequence[Side],
+    ) -> None:
+        self.matrices = matrices
+        wide = bucket.memory.new_empty(0, dtype=computing_dtype(bucket.memory.dtype))
+        self.messages = {side: Message(side, matrices, rest if side in rides_with else (), wide) for side in OTHER}
+        if bucket.memory.dtype != wide.dtype:
+            scratch = wide.new_empty(max((x.block_rows * x.m for x in matrices), default=0))
+            for x in matrices:
+                x.scratch = scratch[: x.block_rows * x.m].view(x.block_rows, x.m)
+
+
+def joint_residual(slots: Sequence[Slot]) -> Tensor:
+    """Return the residuals of several parameters as one stretch of memory, which theirs are views of from now on."""
+    joint = torch.cat([residual_of(slot) for slot in slots])
+    for slot, part in zip(slots, joint.split([slot.gradient.numel() for slot in slots]), strict=True):
+        slot.state.local["residual"] = part
+    return joint

@@ -1,0 +1,82 @@
+"""Remember what a compressor leaves out, and add it to the next gradient.
+
+Source: Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
+2019, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from commhooks.compressor import BucketView, Compressor, Context, Exchange, Result, Slot, computing_dtype, residual_of
+from commhooks.errors import CompressorError, SettingsError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ErrorFeedback(Compressor):
+    """Give `inner` the gradient plus what this rank has not got through yet; keep what it leaves out this time.
+
+    The residual is local, in fp32 at least, one for each parameter. A step whose mean is not finite commits nothing.
+    Where the bucket's dtype is narrower than the residual's, `inner` works on a copy that is wide enough.
+    """
+
+    inner: Compressor
+
+    def __post_init__(self) -> None:
+        if not self.inner.tells_unsent:
+            raise SettingsError(
+                f"ErrorFeedback(inner={self.inner!r}): inner must tell what it left out; this one either sends "
+                "everything or, as PowerSGD does, keeps its own residual."
+            )
+
+    def takes(self, gradient: Tensor) -> bool:
+        """Take what `inner` takes, if it is dense and real."""
+        return self.inner.takes(gradient) and not gradient.is_sparse and gradient.is_floating_point()
+
+    def check_parameters(self, names: Iterable[str]) -> None:
+        """Let `inner` check its settings."""
+        self.inner.check_parameters(names)
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Run `inner` on the gradient plus the residual."""
+        plan = bucket.plan(self, lambda: _Plan(bucket))
+        plan.add_residuals(bucket.memory)
+        result = yield from self.inner.compress(plan.inner, context)
+        if result.unsent is None:
+            raise CompressorError(f"{self.inner!r} must tell what it left out, as Result.unsent.")
+        finite = context.all_finite(result.mean)
+        for residual, unsent in zip(plan.residuals, plan.split(result.unsent), strict=True):
+            context.commit(residual, unsent, finite)
+        if plan.inner.memory is not bucket.memory:
+            bucket.memory.copy_(result.mean)
+        return Result(bucket.memory)
+
+
+class _Plan:
+    """Hold the bucket as `inner` sees it, and the residuals."""
+
+    def __init__(self, bucket: BucketView) -> None:
+        self._sizes = [slot.gradient.numel() for slot in bucket.slots]
+        self.residuals = [residual_of(slot) for slot in bucket.slots]
+        dtype = computing_dtype(bucket.memory.dtype)
+        memory = bucket.memory if bucket.memory.dtype == dtype else torch.empty_like(bucket.memory, dtype=dtype)
+        slots = [
+            Slot(slot.parameter, gradient, slot.state)
+            for slot, gradient in zip(bucket.slots, self.split(memory), strict=True)
+        ]
+        self.inner = BucketView(bucket.index, memory, slots, wants_unsent=True)
+
+    def split(self, memory: Tensor) -> Sequence[Tensor]:
+        """Cut memory of the bucket's size into its parameters' parts."""
+        parts: tuple[Tensor, ...] = memory.split(self._sizes)
+        return parts
+
+    def add_residuals(self, gradient: Tensor) -> None:
+        """Lay the gradient, plus what is owed, where `inner` will work on it."""
+        if self.inner.memory is not gradient:
+            self.inner.memory.copy_(gradient)
+        torch._foreach_add_([slot.gradient for slot in self.inner.slots], self.residuals)

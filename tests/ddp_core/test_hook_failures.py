@@ -1,0 +1,270 @@
+"""A hook cannot hang training: whatever it does wrong ends in an error that says where, in time, on every rank."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import itertools
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.futures import Future
+
+from ddp_core import HookTimeoutError
+from tests.ddp_core.facts import Facts
+from tests.ddp_core.models import MEAN, grads, ones, scale, wrap
+from tests.world import run_world_outcomes
+
+facts = Facts()
+futures: list[Future[Any]] = []  # those that the hook `endless` returned
+
+
+@pytest.fixture
+def forget() -> Iterator[None]:
+    yield
+    futures.clear()
+
+
+def endless(state: object, bucket: object) -> Future[Any]:
+    futures.append(Future())
+    return futures[-1]
+
+
+def endless_chain(state: object, bucket: object) -> Any:
+    return endless(state, bucket).then(lambda future: future.value())
+
+
+def completed_after(seconds: float, complete: Callable[[Future[Any], Any], None]) -> Callable[[Any, Any], Future[Any]]:
+    """Return a hook whose future another thread completes."""
+
+    def hook(state: object, bucket: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        threading.Timer(seconds, complete, (future, bucket.buffer())).start()
+        return future
+
+    return hook
+
+
+# ------------------------------------------------------------------------------------------------ one rank
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("seconds", [0, -1, 0.0, math.nan, math.inf, True, "5", datetime.timedelta(seconds=5)])
+def test_a_timeout_that_is_no_positive_finite_number_is_refused(seconds: Any) -> None:
+    ddp = wrap(scale())
+    with pytest.raises(ValueError, match=r"register_comm_hook\(hook_timeout=.*\): hook_timeout must be") as caught:
+        ddp.register_comm_hook(None, endless, hook_timeout=seconds)
+    assert f"(hook_timeout={seconds!r})" in str(caught.value)
+    ddp(ones()).sum().backward()  # the refused hook left nothing behind
+    assert grads(ddp) == [[1.0]]
+
+
+@pytest.mark.usefixtures("alone", "forget")
+@pytest.mark.parametrize("hook", [endless, endless_chain])
+def test_a_future_that_never_completes_is_named_after_hook_timeout_and_no_later_step_runs(hook: Any) -> None:
+    ddp = wrap(scale())
+    ddp.register_comm_hook(None, hook, hook_timeout=0.3)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    before = ddp.module.weight.item()
+    begun = time.monotonic()
+    with pytest.raises(HookTimeoutError) as caught:
+        ddp(ones()).sum().backward()
+    assert 0.3 <= time.monotonic() - begun < 5
+    assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, TimeoutError)
+    for words in ("rank 0: ", f"hook '{hook.__name__}'", "bucket 0 (weight)", "after 0.3 s", "hook_timeout=seconds"):
+        assert words in str(caught.value)
+    with pytest.raises(RuntimeError, match=r"interrupted by HookTimeoutError: rank 0: .*wrap again"):
+        optimizer.step()
+    futures[0].set_result(torch.ones(1))  # too late
+    with pytest.raises(RuntimeError, match=r"interrupted by HookTimeoutError: rank 0: .*wrap again"):
+        ddp(ones())
+    assert ddp.module.weight.item() == before
+
+
+@pytest.mark.usefixtures("forget")
+def test_without_hook_timeout_the_timeout_of_the_process_group_holds() -> None:
+    store = HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=datetime.timedelta(seconds=0.4))
+    try:
+        ddp = wrap(scale())
+        ddp.register_comm_hook(None, endless)
+        with pytest.raises(HookTimeoutError, match=r"after 0\.4 s, the process group's timeout"):
+            ddp(ones()).sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("seconds", [None, 30, 1e300])
+def test_a_future_that_another_thread_completes_is_not_waited_for_longer_than_it_takes(seconds: float | None) -> None:
+    ddp = wrap(scale())
+    ddp.register_comm_hook(None, completed_after(0.2, lambda f, b: f.set_result(b * 7)), hook_timeout=seconds)
+    begun = time.monotonic()
+    ddp(ones()).sum().backward()
+    assert grads(ddp) == [[7.0]]
+    assert 0.2 <= time.monotonic() - begun < 10
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_future_that_fails_in_another_thread_raises_its_own_error_with_a_note() -> None:
+    ddp = wrap(scale())
+    ddp.register_comm_hook(None, completed_after(0.2, lambda f, _: f.set_exception(LookupError("no such luck"))))
+    begun = time.monotonic()
+    with pytest.raises(LookupError, match="no such luck") as caught:
+        ddp(ones()).sum().backward()
+    assert "bucket 0 (weight)" in "".join(caught.value.__notes__)
+    assert time.monotonic() - begun < 10
+    with pytest.raises(RuntimeError, match="LookupError: no such luck"):
+        ddp(ones())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_future_that_is_done_costs_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    def done(state: object, bucket: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp = wrap(scale())
+    ddp.register_comm_hook(None, done)
+    loss = ddp(ones()).sum()
+    monkeypatch.setattr(threading, "Event", None)
+    loss.backward()
+    assert grads(ddp) == [[1.0]]
+
+
+@pytest.mark.usefixtures("alone", "forget")
+def test_a_future_that_never_completes_keeps_neither_reducer_nor_parameters_alive() -> None:
+    ddp = wrap(scale())
+    ddp.register_comm_hook(None, endless, hook_timeout=0.1)
+    with pytest.raises(HookTimeoutError):
+        ddp(ones()).sum().backward()
+    left = [weakref.ref(ddp.reducer), weakref.ref(ddp.module.weight)]
+    del ddp
+    gc.collect()
+    assert len(futures) == 1 and not futures[0].done()
+    assert [reference() for reference in left] == [None, None]
+
+
+# ------------------------------------------------------------------------------------------------ the same mistake
+
+
+def reduced(bucket: Any) -> Any:
+    bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+
+def failing(bucket: Any) -> Any:
+    raise LookupError("no such luck")
+
+
+def failed(bucket: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(LookupError("no such luck"))
+    return future
+
+
+MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "returns None": lambda bucket: None,
+    "a future of None": lambda bucket: reduced(bucket).then(lambda _: None),
+    "raises": failing,
+    "a future that failed": failed,
+    "a future that fails": lambda bucket: reduced(bucket).then(lambda _: failing(None)),
+    "wrong shape": lambda bucket: reduced(bucket).then(lambda _: torch.ones(5)),
+    "wrong device": lambda bucket: reduced(bucket).then(lambda _: torch.ones(1, device="meta")),
+    "complex": lambda bucket: reduced(bucket).then(lambda _: torch.ones(1) * 1j),
+    "two tensors": lambda bucket: reduced(bucket).then(lambda future: future.value() * 2),
+}
+
+
+PLACE = "mistaken_hook', bucket 1 (0.weight)"
+
+
+def mistaken(mistake: Callable[[Any], Any], **options: Any) -> Any:
+    """Return a model of two buckets after one good step, in whose next step bucket 1 ends in the mistake."""
+    calls = itertools.count()
+
+    def mistaken_hook(state: object, bucket: Any) -> Any:
+        call = next(calls)  # one bucket in the first step, two in the second
+        return mistake(bucket) if (call, bucket.index()) == (2, 1) else reduced(bucket).then(lambda f: f.value()[0])
+
+    ddp = wrap(nn.Sequential(scale(), scale()), bucket_cap_mb=1e-6)
+    ddp.register_comm_hook(None, mistaken_hook, **options)
+    ddp(ones(dist.get_rank())).sum().backward()
+    return ddp
+
+
+@facts
+def every_mistake_is_named_at_once(rank: int) -> None:
+    for mistake, function in MISTAKES.items():
+        ddp = mistaken(function)
+        begun = time.monotonic()
+        with pytest.raises((RuntimeError, LookupError)) as caught:
+            ddp(ones(rank)).sum().backward()
+        assert time.monotonic() - begun < 10, mistake
+        assert PLACE in f"{caught.value} {getattr(caught.value, '__notes__', '')}", mistake
+        with pytest.raises(RuntimeError, match="(?s)interrupted by .*wrap again"):
+            ddp(ones(rank))
+
+
+@facts
+def ranks_go_on_with_a_new_wrapper_after_the_same_mistake_on_all(rank: int) -> None:
+    ddp = mistaken(MISTAKES["wrong shape"])
+    with pytest.raises(RuntimeError, match="expected a tensor"):
+        ddp(ones(rank)).sum().backward()
+    again = wrap(scale())
+    again(ones(rank)).sum().backward()
+    assert grads(again) == [[MEAN]]
+
+
+test_on_two_ranks = facts.tests()
+
+
+# ------------------------------------------------------------------------------------------------ one rank's mistake
+
+ABSENT_SECONDS = 8.0
+
+
+def only_on_rank_1(rank: int, name: str, stays: bool) -> None:
+    """Make a mistake, or never join in, on rank 1; ``stays``: that rank survives its error and is there for a while."""
+    mistake = MISTAKES.get(name, lambda bucket: Future[Any]())
+    ddp = mistaken(
+        mistake if rank == 1 else lambda bucket: reduced(bucket).then(lambda f: f.value()[0]), hook_timeout=2
+    )
+    try:
+        for _ in range(2):
+            ddp(ones(rank)).sum().backward()
+    except RuntimeError:
+        if rank == 0 or not stays:
+            raise
+        time.sleep(ABSENT_SECONDS)
+
+
+@pytest.mark.parametrize("name", [*MISTAKES, "never joins in"])
+def test_a_mistake_of_one_rank_ends_both_with_exit_code_1_and_words(name: str) -> None:
+    outcomes = run_world_outcomes(only_on_rank_1, 2, name, False, timeout=40.0)
+    for outcome in outcomes:
+        assert (outcome.stack, outcome.exit_code) == (None, 1), outcome.describe()
+        assert outcome.traceback is not None and "mistaken_hook', bucket " in outcome.traceback, outcome.describe()
+        assert outcome.seconds < 20
+    assert PLACE in str(outcomes[1].traceback)
+
+
+@pytest.mark.parametrize("name", ["returns None", "never joins in"])
+def test_a_rank_whose_peer_is_there_but_never_joins_in_raises_after_hook_timeout_and_ends(name: str) -> None:
+    waiting, absent = run_world_outcomes(only_on_rank_1, 2, name, True, timeout=40.0)
+    assert waiting.traceback is not None and PLACE in waiting.traceback
+    assert "HookTimeoutError: rank 0: " in waiting.traceback and "after 2 s" in waiting.traceback
+    assert (waiting.stack, waiting.exit_code) == (None, 1), waiting.describe()
+    assert "still under way at exit" in waiting.output
+    assert waiting.seconds < ABSENT_SECONDS < absent.seconds
+    assert absent.stack is None
