@@ -26,6 +26,7 @@ from commhooks.errors import (
     CommHooksError,
     CompressorError,
     GradientError,
+    HookTypeError,
     SettingsError,
 )
 from commhooks.hook import Attachment, attach
@@ -53,6 +54,7 @@ __all__ = [
     "DDPCommHookType",
     "ErrorFeedback",
     "GradientError",
+    "HookTypeError",
     "Layout",
     "LockstepCommunicator",
     "LockstepGroup",

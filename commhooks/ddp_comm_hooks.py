@@ -7,14 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn import Module
 
-from commhooks.default_hooks import (
-    AnyHook,
-    HookTypeError,
-    allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
-    noop_hook,
-)
+from commhooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook, noop_hook
+from commhooks.errors import HookTypeError
+from commhooks.foreign_hook import AnyHook
 from commhooks.powersgd_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
 

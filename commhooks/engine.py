@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.compressor import BucketView, Compressor, Context, Slot, StepVerdict
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.connection import Address, Connection, WrapCommunicator, agree
-from commhooks.errors import AttachError, GradientError
+from commhooks.errors import AttachError, GradientError, SettingsError
 from commhooks.scheduler import InlineScheduler, Scheduler, ThreadScheduler
 from commhooks.state import StateTable
 from commhooks.statistics import ParameterTraffic, Statistics
@@ -64,6 +65,7 @@ class Engine:
         self._parameters: dict[tuple[int, ...], list[Tensor]] = {}
         self._used: set[tuple[int, ...]] = set()
         self._names_checked = False
+        self._used_before: set[tuple[int, ...]] = set()
         self._last_index = -1
         self._verdict: StepVerdict | None = None
 
@@ -184,11 +186,26 @@ class Engine:
         self._last_index = bucket.index()
 
     def _end_step(self) -> None:
+        self._refuse_a_second_model()
         self.step += 1
         self._last_index = -1
-        for key in self._views.keys() - self._used:
+        for key in self._views.keys() - self._used_before:
             del self._views[key], self._parameters[key]
-        self._used.clear()
+
+    def _refuse_a_second_model(self) -> None:
+        """Raise if this step's parameters have none in common with the last one's: two models take turns.
+
+        What this step used is then what the last step used.
+        """
+        if self._used and self._used_before and self._used.isdisjoint(self._used_before):
+            now, before = (set(itertools.chain(*keys)) for keys in (self._used, self._used_before))
+            if now.isdisjoint(before):
+                raise SettingsError(
+                    f"step {self.step} brought gradients of a model that has no parameter in common with that of step "
+                    f"{self.step - 1}; make one state for each model."
+                )
+        self._used_before = self._used
+        self._used = set()
 
     def _terms_with(self, compressor: Compressor) -> str:
         return f"compressor {compressor!r}\n{self._terms}"

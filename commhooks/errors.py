@@ -11,6 +11,10 @@ class SettingsError(CommHooksError, ValueError):
     """Refuse a setting, or a combination of settings, that cannot work; raised when the object is built."""
 
 
+class HookTypeError(SettingsError, TypeError):
+    """Refuse something of the wrong type in the place of a hook, a hook's type, a model or a process group."""
+
+
 class AttachError(CommHooksError, RuntimeError):
     """Refuse to attach to a model, or report ranks that disagree about what they attached."""
 

@@ -22,6 +22,7 @@ from commhooks.compressors import AllReduceMean, make_compressor
 from commhooks.connection import WrapCommunicator
 from commhooks.engine import Engine
 from commhooks.errors import AttachError, CommHooksError, SettingsError
+from commhooks.foreign_hook import name_of
 from commhooks.scheduler import POLICIES
 from commhooks.state import StateTable
 from commhooks.statistics import ParameterTraffic, Statistics
@@ -83,7 +84,8 @@ class Attachment:
     def detach(self) -> None:
         """Give the model back its plain all-reduce, and end the scheduler. A second call does nothing.
 
-        Every rank must detach between the same two steps.
+        Every rank must detach between the same two steps. PyTorch's DistributedDataParallel takes only one hook for
+        ever: it can be attached to again, and `register_comm_hook` stays closed.
         """
         if self._socket.attachment is self:
             self._socket.release()
@@ -101,12 +103,16 @@ def attach(
 ) -> Attachment:
     """Let `compressor` average the gradients of `model`, a DistributedDataParallel of ddp_core's or PyTorch's.
 
-    Call it on every rank, before the first backward pass. A string is a name for `make_compressor`. `policy` is the
-    order of collectives: "fifo" goes bucket by bucket and overlaps with the backward pass; "fused" makes one collective
-    of each round of all buckets, after the last one. `process_group` is the model's own by default; `wrap_communicator`
-    may put another communicator round the real one; `hook_timeout`, in seconds, bounds every collective (default: the
-    group's timeout). Raises `AttachError` if something is attached already, if the model is no DistributedDataParallel,
-    or if ranks disagree about compressor, policy or parameters.
+    Call it on every rank, between the same two backward passes. A string is a name for `make_compressor`.
+
+    - `policy` is the order of collectives: "fifo" goes bucket by bucket and overlaps with the backward pass; "fused"
+      makes one collective of each round of all buckets, after the last one.
+    - `process_group` is the model's own by default.
+    - `wrap_communicator` may put another communicator round the real one.
+    - `hook_timeout`, in seconds, bounds every collective (default: the group's timeout).
+
+    Raises `AttachError` if something is attached or registered already, if the model is no DistributedDataParallel, or
+    if ranks disagree about compressor, policy or parameters; `SettingsError` for settings that cannot work.
     """
     inner = getattr(model, "module", None)
     if not hasattr(model, "register_comm_hook") or not isinstance(inner, Module):
@@ -121,11 +127,19 @@ def attach(
             "attach: policy must be 'fifo' for a model with skip_all_reduce_unused_params=True, which may leave out "
             "the bucket that 'fused' waits for."
         )
+    if torch._C._current_graph_task_id() != -1:
+        raise AttachError("attach: a backward pass is under way; attach between two of them.")
     group = group_or_default(process_group if process_group is not None else getattr(model, "process_group", None))
     socket = _sockets.setdefault(model, _Socket())
     if socket.attachment is not None:
         raise AttachError(
             f"attach: {socket.attachment.compressor!r} is attached to this model already; detach it first."
+        )
+    registered = [hook for hook, _ in getattr(model, "_comm_hooks", []) if hook is not attachment_hook]
+    if registered:
+        raise AttachError(
+            f"attach: the hook {name_of(registered[-1])} is registered on this model already; PyTorch's "
+            "DistributedDataParallel never takes another one, ddp_core's does after remove_comm_hook()."
         )
     named: list[tuple[str, Tensor]] = [
         (name, parameter) for name, parameter in inner.named_parameters() if parameter.requires_grad

@@ -72,8 +72,8 @@ class LowRankMatrix:
         self.key = key
         self.n, self.m = form.n, form.m
         self.r = min(self.n, self.m, rank)
-        # One row is multiplied as two, the second of zeros: a product of one row is a dot product to the BLAS, whose last
-        # bits depend on how M is aligned, and so on what else is in the bucket (the law "lockstep = Gloo" fails).
+        # One row is multiplied as two, the second of zeros: a product of one row is a dot product to the BLAS, whose
+        # last bits depend on how M is aligned, and so on what else is in the bucket (the law "lockstep = Gloo" fails).
         self._P_rows = memory.new_zeros(max(self.r, 2), self.n, dtype=computing_dtype(memory.dtype))
         self._Q_rows = memory.new_zeros(max(self.r, 2), self.m, dtype=computing_dtype(memory.dtype))
         self.P, self.Q = self._P_rows[: self.r], self._Q_rows[: self.r]

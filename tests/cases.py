@@ -30,7 +30,7 @@ def no_bytes(parameters: Sequence[Tensor], step: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRankBytes:
-    """(n + m)·r a pair of factors for a matrix that this makes `rate` times smaller; the rest as it is; fp32 or wider."""
+    """(n + m)·r a pair of factors for a matrix that this makes `rate` times smaller; the rest whole; at least fp32."""
 
     rank: int
     rate: float = 2.0
@@ -99,6 +99,8 @@ class Case:
     """Finds a better answer in a second step on the same data."""
     error_feedback: bool = False
     """Keeps what it did not send, in the state "residual"."""
+    depends_on_buckets: bool = False
+    """What it sends, and its mean, depend on which parameters share a bucket."""
     lossless: bool = False
     """The mean of any gradient comes back to `tolerance`."""
 
@@ -207,6 +209,7 @@ CASES = [
         collectives=(2,),
         error_feedback=True,
         exact_rank=0,
+        depends_on_buckets=True,
     ),
 ]
 

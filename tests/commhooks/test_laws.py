@@ -71,12 +71,9 @@ def test_fifo_makes_its_collectives_for_each_bucket(case: Case, buckets: int) ->
         assert workers.traffic.collectives - before == buckets * case.collectives[step % len(case.collectives)]
 
 
-@every_exchanging_case
+@pytest.mark.parametrize("case", [case for case in EXCHANGING if not case.depends_on_buckets], ids=str)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_under_fused_the_mean_does_not_depend_on_the_buckets(case: Case, world_size: int) -> None:
-    """Not so where the bucket itself is the matrix."""
-    if case.name == "powersgd-2-bucket":
-        pytest.skip("the matrix is made of the bucket")
     one, many = (
         Workers(case.make(), world_size, zeros(*SHAPES), buckets=buckets, policy="fused") for buckets in (1, 4)
     )

@@ -1,0 +1,136 @@
+"""Hooks that somebody else wrote, handed a bucket in another dtype: whatever they do, the bucket stays whole."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from commhooks.errors import CompressorError, GradientError
+
+AnyHook = Callable[[Any, Any], Any]
+"""A hook that somebody else wrote: it need not look as PyTorch wants it."""
+
+
+def run_foreign(hook: AnyHook, state: Any, bucket: GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
+    """Hand a hook the bucket in `dtype`, and write what it returns into the bucket's own memory."""
+    own = bucket.buffer()
+    if not (own.is_floating_point() or own.is_complex()):
+        raise GradientError(
+            f"{_where(hook, bucket)}: gradients are of {own.dtype}; a mean needs a floating-point or complex dtype."
+        )
+    write_back = _WriteBack(hook, own, bucket)
+    bucket.set_buffer(own.to(dtype) if _narrows(own, dtype) else own)
+    try:
+        returned = hook(state, bucket)
+        return _future_of(returned, bucket).then(write_back)  # not on to PyTorch's DDP as it is: None crashes there
+    except Exception as error:
+        bucket.set_buffer(own)
+        raise _failure(hook, bucket, error) from error
+
+
+def _narrows(own: Tensor, dtype: torch.dtype) -> bool:
+    """Say whether a cast makes the bucket smaller, and keeps what is in it."""
+    # Cast to a real dtype, a complex number loses a half; sparse fp16 cannot be added on the CPU.
+    return not own.is_sparse and not own.is_complex() and dtype.itemsize < own.element_size()
+
+
+def _future_of(returned: Any, bucket: GradBucket) -> torch.futures.Future[Any]:
+    if isinstance(returned, dist.Work):
+        return _future_of_work(returned, bucket)
+    if isinstance(returned, Tensor):
+        return completed(returned)
+    if not isinstance(returned, torch._C.Future):
+        raise TypeError(
+            "expected a torch.futures.Future, a Tensor or a torch.distributed.Work to be returned "
+            f"(got {type(returned).__name__})"
+        )
+    return cast("torch.futures.Future[Any]", returned)
+
+
+def _future_of_work(work: dist.Work, bucket: GradBucket) -> torch.futures.Future[Any]:
+    try:
+        future = work.get_future()
+    except RuntimeError:  # "not implemented": a Work of somebody else's need not have one, but it can be waited for
+        work.wait()
+        return completed(bucket.buffer())
+    return future.then(_BufferOf(bucket))
+
+
+def completed(value: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a future that holds `value` already."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[value.device] if value.is_cuda else None)
+    future.set_result(value)
+    return future
+
+
+class _BufferOf:
+    """Give the bucket's buffer when a Work is done; a class, so that nothing is defined inside a function."""
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self._bucket = bucket
+
+    def __call__(self, future: torch.futures.Future[Any]) -> Tensor:
+        future.value()  # raises what the Work failed with
+        return self._bucket.buffer()
+
+
+class _WriteBack:
+    """Write a future's value into the bucket's own memory, and give the bucket that memory back."""
+
+    def __init__(self, hook: AnyHook, own: Tensor, bucket: GradBucket) -> None:
+        self._hook = hook
+        self._own = own
+        self._bucket = bucket
+
+    @torch.no_grad()  # a thread of Gloo's calls this, where gradients are recorded
+    def __call__(self, future: torch.futures.Future[Any]) -> Tensor:
+        try:
+            self._own.copy_(_mean_in(future.value(), self._own))
+        except Exception as error:
+            raise _failure(self._hook, self._bucket, error) from error
+        finally:
+            self._bucket.set_buffer(self._own)
+        return self._own
+
+
+def _mean_in(value: Any, own: Tensor) -> Tensor:
+    """Return the mean that a future held, in the shape of the bucket's own memory."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, Tensor) and own.is_complex() and value.shape == (*own.shape, 2):
+        value = torch.view_as_complex(value)  # a process group sums pairs of reals, and its future holds those
+    if not isinstance(value, Tensor) or not _fills(value, own):
+        got = _words(value) if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"expected its future to hold a tensor that fits the bucket's {_words(own)} (got {got})")
+    return value if own.is_sparse else value.reshape(own.shape)
+
+
+def _fills(value: Tensor, own: Tensor) -> bool:
+    """Say whether `value` has an element for each of `own`'s; `copy_` alone would stretch a single one over all."""
+    size = value.shape == own.shape if own.is_sparse else value.numel() == own.numel()
+    layout = value.layout == own.layout and value.is_complex() == own.is_complex()
+    return size and layout and value.device == own.device
+
+
+def _words(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.layout} on {tensor.device}"
+
+
+def _failure(hook: AnyHook, bucket: GradBucket, error: Exception) -> CompressorError:
+    return CompressorError(f"{_where(hook, bucket)} failed: {type(error).__name__}: {error}")
+
+
+def _where(hook: AnyHook, bucket: GradBucket) -> str:
+    names = getattr(bucket, "names", None)  # ddp_core's bucket has names, PyTorch's has none
+    members = names() if names is not None else [f"one of shape {tuple(p.shape)}" for p in bucket.parameters()]
+    more = f" and {len(members) - 8} more" if len(members) > 8 else ""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return f"rank {rank}, bucket {bucket.index()} (parameters {', '.join(members[:8])}{more}): hook {name_of(hook)}"
+
+
+def name_of(hook: AnyHook) -> str:
+    """Return what errors call a hook."""
+    return getattr(hook, "__qualname__", None) or repr(hook)
