@@ -1,0 +1,127 @@
+"""What the tests of replicas over many buckets run on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import hashlib
+import math
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commhooks
+from tests.commhooks.models import Given, Shape, gradients_of, wrap
+from tests.commhooks.workers import normal, zeros
+
+# 40 matrices with vectors and scalars in between: every bucket of the smallest capacity holds one matrix.
+SHAPES: list[Shape] = [
+    shape
+    for i in range(40)
+    for shape in ((24 + i % 5, 32) if i % 8 else (6, 5, 5, 5), *[(7,)] * (i % 3 == 0), *[()] * (i % 10 == 0))
+]
+BUCKET_CAP_MB = {1: 100.0, 7: 0.018, 40: 0.0025}
+"""By the number of buckets that come of it."""
+
+Plug = Callable[[nn.Module, str], Any]
+"""Let a hook work for a model under a policy; return what tells its statistics."""
+
+
+def attached(model: nn.Module, policy: str, **settings: Any) -> Any:
+    return commhooks.attach(model, commhooks.make_compressor(**settings), policy=policy)
+
+
+def registered(model: nn.Module, policy: str, hook: Any, **settings: Any) -> Any:
+    state = commhooks.PowerSGDState(None, start_powerSGD_iter=2, policy=policy, **settings)
+    model.register_comm_hook(state, hook)  # type: ignore[operator]
+    return state
+
+
+def powersgd(**settings: Any) -> Plug:
+    return functools.partial(attached, name="powersgd", **settings)
+
+
+fp16_of, bf16_of = commhooks.fp16_compress_wrapper, commhooks.bf16_compress_wrapper
+HOOKS: dict[str, Plug] = {
+    "rank 1": powersgd(rank=1),
+    "rank 2": powersgd(rank=2),
+    "rank 4": powersgd(rank=4),
+    "rank 2 of the whole bucket": powersgd(rank=2, matrices="whole-bucket"),
+    "rank 2, alternating": powersgd(rank=2, alternating=True),
+    "rank 2, fp16 wire": powersgd(rank=2, wire=torch.float16),
+    "rank 1, alternating, bf16 wire": powersgd(rank=1, alternating=True, wire=torch.bfloat16),
+    "rank 4 of the whole bucket, bf16 wire": powersgd(rank=4, matrices="whole-bucket", wire=torch.bfloat16),
+    "fp16 with error feedback": functools.partial(attached, name="fp16", error_feedback=True),
+    "powerSGD_hook": functools.partial(registered, hook=commhooks.powerSGD_hook, matrix_approximation_rank=4),
+    "batched_powerSGD_hook": functools.partial(registered, hook=commhooks.batched_powerSGD_hook),
+    "fp16 of powerSGD_hook": functools.partial(registered, hook=fp16_of(commhooks.powerSGD_hook)),
+    "bf16 of batched_powerSGD_hook": functools.partial(
+        registered, hook=bf16_of(commhooks.batched_powerSGD_hook), matrix_approximation_rank=2
+    ),
+    "bf16 of powerSGD_hook, alternating": functools.partial(
+        registered, hook=bf16_of(commhooks.powerSGD_hook), alternating=True, matrix_approximation_rank=2
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One hook under one policy on a model of so many buckets."""
+
+    hook: str
+    policy: str
+    buckets: int
+
+
+def runs(repetition: int) -> list[Run]:
+    """Return every policy with every number of buckets, and with each a hook, another one in each repetition."""
+    names = list(HOOKS)
+    pairs = [(policy, buckets) for policy in ("fifo", "fused") for buckets in BUCKET_CAP_MB]
+    # Policies differ by 3 places and 14 hooks come in turn: each meets every pair in 14 repetitions.
+    return [
+        Run(hook=names[(repetition + 2 * place) % len(names)], policy=policy, buckets=buckets)
+        for place, (policy, buckets) in enumerate(pairs)
+    ]
+
+
+def digests_of_runs(rank: int, kind: str, chosen: list[Run], steps: int, seed: int) -> list[list[bytes]]:
+    """Make the runs one after the other; return for each a digest of every step's gradients."""
+    return [digests_of(kind, run, steps, random.Random(f"{seed}, rank {rank}")) for run in chosen]
+
+
+def digests_of(kind: str, run: Run, steps: int, delays: random.Random) -> list[bytes]:
+    """Train on a rank that dawdles now and then, before a step and in the midst of it."""
+    model = wrap(kind, Given(*SHAPES), bucket_cap_mb=BUCKET_CAP_MB[run.buckets])
+    hook = HOOKS[run.hook](model, run.policy)
+    for weight in model.parameters():
+        weight.register_hook(functools.partial(dawdle, delays, 0.5 / len(SHAPES)))
+    gradients = normal(zeros(*SHAPES), dist.get_world_size(), seed=0)[dist.get_rank()]
+    digests = []
+    for step in range(steps):
+        dawdle(delays, 0.1)
+        model.zero_grad()
+        model(*[gradient * math.cos(step) for gradient in gradients]).backward()
+        digests.append(digest_of(gradients_of(model)))
+    counted = hook.statistics()
+    assert (counted.steps, counted.buckets) == (steps, 1 + (steps - 1) * run.buckets), counted  # one before the rebuild
+    del model, hook, weight
+    gc.collect()
+    return digests
+
+
+def dawdle(delays: random.Random, probability: float, gradient: Tensor | None = None) -> None:
+    if delays.random() < probability:
+        time.sleep(delays.random() * 0.01)
+
+
+def digest_of(tensors: list[Tensor]) -> bytes:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.numpy().tobytes())
+    return digest.digest()
