@@ -11,6 +11,7 @@ import torch
 import commhooks
 from commhooks.compressor import Compressor
 from commhooks.compressors import COMPRESSORS
+from commhooks.scheduler import POLICIES
 from experiments.runs import HookSpec
 
 _DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
@@ -22,12 +23,17 @@ def make_hook(spec: HookSpec, seed: int = 0) -> Compressor:
     Raises ValueError where no hook has this name, where it has no such setting, and where a value cannot work.
     """
     settings: dict[str, Any] = dict(spec.settings)
+    policy = settings.pop("policy", "fifo")
+    if policy not in POLICIES:
+        raise ValueError(f"hook {spec.label!r}: policy must be one of {', '.join(POLICIES)} (got {policy})")
     if spec.name not in COMPRESSORS:
         return commhooks.make_compressor(spec.name)  # raises, and lists the names there are
     known = _settings_of(spec.name)
     for name in settings:
         if name not in known:
             raise ValueError(_unknown(spec, name, known))
+    if "skip" in settings:  # names or patterns, with a plus sign between them: a comma ends a setting
+        settings["skip"] = tuple(str(settings["skip"]).split("+"))
     if "wire" in settings:
         settings["wire"] = _dtype(spec, settings["wire"])
     if "seed" in known:
@@ -35,11 +41,16 @@ def make_hook(spec: HookSpec, seed: int = 0) -> Compressor:
     return commhooks.make_compressor(spec.name, **settings)
 
 
+def policy_of(spec: HookSpec) -> str:
+    """Return the order of collectives that this hook asks for."""
+    return str(dict(spec.settings).get("policy", "fifo"))
+
+
 def _settings_of(hook: str) -> list[str]:
     """Return the names that a hook of this name takes settings under: its own, and those of every hook."""
     every = inspect.signature(commhooks.make_compressor).parameters.values()
     own = inspect.signature(COMPRESSORS[hook]).parameters.values()
-    return sorted(p.name for p in (*own, *every) if p.kind is p.KEYWORD_ONLY)
+    return sorted({"policy", *(p.name for p in (*own, *every) if p.kind is p.KEYWORD_ONLY)})
 
 
 def _unknown(spec: HookSpec, name: str, known: list[str]) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 
 import commhooks
 import ddp_core
-from experiments.hooks import make_hook
+from experiments.hooks import make_hook, policy_of
 from experiments.launch import Send
 from experiments.link import EmulatedLink
 from experiments.machine import machine, versions
@@ -79,6 +79,7 @@ class _Run:
         self.attachment = commhooks.attach(
             self.ddp,
             make_hook(settings.hook, settings.seed),
+            policy=policy_of(settings.hook),
             wrap_communicator=lambda inner: waits.around(EmulatedLink(inner, settings.link)),
         )
         self.clock = StepClock(self.model, waits)

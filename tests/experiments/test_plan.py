@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from experiments.hooks import make_hook
+from commhooks import PowerSGD
+from experiments.hooks import make_hook, policy_of
 from experiments.link import LinkSettings
 from experiments.plan import plan
 from experiments.runs import HookSpec, RunSettings
@@ -47,6 +48,9 @@ def test_every_task_is_run_under_every_hook() -> None:
         ({"hooks": ["powersgd:rank=0"]}, "rank must be"),
         ({"hooks": ["powersgd:rank=four"]}, "rank must be"),
         ({"hooks": ["powersgd:wire=fp12"]}, "wire must be one of fp16"),
+        ({"hooks": ["fp16:policy=lifo"]}, "policy must be one of fifo, fused"),
+        ({"hooks": ["powersgd:skip=haed"]}, "'haed' must fit a parameter's name"),
+        ({"hooks": ["powersgd:matrices=round"]}, "matrices must be one of first-dimension"),
         ({"hooks": ["fp16", "fp16"]}, "fp16 is asked for twice"),
         ({"hooks": []}, "name at least one task and one hook"),
         ({"tasks": ["digit"]}, "did you mean 'digits'"),
@@ -75,3 +79,10 @@ def test_what_is_random_in_a_hook_follows_the_seed_of_the_run() -> None:
     spec = HookSpec.parse("powersgd:rank=2")
     assert make_hook(spec, seed=7) == make_hook(HookSpec.parse("powersgd:rank=2,seed=7"))
     assert make_hook(spec, seed=7) != make_hook(spec, seed=8)
+
+
+def test_a_hook_may_say_its_policy_and_what_to_skip() -> None:
+    spec = HookSpec.parse("powersgd:rank=2,policy=fused,skip=head.*+*.bias")
+    made = make_hook(spec)
+    assert policy_of(spec) == "fused" and policy_of(HookSpec.parse("fp16")) == "fifo"
+    assert isinstance(made, PowerSGD) and made.skip == ("head.*", "*.bias")
