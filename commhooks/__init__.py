@@ -29,7 +29,7 @@ from commhooks.errors import (
     HookTypeError,
     SettingsError,
 )
-from commhooks.hook import Attachment, attach
+from commhooks.hook import Attachment, attach, hook_statistics
 from commhooks.powersgd_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from commhooks.requests import AllGather, AllReduce, AllToAll, Layout, Request
 from commhooks.statistics import ParameterTraffic, Statistics
@@ -80,6 +80,7 @@ __all__ = [
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "hook_statistics",
     "make_compressor",
     "noop_hook",
     "powerSGD_hook",

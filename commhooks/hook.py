@@ -260,6 +260,15 @@ def run_stateless(
     return deliver(engines[compressor].run(bucket), bucket)
 
 
+def hook_statistics(process_group: dist.ProcessGroup | None = None) -> dict[str, Statistics]:
+    """Return what the hooks without a state of their own have counted on a process group, by compressor, on this rank.
+
+    All models that a hook was registered on count together. A hook with a state, or an attachment, tells its own.
+    """
+    engines = _engines.get(group_or_default(process_group), {})
+    return {repr(compressor): engine.statistics() for compressor, engine in engines.items()}
+
+
 def deliver(future: torch.futures.Future[Tensor], bucket: object) -> torch.futures.Future[Tensor]:
     """Return a future whose failure reaches the DDP at hand.
 

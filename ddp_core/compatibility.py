@@ -57,6 +57,12 @@ class PyTorchNames:
         """Say whether outputs are copied at the sink: False saves memory, and forbids changing them in place."""
         self._sink_clones = val
 
+    @property
+    def _comm_hooks(self: Any) -> list[tuple[Callable[..., Any], object]]:
+        """What is registered: one pair of hook and state, or nothing."""
+        hook = self.reducer.hook
+        return [] if hook is None else [(hook.function, hook.state)]
+
     def _register_builtin_comm_hook(self: Any, comm_hook_type: Any) -> None:
         """Register one of PyTorch's two built-in hooks (``dist.BuiltinCommHookType``), in its Python form."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # it imports PyTorch's own DDP
