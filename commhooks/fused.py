@@ -41,7 +41,7 @@ class Fused(Policy):
         self._under_way: deque[tuple[Pending, Bundle]] = deque()
         self._answers: dict[BucketTask, Tensor] = {}
         self._held: dict[BucketTask, Tensor] = {}
-        self._packings = _Packings()
+        self._packings = Packings()
 
     def add(self, task: BucketTask) -> None:
         """Take the next bucket."""
@@ -172,7 +172,7 @@ class _Exchange(Bundle):
         return [part.reshape(-1, *shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def _as_rows(self, tensor: Tensor) -> Tensor:
-        return tensor.flatten(1) if self._kind is AllToAll else tensor.reshape(1, -1)
+        return tensor.reshape(tensor.shape[0] if self._kind is AllToAll else 1, -1)
 
 
 class _Packing:
@@ -207,12 +207,15 @@ class _Packing:
         return [parts[number] for number in self._order]
 
 
-class _Packings:
+class Packings:
     """Find the packing of the same requests again, step after step."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Packing] = {}
         self._pieces: dict[tuple[str, int], Layout] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     def of(self, kind: Hashable, tasks: Sequence[BucketTask]) -> _Packing:
         """Return the packing of these tasks' requests."""
@@ -234,7 +237,7 @@ class _Packings:
         self._known = {key: packing for key, packing in self._known.items() if packing.unused_for <= _STEPS_TO_KEEP}
 
 
-def bundles(tasks: Sequence[BucketTask], packings: _Packings) -> list[Bundle]:
+def bundles(tasks: Sequence[BucketTask], packings: Packings) -> list[Bundle]:
     """Pack the tasks' requests into as few as possible."""
     alike: dict[Hashable, list[BucketTask]] = {}
     for task in tasks:
@@ -242,7 +245,7 @@ def bundles(tasks: Sequence[BucketTask], packings: _Packings) -> list[Bundle]:
     return [_bundle(kind, group, packings) for kind, group in alike.items()]
 
 
-def _bundle(kind: Hashable, tasks: Sequence[BucketTask], packings: _Packings) -> Bundle:
+def _bundle(kind: Hashable, tasks: Sequence[BucketTask], packings: Packings) -> Bundle:
     first = _request_of(tasks[0])
     if isinstance(first, AllReduce) and not first.tensor.is_sparse:
         in_order = first.layout is None or list(first.layout.keys) == sorted(first.layout.keys)

@@ -245,6 +245,22 @@ def test_a_non_finite_gradient_on_one_rank_commits_nothing_and_shows_on_every_ra
         assert torch.equal(ours, theirs)
 
 
+@every_feeding_back_case
+def test_under_fused_an_inf_in_one_bucket_commits_nothing_in_any(case: Case) -> None:
+    parameters = zeros((24, 40), (6,), (30, 20), (24, 40))
+    workers = Workers(case.make(), 2, parameters, buckets=4, policy="fused")
+    for step in range(3):
+        workers.step(normal(parameters, 2, seed=step))
+    before = [[workers.residual(rank, index).clone() for index in range(4)] for rank in range(2)]
+    spoiled = normal(parameters, 2, seed=99)
+    spoiled[1][1][3] = float("inf")
+    workers.step(spoiled)
+    for rank in range(2):
+        assert all(torch.equal(workers.residual(rank, index), before[rank][index]) for index in range(4))
+    workers.step(normal(parameters, 2, seed=100))
+    assert not torch.equal(workers.residual(0, 0), before[0][0])
+
+
 @pytest.mark.parametrize("case", [case for case in EXACT if "16" not in case.name], ids=str)
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_extreme_scales_stay_exact(case: Case, scale: float) -> None:

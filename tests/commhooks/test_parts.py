@@ -11,9 +11,21 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import AllGather, AllReduce, AllToAll, BucketView, Compressor, Context, LockstepGroup, Request, Result
+from commhooks import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    BucketView,
+    Compressor,
+    Context,
+    Layout,
+    LockstepGroup,
+    Request,
+    Result,
+)
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.communicators.lockstep import answer_requests
+from commhooks.fused import Fused, Packings, bundles
 from commhooks.matrices import form_of
 from commhooks.policy import Fifo
 from commhooks.state import StateTable
@@ -52,6 +64,14 @@ def test_a_mean_that_fits_the_wire_survives_it(mean: float) -> None:
     answers = answer_requests([AllReduce(tensor, average=True, wire=torch.float16) for tensor in ranks])
     assert all(answer.item() == torch.tensor(mean).half().item() for answer in answers)
     assert torch.tensor(4 * mean).half().div_(4).item() in (0.0, float("inf"))
+
+
+def test_a_layout_must_describe_the_tensor() -> None:
+    layout = Layout(("a", "b"), (2, 3))
+    assert layout.elements == 5
+    AllReduce(torch.zeros(5), layout=layout)
+    with pytest.raises(ValueError, match=r"AllReduce: the layout must describe the tensor's 6 elements \(got 5\)"):
+        AllReduce(torch.zeros(6), layout=layout)
 
 
 def test_a_single_rank_gets_its_own_back() -> None:
@@ -162,9 +182,10 @@ class Scripted:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.done: set[int] = set()
+        self.sizes: list[int] = []
 
     def start(self, request: Request) -> ScriptedPending:
+        self.sizes.append(request.payload_elements)
         self.log.append(f"start {int(request.tensor[0])}")
         return ScriptedPending(request.tensor, len(self.log) - 1)
 
@@ -178,11 +199,11 @@ class ScriptedPending:
         """Be done at once."""
 
 
-def _task(bucket: int, compressor: Compressor) -> BucketTask:
+def _task(bucket: int, compressor: Compressor, *, is_last: bool = False) -> BucketTask:
     memory = torch.full((2,), float(bucket))
     view = BucketView(bucket, memory)
     exchange = compressor.compress(view, Context(0, 1, 0))
-    return BucketTask(exchange, torch.futures.Future(), memory, 0, bucket, False, lambda: "p", view.layout, 1)
+    return BucketTask(exchange, torch.futures.Future(), memory, 0, bucket, is_last, lambda: "p", view.layout, 1)
 
 
 @pytest.mark.parametrize("says_last", [True, False])
@@ -199,6 +220,89 @@ def test_the_order_of_collectives_does_not_depend_on_when_buckets_come(arrivals:
         policy.turn()
     assert communicator.log == [f"start {bucket}" for bucket in (0, 0, 1, 1, 2, 2)]
     assert finished == [0, 1, 2] and policy.unfinished() == []
+
+
+@pytest.mark.parametrize("says_last", [True, False])
+@pytest.mark.parametrize("arrivals", [[0, 0, 0], [0, 1, 2], [0, 3, 3], [0, 9, 20]], ids=str)
+def test_fused_makes_one_collective_of_a_round_whenever_buckets_come(arrivals: list[int], says_last: bool) -> None:
+    communicator = Scripted()
+    finished: list[int] = []
+    waits = iter(range(10**6))
+    policy = Fused(communicator, lambda pending: next(waits) % 3 == 0, lambda task: finished.append(task.index))
+    for step in range(2):
+        for turn in range(60):
+            for bucket, arrival in enumerate(arrivals):
+                if arrival == turn:
+                    policy.add(_task(bucket, Rounds(rounds=1 + bucket, says_last=says_last), is_last=bucket == 2))
+            policy.turn()
+            if turn < arrivals[-1]:
+                assert len(communicator.log) == 3 * step  # nothing is issued before the last bucket has come
+        assert finished == [0, 1, 2] and policy.unfinished() == []
+        finished.clear()
+    assert communicator.sizes == [6, 4, 2] * 2  # the buckets that have a first round, a second, a third
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gathers(Compressor):
+    """Average by gathering everything, and once more by handing shares round: what sign and top-k will need."""
+
+    def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
+        gathered = yield AllGather(bucket.memory.view(-1, 1))
+        shares = gathered[:, :, 0] * torch.arange(1.0, context.world_size + 1).view(-1, 1)  # to each rank its own
+        received = yield AllToAll(shares.contiguous(), last=True)
+        bucket.memory.copy_(received.sum(0))
+        return Result(bucket.memory)
+
+
+def test_gathers_and_all_to_alls_of_many_buckets_travel_as_one() -> None:
+    parameters = zeros((3, 5), (7,), (), (2, 2))
+    one_by_one, together = (Workers(Gathers(), 3, parameters, buckets=4, policy=policy) for policy in ("fifo", "fused"))
+    gradients = normal(parameters, 3, seed=0)
+    for ours, theirs in zip(one_by_one.step(gradients), together.step(gradients), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert (one_by_one.traffic.collectives, together.traffic.collectives) == (8, 2)
+    assert one_by_one.traffic.payload_bytes == together.traffic.payload_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asks(Compressor):
+    """Ask for one request that the test made."""
+
+    requests: tuple[Request, ...]
+
+    def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
+        yield self.requests[bucket.index]
+        return Result(bucket.memory)
+
+
+def test_only_requests_of_one_kind_dtype_and_purpose_travel_together() -> None:
+    tensor = torch.zeros(4)
+    kinds = (
+        AllReduce(tensor),
+        AllReduce(tensor, average=True),
+        AllReduce(tensor, average=True, wire=torch.float16),
+        AllReduce(tensor.double(), average=True),
+        AllReduce(tensor.to_sparse(), average=True),
+        AllGather(tensor),
+        AllToAll(tensor),
+    )
+    asks = Asks(requests=(*kinds, *kinds))
+    tasks = [_task(bucket, asks) for bucket in range(len(asks.requests))]
+    for task in tasks:
+        task.begin()
+    made = bundles(tasks, Packings())
+    assert sorted(len(bundle.tasks) for bundle in made) == [1, 1, 2, 2, 2, 2, 2, 2]  # the sparse ones travel alone
+    assert sum(bundle.request.payload_bytes for bundle in made) == sum(r.payload_bytes for r in asks.requests)
+
+
+def test_a_message_that_is_no_longer_used_is_let_go() -> None:
+    workers = Workers(
+        commhooks.make_compressor("powersgd", start_after=1), 1, zeros((30, 40), (30, 40)), buckets=2, policy="fused"
+    )
+    packings = workers.policies[0]._packings  # type: ignore[attr-defined]  # "Policy": the fused one has them
+    for step in range(8):
+        workers.step(normal(workers.parameters, 1, seed=step))
+        assert len(packings) == (1 if step == 0 else 3 if step < 4 else 2)  # the dense one, P's and Q's
 
 
 def test_a_request_after_the_last_one_is_refused() -> None:
@@ -268,6 +372,34 @@ def test_a_wire_that_cannot_sum_is_refused(dtype: Any) -> None:
         commhooks.WireDtype(inner=commhooks.AllReduceMean(), dtype=dtype)
     with pytest.raises(commhooks.SettingsError, match=r"StartAfter\(steps=-1\): steps must"):
         commhooks.StartAfter(inner=commhooks.AllReduceMean(), steps=-1)
+
+
+def test_error_feedback_refuses_what_leaves_nothing_out_or_remembers_by_itself() -> None:
+    for inner in (commhooks.AllReduceMean(), commhooks.PowerSGD(), commhooks.NoOp()):
+        with pytest.raises(commhooks.SettingsError, match=r"ErrorFeedback\(inner=.*inner must tell what it left out"):
+            commhooks.ErrorFeedback(inner=inner)
+    with pytest.raises(commhooks.SettingsError, match="inner must tell"):
+        commhooks.make_compressor("all-reduce", error_feedback=True)
+
+
+def test_the_word_error_feedback_means_the_wrapper_or_the_compressors_own() -> None:
+    assert commhooks.make_compressor("fp16", error_feedback=True) == commhooks.ErrorFeedback(
+        inner=commhooks.Cast(dtype=torch.float16)
+    )
+    assert commhooks.make_compressor("fp16", error_feedback=False) == commhooks.Cast(dtype=torch.float16)
+    assert commhooks.make_compressor("powersgd", error_feedback=False) == commhooks.PowerSGD(error_feedback=False)
+    assert commhooks.make_compressor("powersgd") == commhooks.PowerSGD()
+
+
+def test_error_feedback_names_a_compressor_that_does_not_tell() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Forgetful(commhooks.AllReduceMean):
+        @property
+        def tells_unsent(self) -> bool:
+            return True
+
+    with pytest.raises(commhooks.CompressorError, match=r"Forgetful\(\) must tell what it left out"):
+        Workers(commhooks.ErrorFeedback(inner=Forgetful()), 1, zeros((3,))).step([[torch.ones(3)]])
 
 
 # --- state and statistics -------------------------------------------------------------------------------------------
