@@ -59,12 +59,6 @@ def form_of_bucket(elements: int, rank: int) -> MatrixForm:
     return MatrixForm(elements // m, m)
 
 
-def is_smaller(form: MatrixForm, rank: int, rate: float) -> bool:
-    """Say whether factors of this rank are smaller than the matrix, and `rate` times so."""
-    n, m = form.n, form.m
-    return (n + m) * min(n, m, rank) * max(rate, 1.0) < n * m
-
-
 def _memory_order(parameter: Tensor) -> Sequence[int]:
     """Return the dimensions of more than one element, from the outermost in memory to the innermost."""
     strides = parameter.stride()
