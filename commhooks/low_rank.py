@@ -21,8 +21,8 @@ from commhooks.state import ParameterState
 Side = Literal["P", "Q"]
 OTHER: dict[Side, Side] = {"P": "Q", "Q": "P"}
 
-BLOCK_ELEMENTS = 1 << 17
-"""Large matrices are worked on in blocks of rows of about so many elements, which stay in a core's cache."""
+BLOCK_ELEMENTS = 1 << 18
+"""Large matrices are worked on in blocks of rows of about so many elements, which a core keeps in its caches."""
 
 
 class Message:

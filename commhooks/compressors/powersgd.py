@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from commhooks.low_rank import OTHER, LowRankMatrix, LowRankPlan, Side, joint_re
 from commhooks.matrices import MATRIX_RULES, MatrixForm, MatrixRule, form_of, form_of_bucket
 from commhooks.randomness import seeded_normal, stable_seed
 from commhooks.requests import AllReduce
+
+Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ class PowerSGD(Compressor):
         sides = self.sides(context.step)
         checks = []
         for turn, side in enumerate(sides):
-            for x in plan.matrices:
+            for x in _there_and_back(plan.matrices, turn):
                 basis = x.factor(OTHER[side])
                 basis.copy_(orthonormal_rows(basis, self.epsilon) if turn else self._basis(x, OTHER[side], context))
                 x.multiply(side, again=turn > 0)
@@ -122,7 +125,7 @@ class PowerSGD(Compressor):
             checks.append(context.all_finite(received))
 
         finite = torch.stack(checks).all()
-        for x, sent in zip(plan.matrices, own, strict=True):
+        for x, sent in _there_and_back(list(zip(plan.matrices, own, strict=True)), len(sides)):
             self._finish(x, sides[-1], sent, context, finite)
         plan.messages[sides[0]].unpack_rest()
         return Result(bucket.memory)
@@ -130,12 +133,17 @@ class PowerSGD(Compressor):
     def _finish(self, x: LowRankMatrix, side: Side, sent: Tensor, context: Context, finite: Tensor) -> None:
         """Write the mean, keep the factor of the last side, and what this rank's own (`sent`) did not get through."""
         x.factor(side).add_(torch.where(finite, 0.0, torch.nan))  # one bad element spoils the mean, for all to see
-        P_sent, Q_sent = (sent, x.Q) if side == "P" else (x.P, sent)
+        P = x.P.t().contiguous()  # n×r, which products of few columns read faster
+        P_sent, Q_sent = (sent.t().contiguous(), x.Q) if side == "P" else (P, sent)
+        known_finite = not finite.is_cuda and bool(finite)  # on a GPU nobody waits to know
         for rows in x.blocks:
             if x.residual is not None:
-                left = x.form(rows, again=True).addmm_(P_sent[:, rows].t(), Q_sent, alpha=-1)
-                context.commit(x.residual[rows], left, finite)
-            x.write_mean(rows, torch.mm(x.P[:, rows].t(), x.Q, out=x.room(rows)))
+                M = x.form(rows, again=True)
+                if known_finite:
+                    torch.addmm(M, P_sent[rows], Q_sent, alpha=-1, out=x.residual[rows])
+                else:
+                    context.commit(x.residual[rows], M.addmm_(P_sent[rows], Q_sent, alpha=-1), finite)
+            x.write_mean(rows, torch.mm(P[rows], x.Q, out=x.room(rows)))
         if self.warm_start:
             self._keep(x, side, context, finite)
 
@@ -235,6 +243,11 @@ def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
         basis = basis * (norms / (norms + epsilon))
     rows: Tensor = basis.t()
     return rows
+
+
+def _there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:
+    """Return the items in an order that starts with those that the turn before ended with, which are still cached."""
+    return items[::-1] if turn % 2 else items
 
 
 def _check_count(name: str, value: object) -> None:
