@@ -63,17 +63,16 @@ class Connection:
 
     def __init__(self, address: Address, wrap: WrapCommunicator | None = None) -> None:
         self._address = address
-        self._agreements = 0
         group = ProcessGroupGloo(address.store, address.rank, address.world_size, address.timeout)
         self._carrier: ProcessGroupCommunicator | None = ProcessGroupCommunicator(group)
+        self._agreements: Agreements | None = Agreements(self._carrier, address.store)
         wrapped = self._carrier if wrap is None else wrap(self._carrier)
         self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
 
     def agree(self, terms: str) -> None:
-        """Return if every rank comes with the same terms; see `agree`."""
-        assert self._carrier is not None, "the connection was closed"
-        agree(self._carrier, PrefixStore(f"terms {self._agreements}", self._address.store), terms)
-        self._agreements += 1
+        """Return if every rank comes with the same terms; see `Agreements.agree`."""
+        assert self._agreements is not None, "the connection was closed"
+        self._agreements.agree(terms)
 
     def failure(self) -> str | None:
         """Return what some rank reported as the cause of its failure, if one did."""
@@ -125,23 +124,34 @@ class Connection:
                 return False
             time.sleep(0.01)
         self._carrier.release()
-        self._carrier = self.communicator = None
+        self._carrier = self._agreements = self.communicator = None
         return True
 
 
-def agree(carrier: ProcessGroupCommunicator, store: Store, terms: str, device: torch.device | None = None) -> None:
-    """Return if every rank comes with the same `terms`, a text; raise `AttachError`, saying who differs in what.
+class Agreements:
+    """Compare texts that must be the same on every rank: digests over `carrier`, on `device`.
 
-    Digests are compared over `carrier`, on `device`; only where they differ do texts travel, through `store`.
+    Only where digests differ do the texts themselves travel, through `store`.
     """
-    digest = torch.tensor(list(hashlib.blake2b(terms.encode(), digest_size=32).digest()), dtype=torch.uint8)
-    pending = carrier.start(AllGather(digest.to(device)))
-    pending.wait()
-    if bool((pending.result.cpu() == digest).all()):
-        return
-    store.set(str(carrier.rank), terms)
-    theirs = [store.get(str(rank)).decode() for rank in range(carrier.world_size)]
-    raise AttachError("ranks disagree about what they attach. " + _first_difference(theirs))
+
+    def __init__(self, carrier: ProcessGroupCommunicator, store: Store, device: torch.device | None = None) -> None:
+        self._carrier = carrier
+        self._store = store
+        self._device = device
+        self._asked = 0
+
+    def agree(self, terms: str) -> None:
+        """Return if every rank comes with the same `terms`; raise `AttachError`, saying who differs in what."""
+        store = PrefixStore(f"terms {self._asked}", self._store)
+        self._asked += 1
+        digest = torch.tensor(list(hashlib.blake2b(terms.encode(), digest_size=32).digest()), dtype=torch.uint8)
+        pending = self._carrier.start(AllGather(digest.to(self._device)))
+        pending.wait()
+        if bool((pending.result.cpu() == digest).all()):
+            return
+        store.set(str(self._carrier.rank), terms)
+        theirs = [store.get(str(rank)).decode() for rank in range(self._carrier.world_size)]
+        raise AttachError("ranks disagree about what they attach. " + _first_difference(theirs))
 
 
 def _first_difference(terms: list[str]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.compressor import BucketView, Compressor, Context, Slot, StepVerdict
 from commhooks.compressors.all_reduce import AllReduceMean
-from commhooks.connection import Address, Connection, WrapCommunicator, agree
+from commhooks.connection import Address, Agreements, Connection, WrapCommunicator
 from commhooks.errors import AttachError, GradientError, SettingsError
 from commhooks.scheduler import InlineScheduler, Scheduler, ThreadScheduler
 from commhooks.state import StateTable
@@ -220,13 +220,9 @@ class Engine:
         if process_group is not None and backend_of(process_group, device) == "nccl":
             # A proxy: the engine is found by its group, and must not keep it alive.
             carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
-            store = self._address.store
-            inline = InlineScheduler(
-                self._wrap(carrier) if self._wrap else carrier,
-                lambda terms: agree(carrier, store, terms, device),
-                device,
-                self._policy,
-            )
+            agreements = Agreements(carrier, self._address.store, device)
+            communicator = self._wrap(carrier) if self._wrap else carrier
+            inline = InlineScheduler(communicator, agreements.agree, device, self._policy)
             inline.agree(self._terms_with(self.compressor))
             return inline
         address, terms, wrap = self._address, self._terms_with(self.compressor), self._wrap

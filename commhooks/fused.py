@@ -8,10 +8,12 @@ of a sum would otherwise depend on how parameters were cut into buckets.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -75,10 +77,11 @@ class Fused(Policy):
         if not self.wait(pending):
             return
         self._under_way.popleft()
-        verdict = self._step[0].verdict
-        if verdict is not None:
-            verdict.note(pending.result)
-        for task, answer in zip(bundle.tasks, bundle.answers(pending.result), strict=True):
+        with self._counted():
+            if self._step[0].verdict is not None:
+                self._step[0].verdict.note(pending.result)
+            answers = bundle.answers(pending.result)
+        for task, answer in zip(bundle.tasks, answers, strict=True):
             assert task.request is not None, "a task was asked for, and answered, without a request"
             (self._held if task.request.last else self._answers)[task] = answer
 
@@ -89,7 +92,9 @@ class Fused(Policy):
         if not asking:
             self._resume(self._held)
             asking = [task for task in self._step if task.request is not None]
-        for bundle in bundles(asking, self._packings):
+        with self._counted():
+            packed = bundles(asking, self._packings)
+        for bundle in packed:
             self.touching = bundle.tasks[0]
             self._under_way.append((self.communicator.start(bundle.request), bundle))
         if not asking:
@@ -102,6 +107,13 @@ class Fused(Policy):
                 task.resume(answers.pop(task))
             while is_empty(task) and task.request is not None:
                 task.resume(task.request.tensor)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count seconds of packing as seconds of compressing."""
+        begun = time.perf_counter()
+        yield
+        self._step[0].seconds_compressing += time.perf_counter() - begun
 
     def _end_step(self) -> None:
         self._packings.end_step()
