@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -118,6 +119,56 @@ def _step_attaching(model: nn.Module, gradients: list[Tensor], name: str | None,
         commhooks.attach(model, name)
     loss.backward()
     return gradients_of(model)
+
+
+def refused(rank: int, kind: str) -> None:
+    """Attach where that cannot work; what was there goes on working."""
+    gradients = integers(0)
+    hooked_already = hooked(kind, stock.allreduce_hook)
+    with pytest.raises(commhooks.AttachError, match=r"the hook allreduce_hook is registered on this model already"):
+        commhooks.attach(hooked_already, "fp16")
+    assert same(step(hooked_already, gradients[rank]), means(gradients))
+
+    model = given(kind)
+    told: list[str] = []
+    handle = next(model.parameters()).register_hook(functools.partial(_attach_inside, model, told))
+    step(model, gradients[rank])
+    handle.remove()
+    assert told == ["attach: a backward pass is under way; attach between two of them."]
+    commhooks.attach(model, "all-reduce")
+    assert same(step(model, gradients[rank]), means(gradients))
+
+
+def _attach_inside(model: nn.Module, told: list[str], _gradient: Tensor) -> None:
+    try:
+        commhooks.attach(model, "fp16")
+    except commhooks.AttachError as error:
+        told.append(str(error))
+
+
+def one_state_for_two_models(rank: int, kind: str, how: str) -> str:
+    """Return what is said about a state that two models share, in turns or in one backward pass."""
+    state = commhooks.PowerSGDState(None, start_powerSGD_iter=0)
+    models = [hooked(kind, commhooks.powerSGD_hook, state) for _ in range(2)]
+    try:
+        for number in range(3):
+            losses = [model(*integers(number)[rank]) for model in models]
+            for loss in losses if how == "in turns" else [torch.stack(losses).sum()]:
+                loss.backward()
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def what_stateless_hooks_count(rank: int, kind: str) -> dict[str, tuple[int, int]]:
+    """Return the steps and payload bytes of each compressor, after two steps of two hooks on three models."""
+    models = [
+        hooked(kind, hook, bucket_cap_mb=100) for hook in (commhooks.allreduce_hook, commhooks.fp16_compress_hook)
+    ]
+    models.append(hooked(kind, commhooks.allreduce_hook, bucket_cap_mb=100))
+    for model in models * 2:
+        step(model, integers(0)[rank])
+    return {name: (counted.steps, counted.payload_bytes) for name, counted in commhooks.hook_statistics().items()}
 
 
 # --- other people's hooks ---------------------------------------------------------------------------------------------

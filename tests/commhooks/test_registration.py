@@ -107,6 +107,28 @@ def test_attaching_between_steps_or_after_the_forward_pass_gives_right_means_at_
     assert run_ranks(on_every_rank.late, 2, kind, "all-reduce") == [[], []]
 
 
+@both_ddps
+def test_attaching_over_another_hook_or_inside_a_backward_pass_is_refused(kind: str) -> None:
+    run_ranks(on_every_rank.refused, 2, kind)
+
+
+@both_ddps
+@pytest.mark.parametrize("how", ["in turns", "at once"])
+def test_one_state_for_two_models_is_refused(kind: str, how: str) -> None:
+    for told in run_ranks(on_every_rank.one_state_for_two_models, 2, kind, how, check_exit=False):
+        assert "make one state for each model" in told
+
+
+@both_ddps
+def test_hooks_without_a_state_tell_what_they_sent(kind: str) -> None:
+    elements = sum(math.prod(shape) for shape in on_every_rank.SHAPES)
+    for counted in run_ranks(on_every_rank.what_stateless_hooks_count, 2, kind):
+        assert counted == {
+            "AllReduceMean()": (4, 4 * 4 * elements),
+            "Cast(dtype=torch.float16)": (2, 2 * 2 * elements),
+        }
+
+
 # --- wrappers round other people's hooks ------------------------------------------------------------------------------
 
 
