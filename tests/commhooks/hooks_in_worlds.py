@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-import hashlib
 import math
 import random
 import time
@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock
 
 import commhooks
+from commhooks import BucketView, Compressor, Context
+from commhooks.compressor import Exchange
 from tests.cases import CASES
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import Workers, normal, zeros
@@ -85,46 +87,72 @@ def powersgd_hook_with_fp16_on_the_wire(rank: int, kind: str) -> tuple[int, set[
     return state.statistics().payload_bytes, dtypes
 
 
-def every_case_like_lockstep(rank: int, kind: str) -> list[str]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watched(Compressor):
+    """Note which parameters lie in each bucket that `inner` is given."""
+
+    inner: Compressor
+    seen: list[list[str]] = dataclasses.field(compare=False, repr=False)
+
+    def takes(self, gradient: Tensor) -> bool:
+        return self.inner.takes(gradient)
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        self.seen.append([slot.state.key for slot in bucket.slots])
+        return self.inner.compress(bucket, context)
+
+
+class Mirrored:
+    """Train a model of `SHAPES` on two ranks, and the same in lockstep, dealt out to the same buckets."""
+
+    def __init__(self, kind: str, compressor: Compressor, policy: str) -> None:
+        self.names = [f"weights.{i}" for i in range(len(SHAPES))]
+        self.seen: list[list[str]] = []
+        self.model = given(kind)
+        self.attachment = commhooks.attach(self.model, Watched(inner=compressor, seen=self.seen), policy=policy)
+        self.workers = Workers(compressor, 2, zeros(*SHAPES), names=self.names, policy=policy)
+
+    def replace(self, compressor: Compressor) -> None:
+        self.attachment.replace(Watched(inner=compressor, seen=self.seen))
+        self.workers.compressor = compressor
+
+    def step(self, gradients: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients' means on this rank, and what they are in lockstep."""
+        self.seen.clear()
+        ours = backward(self.model, gradients[dist.get_rank()])
+        self._deal([[self.names.index(name) for name in names] for names in self.seen])
+        return ours, self.workers.step(gradients)[dist.get_rank()]
+
+    def _deal(self, dealt: list[list[int]]) -> None:
+        """Deal the workers' parameters out anew if the DDP did: it rebuilds its buckets after the first step."""
+        if self.workers.dealt != dealt:
+            self.workers.dealt = dealt
+            self.workers.views = [
+                [self.workers._view(table, index, members) for index, members in enumerate(dealt)]
+                for table in self.workers.states
+            ]
+
+
+def every_case_like_lockstep(rank: int, kind: str, policy: str) -> list[str]:
     """Run every case over Gloo with several buckets and ranks that dawdle; name what differs from lockstep."""
     differ = []
     dawdling = random.Random(rank)
     for case in CASES:
-        model = given(kind)
-        attachment = commhooks.attach(model, case.make())
-        parameters = zeros(*SHAPES)
-        workers = Workers(case.make(), 2, parameters, names=[f"weights.{i}" for i in range(len(SHAPES))])
+        both = Mirrored(kind, case.make(), policy)
         for step in range(4):
-            gradients = normal(parameters, 2, seed=step)
             time.sleep(dawdling.random() * 0.02)
-            ours = backward(model, gradients[rank])
-            expected = workers.step(gradients)[rank]
+            ours, expected = both.step(normal(zeros(*SHAPES), 2, seed=step))
             if not all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)):
                 differ.append(f"{case.name}, step {step}: {largest_error(ours, expected)}")
-        counted, simulated = attachment.statistics(), workers.traffic
+        counted, simulated = both.attachment.statistics(), both.workers.traffic
         assert counted.steps == 4 and counted.buckets > 8, counted
         assert counted.payload_elements == simulated.payload_elements, (case.name, counted, simulated)
-        assert counted.gradient_bytes == 4 * 4 * sum(p.numel() for p in parameters)
+        assert counted.collectives == simulated.collectives, (case.name, counted, simulated)
+        assert counted.gradient_bytes == 4 * 4 * sum(math.prod(shape) for shape in SHAPES)
         assert sum(kind.payload_bytes for kind in counted.by_kind.values()) == counted.payload_bytes
-        assert attachment.last_step().buckets * 4 >= counted.buckets - 3 and attachment.last_step().steps == 1
-        attachment.detach()
+        assert both.attachment.last_step().buckets * 4 >= counted.buckets - 3
+        both.attachment.detach()
     return differ
-
-
-def replicas_at_every_step(rank: int, kind: str, bucket_cap_mb: float, name: str, steps: int) -> str:
-    """Train on ranks that dawdle; return a digest of every gradient of every step."""
-    shapes = SHAPES * 5
-    model = wrap(kind, Given(*shapes), bucket_cap_mb=bucket_cap_mb)
-    compressor = next(case for case in CASES if case.name == name).make()
-    commhooks.attach(model, compressor)
-    dawdling, digest = random.Random(rank), hashlib.sha256()
-    gradients = normal(zeros(*shapes), dist.get_world_size(), seed=0)[rank]
-    for step in range(steps):
-        if dawdling.random() < 0.2:
-            time.sleep(dawdling.random() * 0.01)
-        for gradient in backward(model, [g * math.cos(step) for g in gradients]):
-            digest.update(gradient.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def attach_detach_attach(rank: int, kind: str) -> None:
@@ -145,78 +173,9 @@ def attach_detach_attach(rank: int, kind: str) -> None:
     second.detach()
 
 
-def ranks_that_disagree(rank: int) -> str:
-    model = given("torch")
-    try:
-        commhooks.attach(model, commhooks.PowerSGD(rank=1 + rank))
-    except commhooks.AttachError as error:
-        return str(error)
-    return "no error"
-
-
 def _expect(kind: type[Exception], text: str, function: Callable[..., Any], *arguments: Any) -> None:
     with pytest.raises(kind, match=text):
         function(*arguments)
-
-
-class AllReducesInBackward(torch.autograd.Function):
-    """Issue a collective on the default group from within the backward pass, as a user's function may."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        witness = torch.full((1000,), float(dist.get_rank()))
-        dist.all_reduce(witness)
-        assert bool((witness == sum(range(dist.get_world_size()))).all())
-        return gradient.clone()
-
-
-class Talking(Given):
-    def forward(self, *gradients: Tensor) -> Tensor:
-        terms = [
-            (AllReducesInBackward.apply(weight) * gradient).sum()  # type: ignore[no-untyped-call]
-            for weight, gradient in zip(self.weights, gradients, strict=True)
-        ]
-        return torch.stack(terms).sum()
-
-
-def company(rank: int, kind: str, steps: int) -> int:
-    """Train two models in one backward pass, each with its PowerSGD, while autograd functions all-reduce too."""
-    models = [wrap(kind, Talking(*SHAPES), **TINY_BUCKETS) for _ in range(2)]
-    names = [f"weights.{i}" for i in range(len(SHAPES))]
-    for model in models:
-        commhooks.attach(model, commhooks.PowerSGD(rank=2))
-    workers = [Workers(commhooks.PowerSGD(rank=2), 2, zeros(*SHAPES), names=names) for _ in models]
-    same = 0
-    for step in range(steps):
-        gradients = [normal(zeros(*SHAPES), 2, seed=2 * step + i) for i in range(2)]
-        for model in models:
-            model.zero_grad()
-        losses = [model(*given[rank]) for model, given in zip(models, gradients, strict=True)]
-        torch.stack(losses).sum().backward()
-        for model, simulated, given_ in zip(models, workers, gradients, strict=True):
-            expected = simulated.step(given_)[rank]
-            same += all(torch.equal(a, b) for a, b in zip(gradients_of(model), expected, strict=True))
-    return same
-
-
-def subgroups(rank: int, kind: str) -> None:
-    """Two pairs of ranks train their own models side by side, with stateless and stateful hooks."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = pairs[rank // 2]
-    gradients = normal(zeros(*SHAPES), 4, seed=0)
-    expected = [(gradients[rank // 2 * 2][i] + gradients[rank // 2 * 2 + 1][i]) / 2 for i in range(len(SHAPES))]
-    model = given(kind, process_group=group)
-    model.register_comm_hook(group, commhooks.allreduce_hook)  # type: ignore[operator]
-    other = given(kind, process_group=group)
-    attachment = commhooks.attach(other, "powersgd")
-    for _ in range(3):
-        assert largest_error(backward(model, gradients[rank]), expected) < 1e-6
-        backward(other, gradients[rank])
-    assert attachment.statistics().steps == 3
 
 
 def groups_come_and_go(rank: int) -> None:
@@ -235,58 +194,3 @@ def groups_come_and_go(rank: int) -> None:
             dist.destroy_process_group()
             again = PrefixStore(f"generation {generation}", store)
             dist.init_process_group("gloo", store=again, rank=rank, world_size=2)
-
-
-class Odd(nn.Module):
-    """Have a 0-dim, an empty, a channels-last, a frozen, a tied, a sparse and a sometimes unused parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.empty = nn.Parameter(torch.zeros(0, 4))
-        self.conv = nn.Conv2d(3, 16, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.first = nn.Linear(16, 16)
-        self.second = nn.Linear(16, 16)
-        self.second.weight = self.first.weight
-        self.sometimes = nn.Linear(16, 16)
-        self.table = nn.Embedding(50, 16, sparse=True)
-        self.head = nn.Linear(16, 40)
-
-    def forward(self, images: Tensor, words: Tensor, use: bool) -> Tensor:
-        hidden = self.conv(images).mean((2, 3)) * self.scale + self.table(words)
-        hidden = self.second(torch.relu(self.first(hidden))) + self.empty.sum()
-        if use:
-            hidden = self.sometimes(hidden)
-        scores: Tensor = self.head(hidden)
-        return scores
-
-
-def odd_parameters(rank: int, kind: str) -> dict[str, list[float]]:
-    """Train the odd model with each compressor; return the losses."""
-    return {name: _odd_parameters_with(rank, kind, name) for name in ("all-reduce", "fp16", "powersgd")}
-
-
-def _odd_parameters_with(rank: int, kind: str, name: str) -> list[float]:
-    torch.manual_seed(0)
-    module = Odd()
-    model = wrap(kind, module, find_unused_parameters=True, bucket_cap_mb=0.002)
-    commhooks.attach(model, name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    torch.manual_seed(rank)
-    images, words = torch.randn(32, 3, 6, 6), torch.randint(0, 50, (32,))
-    labels = torch.randint(0, 40, (32,))
-    losses = []
-    for step in range(6):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(images, words, use=(step + rank) % 3 == 0), labels)
-        loss.backward()
-        sparse = module.table.weight.grad
-        assert sparse is not None and sparse.is_sparse
-        optimizer.step()
-        losses.append(loss.item())
-        for parameter in module.parameters():
-            copies = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
-            dist.all_gather(copies, parameter.detach().contiguous())
-            assert all(torch.equal(copy, copies[0]) for copy in copies)
-    return losses

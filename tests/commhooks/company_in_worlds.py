@@ -1,0 +1,99 @@
+"""What the tests of hooks beside other users of the process group run on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commhooks
+from tests.commhooks.hooks_in_worlds import SHAPES, TINY_BUCKETS, backward, given, largest_error
+from tests.commhooks.models import Given, gradients_of, wrap
+from tests.commhooks.workers import Workers, normal, zeros
+
+NAMES = [f"weights.{i}" for i in range(len(SHAPES))]
+
+
+class AllReducesInBackward(torch.autograd.Function):
+    """Issue a collective on the default group from within the backward pass, as a user's function may."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        sum_over_ranks()
+        return gradient.clone()
+
+
+def sum_over_ranks() -> None:
+    """All-reduce on the default group, and see that nobody else's collective came in between."""
+    witness = torch.full((1000,), float(dist.get_rank()))
+    dist.all_reduce(witness)
+    assert bool((witness == sum(range(dist.get_world_size()))).all())
+
+
+class Talking(Given):
+    """All-reduce once for each parameter in every backward pass."""
+
+    def forward(self, *gradients: Tensor) -> Tensor:
+        terms = [
+            (AllReducesInBackward.apply(weight) * gradient).sum()  # type: ignore[no-untyped-call]
+            for weight, gradient in zip(self.weights, gradients, strict=True)
+        ]
+        return torch.stack(terms).sum()
+
+
+def company(rank: int, kind: str, policy: str, steps: int, groups: Sequence[Sequence[int]]) -> list[str]:
+    """Train two models in one backward pass, each with its PowerSGD, while autograd functions all-reduce too.
+
+    Each of `groups`, pairs of ranks, has its own models; without any, all ranks share theirs. A rank in no group only
+    takes part in the all-reduces. Returns where a gradient was not, bit for bit, what it is in lockstep.
+    """
+    made = [dist.new_group(list(members)) for members in groups]
+    mine = next((number for number, members in enumerate(groups) if rank in members), None)
+    if groups and mine is None:
+        for _ in range(steps * 2 * len(SHAPES)):
+            sum_over_ranks()
+        return []
+    group = None if mine is None else made[mine]
+    return differences(kind, policy, steps, group, seed=mine or 0)
+
+
+def differences(kind: str, policy: str, steps: int, group: dist.ProcessGroup | None, seed: int) -> list[str]:
+    models = [wrap(kind, Talking(*SHAPES), process_group=group, **TINY_BUCKETS) for _ in range(2)]
+    for model in models:
+        commhooks.attach(model, commhooks.PowerSGD(rank=2), policy=policy)
+    lockstep = [Workers(commhooks.PowerSGD(rank=2), 2, zeros(*SHAPES), NAMES, policy=policy) for _ in models]
+    rank, differ = dist.get_rank(group), []
+    for step in range(steps):
+        gradients = [normal(zeros(*SHAPES), 2, seed=100 * step + 10 * seed + i) for i in range(2)]
+        backward_of_both(models, [of_ranks[rank] for of_ranks in gradients])
+        for number, (model, workers) in enumerate(zip(models, lockstep, strict=True)):
+            expected = workers.step(gradients[number])[rank]
+            if not all(torch.equal(a, b) for a, b in zip(gradients_of(model), expected, strict=True)):
+                differ.append(f"model {number}, step {step}")
+    return differ
+
+
+def backward_of_both(models: list[nn.Module], gradients: list[list[Tensor]]) -> None:
+    for model in models:
+        model.zero_grad()
+    losses = [model(*own) for model, own in zip(models, gradients, strict=True)]
+    torch.stack(losses).sum().backward()
+
+
+def stateless_hooks_on_subgroups(rank: int, kind: str) -> None:
+    """Two pairs of ranks train their own models side by side, with a hook whose state is the process group."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = pairs[rank // 2]
+    gradients = normal(zeros(*SHAPES), 4, seed=0)
+    expected = [(gradients[rank // 2 * 2][i] + gradients[rank // 2 * 2 + 1][i]) / 2 for i in range(len(SHAPES))]
+    model = given(kind, process_group=group)
+    model.register_comm_hook(group, commhooks.allreduce_hook)  # type: ignore[operator]
+    for _ in range(3):
+        assert largest_error(backward(model, gradients[rank]), expected) < 1e-6

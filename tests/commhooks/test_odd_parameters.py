@@ -1,0 +1,26 @@
+"""Parameters of unusual shape, layout, dtype and use. What each rank runs is in odd_parameters_in_worlds.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.commhooks import odd_parameters_in_worlds as on_every_rank
+from tests.commhooks.ranks import run_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize("kind", ["core", "torch"])
+def test_a_model_of_odd_parameters_trains_with_every_case(kind: str, policy: str, dtype: torch.dtype) -> None:
+    for losses, wrong in run_ranks(on_every_rank.every_case, 2, kind, policy, dtype):
+        assert wrong == []
+        for name, by_step in losses.items():
+            assert by_step == pytest.approx(losses["all-reduce"], rel=5e-2), name
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize("kind", ["core", "torch"])
+def test_nothing_is_written_into_a_sparse_gradient_that_shares_its_values(kind: str, policy: str) -> None:
+    """PyTorch's own DDP divides it in place, with a hook and without: there, and here, 16 came out on its DDP."""
+    assert run_ranks(on_every_rank.shared_values, 2, kind, policy) == [[32.0] * 3] * 2
