@@ -20,14 +20,22 @@ import commhooks
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 
-# 40 matrices with vectors and scalars in between: every bucket of the smallest capacity holds one matrix.
-SHAPES: list[Shape] = [
-    shape
-    for i in range(40)
-    for shape in ((24 + i % 5, 32) if i % 8 else (6, 5, 5, 5), *[(7,)] * (i % 3 == 0), *[()] * (i % 10 == 0))
-]
-BUCKET_CAP_MB = {1: 100.0, 7: 0.018, 40: 0.0025}
-"""By the number of buckets that come of it."""
+
+def shapes(matrices: int) -> list[Shape]:
+    """Return the shapes of so many matrices, with vectors and scalars in between."""
+    return [
+        shape
+        for i in range(matrices)
+        for shape in ((24 + i % 5, 32) if i % 8 else (6, 5, 5, 5), *[(7,)] * (i % 3 == 0), *[()] * (i % 10 == 0))
+    ]
+
+
+MODELS: dict[int, tuple[list[Shape], float]] = {
+    1: (shapes(14), 100.0),
+    7: (shapes(14), 0.0045),
+    40: (shapes(40), 0.0025),
+}
+"""By the number of buckets that come of them: shapes, and bucket_cap_mb. Every bucket has one matrix at least."""
 
 Plug = Callable[[nn.Module, str], Any]
 """Let a hook work for a model under a policy; return what tells its statistics."""
@@ -82,7 +90,7 @@ class Run:
 def runs(repetition: int) -> list[Run]:
     """Return every policy with every number of buckets, and with each a hook, another one in each repetition."""
     names = list(HOOKS)
-    pairs = [(policy, buckets) for policy in ("fifo", "fused") for buckets in BUCKET_CAP_MB]
+    pairs = [(policy, buckets) for policy in ("fifo", "fused") for buckets in MODELS]
     # Policies differ by 3 places and 14 hooks come in turn: each meets every pair in 14 repetitions.
     return [
         Run(hook=names[(repetition + 2 * place) % len(names)], policy=policy, buckets=buckets)
@@ -97,11 +105,12 @@ def digests_of_runs(rank: int, kind: str, chosen: list[Run], steps: int, seed: i
 
 def digests_of(kind: str, run: Run, steps: int, delays: random.Random) -> list[bytes]:
     """Train on a rank that dawdles now and then, before a step and in the midst of it."""
-    model = wrap(kind, Given(*SHAPES), bucket_cap_mb=BUCKET_CAP_MB[run.buckets])
+    of_shapes, bucket_cap_mb = MODELS[run.buckets]
+    model = wrap(kind, Given(*of_shapes), bucket_cap_mb=bucket_cap_mb)
     hook = HOOKS[run.hook](model, run.policy)
     for weight in model.parameters():
-        weight.register_hook(functools.partial(dawdle, delays, 0.5 / len(SHAPES)))
-    gradients = normal(zeros(*SHAPES), dist.get_world_size(), seed=0)[dist.get_rank()]
+        weight.register_hook(functools.partial(dawdle, delays, 0.5 / len(of_shapes)))
+    gradients = normal(zeros(*of_shapes), dist.get_world_size(), seed=0)[dist.get_rank()]
     digests = []
     for step in range(steps):
         dawdle(delays, 0.1)

@@ -32,7 +32,7 @@ def check(kind: str, world_size: int, steps: int, repetition: int) -> None:
 
 def test_every_hook_meets_every_policy_and_number_of_buckets_in_14_repetitions() -> None:
     met = {run for repetition in range(14) for run in on_every_rank.runs(repetition)}
-    every = itertools.product(on_every_rank.HOOKS, ("fifo", "fused"), on_every_rank.BUCKET_CAP_MB)
+    every = itertools.product(on_every_rank.HOOKS, ("fifo", "fused"), on_every_rank.MODELS)
     assert met == {on_every_rank.Run(hook=hook, policy=policy, buckets=buckets) for hook, policy, buckets in every}
 
 
@@ -50,4 +50,8 @@ def test_replicas_agree_for_300_steps_20_times(kind: str, world_size: int) -> No
     for repetition in range(20):
         began = time.monotonic()
         check(kind, world_size, steps=300, repetition=repetition)
-        print(f"\n{kind}, {world_size} ranks, repetition {repetition}: {time.monotonic() - began:.0f} s", end="", flush=True)
+        print(
+            f"\n{kind}, {world_size} ranks, repetition {repetition}: {time.monotonic() - began:.0f} s",
+            end="",
+            flush=True,
+        )
