@@ -1,0 +1,89 @@
+"""PowerSGD's residual on label-skewed data: what this rank did not get through stays bounded."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks.compressors.powersgd import orthonormal_rows
+from tests.commhooks.workers import Workers, zeros
+
+RANKS, CLASSES, FEATURES, BATCH, STEPS = 4, 10, 32, 16, 2000
+
+
+class Compression(Protocol):
+    """Be four ranks that compress."""
+
+    def step(self, gradients: Tensor) -> Tensor:
+        """Take every rank's gradient; return their mean."""
+        ...
+
+    def residual_norms(self) -> list[float]:
+        """Return the norm of what each rank still owes."""
+        ...
+
+
+class _Ours:
+    def __init__(self) -> None:
+        self._workers = Workers(commhooks.PowerSGD(rank=1), RANKS, zeros((CLASSES, FEATURES)))
+
+    def step(self, gradients: Tensor) -> Tensor:
+        return self._workers.step([[gradient] for gradient in gradients])[0][0]
+
+    def residual_norms(self) -> list[float]:
+        return [float(self._workers.residual(rank, 0).norm()) for rank in range(RANKS)]
+
+
+class _AgainstTheGlobalMean:
+    """Do as PyTorch's hook does: keep M minus what all ranks got, not minus what this one sent."""
+
+    def __init__(self) -> None:
+        self._residual = torch.zeros(RANKS, CLASSES, FEATURES)
+        self._Q = torch.randn(1, FEATURES, generator=torch.Generator().manual_seed(0))
+
+    def step(self, gradients: Tensor) -> Tensor:
+        M = gradients + self._residual
+        P = orthonormal_rows((M @ self._Q.t()).mean(0).t())  # 1×n
+        self._Q = (P @ M).mean(0)
+        mean = P.t() @ self._Q
+        self._residual = M - mean
+        self._Q /= self._Q.norm()
+        return mean
+
+    def residual_norms(self) -> list[float]:
+        norms: list[float] = self._residual.flatten(1).norm(dim=1).tolist()
+        return norms
+
+
+def test_residuals_of_skewed_data_stay_as_they_are_while_those_against_the_global_mean_grow() -> None:
+    """The second kind is what PyTorch's hook keeps; the mean over ranks of both is the same."""
+    (ours, our_loss), (theirs, their_loss) = _train(_Ours()), _train(_AgainstTheGlobalMean())
+    print(
+        f"largest residual at steps 200 and {STEPS}: ours {ours[200]:.2f}, {ours[-1]:.2f}; "
+        f"against the global mean {theirs[200]:.2f}, {theirs[-1]:.2f}; loss {our_loss:.3f}, {their_loss:.3f}"
+    )
+    assert max(ours[200:]) < 3 * ours[200]
+    assert theirs[-1] > 3 * theirs[200]
+    assert max(our_loss, their_loss) < math.log(CLASSES) / 2  # there is something to learn, and it was learnt
+
+
+def _train(compression: Compression) -> tuple[list[float], float]:
+    """Fit a softmax regression, each rank on three classes; return the largest residual by step, and the loss."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(CLASSES, FEATURES, generator=generator)
+    classes_of = (torch.arange(3) * RANKS + torch.arange(RANKS)[:, None]) % CLASSES  # [rank, which]
+    weight, norms, losses = torch.zeros(CLASSES, FEATURES), [], []
+    for _ in range(STEPS):
+        labels = classes_of.gather(1, torch.randint(0, 3, (RANKS, BATCH), generator=generator))
+        inputs = centres[labels] + 2 * torch.randn(RANKS, BATCH, FEATURES, generator=generator)
+        probabilities = (inputs @ weight.t()).softmax(2)
+        truth = torch.nn.functional.one_hot(labels, CLASSES)
+        mean = compression.step((probabilities - truth).transpose(1, 2) @ inputs / BATCH)
+        weight -= 0.1 * mean
+        norms.append(max(compression.residual_norms()))
+        losses.append(float(-(probabilities * truth).sum(2).log().mean()))
+    return norms, sum(losses[-100:]) / 100
