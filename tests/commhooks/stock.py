@@ -1,36 +1,75 @@
-"""PyTorch's PowerSGD hook, started from our random basis so that the two can be compared.
+"""PyTorch's PowerSGD hook beside ours: a bucket that both take, and our state in the layout that theirs keeps."""
 
-No postponed annotations here: PyTorch's DDP refuses a hook that has them.
-"""
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
 import commhooks
-from commhooks.randomness import stable_seed
-
-RANDOM_SEED = 3
-
-_positions: dict[Tensor, int] = {}
-"""In which order parameters were first seen: what seeds a basis where nobody told the names."""
+from commhooks.state import StateTable
 
 
-def stock_hook_from_our_basis(state: stock.PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Give PyTorch's hook our first Q, by laying it where the hook keeps a warm one (there Q is m by r)."""
-    if state.iter == 0:
-        _positions.update({parameter: position for position, parameter in enumerate(bucket.parameters())})
-    if state.iter == state.start_powerSGD_iter and not state.p_memory_dict:
-        r, bases, P_elements = state.matrix_approximation_rank, [], 0
-        matrices = [p for p in bucket.parameters() if commhooks.PowerSGD(rank=r).compresses(p)]
-        shapes = list(dict.fromkeys(p.shape for p in matrices))  # the hook lays matrices of one shape side by side
-        for parameter in sorted(matrices, key=lambda p: shapes.index(p.shape)):
-            n, m = parameter.shape
-            seed = stable_seed("powersgd", RANDOM_SEED, f"#{_positions[parameter]}", r, m)
-            basis = torch.randn(r, m, generator=torch.Generator().manual_seed(seed))
-            bases.append(basis.double().t().reshape(-1))
-            P_elements += n * r
-        state.p_memory_dict[bucket.index()] = torch.empty(P_elements, dtype=torch.float64)
-        state.q_memory_dict[bucket.index()] = torch.cat(bases)
-    return stock.powerSGD_hook(state, bucket)
+class Bucket:
+    """Be the one bucket of a step, with these parameters, as both hooks expect it."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = [p if isinstance(p, nn.Parameter) else nn.Parameter(p) for p in parameters]
+        self._memory = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def buffer(self) -> Tensor:
+        return self._memory
+
+    def set_buffer(self, memory: Tensor) -> None:
+        self._memory = memory
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        parts = self._memory.split([p.numel() for p in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+    def fill(self, gradients: Sequence[Tensor]) -> None:
+        for place, gradient in zip(self.gradients(), gradients, strict=True):
+            place.copy_(gradient)
+
+
+def compressed(parameters: Sequence[Tensor], rank: int) -> list[Tensor]:
+    """Return what both hooks compress, in PyTorch's order: matrices of one shape lie side by side."""
+    matrices = [p for p in parameters if commhooks.PowerSGD(rank=rank).compresses(p)]
+    shapes = list(dict.fromkeys(_matrix_shape(p) for p in matrices))
+    return sorted(matrices, key=lambda p: shapes.index(_matrix_shape(p)))
+
+
+def draw_basis(ours: StateTable, parameters: Sequence[Tensor], rank: int, seed: int) -> None:
+    """Let our hook start from a random Q."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in compressed(parameters, rank):
+        n, m = _matrix_shape(parameter)
+        Q = torch.randn(min(n, m, rank), m, generator=generator, dtype=parameter.dtype)
+        ours.of(parameter).replicated["Q"] = Q
+
+
+def hand_over(ours: StateTable, theirs: stock.PowerSGDState, parameters: Sequence[Tensor]) -> None:
+    """Copy our Q and this rank's residual to where PyTorch's hook keeps its own (there Q is m by r)."""
+    matrices = compressed(parameters, theirs.matrix_approximation_rank)
+    bases = [ours.of(p).replicated["Q"] for p in matrices]
+    rows = sum(Q.shape[0] * p.shape[0] for Q, p in zip(bases, matrices, strict=True))
+    none = {p: torch.zeros(p.numel(), dtype=p.dtype) for p in parameters}
+    theirs.q_memory_dict[0] = torch.cat([Q.t().reshape(-1) for Q in bases])
+    theirs.p_memory_dict[0] = torch.empty(rows, dtype=bases[0].dtype)
+    theirs.error_dict[0] = torch.cat([ours.of(p).local.get("residual", none[p]) for p in parameters])
+    theirs.iter = max(theirs.iter, theirs.start_powerSGD_iter)
+
+
+def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    return parameter.shape[0], parameter[0].numel()

@@ -48,7 +48,7 @@ class NewMemory(TorchDispatchMode):
     def _note(self, storage: torch.UntypedStorage, given: set[int]) -> None:
         place = storage.data_ptr()
         if place not in given and place not in self._living:
-            self._living[place] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
+            self._living[place] = (StorageWeakRef(storage), storage.nbytes())
             self.largest_bytes = max(self.largest_bytes, storage.nbytes())
 
 
@@ -118,7 +118,7 @@ def test_a_step_takes_less_memory_than_one_of_pytorchs_hook(
         with NewMemory() as ours:
             commhooks.run_lockstep([workers.compressor.compress(view, Context(0, 1, step))])
         with NewMemory() as theirs:
-            stock.powerSGD_hook(stock_state, bucket)  # type: ignore[arg-type]
+            stock.powerSGD_hook(stock_state, bucket)
         print(
             f"{name} step, times the gradients: ours {ours.peak_bytes / dense:.3f}, "
             f"PyTorch's {theirs.peak_bytes / dense:.3f}"
