@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -18,7 +18,7 @@ from commhooks.randomness import stable_seed
 from tests.commhooks.models import Given, Shape, lstm_shapes, resnet18_shapes, wrap
 from tests.commhooks.ranks import run_ranks
 from tests.commhooks.stock import Bucket, draw_basis, hand_over
-from tests.commhooks.workers import Workers, normal, zeros
+from tests.commhooks.workers import Workers, low_rank, mean_of, normal, relative, zeros
 
 # The paper's figures for each rank: floats a step, MiB an epoch of 24 (ResNet-18) or 70 (LSTM) steps, and how many
 # times smaller that is. Texts, so that every digit counts.
@@ -319,3 +319,141 @@ def _compression_stats(rank: int) -> tuple[int, int, float]:
     rate, before, after = state.compression_stats()
     assert state.iter == 3
     return before, after, rate
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_eight_matrices_of_one_shape_and_rank_come_back_together(rank: int) -> None:
+    """Of every rank up to the compressor's. A first, random basis is allowed a condition of some hundreds."""
+    for of_rank in range(1, rank + 1):
+        workers = Workers(commhooks.PowerSGD(rank=rank), 2, zeros(*[(24, 40)] * 8))
+        gradients = low_rank(workers.parameters, 2, of_rank, seed=of_rank)
+        for bound in (1e-3, 1e-3, 1e-5, 1e-5):
+            assert _worst(workers.step(gradients)[0], gradients) < bound
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_mean_of_low_rank_comes_back_though_no_ranks_own_gradient_is_of_low_rank(rank: int) -> None:
+    workers = Workers(commhooks.PowerSGD(rank=rank), 2, zeros(*[(24, 40)] * 3))
+    (shared,), (own,) = low_rank(workers.parameters, 1, rank, seed=1), normal(workers.parameters, 1, seed=2)
+    gradients = [[s + z for s, z in zip(shared, own, strict=True)], [s - z for s, z in zip(shared, own, strict=True)]]
+    for bound in (1e-3, 1e-3, 1e-5):
+        assert _worst(workers.step(gradients)[0], gradients) < bound
+
+
+def _worst(means: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> float:
+    return max(relative(mean - mean_of(gradients, i), mean_of(gradients, i)) for i, mean in enumerate(means))
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "alternating": {"alternating": True},
+    "twice": {"iterations": 2},
+    "square": {"matrices": "most-square"},
+    "bucket": {"matrices": "whole-bucket"},
+    "cold": {"warm_start": False},
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+@every_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["zeros", "dependent", "zero column", "zero row", "tiny", "huge", "tiny and huge"])
+def test_awkward_matrices_give_finite_means_the_same_on_every_rank(kind: str, dtype: torch.dtype, form: str) -> None:
+    for rank in RANKS:
+        workers = Workers(commhooks.PowerSGD(rank=rank, **FORMS[form]), 3, zeros((24, 40), (24, 40), (5,), dtype=dtype))
+        for step in range(4):
+            gradients = [[_awkward(kind, g) for g in own] for own in normal(workers.parameters, 3, seed=step)]
+            means = workers.step(gradients)
+            for index, mean in enumerate(means[0]):
+                assert torch.isfinite(mean).all()
+                assert all(torch.equal(other[index], mean) for other in means)
+            assert all(torch.isfinite(workers.residual(r, i)).all() for r in range(3) for i in range(3))
+
+
+def _awkward(kind: str, gradient: Tensor) -> Tensor:
+    """Spoil a gradient; fp16 holds neither 1e-30 nor 1e30, but numbers down to 6e-8 and up to 65,504."""
+    small, large = (6e-8, 1e3) if gradient.dtype == torch.float16 else (1e-30, 1e30)
+    if kind == "zeros":
+        return torch.zeros_like(gradient)
+    if kind == "tiny":
+        return gradient * small
+    if kind == "huge":
+        return gradient * large
+    if gradient.dim() < 2:
+        return gradient
+    if kind == "dependent":
+        gradient[1:] = gradient[0]
+    if kind == "zero column":
+        gradient[:, 3] = 0
+    if kind == "zero row":
+        gradient[3] = 0
+    if kind == "tiny and huge":
+        gradient[::2] *= small
+        gradient[1::2] *= large
+    return gradient
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_alternating_a_step_of_p_and_the_next_of_q_sum_to_twice_a_gradient_of_low_rank(rank: int) -> None:
+    """Neither is right by itself; the residual carries a whole gradient over, hence the factor of ten."""
+    workers = Workers(commhooks.PowerSGD(rank=rank, alternating=True), 2, zeros((24, 40), (24, 40), (64, 33)))
+    gradients = low_rank(workers.parameters, 2, rank, seed=1)
+    for _ in range(4):
+        pair = [workers.step(gradients)[0] for _ in range(2)]
+        assert _worst([(a.double() + b) / 2 for a, b in zip(*pair, strict=True)], gradients) < 1e-4
+        assert _worst(pair[0], gradients) > 1e-2
+
+
+@every_form
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
+def test_a_step_that_is_not_finite_changes_no_factor_and_no_residual(form: str, steps: int, bad: float) -> None:
+    workers = Workers(commhooks.PowerSGD(rank=2, **FORMS[form]), 2, zeros((24, 40), (30, 20), (5,)))
+    for step in range(steps):
+        workers.step(normal(workers.parameters, 2, seed=step))
+    before = _state(workers)
+    spoiled = normal(workers.parameters, 2, seed=9)
+    spoiled[1][0][3, 3] = bad
+    for means in workers.step(spoiled):
+        assert not torch.isfinite(means[0]).all()
+    for name, kept in _state(workers).items():
+        if name in before:
+            assert torch.equal(kept, before[name]), name
+        else:
+            assert torch.isfinite(kept).all(), name  # a first basis, or a residual of zeros
+            assert not kept.any() or "residual" not in name, name
+
+
+def _state(workers: Workers) -> dict[str, Tensor]:
+    """Return a copy of everything that is remembered."""
+    kept = {}
+    for rank, table in enumerate(workers.states):
+        for index, parameter in enumerate(workers.parameters):
+            state = table.of(parameter)
+            for name, tensor in (state.replicated | state.local).items():
+                kept[f"{name} of {index} on rank {rank}"] = tensor.clone()
+    return kept
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_more_iterations_leave_less_of_a_matrix_of_full_rank(rank: int) -> None:
+    left = []
+    for iterations in (1, 2, 4):
+        workers = Workers(commhooks.PowerSGD(rank=rank, iterations=iterations), 2, zeros((100, 150)))
+        gradients = normal(workers.parameters, 1, seed=1) * 2
+        workers.step(gradients)
+        left.append(float(workers.residual(0, 0).norm()))
+    assert left[2] < left[1] < left[0] < float(gradients[0][0].norm())
+
+
+def test_four_iterations_come_within_a_thousandth_of_the_best_approximation() -> None:
+    """Of a matrix whose singular values halve: the angle to the best rows falls 4-fold an iteration."""
+    U, _, Vt = torch.linalg.svd(normal(zeros((100, 150)), 1, seed=1)[0][0], full_matrices=False)
+    values = 0.5 ** torch.arange(100)
+    left = []
+    for iterations in (1, 4):
+        workers = Workers(commhooks.PowerSGD(rank=4, iterations=iterations), 1, zeros((100, 150)))
+        workers.step([[U * values @ Vt]])
+        left.append(float(workers.residual(0, 0).norm() / values[4:].norm()))
+    assert left[0] > 1.01
+    assert left[1] == pytest.approx(1, abs=1e-3)
