@@ -91,7 +91,6 @@ def runs(repetition: int) -> list[Run]:
     """Return every policy with every number of buckets, and with each a hook, another one in each repetition."""
     names = list(HOOKS)
     pairs = [(policy, buckets) for policy in ("fifo", "fused") for buckets in MODELS]
-    # Policies differ by 3 places and 14 hooks come in turn: each meets every pair in 14 repetitions.
     return [
         Run(hook=names[(repetition + 2 * place) % len(names)], policy=policy, buckets=buckets)
         for place, (policy, buckets) in enumerate(pairs)
