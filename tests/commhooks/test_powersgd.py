@@ -340,6 +340,22 @@ def test_a_mean_of_low_rank_comes_back_though_no_ranks_own_gradient_is_of_low_ra
         assert _worst(workers.step(gradients)[0], gradients) < bound
 
 
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(24, 40), (10, 512), (600, 700), (16, 270_000)], ids=str)
+def test_not_a_bit_depends_on_where_in_the_bucket_a_matrix_lies(shape: Shape, rank: int) -> None:
+    """Of more than one block of rows, and of blocks of one row, too."""
+    first: list[Tensor] = []
+    for before in (0, 1, 7):
+        workers = Workers(commhooks.PowerSGD(rank=rank), 1, zeros((before,), shape), names=["before", "matrix"])
+        for step in range(2):
+            (gradients,) = normal(workers.parameters, 1, seed=step + 5)
+            gradients[1] = normal(zeros(shape), 1, seed=step)[0][0]
+            mean = workers.step([gradients])[0][1]
+        first = first or [mean, workers.residual(0, 1)]
+        assert torch.equal(mean, first[0])
+        assert torch.equal(workers.residual(0, 1), first[1])
+
+
 def _worst(means: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> float:
     return max(relative(mean - mean_of(gradients, i), mean_of(gradients, i)) for i, mean in enumerate(means))
 
