@@ -6,7 +6,8 @@ Idea: one step of a power iteration, warm-started from the last one, finds a ran
 and the mean's coefficients Q in that basis; both are linear in the gradient, so they are summed on the wire. What a
 rank's own factors miss stays in its residual and is added to its next gradient.
 Bytes on the wire: (n + m)·r for a matrix n×m; vectors and small matrices ride uncompressed in the first collective.
-Weakness: two rounds, the second of which cannot start before the first is done (one if alternating).
+Weakness: two rounds, the second of which cannot start before the first is done (one if alternating). What ranks owe in
+opposite directions is sent only as the basis turns: at rank 1, under one constant direction, such residuals grow.
 
 Legend, as in low_rank.py: M n×m a gradient plus its residual; P r×n and Q r×m its factors, transposed; r the rank.
 """

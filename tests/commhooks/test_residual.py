@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -87,3 +88,21 @@ def _train(compression: Compression) -> tuple[list[float], float]:
         norms.append(max(compression.residual_norms()))
         losses.append(float(-(probabilities * truth).sum(2).log().mean()))
     return norms, sum(losses[-100:]) / 100
+
+
+@pytest.mark.parametrize(("rank", "grows"), [(1, True), (2, False)])
+def test_opposite_residuals_grow_only_if_the_basis_never_turns(rank: int, grows: bool) -> None:
+    """A known limit: what two ranks owe in opposite directions is not sent while it lies outside their mean's basis.
+
+    At rank 1 a mean of one constant direction holds the basis; another row of it has nothing to hold it, and turns.
+    """
+    workers = Workers(commhooks.PowerSGD(rank=rank), 2, zeros((20, 30)))
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(20, 1, generator=generator) @ torch.randn(1, 30, generator=generator)
+    skew = torch.randn(20, 30, generator=generator)
+    norms = []
+    for _ in range(401):
+        noise = 0.1 * torch.randn(2, 20, 30, generator=generator)
+        workers.step([[mean + skew + noise[0]], [mean - skew + noise[1]]])
+        norms.append(float(workers.residual(0, 0).norm()))
+    assert norms[400] == pytest.approx(2 * norms[200], rel=0.05) if grows else max(norms) < 2 * max(norms[:200])
