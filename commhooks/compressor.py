@@ -168,4 +168,4 @@ def residual_of(slot: Slot) -> Tensor:
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    return torch.isfinite(tensor).all()
+    return torch.isfinite(tensor._values() if tensor.is_sparse else tensor).all()

@@ -70,7 +70,10 @@ class Request(ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllReduce(Request):
-    """Ask for the sum over ranks, or with `average` for the mean, written into `tensor` itself.
+    """Ask for the sum over ranks, or with `average` for the mean, written into `tensor` itself if it is dense.
+
+    A sparse one is only read, and the answer is another: autograd lets a sparse gradient's values share memory with
+    gradients that are still on their way through the backward pass (tests/commhooks/test_odd_parameters.py).
 
     With `wire` the payload travels, and is summed, in that dtype; the division of a mean happens before the cast, in
     the tensor's own dtype, so a mean that the narrow dtype can hold neither overflows nor vanishes on the way.
@@ -93,17 +96,21 @@ class AllReduce(Request):
         return 2 * (world_size - 1) * self.payload_bytes // world_size
 
     def to_wire(self, world_size: int) -> Tensor:
-        """Return the tensor to sum over the ranks; `tensor` itself where nothing is cast."""
-        if self.average and world_size > 1:
-            self.tensor.div_(world_size)
-        payload = torch.view_as_real(self.tensor) if self.tensor.is_complex() else self.tensor
+        """Return the tensor to sum over the ranks; `tensor` itself where it is dense and nothing is cast."""
+        divisor = world_size if self.average else 1
+        if self.tensor.is_sparse:
+            payload = self.tensor / divisor
+        else:
+            own = self.tensor.div_(divisor) if divisor > 1 else self.tensor
+            payload = torch.view_as_real(own) if own.is_complex() else own
         return payload if self.wire is None else payload.to(self.wire)
 
     def from_wire(self, summed: Tensor) -> Tensor:
-        """Write what came back into `tensor`, and return it."""
+        """Write what came back into `tensor`, and return it; return what came back if it is sparse."""
+        if summed.is_sparse:
+            return summed.to(self.tensor.dtype)
         target = torch.view_as_real(self.tensor) if self.tensor.is_complex() else self.tensor
-        in_place = summed is target if summed.is_sparse else summed.data_ptr() == target.data_ptr()
-        if not in_place:
+        if summed.data_ptr() != target.data_ptr():
             target.copy_(summed)
         return self.tensor
 

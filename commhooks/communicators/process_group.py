@@ -81,7 +81,7 @@ class WorkPending:
     @property
     def result(self) -> Tensor:
         """The answer to the request."""
-        return self._request.tensor if isinstance(self._request, AllReduce) else self._output
+        return self._output
 
     def is_completed(self) -> bool:
         """Say whether the backend has finished with this collective, well or badly."""
@@ -103,7 +103,7 @@ class WorkPending:
             ) from error
         self._done = True
         if isinstance(self._request, AllReduce):
-            self._request.from_wire(self._output)
+            self._output = self._request.from_wire(self._output)
 
     def _wait_for_work(self, timeout_seconds: float | None) -> None:
         if self._work is None:
