@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import math
 import os
 import signal
@@ -26,18 +27,24 @@ SHAPES: list[Shape] = [(40, 40)] * 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failing(Compressor):
-    """Fail on rank 1, in step 2, at bucket 1, in one way or another."""
+    """Fail on rank 1, in step 2, at bucket 1, in one way or another; ask for a mean once, or twice in a row."""
 
     how: str
+    rounds: int = 2
+    stall_seconds: float = 3.0
 
     def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
-        if (context.rank, context.step, bucket.index) == (1, 2, 1):
+        fails = (context.rank, context.step, bucket.index) == (1, 2, 1)
+        if fails:
             self._fail()
-        yield AllReduce(bucket.memory, average=True)
-        if (context.rank, context.step, bucket.index) == (1, 2, 1) and self.how == "wrong result":
-            return bucket.memory  # type: ignore[return-value]
+        if self.rounds == 2:
+            yield AllReduce(bucket.memory, average=True)
         mean = yield AllReduce(bucket.memory, average=True, last=True)
-        return Result(mean)
+        if fails and self.how == "raise late":
+            raise ValueError("a compressor went wrong")
+        if fails and self.how == "None":
+            return None  # type: ignore[return-value]
+        return Result(mean[1:] if fails and self.how == "shape" else mean)
 
     def _fail(self) -> None:
         if self.how == "raise":
@@ -47,21 +54,37 @@ class Failing(Compressor):
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "stall":
-            time.sleep(3.0)
+            time.sleep(self.stall_seconds)
 
 
-def fail(rank: int, kind: str, how: str, hook_timeout: float | None = None) -> tuple[str, str, str, float]:
-    """Train until it fails; return the error's type and text, the next step's text, and the seconds it took."""
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What became of one training on one rank."""
+
+    error: str = "nothing"
+    text: str = ""
+    next_text: str = ""
+    """What the step after the one that failed was told."""
+    seconds: float = 0.0
+
+
+def failures(rank: int, kind: str, policy: str, ways: list[tuple[str, int]]) -> list[Told]:
+    """Fail in each way, with compressors of one round or of two, on one model after another."""
+    return [fail(rank, kind, policy, Failing(how=how, rounds=rounds)) for how, rounds in ways]
+
+
+def fail(rank: int, kind: str, policy: str, compressor: Failing, hook_timeout: float | None = None) -> Told:
+    """Train until it fails."""
     model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
-    commhooks.attach(model, Failing(how=how), hook_timeout=hook_timeout)
+    commhooks.attach(model, compressor, policy=policy, hook_timeout=hook_timeout)
     for step in range(4):
         begun = time.monotonic()
         try:
             model(*normal(zeros(*SHAPES), 4, seed=step)[rank]).backward()
         except Exception as error:
             seconds = time.monotonic() - begun
-            return type(error).__name__, str(error), _text_of_another_step(model, rank), seconds
-    return "nothing", "", "", 0.0
+            return Told(type(error).__name__, str(error), _text_of_another_step(model, rank), seconds)
+    return Told()
 
 
 def _text_of_another_step(model: torch.nn.Module, rank: int) -> str:
@@ -70,6 +93,23 @@ def _text_of_another_step(model: torch.nn.Module, rank: int) -> str:
     except Exception as error:
         return str(error)
     return "nothing"
+
+
+def killed_at_any_time(rank: int, kind: str, policy: str, delay_seconds: float) -> Told:
+    """Train until rank 1 is killed, from a thread of its own, so long after the second step."""
+    model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
+    commhooks.attach(model, commhooks.PowerSGD(rank=2), policy=policy)
+    gradients = normal(zeros(*SHAPES), 4, seed=0)[rank]
+    for step in itertools.count():
+        if (rank, step) == (1, 2):
+            threading.Timer(delay_seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        begun = time.monotonic()
+        try:
+            model(*gradients).backward()
+        except Exception as error:
+            seconds = time.monotonic() - begun
+            return Told(type(error).__name__, str(error), _text_of_another_step(model, rank), seconds)
+    raise AssertionError("steps came to an end")
 
 
 def inf_on_one_rank(rank: int, kind: str) -> tuple[list[bool], float]:

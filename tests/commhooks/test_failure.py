@@ -2,59 +2,89 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import re
 import signal
 
 import pytest
 
 from tests.commhooks import failures_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
-from tests.world import WorldError
+from tests.world import Outcome, run_world_outcomes
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
+
+
+CAUSES = {
+    "raise": "ValueError: a compressor went wrong",
+    "raise late": "ValueError: a compressor went wrong",
+    "exit": "SystemExit: 3",
+    "None": "must return a Result whose mean has the bucket's shape (3200,) (got None)",
+    "shape": "must return a Result whose mean has the bucket's shape (3200,) (got Result(mean=tensor(",
+}
 
 
 @both_ddps
+@both_policies
+def test_a_compressor_that_fails_on_one_rank_is_named_on_every_rank(kind: str, policy: str) -> None:
+    ways = list(itertools.product(CAUSES, (1, 2)))
+    for rank, told in enumerate(run_ranks(on_every_rank.failures, 3, kind, policy, ways, check_exit=True)):
+        for way, one in zip(ways, told, strict=True):
+            cause = CAUSES[way[0]]
+            assert one.seconds < 10, way
+            # What fails after its last collective kept nobody waiting: the others hear of it when they next wait.
+            step = "2" if rank == 1 or way[0] in ("raise", "exit") else "[23]"
+            assert re.search(f"rank {rank}, step {step}, bucket ", one.text), way
+            assert "rank 1, step 2, bucket 1 (parameters weights." in one.text and cause in one.text, way
+            assert cause in one.next_text, way
+            if kind == "core":  # PyTorch's reducer knows RuntimeError only
+                assert one.error == ("CompressorError" if rank == 1 else "CollectiveError"), way
+
+
+def check_survivors(outcomes: list[Outcome], where: str) -> None:
+    """Demand that rank 1 was killed, and that the others were told so and ended by themselves."""
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.ok, outcome.describe()
+        told: on_every_rank.Told = outcome.value
+        assert told.seconds < 10
+        assert f"rank {outcome.rank}, {where}" in told.text and "parameters weights." in told.text, told.text
+        assert "No answer from rank 1." in told.text and "No answer from rank 1." in told.next_text, told
+
+
+@both_ddps
+@pytest.mark.parametrize(("policy", "rounds"), [("fifo", 2), ("fused", 1), ("fused", 2)])
+def test_when_a_rank_is_killed_the_others_raise(kind: str, policy: str, rounds: int) -> None:
+    killer = on_every_rank.Failing(how="kill", rounds=rounds)
+    check_survivors(run_world_outcomes(on_every_rank.fail, 3, kind, policy, killer), "step 2, bucket ")
+
+
 @pytest.mark.parametrize(
-    ("how", "cause"),
-    [
-        ("raise", "ValueError: a compressor went wrong"),
-        ("exit", "SystemExit: 3"),
-        ("wrong result", "must return a Result whose mean has the bucket's shape"),
-    ],
+    ("kind", "policy", "rounds", "hook_timeout"),
+    [("core", "fifo", 2, 0.5), ("core", "fused", 1, 0.5), ("torch", "fifo", 1, 0.5), ("torch", "fused", 2, 5.0)],
 )
-def test_a_compressor_that_fails_on_one_rank_is_named_on_every_rank(kind: str, how: str, cause: str) -> None:
-    told = run_ranks(on_every_rank.fail, 3, kind, how)
-    for rank, (error, text, next_text, seconds) in enumerate(told):
-        assert seconds < 10
-        assert f"rank {rank}, step 2, bucket " in text
-        assert "rank 1, step 2, bucket 1 (parameters weights." in text and cause in text
-        if kind == "core":  # PyTorch's reducer knows RuntimeError only
-            assert error == ("CompressorError" if rank == 1 else "CollectiveError")
-            assert cause in next_text or "weights." in next_text
-        else:
-            assert cause in next_text
+def test_a_rank_that_does_not_come_in_time_is_given_up(
+    kind: str, policy: str, rounds: int, hook_timeout: float
+) -> None:
+    stalling = on_every_rank.Failing(how="stall", rounds=rounds, stall_seconds=hook_timeout + 2)
+    prompt, late = run_ranks(on_every_rank.fail, 2, kind, policy, stalling, hook_timeout, check_exit=True)
+    assert hook_timeout < prompt.seconds < 10
+    for told in (prompt, late):
+        for text in (told.text, told.next_text):
+            assert f"hook_timeout={hook_timeout} s. No answer from rank 1." in text
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(600)
 @both_ddps
-def test_when_a_rank_is_killed_the_others_raise(kind: str) -> None:
-    with pytest.raises(WorldError) as failure:
-        run_ranks(on_every_rank.fail, 3, kind, "kill")
-    survivors = [failure.value.outcomes[rank] for rank in (0, 2)]
-    assert failure.value.outcomes[1].exit_code == -signal.SIGKILL
-    for outcome in survivors:
-        assert outcome.exit_code == 0
-        _, text, _, seconds = outcome.value
-        assert seconds < 10
-        assert f"rank {outcome.rank}, step 2, bucket " in text and "parameters weights." in text
-        assert "No answer from rank 1." in text
-
-
-@both_ddps
-def test_a_rank_that_does_not_come_in_time_is_given_up(kind: str) -> None:
-    prompt, late = run_ranks(on_every_rank.fail, 2, kind, "stall", hook_timeout=1.0)
-    assert 1.0 < prompt[3] < 5.0
-    for _, text, _, _ in (prompt, late):
-        assert "hook_timeout=1.0 s. No answer from rank 1." in text
+@both_policies
+def test_when_a_rank_is_killed_at_any_time_the_others_raise_10_times(kind: str, policy: str) -> None:
+    for repetition in range(10):
+        delay = random.Random(f"{kind}, {policy}, {repetition}").random()
+        outcomes = run_world_outcomes(on_every_rank.killed_at_any_time, 3, kind, policy, delay)
+        check_survivors(outcomes, "step ")
 
 
 @both_ddps
