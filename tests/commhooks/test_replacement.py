@@ -59,7 +59,7 @@ def test_a_replacement_that_cannot_be_is_refused_and_the_old_compressor_goes_on(
 @both_ddps
 @pytest.mark.parametrize("how", ["killed", "detached"])
 def test_replacing_when_a_peer_is_gone_raises_at_once_and_so_does_the_next_step(kind: str, how: str) -> None:
-    outcomes = run_world_outcomes(on_every_rank.without_a_peer, 3, kind, how, timeout=30.0)
+    outcomes = run_world_outcomes(on_every_rank.without_a_peer, 3, kind, how)
     assert outcomes[1].exit_code == (-signal.SIGKILL if how == "killed" else 0)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.ok, outcome.describe()
