@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from commhooks.communicators import Communicator, ProcessGroupCommunicator, RecordingCommunicator
+from commhooks.communicators import Communicator, Pending, ProcessGroupCommunicator, RecordingCommunicator
 from commhooks.errors import AttachError
 from commhooks.requests import AllGather
 
@@ -55,6 +55,10 @@ class Address:
         return cls(store, parent.rank(), parent.size(), _timeout_of(parent))
 
 
+def _wait_without_limit(pending: Pending) -> None:
+    pending.wait()
+
+
 class Connection:
     """Open a private Gloo group at `address`, and carry requests over it.
 
@@ -69,10 +73,10 @@ class Connection:
         wrapped = self._carrier if wrap is None else wrap(self._carrier)
         self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
 
-    def agree(self, terms: str) -> None:
+    def agree(self, terms: str, wait: Callable[[Pending], None] = _wait_without_limit) -> None:
         """Return if every rank comes with the same terms; see `Agreements.agree`."""
         assert self._agreements is not None, "the connection was closed"
-        self._agreements.agree(terms)
+        self._agreements.agree(terms, wait)
 
     def failure(self) -> str | None:
         """Return what some rank reported as the cause of its failure, if one did."""
@@ -140,13 +144,13 @@ class Agreements:
         self._device = device
         self._asked = 0
 
-    def agree(self, terms: str) -> None:
+    def agree(self, terms: str, wait: Callable[[Pending], None] = _wait_without_limit) -> None:
         """Return if every rank comes with the same `terms`; raise `AttachError`, saying who differs in what."""
         store = PrefixStore(f"terms {self._asked}", self._store)
         self._asked += 1
         digest = torch.tensor(list(hashlib.blake2b(terms.encode(), digest_size=32).digest()), dtype=torch.uint8)
         pending = self._carrier.start(AllGather(digest.to(self._device)))
-        pending.wait()
+        wait(pending)
         if bool((pending.result.cpu() == digest).all()):
             return
         store.set(str(self._carrier.rank), terms)

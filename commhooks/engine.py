@@ -47,6 +47,7 @@ class Engine:
         policy: str = "fifo",
         by_parameter: bool = True,
         terms: str = "",
+        refusal: Exception | None = None,
         wrap_communicator: WrapCommunicator | None = None,
         hook_timeout: float | None = None,
     ) -> None:
@@ -57,6 +58,7 @@ class Engine:
         self._address = Address.under(process_group, label)
         self._policy = policy
         self._by_parameter = by_parameter
+        self._refusal = refusal
         self._terms = f"policy {policy!r}\n{terms}"
         self._wrap = wrap_communicator
         self._hook_timeout = hook_timeout
@@ -97,24 +99,34 @@ class Engine:
             self._end_step()
         return task.future
 
-    def replace(self, compressor: Compressor, device: torch.device) -> None:
+    def replace(self, compressor: Compressor, device: torch.device, refusal: Exception | None = None) -> None:
         """Let another compressor go on from the next step; every rank must do so between the same two steps.
 
-        Raises `AttachError` in the middle of a step, and where ranks disagree; the old compressor then stays.
+        Raises `AttachError` in the middle of a step, and where ranks disagree; `refusal`, why this rank cannot, once
+        the other ranks know. The old compressor then stays.
         """
         if self._last_index >= 0:
             raise AttachError(
                 f"replace: step {self.step} is under way (bucket {self._last_index} was handed in); "
                 "call it between two steps."
             )
-        self._scheduler_for(device).agree(self._terms_with(compressor))
+        try:
+            self._scheduler_for(device).agree(self._terms_with(compressor, refusal))
+        finally:
+            if refusal is not None:
+                raise refusal
         self.compressor = compressor
         self._views.clear()
         self._parameters.clear()
 
     def open(self, device: torch.device) -> None:
-        """Connect to the other ranks now, and not at the first bucket."""
-        self._scheduler_for(device).wait_until_open()
+        """Connect to the other ranks now, and not at the first bucket; raise the refusal once they know of it."""
+        try:
+            self._scheduler_for(device).wait_until_open()
+        finally:
+            if self._refusal is not None:
+                self.stop()
+                raise self._refusal
 
     def stop(self) -> None:
         """End the scheduler."""
@@ -207,7 +219,9 @@ class Engine:
         self._used_before = self._used
         self._used = set()
 
-    def _terms_with(self, compressor: Compressor) -> str:
+    def _terms_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
+        if refusal is not None:
+            return f"refusal: {refusal}"
         return f"compressor {compressor!r}\n{self._terms}"
 
     def _scheduler_for(self, device: torch.device) -> Scheduler:
@@ -225,7 +239,7 @@ class Engine:
             inline = InlineScheduler(communicator, agreements.agree, device, self._policy)
             inline.agree(self._terms_with(self.compressor))
             return inline
-        address, terms, wrap = self._address, self._terms_with(self.compressor), self._wrap
+        address, terms, wrap = self._address, self._terms_with(self.compressor, self._refusal), self._wrap
         return ThreadScheduler(lambda: _connect(address, terms, wrap), address.rank, self._policy, self._hook_timeout)
 
 

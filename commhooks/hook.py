@@ -78,8 +78,8 @@ class Attachment:
         if self._socket.attachment is not self:
             raise AttachError("replace: this attachment was detached; attach again.")
         compressor = checked_compressor("replace", compressor)
-        compressor.check_parameters(name for name, _ in self._named)
-        self._engine.replace(compressor, self._named[0][1].device)
+        refusal = refusal_of(compressor, self._named)
+        self._engine.replace(compressor, self._named[0][1].device, refusal)
 
     def detach(self) -> None:
         """Give the model back its plain all-reduce, and end the scheduler. A second call does nothing.
@@ -144,12 +144,13 @@ def attach(
     named: list[tuple[str, Tensor]] = [
         (name, parameter) for name, parameter in inner.named_parameters() if parameter.requires_grad
     ]
-    compressor.check_parameters(name for name, _ in named)
+    refusal = refusal_of(compressor, named)
     engine = Engine(
         compressor,
         group,
         policy=policy,
         terms=_describe_parameters(named),
+        refusal=refusal,
         wrap_communicator=wrap_communicator,
         hook_timeout=hook_timeout,
     )
@@ -159,6 +160,15 @@ def attach(
     socket.take(attachment, group)
     socket.plug_into(model)
     return attachment
+
+
+def refusal_of(compressor: Compressor, named: list[tuple[str, Tensor]]) -> SettingsError | None:
+    """Return why the compressor's settings do not fit; the other ranks must hear of it before it is raised."""
+    try:
+        compressor.check_parameters(name for name, _ in named)
+    except SettingsError as error:
+        return error
+    return None
 
 
 def checked_compressor(caller: str, compressor: Compressor | str) -> Compressor:

@@ -214,7 +214,7 @@ class _Desk:
     def _agree(self, terms: str, agreement: concurrent.futures.Future[None]) -> None:
         assert self._connection is not None, "terms are compared over a connection"
         try:
-            self._connection.agree(terms)
+            self._connection.agree(terms, self._wait)
         except AttachError as error:  # said by every rank, and what was attached before stays so
             agreement.set_exception(error)
         except BaseException as error:
@@ -237,6 +237,11 @@ class _Desk:
             return False
         self._waiting_since = None
         return True
+
+    def _wait(self, pending: Pending) -> None:
+        """Wait for a collective, however many slices that takes."""
+        while not self._wait_slice(pending):
+            pass
 
     def _look_around(self, pending: Pending) -> None:
         if self._stopping:
