@@ -43,7 +43,7 @@ def interrupted(failure: str) -> RuntimeError:
     """Say that a reduction was begun and could not be ended: a hook, or the wait for what it began, raised."""
     return RuntimeError(
         "Expected to have finished reduction in the prior iteration before starting a new one: it was interrupted by "
-        f"{failure}. Gradients may differ between ranks; load a checkpoint and wrap again."
+        f"{failure.rstrip('.')}. Gradients may differ between ranks; load a checkpoint and wrap again."
     )
 
 
