@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from commhooks.errors import SettingsError
 from commhooks.requests import Layout, Request
 from commhooks.state import ParameterState
 
@@ -56,6 +57,8 @@ class BucketView:
     """One for each parameter, in memory order."""
     wants_unsent: bool = False
     """The result must say what this rank left out; asked only of compressors that can."""
+    wire: torch.dtype | None = None
+    """The dtype in which sums travel, where a wrapper sets one: what it rounds away is not sent either."""
     _plans: dict[Compressor, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -63,9 +66,7 @@ class BucketView:
         """Whose elements `memory` holds; the bucket's own where parameters are not known."""
         if not self.slots:
             return Layout((f"bucket {self.index}",), (self.memory.numel(),))
-        return Layout(
-            tuple(slot.state.key for slot in self.slots), tuple(slot.parameter.numel() for slot in self.slots)
-        )
+        return Layout(tuple(slot.state.key for slot in self.slots), tuple(slot.gradient.numel() for slot in self.slots))
 
     def plan(self, compressor: Compressor, make: Callable[[], Plan]) -> Plan:
         """Return what `make` returned for this bucket the first time: views and scratch memory, never state."""
@@ -130,6 +131,11 @@ class Compressor(ABC):
     """
 
     @property
+    def fixes_wire(self) -> bool:
+        """Say whether `compress` says in which dtype its sums travel, so that nobody else may."""
+        return False
+
+    @property
     def tells_unsent(self) -> bool:
         """Say whether `compress` can tell what it left out, which is what `ErrorFeedback` needs."""
         return False
@@ -148,6 +154,14 @@ class Compressor(ABC):
         A collective that fails is thrown into the generator at its `yield`; it may clean up, and must let the exception
         pass. State is written only after the last answer came, and only if all answers were finite.
         """
+
+
+def check_inner(owner: str, inner: object) -> None:
+    """Raise `SettingsError` for what a wrapper cannot wrap."""
+    if not isinstance(inner, Compressor):
+        raise SettingsError(
+            f"{owner}(inner={inner!r}): inner must be a Compressor; make one of a name with make_compressor."
+        )
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:

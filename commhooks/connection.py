@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from commhooks.communicators import Communicator, Pending, ProcessGroupCommunicator, RecordingCommunicator
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, CollectiveError
 from commhooks.requests import AllGather
 
 WrapCommunicator = Callable[[Communicator], Communicator]
@@ -29,6 +29,7 @@ WrapCommunicator = Callable[[Communicator], Communicator]
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _FAILURE_KEY = "failure"
 _ROLL_CALL_KEY = "roll-call"
+_HERE_KEY = "came"
 ANSWER_SECONDS = 1.0
 """How long a rank whose collective failed waits for the others to say that they are still there."""
 
@@ -67,11 +68,20 @@ class Connection:
 
     def __init__(self, address: Address, wrap: WrapCommunicator | None = None) -> None:
         self._address = address
-        group = ProcessGroupGloo(address.store, address.rank, address.world_size, address.timeout)
+        self.timeout = address.timeout.total_seconds()
+        address.store.set(f"{_HERE_KEY}/{address.rank}", "")
+        try:
+            group = ProcessGroupGloo(address.store, address.rank, address.world_size, address.timeout)
+        except RuntimeError as error:
+            raise CollectiveError(f"no line to every rank could be opened: {error}.{self._absent()}") from error
         self._carrier: ProcessGroupCommunicator | None = ProcessGroupCommunicator(group)
         self._agreements: Agreements | None = Agreements(self._carrier, address.store)
         wrapped = self._carrier if wrap is None else wrap(self._carrier)
         self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
+
+    def _absent(self) -> str:
+        absent = [r for r in range(self._address.world_size) if not self._address.store.check([f"{_HERE_KEY}/{r}"])]
+        return f" Not there: rank {', '.join(map(str, absent))}." if absent else ""
 
     def agree(self, terms: str, wait: Callable[[Pending], None] = _wait_without_limit) -> None:
         """Return if every rank comes with the same terms; see `Agreements.agree`."""

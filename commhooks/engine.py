@@ -66,6 +66,7 @@ class Engine:
         self._views: dict[tuple[int, ...], BucketView] = {}
         self._parameters: dict[tuple[int, ...], list[Tensor]] = {}
         self._used: set[tuple[int, ...]] = set()
+        self._named = False
         self._names_checked = False
         self._used_before: set[tuple[int, ...]] = set()
         self._last_index = -1
@@ -145,6 +146,11 @@ class Engine:
         """Return what was counted so far for each parameter, by name."""
         return self._scheduler.ledger.by_parameter() if self._scheduler else {}
 
+    def bind(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
+        """Learn the names of one model's parameters."""
+        self._named = True
+        self.state.bind(named_parameters)
+
     def describe(self, parameters: Sequence[Tensor]) -> str:
         """Name parameters for a message; their shapes where nobody told the names."""
         names = [self.state.name_of(parameter) or f"one of shape {tuple(parameter.shape)}" for parameter in parameters]
@@ -175,7 +181,9 @@ class Engine:
         return view
 
     def _slots(self, memory: Tensor, parameters: list[Tensor]) -> list[Slot]:
-        sizes = [parameter.numel() for parameter in parameters]
+        # PyTorch's DDP hands in complex gradients as pairs of reals.
+        as_pairs = not memory.is_complex()
+        sizes = [parameter.numel() * (2 if as_pairs and parameter.is_complex() else 1) for parameter in parameters]
         if sum(sizes) != memory.numel():
             raise GradientError(
                 f"a bucket of {memory.numel()} elements was handed in for parameters of {sum(sizes)} elements "
@@ -191,11 +199,20 @@ class Engine:
 
     def _begin_step_if(self, bucket: Bucket) -> None:
         """Begin a step with its first bucket; a DDP may skip the one that would have ended the step before."""
-        if self._by_parameter and bucket.index() <= self._last_index:
+        if self._by_parameter and self._last_index >= 0 and self._comes_again(bucket):
             self._end_step()
         if self._last_index < 0:
             self._verdict = StepVerdict() if self._policy == "fused" else None
         self._last_index = bucket.index()
+
+    def _comes_again(self, bucket: Bucket) -> bool:
+        """Say whether a bucket cannot belong to the step that is under way.
+
+        In a static graph's first iteration PyTorch's DDP calls every bucket number 0 and none the last one.
+        """
+        if bucket.index() != self._last_index:
+            return bucket.index() < self._last_index
+        return not set(map(id, bucket.parameters())).isdisjoint(itertools.chain(*self._used))
 
     def _end_step(self) -> None:
         self._refuse_a_second_model()
@@ -207,14 +224,15 @@ class Engine:
     def _refuse_a_second_model(self) -> None:
         """Raise if this step's parameters have none in common with the last one's: two models take turns.
 
-        What this step used is then what the last step used.
+        Parameters of a model whose names are known are known to belong together. What this step used is then what the
+        last step used.
         """
         if self._used and self._used_before and self._used.isdisjoint(self._used_before):
             now, before = (set(itertools.chain(*keys)) for keys in (self._used, self._used_before))
-            if now.isdisjoint(before):
+            if now.isdisjoint(before) and not self._named:
                 raise SettingsError(
                     f"step {self.step} brought gradients of a model that has no parameter in common with that of step "
-                    f"{self.step - 1}; make one state for each model."
+                    f"{self.step - 1}; make one state for each model, or bind the one whose parameters take turns."
                 )
         self._used_before = self._used
         self._used = set()

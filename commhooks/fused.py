@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators import Communicator, Pending
+from commhooks.errors import CollectiveError
 from commhooks.policy import Finish, Policy, Wait, is_empty
 from commhooks.requests import AllGather, AllReduce, AllToAll, Layout, Request
 from commhooks.task import BucketTask
@@ -67,9 +68,17 @@ class Fused(Policy):
 
     def _begin(self, task: BucketTask) -> None:
         self.touching = task
+        self._drop_a_step_that_was_cut_short(task)
         self._step.append(task)
         task.begin()
         self._rounds_begun = task.is_last
+
+    def _drop_a_step_that_was_cut_short(self, task: BucketTask) -> None:
+        """Let go of an earlier step's buckets, whose last one never came: a backward pass that raised, for example."""
+        if self._step and self._step[0].step != task.step:
+            for stale in self._step:
+                stale.fail(CollectiveError(f"step {stale.step} was cut short: step {task.step} began before its end."))
+            self._step.clear()
 
     def _take_answer_if_there(self) -> None:
         pending, bundle = self._under_way[0]

@@ -6,6 +6,7 @@ function whose `__name__` is `bf16_compress_hook` or `bf16_compress_wrapper_hook
 that name needs NCCL. Ours does not, so the functions behind those public names are called something else.
 """
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -87,9 +88,11 @@ class Attachment:
         Every rank must detach between the same two steps. PyTorch's DistributedDataParallel takes only one hook for
         ever: it can be attached to again, and `register_comm_hook` stays closed.
         """
-        if self._socket.attachment is self:
-            self._socket.release()
-        self._engine.stop()
+        try:
+            if self._socket.attachment is self:
+                self._socket.release()
+        finally:
+            self._engine.stop()
 
 
 def attach(
@@ -109,7 +112,8 @@ def attach(
       makes one collective of each round of all buckets, after the last one.
     - `process_group` is the model's own by default.
     - `wrap_communicator` may put another communicator round the real one.
-    - `hook_timeout`, in seconds, bounds every collective (default: the group's timeout).
+    - `hook_timeout`, in seconds, bounds every collective, and under "fused" the wait for a step's next bucket (default:
+      the group's timeout).
 
     Raises `AttachError` if something is attached or registered already, if the model is no DistributedDataParallel, or
     if ranks disagree about compressor, policy or parameters; `SettingsError` for settings that cannot work.
@@ -122,6 +126,11 @@ def attach(
         )
     compressor = checked_compressor("attach", compressor)
     check_run_settings("attach", policy, hook_timeout)
+    if policy == "fused" and _numbers_no_bucket_last(model):
+        raise AttachError(
+            "attach: policy must be 'fifo' for PyTorch's DistributedDataParallel with static_graph=True and parameters "
+            "of several dtypes or devices: its first iteration does not say which bucket is the last one."
+        )
     if policy == "fused" and getattr(model, "skip_all_reduce_unused_params", False):
         raise AttachError(
             "attach: policy must be 'fifo' for a model with skip_all_reduce_unused_params=True, which may leave out "
@@ -142,7 +151,9 @@ def attach(
             "DistributedDataParallel never takes another one, ddp_core's does after remove_comm_hook()."
         )
     named: list[tuple[str, Tensor]] = [
-        (name, parameter) for name, parameter in inner.named_parameters() if parameter.requires_grad
+        (name, parameter)
+        for name, parameter in inner.named_parameters()
+        if parameter.requires_grad and name not in getattr(model, "parameters_to_ignore", ())
     ]
     refusal = refusal_of(compressor, named)
     engine = Engine(
@@ -154,10 +165,10 @@ def attach(
         wrap_communicator=wrap_communicator,
         hook_timeout=hook_timeout,
     )
-    engine.state.bind(named)
+    engine.bind(named)
     engine.open(named[0][1].device)
     attachment = Attachment(engine, socket, named)
-    socket.take(attachment, group)
+    socket.take(attachment, group_or_default(getattr(model, "process_group", None)))
     socket.plug_into(model)
     return attachment
 
@@ -186,6 +197,12 @@ def check_run_settings(caller: str, policy: str, hook_timeout: float | None) -> 
         raise SettingsError(f"{caller}(policy={policy!r}): policy must be one of {', '.join(POLICIES)}.")
     if hook_timeout is not None and not 0 < hook_timeout < math.inf:
         raise SettingsError(f"{caller}(hook_timeout={hook_timeout!r}): hook_timeout must be above 0 s, and finite.")
+
+
+def _numbers_no_bucket_last(model: Module) -> bool:
+    kinds = {(parameter.dtype, parameter.device) for parameter in model.parameters() if parameter.requires_grad}
+    of_pytorchs = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    return of_pytorchs and bool(getattr(model, "static_graph", False)) and len(kinds) > 1
 
 
 class _Socket:
@@ -219,8 +236,10 @@ class _Socket:
         """Let go of the attachment; ddp_core's DDP is rid of the hook too."""
         self.attachment = None
         if self._removable is not None and hasattr(self._removable, "remove"):
-            self._removable.remove()
-            self._registered = False
+            # In the middle of a backward pass that was cut short the socket stays, and averages.
+            with contextlib.suppress(RuntimeError):
+                self._removable.remove()
+                self._registered = False
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Run the attachment's engine, or nothing but an all-reduce where there is none any more."""
@@ -256,6 +275,8 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
         raise CommHooksError("there is no process group; call torch.distributed.init_process_group first.")
+    if not isinstance(group, dist.ProcessGroup):
+        raise CommHooksError(f"expected a process group that this rank belongs to (got {group!r}).")
     return group
 
 

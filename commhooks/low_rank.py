@@ -29,20 +29,26 @@ class Message:
     """Hold one side's factors one after the other and, behind them, room for what is not compressed."""
 
     def __init__(
-        self, side: Side, matrices: Sequence[LowRankMatrix], rest: Sequence[tuple[str, Tensor]], like: Tensor
+        self,
+        side: Side,
+        matrices: Sequence[LowRankMatrix],
+        rest: Sequence[tuple[str, Tensor]],
+        like: Tensor,
+        *,
+        by_parameter: bool,
     ) -> None:
         self._factors = [x.factor(side) for x in matrices]
         self._rest = [memory for _, memory in rest]
         keys, sizes = tuple(x.key for x in matrices), tuple(factor.numel() for factor in self._factors)
         rest_keys, rest_sizes = tuple(key for key, _ in rest), tuple(memory.numel() for memory in self._rest)
-        self.layout = Layout(keys, sizes)
-        self.layout_with_rest = Layout(keys + rest_keys, sizes + rest_sizes)
-        self.with_rest = like.new_empty(self.layout_with_rest.elements)
-        self.factors = self.with_rest[: self.layout.elements]
+        self.layout = Layout(keys, sizes) if by_parameter else None
+        self.layout_with_rest = Layout(keys + rest_keys, sizes + rest_sizes) if by_parameter else None
+        self.with_rest = like.new_empty(sum(sizes) + sum(rest_sizes))
+        self.factors = self.with_rest[: sum(sizes)]
         self._factor_parts = [
             part.view(factor.shape) for part, factor in zip(self.factors.split(sizes), self._factors, strict=True)
         ]
-        self._rest_parts = list(self.with_rest[self.layout.elements :].split(rest_sizes)) if rest else []
+        self._rest_parts = list(self.with_rest[sum(sizes) :].split(rest_sizes)) if rest else []
 
     def pack(self, *, with_rest: bool) -> None:
         """Copy the factors in, and what is not compressed."""
@@ -53,6 +59,11 @@ class Message:
     def unpack(self) -> None:
         """Copy the factors that came back to where they are worked with."""
         torch._foreach_copy_(self._factors, self._factor_parts)
+
+    def rest_fits(self, limit: float) -> Tensor:
+        """Return a 0-dim bool: no element of the mean of what is not compressed is beyond `limit`."""
+        rest = self.with_rest[self.factors.numel() :]
+        return (rest.abs() <= limit).all()
 
     def unpack_rest(self) -> None:
         """Copy the mean of what is not compressed back into the bucket."""
@@ -128,14 +139,31 @@ class LowRankPlan:
         matrices: Sequence[LowRankMatrix],
         rest: Sequence[tuple[str, Tensor]],
         rides_with: Sequence[Side],
+        *,
+        by_parameter: bool = True,
     ) -> None:
         self.matrices = matrices
         wide = bucket.memory.new_empty(0, dtype=computing_dtype(bucket.memory.dtype))
-        self.messages = {side: Message(side, matrices, rest if side in rides_with else (), wide) for side in OTHER}
+        self.messages = {
+            side: Message(side, matrices, rest if side in rides_with else (), wide, by_parameter=by_parameter)
+            for side in OTHER
+        }
+        self._limit = torch.finfo(bucket.memory.dtype).max
+        self._narrow_range = self._limit < torch.finfo(wide.dtype).max / 2  # fp16; bf16 reaches as far as fp32
+        self._true = torch.ones((), dtype=torch.bool, device=bucket.memory.device)
         if bucket.memory.dtype != wide.dtype:
             scratch = wide.new_empty(max((x.block_rows * x.m for x in matrices), default=0))
             for x in matrices:
                 x.scratch = scratch[: x.block_rows * x.m].view(x.block_rows, x.m)
+
+    def fits(self, first: Side) -> Tensor:
+        """Return a 0-dim bool: the mean is finite in the bucket's own dtype too, which may have too short a range."""
+        if not self._narrow_range:
+            return self._true
+        largest = [
+            torch.mm(x.P[:, rows].t(), x.Q, out=x.room(rows)).abs().amax() for x in self.matrices for rows in x.blocks
+        ]
+        return (torch.stack(largest) <= self._limit).all() & self.messages[first].rest_fits(self._limit)
 
 
 def joint_residual(slots: Sequence[Slot]) -> Tensor:

@@ -86,6 +86,11 @@ class PowerSGDState:
         # which two models' first buckets come need not be.
         self._engine = self._make_engine() if dist.is_initialized() else None
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(self, "_engine") and name in vars(self) and not name.startswith("_"):
+            raise SettingsError(f"PowerSGDState: {name} cannot be changed to {value!r} any more; make a new state.")
+        super().__setattr__(name, value)
+
     @property
     def iter(self) -> int:
         """How many steps were synchronised."""
@@ -106,7 +111,7 @@ class PowerSGDState:
         inner = getattr(model, "module", None)
         named = list((inner if isinstance(inner, Module) else model).named_parameters())
         self._compressor.check_parameters(name for name, _ in named)
-        self._engine.state.bind(named)
+        self._engine.bind(named)
 
     def statistics(self) -> Statistics:
         """Return what was counted so far, on this rank."""

@@ -61,7 +61,7 @@ class Request(ABC):
     @property
     def payload_elements(self) -> int:
         """Elements that this rank puts in."""
-        return self.tensor._nnz() if self.tensor.is_sparse else self.tensor.numel()
+        return tensor_elements(self.tensor)
 
     @abstractmethod
     def ring_bytes(self, world_size: int) -> int:
@@ -138,6 +138,11 @@ class AllToAll(Request):
     def ring_bytes(self, world_size: int) -> int:
         """Bytes that one rank sends: every row but its own."""
         return (world_size - 1) * self.payload_bytes // world_size
+
+
+def tensor_elements(tensor: Tensor) -> int:
+    """Return the elements of a dense or sparse tensor's payload; indices do not count."""
+    return tensor._values().numel() if tensor.is_sparse else tensor.numel()
 
 
 def tensor_bytes(tensor: Tensor, wire: torch.dtype | None = None) -> int:

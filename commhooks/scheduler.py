@@ -198,8 +198,10 @@ class _Desk:
     def _admit(self, policy: Policy, *, block: bool) -> None:
         """Give the policy what was handed in; with `block`, wait for that."""
         with self._changed:
+            limit = self._connection.timeout if self._hook_timeout is None and self._connection else self._hook_timeout
             while block and not self._tasks and not self._terms and not self._stopping:
-                self._changed.wait()
+                if not self._changed.wait(limit if policy.unfinished() else None):
+                    raise CollectiveError(f"the step's next bucket did not come within {limit:g} s.")
             tasks, terms = list(self._tasks), list(self._terms)
             self._tasks.clear()
             self._terms.clear()

@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeVar
 
-from commhooks.requests import Layout, Request, tensor_bytes
+from commhooks.requests import Layout, Request, tensor_bytes, tensor_elements
 
 if TYPE_CHECKING:
     from commhooks.task import BucketTask
@@ -168,7 +168,7 @@ class Ledger:
         """Enter a finished bucket."""
         totals = self._totals
         totals.buckets += 1
-        totals.gradient_elements += task.memory.numel()
+        totals.gradient_elements += tensor_elements(task.memory)
         totals.gradient_bytes += tensor_bytes(task.memory)
         totals.seconds_compressing += task.seconds_compressing
         self._shares.note(task.layout, steps=1, gradient_bytes=tensor_bytes(task.memory))

@@ -34,6 +34,11 @@ class Cast(Compressor):
         return not gradient.is_sparse
 
     @property
+    def fixes_wire(self) -> bool:
+        """Say in which dtype the sum travels."""
+        return True
+
+    @property
     def tells_unsent(self) -> bool:
         """Tell what the cast rounds away."""
         return True
@@ -41,11 +46,18 @@ class Cast(Compressor):
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Ask for the mean of the bucket's memory, cast on the wire."""
         unsent = self._rounded_away(bucket.memory, context.world_size) if bucket.wants_unsent else None
-        mean = yield AllReduce(bucket.memory, average=True, wire=self.dtype, last=True, layout=bucket.layout)
+        wire = self.dtype if self._narrows(bucket.memory) else None
+        mean = yield AllReduce(bucket.memory, average=True, wire=wire, last=True, layout=bucket.layout)
         return Result(mean, unsent)
+
+    def _narrows(self, memory: Tensor) -> bool:
+        """Say whether the cast saves anything; fp16 for bf16 would save nothing, and overflow."""
+        return memory.element_size() // (2 if memory.is_complex() else 1) > self.dtype.itemsize
 
     def _rounded_away(self, memory: Tensor, world_size: int) -> Tensor:
         """Return the difference between the gradient and what the wire makes of it."""
+        if not self._narrows(memory):
+            return torch.zeros_like(memory)
         share = memory / world_size
         return share.sub_(share.to(self.dtype)).mul_(world_size)
 

@@ -114,7 +114,7 @@ class PowerSGD(Compressor):
                 basis = x.factor(OTHER[side])
                 basis.copy_(orthonormal_rows(basis, self.epsilon) if turn else self._basis(x, OTHER[side], context))
                 x.multiply(side, again=turn > 0)
-            own = [x.factor(side).clone() for x in plan.matrices]
+            own = [_as_sent(x.factor(side), bucket.wire, context.world_size) for x in plan.matrices]
             message, is_last = plan.messages[side], turn == len(sides) - 1
             message.pack(with_rest=turn == 0)
             if turn == 0:
@@ -125,6 +125,7 @@ class PowerSGD(Compressor):
             message.unpack()
             checks.append(context.all_finite(received))
 
+        checks.append(plan.fits(sides[0]))
         finite = torch.stack(checks).all()
         for x, sent in _there_and_back(list(zip(plan.matrices, own, strict=True)), len(sides)):
             self._finish(x, sides[-1], sent, context, finite)
@@ -195,12 +196,12 @@ class PowerSGD(Compressor):
         form = form_of_bucket(bucket.memory.numel(), self.rank)
         if not bucket.slots or not self._pays(form):
             return LowRankPlan(bucket, [], [], ())
-        key = "+".join(slot.state.key for slot in bucket.slots)
+        key = "+".join(slot.state.key for slot in bucket.slots)  # seeds the basis; the message belongs to all of them
         inside = form.n * form.m
         residual = joint_residual(bucket.slots)[:inside] if self.error_feedback else None
         x = LowRankMatrix(key, form, self.rank, bucket.memory[:inside], residual, bucket.slots[0].state)
         rest = [(key, bucket.memory[inside:])] if inside < bucket.memory.numel() else []
-        return LowRankPlan(bucket, [x], rest, self._rides_with)
+        return LowRankPlan(bucket, [x], rest, self._rides_with, by_parameter=False)
 
     def _basis(self, x: LowRankMatrix, side: Side, context: Context) -> Tensor:
         """Return the factor to start from: the last step's, or a random one, the same on every rank."""
@@ -244,6 +245,13 @@ def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
         basis = basis * (norms / (norms + epsilon))
     rows: Tensor = basis.t()
     return rows
+
+
+def _as_sent(factor: Tensor, wire: torch.dtype | None, world_size: int) -> Tensor:
+    """Return a copy of this rank's own factor, or what the wire makes of it: what that rounds away is still owed."""
+    if wire is None or wire.itemsize >= factor.element_size():
+        return factor.clone()
+    return (factor / world_size).to(wire).to(factor.dtype).mul_(world_size)
 
 
 def _there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:

@@ -12,7 +12,17 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Compressor, Context, Exchange, Result, Slot, computing_dtype, residual_of
+from commhooks.compressor import (
+    BucketView,
+    Compressor,
+    Context,
+    Exchange,
+    Result,
+    Slot,
+    check_inner,
+    computing_dtype,
+    residual_of,
+)
 from commhooks.errors import CompressorError, SettingsError
 
 
@@ -27,11 +37,17 @@ class ErrorFeedback(Compressor):
     inner: Compressor
 
     def __post_init__(self) -> None:
+        check_inner("ErrorFeedback", self.inner)
         if not self.inner.tells_unsent:
             raise SettingsError(
                 f"ErrorFeedback(inner={self.inner!r}): inner must tell what it left out; this one either sends "
                 "everything or, as PowerSGD does, keeps its own residual."
             )
+
+    @property
+    def fixes_wire(self) -> bool:
+        """What is left out depends on the wire, so nobody may change it."""
+        return True
 
     def takes(self, gradient: Tensor) -> bool:
         """Take what `inner` takes, if it is dense and real."""
@@ -48,11 +64,11 @@ class ErrorFeedback(Compressor):
         result = yield from self.inner.compress(plan.inner, context)
         if result.unsent is None:
             raise CompressorError(f"{self.inner!r} must tell what it left out, as Result.unsent.")
-        finite = context.all_finite(result.mean)
-        for residual, unsent in zip(plan.residuals, plan.split(result.unsent), strict=True):
-            context.commit(residual, unsent, finite)
         if plan.inner.memory is not bucket.memory:
             bucket.memory.copy_(result.mean)
+        finite = context.all_finite(bucket.memory)  # in its own dtype, which may be too narrow for the mean
+        for residual, unsent in zip(plan.residuals, plan.split(result.unsent), strict=True):
+            context.commit(residual, unsent, finite)
         return Result(bucket.memory)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Compressor, Context, Exchange
+from commhooks.compressor import BucketView, Compressor, Context, Exchange, check_inner
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
 
@@ -22,8 +22,15 @@ class StartAfter(Compressor):
     before: Compressor = dataclasses.field(default_factory=AllReduceMean)
 
     def __post_init__(self) -> None:
+        check_inner("StartAfter", self.inner)
+        check_inner("StartAfter", self.before)
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
             raise SettingsError(f"StartAfter(steps={self.steps!r}): steps must be an integer of at least 0.")
+
+    @property
+    def fixes_wire(self) -> bool:
+        """Say whether either compressor does."""
+        return self.inner.fixes_wire or self.before.fixes_wire
 
     def takes(self, gradient: Tensor) -> bool:
         """Take what both compressors take."""

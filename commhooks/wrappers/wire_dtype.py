@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Compressor, Context, Exchange, Result
+from commhooks.compressor import BucketView, Compressor, Context, Exchange, Result, check_inner
 from commhooks.compressors.cast import check_wire_dtype
-from commhooks.errors import CompressorError
+from commhooks.errors import CompressorError, SettingsError
 from commhooks.requests import AllReduce, Request
 
 
@@ -23,7 +23,12 @@ class WireDtype(Compressor):
     """Narrower: smaller messages, fewer digits."""
 
     def __post_init__(self) -> None:
+        check_inner("WireDtype", self.inner)
         check_wire_dtype("WireDtype", self.dtype)
+        if self.inner.fixes_wire:
+            raise SettingsError(
+                f"WireDtype(inner={self.inner!r}): inner must leave the wire's dtype open; this one casts by itself."
+            )
 
     def takes(self, gradient: Tensor) -> bool:
         """Take what `inner` takes, if its values can be cast."""
@@ -35,6 +40,7 @@ class WireDtype(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass on `inner`'s requests with the wire's dtype set."""
+        bucket.wire = bucket.wire or self.dtype  # of one wrapper round another, the outer one's
         exchange = self.inner.compress(bucket, context)
         try:
             request = next(exchange)

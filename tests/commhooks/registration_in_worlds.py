@@ -5,8 +5,10 @@ No postponed annotations here: PyTorch's DDP refuses a hook that has them.
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -144,6 +146,99 @@ def _attach_inside(model: nn.Module, told: list[str], _gradient: Tensor) -> None
         commhooks.attach(model, "fp16")
     except commhooks.AttachError as error:
         told.append(str(error))
+
+
+class Expert(nn.Module):
+    """Have a part of its own on every rank, which the DDP is to leave alone."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+        self.own = nn.Linear(4, 3 + rank)
+        self._ddp_params_and_buffers_to_ignore = ["own.weight", "own.bias"]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.as_tensor(self.own(self.shared(inputs)).sum())
+
+
+def unusual_models(rank: int, kind: str) -> dict[str, bool]:
+    """Say for each unusual model or group whether attaching gives the right means."""
+    right = {}
+    for policy in ("fifo", "fused"):
+        complex_model = given(kind, dtype=torch.complex64)
+        commhooks.attach(complex_model, commhooks.PowerSGD(rank=2), policy=policy)
+        gradients = integers(0, torch.complex64)
+        right[f"complex, {policy}"] = same(step(complex_model, gradients[rank]), means(gradients))
+
+    expert = wrap(kind, Expert(rank))
+    commhooks.attach(expert, "all-reduce")
+    expert(torch.ones(2, 4)).backward()
+    right["ignored"] = expert.module.own.weight.grad is not None  # type: ignore[union-attr]  # 'Tensor'
+
+    alone = [dist.new_group([r]) for r in range(2)]  # every rank makes every group
+    model = given(kind)
+    commhooks.attach(model, "all-reduce", process_group=alone[rank]).detach()
+    gradients = integers(0)
+    right["detached from another group"] = same(step(model, gradients[rank]), means(gradients))
+    return right | _two_dtypes_in_a_static_graph(rank, kind)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.zeros(5, dtype=torch.float16))
+        self.wide = nn.Parameter(torch.zeros(5))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return torch.as_tensor((self.narrow * gradient.half()).sum().float() + (self.wide * gradient).sum())
+
+
+def _two_dtypes_in_a_static_graph(rank: int, kind: str) -> dict[str, bool]:
+    model = wrap(kind, TwoDtypes(), static_graph=True)
+    if kind == "torch":
+        with pytest.raises(commhooks.AttachError, match="policy must be 'fifo' for PyTorch's.*several dtypes"):
+            commhooks.attach(model, "all-reduce", policy="fused")
+    attachment = commhooks.attach(model, "all-reduce", policy="fifo" if kind == "torch" else "fused")
+    right = []
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.full((5,), 2.0 * rank)).backward()
+        right += [torch.equal(gradient, torch.ones_like(gradient)) for gradient in gradients_of(model)]
+    return {"two dtypes in a static graph": all(right) and len(right) == 6 and attachment.steps == 3}
+
+
+def a_detach_after_an_error(rank: int, kind: str) -> str:
+    """Detach in a `finally`, from a backward pass that rank 0's own function broke; return rank 0's error."""
+    model = given(kind)
+    attachment = commhooks.attach(model, "all-reduce", policy="fused", hook_timeout=5.0)
+    if rank == 0:
+        next(model.parameters()).register_hook(_break)
+    try:
+        step(model, integers(0)[rank])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        attachment.detach()
+        assert "commhooks" not in [thread.name for thread in threading.enumerate()]
+    return "nothing"
+
+
+def _break(_gradient: Tensor) -> None:
+    raise ArithmeticError("the user's own")
+
+
+def attach_alone(rank: int) -> tuple[str, str]:
+    """Attach while the other rank never does; and on a group that this rank is no part of."""
+    model = given("torch")
+    told = []
+    foreign, impatient = dist.new_group([1]), dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    if rank == 0:
+        for group in (foreign, impatient):
+            try:
+                commhooks.attach(model, "fp16", process_group=group)
+            except commhooks.CommHooksError as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return (told[0], told[1]) if told else ("", "")
 
 
 def one_state_for_two_models(rank: int, kind: str, how: str) -> str:

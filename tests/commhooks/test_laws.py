@@ -94,6 +94,7 @@ def test_what_parameters_are_said_to_send_adds_up_to_what_is_sent(case: Case, po
         workers.traffic.payload_bytes, abs=8
     )
     assert sum(one.moved_bytes for one in by_parameter.values()) == pytest.approx(workers.traffic.moved_bytes, abs=16)
+    assert set(by_parameter) == {f"layer{number}" for number in range(len(SHAPES))}
     for number, parameter in enumerate(workers.parameters):
         one = by_parameter[f"layer{number}"]
         assert (one.steps, one.gradient_bytes) == (2, 2 * 4 * parameter.numel())
@@ -243,6 +244,42 @@ def test_a_non_finite_gradient_on_one_rank_commits_nothing_and_shows_on_every_ra
     after = normal(parameters, 3, seed=100)
     for ours, theirs in zip(workers.step(after)[0], undisturbed.step(after)[0], strict=True):
         assert torch.equal(ours, theirs)
+
+
+@every_feeding_back_case
+def test_a_mean_that_the_gradients_dtype_cannot_hold_commits_nothing(case: Case) -> None:
+    """The answers may be finite in fp32 and their product not in fp16: a gradient scaler then skips the step."""
+    parameters = zeros((24, 40), (6,), dtype=torch.float16)
+    workers = Workers(case.make(), 2, parameters)
+    for step in range(3):
+        workers.step(normal(parameters, 2, seed=step))
+    before = [[workers.residual(rank, index).clone() for index in range(2)] for rank in range(2)]
+    for seed in range(4):
+        large = [[g.sign() * 60_000 for g in rank] for rank in normal(parameters, 2, seed=seed)]
+        means = workers.step(large)
+        skipped = not all(torch.isfinite(mean).all() for mean in means[0])
+        kept = [[torch.equal(workers.residual(r, i), before[r][i]) for i in range(2)] for r in range(2)]
+        assert not skipped or all(all(row) for row in kept)
+        if not skipped:
+            return  # what this case sends of such gradients is no larger than they are
+    workers.step(normal(parameters, 2, seed=100))
+    assert torch.isfinite(workers.step(normal(parameters, 2, seed=101))[0][0]).all()
+
+
+@every_feeding_back_case
+def test_what_a_wire_cannot_hold_stays_owed(case: Case) -> None:
+    """At 1e-8 a factor's elements are at the end of fp16's range; what is rounded to zero there is not lost."""
+    parameters = zeros((24, 40), (12, 30))
+    workers = Workers(case.make(), 2, parameters)
+    gradients = normal(parameters, 2, seed=3, scale=1e-8)
+    sent = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+    for _ in range(40):
+        for index, mean in enumerate(workers.step(gradients)[0]):
+            sent[index] += mean.double()
+    for index, total in enumerate(sent):
+        owed = (workers.residual(0, index).double() + workers.residual(1, index).double()) / 2
+        expected = 40 * mean_of(gradients, index)
+        assert relative(total + owed - expected, expected) < max(case.tolerance, 1e-5)
 
 
 @every_feeding_back_case

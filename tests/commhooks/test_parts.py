@@ -66,6 +66,11 @@ def test_a_mean_that_fits_the_wire_survives_it(mean: float) -> None:
     assert torch.tensor(4 * mean).half().div_(4).item() in (0.0, float("inf"))
 
 
+def test_the_elements_of_a_sparse_payload_are_those_of_its_values() -> None:
+    rows = torch.ones(10, 16).to_sparse(1).index_select(0, torch.tensor([1, 4, 7]))
+    assert AllReduce(rows).payload_elements == 48
+
+
 def test_a_layout_must_describe_the_tensor() -> None:
     layout = Layout(("a", "b"), (2, 3))
     assert layout.elements == 5
@@ -352,6 +357,53 @@ def test_start_after_runs_the_other_compressor_first() -> None:
         workers.step(normal(workers.parameters, 2, seed=step))
         payloads.append(workers.traffic.payload_bytes - before)
     assert payloads == [4800, 4800, 280, 280]
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_a_wire_is_not_put_round_what_casts_by_itself(name: str, feedback: bool) -> None:
+    inner = commhooks.make_compressor(name, error_feedback=feedback)
+    for wrapped in (inner, commhooks.StartAfter(inner=inner, steps=3)):
+        with pytest.raises(
+            commhooks.SettingsError, match=r"WireDtype\(inner=.*: inner must leave the wire's dtype open"
+        ):
+            commhooks.WireDtype(inner=wrapped, dtype=torch.float16)
+
+
+def test_a_cast_that_saves_nothing_is_not_made() -> None:
+    """fp16 for bf16 has as many bytes, and a mean of 2e5 would become inf."""
+    workers = Workers(commhooks.make_compressor("fp16"), 2, zeros((3,), dtype=torch.bfloat16))
+    large = [[torch.full((3,), 2e5, dtype=torch.bfloat16)] for _ in range(2)]
+    assert torch.equal(workers.step(large)[0][0], large[0][0])
+
+
+@pytest.mark.parametrize("wrapper", ["StartAfter", "WireDtype", "ErrorFeedback"])
+def test_a_wrapper_refuses_what_is_no_compressor(wrapper: str) -> None:
+    every: dict[str, dict[str, Any]] = {"StartAfter": {"steps": 1}, "WireDtype": {"dtype": torch.float16}}
+    settings = every.get(wrapper, {})
+    with pytest.raises(commhooks.SettingsError, match=rf"{wrapper}\(inner='powersgd'\): inner must be a Compressor"):
+        getattr(commhooks, wrapper)(inner="powersgd", **settings)
+
+
+def test_a_state_that_was_built_says_that_its_settings_stay() -> None:
+    state = commhooks.PowerSGDState(None)
+    with pytest.raises(commhooks.SettingsError, match="matrix_approximation_rank cannot be changed to 4 any more"):
+        state.matrix_approximation_rank = 4
+
+
+def test_a_step_that_was_cut_short_is_dropped_when_the_next_one_begins() -> None:
+    communicator, finished = Scripted(), []
+    policy = Fused(communicator, lambda pending: True, lambda task: finished.append(task.step))
+    stale, *whole = [_task(0, Rounds(rounds=1)), _task(0, Rounds(rounds=1)), _task(1, Rounds(rounds=1), is_last=True)]
+    for task in whole:
+        task.step = 1
+    for task in (stale, *whole):
+        policy.add(task)
+    while policy.turn():
+        pass
+    assert finished == [1, 1] and communicator.sizes == [4]
+    with pytest.raises(commhooks.CollectiveError, match="step 0 was cut short: step 1 began before its end"):
+        stale.future.wait()
 
 
 def test_only_sums_can_be_cast_on_the_wire() -> None:

@@ -113,6 +113,25 @@ def test_attaching_over_another_hook_or_inside_a_backward_pass_is_refused(kind: 
 
 
 @both_ddps
+def test_complex_partly_ignored_and_static_models_of_two_dtypes_get_right_means(kind: str) -> None:
+    for right in run_ranks(on_every_rank.unusual_models, 2, kind):
+        assert len(right) == 5 and all(right.values()), right
+
+
+@both_ddps
+def test_detaching_after_an_error_ends_the_thread_and_leaves_the_users_error_alone(kind: str) -> None:
+    broken, waiting = run_ranks(on_every_rank.a_detach_after_an_error, 2, kind, check_exit=False)
+    assert "the user's own" in broken
+    assert "Error" in waiting and waiting != "nothing"
+
+
+def test_attaching_alone_names_the_rank_that_does_not_come() -> None:
+    outside, absent = run_ranks(on_every_rank.attach_alone, 2, check_exit=False)[0]
+    assert "expected a process group that this rank belongs to" in outside
+    assert absent.startswith("CollectiveError: rank 0: ") and "Not there: rank 1." in absent
+
+
+@both_ddps
 @pytest.mark.parametrize("how", ["in turns", "at once"])
 def test_one_state_for_two_models_is_refused(kind: str, how: str) -> None:
     for told in run_ranks(on_every_rank.one_state_for_two_models, 2, kind, how, check_exit=False):
