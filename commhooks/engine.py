@@ -106,11 +106,10 @@ class Engine:
         Raises `AttachError` in the middle of a step, and where ranks disagree; `refusal`, why this rank cannot, once
         the other ranks know. The old compressor then stays.
         """
-        if self._last_index >= 0:
-            raise AttachError(
-                f"replace: step {self.step} is under way (bucket {self._last_index} was handed in); "
-                "call it between two steps."
-            )
+        if torch._C._current_graph_task_id() != -1:
+            raise AttachError(f"replace: step {self.step} is under way; call it between two steps.")
+        if self._last_index >= 0:  # a DDP skipped the last bucket, or the backward pass was cut short
+            self._end_step()
         try:
             self._scheduler_for(device).agree(self._terms_with(compressor, refusal))
         finally:
