@@ -9,8 +9,18 @@ from tests.commhooks import odd_parameters_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [
+        ("fifo", torch.float32),
+        ("fused", torch.float32),
+        ("fused", torch.float16),
+        ("fifo", torch.bfloat16),
+        pytest.param("fifo", torch.float16, marks=pytest.mark.soak),
+        pytest.param("fused", torch.bfloat16, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["core", "torch"])
 def test_a_model_of_odd_parameters_trains_with_every_case(kind: str, policy: str, dtype: torch.dtype) -> None:
     for losses, wrong in run_ranks(on_every_rank.every_case, 2, kind, policy, dtype):
