@@ -87,3 +87,21 @@ def plan_from_numbers(numbers: Sequence[int]) -> Plan:
     for index, position in zip(numbers[:half], numbers[half:], strict=True):
         buckets[position].append(index)
     return [tuple(bucket) for bucket in buckets]
+
+
+def plan_from_names(
+    buckets: Sequence[Sequence[str]], names: Sequence[str], specs: Sequence[ParameterSpec]
+) -> Plan | None:
+    """Turn buckets of parameter names into a plan for the parameters ``names``, or return None if they do not fit.
+
+    They fit if every parameter is in them exactly once, no bucket mixes kinds, and a sparse gradient is alone.
+    """
+    if sorted(name for bucket in buckets for name in bucket) != sorted(names):
+        return None
+    indices = {name: index for index, name in enumerate(names)}
+    plan = [tuple(indices[name] for name in bucket) for bucket in buckets]
+    return plan if all(_may_travel_together([specs[index] for index in bucket]) for bucket in plan) else None
+
+
+def _may_travel_together(specs: Sequence[ParameterSpec]) -> bool:
+    return len({(spec.kind, spec.sparse) for spec in specs}) == 1 and (len(specs) == 1 or not specs[0].sparse)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree  # see ddp_core/graph.py
 
-from ddp_core.bucketing import MIB, choose_limits
+from ddp_core.bucketing import MIB, choose_limits, plan_from_names
 from ddp_core.compatibility import PyTorchNames
 from ddp_core.construction import (
     check_module,
@@ -324,6 +324,49 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
                 "do it between the end of one backward pass and the start of the next"
             )
         self.reducer.hook = hook
+
+    # ---------------------------------------------------------------- buckets in a checkpoint
+
+    def bucket_plan(self) -> dict[str, Any]:
+        """Return what ``load_bucket_plan`` needs to give a resumed run these buckets: integers, names and a flag.
+
+        ``limits``: of the rebuilt buckets, in bytes. ``buckets``: the parameters' names, in the order in which they
+        travel. ``rebuilt``: False until the second iteration begins (static graph: the third), and always with
+        ``find_unused_parameters``, whose buckets are the same from the first iteration on.
+        """
+        reducer = self.reducer
+        return {
+            "limits": list(reducer.settings.rebuilt_limits),
+            "buckets": [list(bucket.names) for bucket in reducer.buckets],
+            "rebuilt": reducer.rebuilt,
+        }
+
+    def load_bucket_plan(self, plan: dict[str, Any]) -> bool:
+        """Take the buckets of ``bucket_plan()`` for all iterations from the next one on, and do not rebuild them.
+
+        A sum's last bits depend on where in its bucket a gradient lies (on Gloo, from three ranks on), and a run that
+        is resumed begins with other buckets than the one that it continues. Call it between iterations, on all ranks,
+        with the same plan, and inside ``join`` only while no rank has joined. A copy or a pickle of this module does
+        not hold the buckets: load the plan into it too. Where gradients stay bucket views between steps
+        (``gradient_as_bucket_view``, ``zero_grad(set_to_none=False)``), equal bits ask that every ``p.grad`` is a
+        tensor of zeros before the plan is loaded.
+
+        Returns False, and changes nothing, if the plan's buckets were not rebuilt yet, this module never rebuilds any
+        (``find_unused_parameters``), limits differ, or the plan does not fit the parameters that are trained: their
+        names, dtypes, devices, and which gradients are sparse. Raises RuntimeError in the middle of a backward pass.
+        """
+        reducer = self.reducer
+        if reducer.in_progress or torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "a bucket plan cannot be loaded while gradients are being reduced; do it between the end of one "
+                "backward pass and the start of the next"
+            )
+        if not plan["rebuilt"] or reducer.searches_graph or plan["limits"] != list(reducer.settings.rebuilt_limits):
+            return False
+        fitting = plan_from_names(plan["buckets"], reducer.names, reducer.specs)
+        if fitting is not None:
+            reducer.rebuild(fitting)
+        return fitting is not None
 
     # ---------------------------------------------------------------- conversions, copies, pickles
 

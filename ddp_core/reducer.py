@@ -190,11 +190,15 @@ class Reducer:
             plan = assign_buckets(self.specs, self.settings.rebuilt_limits, self.ready_order)
             numbers = torch.tensor(plan_to_numbers(plan), device=self.parameters[0].device)
             dist.broadcast(numbers, group=self.process_group, group_src=0)
-            self._build_buckets(plan_from_numbers(numbers.tolist()))
-            self.rebuilt = True
-            if self.settings.gradient_as_bucket_view:
-                for bucket in self.buckets:
-                    bucket.adopt()
+            self.rebuild(plan_from_numbers(numbers.tolist()))
+
+    def rebuild(self, plan: Plan) -> None:
+        """Bucket as ``plan`` says, for good: no order is learned any more."""
+        self._build_buckets(plan)
+        self.rebuilt = True
+        if self.settings.gradient_as_bucket_view:
+            for bucket in self.buckets:
+                bucket.adopt()
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Prepare for the backward pass of a module whose outputs hold ``outputs``."""

@@ -1,0 +1,281 @@
+"""Buckets in a checkpoint: a resumed run takes them over, and a plan that does not fit changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_core.bucketing import ParameterSpec, plan_from_names
+from tests.ddp_core.facts import Facts
+from tests.ddp_core.models import MEAN, Branches, Words, grads, ones, scale, wrap
+from tests.world import run_world
+
+facts = Facts()
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+}
+RUNS = MODES | {"views that are kept": {"gradient_as_bucket_view": True}}  # zeroed, not dropped, before each step
+CAP_MB = 0.03  # of the 25 KiB that a layer below has, two fill a bucket
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(7) for layer in (nn.Linear(80, 80), nn.Tanh())])
+
+
+class Run:
+    """A training run that can be saved and resumed."""
+
+    def __init__(self, mode: str, file: str | None = None, with_plan: bool = True) -> None:
+        self.ddp = wrap(model(), bucket_cap_mb=CAP_MB, **RUNS[mode])
+        self.drops_gradients = mode in MODES
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
+        if file is not None:
+            saved = torch.load(file, weights_only=True)
+            self.ddp.module.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            if not self.drops_gradients:
+                for parameter in self.ddp.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+            assert not with_plan or self.ddp.load_bucket_plan(saved["plan"])
+
+    def save(self, file: str) -> None:
+        states = {"model": self.ddp.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(states | {"plan": self.ddp.bucket_plan()}, file)
+
+    def train(self, rank: int, steps: range) -> list[Tensor]:
+        for step in steps:
+            inputs = torch.randn(4, 80, generator=torch.Generator().manual_seed(10 * step + rank))
+            self.optimizer.zero_grad(set_to_none=self.drops_gradients)
+            self.ddp(inputs).square().mean().backward()
+            self.optimizer.step()
+        return [parameter.detach().clone() for parameter in self.ddp.parameters()]
+
+
+def six_steps_saved_after_three(rank: int, folder: str) -> dict[str, list[Tensor]]:
+    ends = {}
+    for mode in RUNS:
+        run = Run(mode)
+        run.train(rank, range(3))
+        if rank == 0:
+            run.save(f"{folder}/{mode}")
+        ends[mode] = run.train(rank, range(3, 6))
+    return ends
+
+
+def three_steps_resumed(rank: int, folder: str) -> dict[str, list[list[Tensor]]]:
+    return {
+        mode: [Run(mode, f"{folder}/{mode}", with_plan).train(rank, range(3, 6)) for with_plan in (True, False)]
+        for mode in RUNS
+    }
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_resumed_run_on_three_ranks_ends_with_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    uninterrupted = run_world(six_steps_saved_after_three, 3, str(tmp_path))
+    resumed = run_world(three_steps_resumed, 3, str(tmp_path))
+    for rank, mode in itertools.product(range(3), RUNS):
+        with_plan, without = resumed[rank][mode]
+        assert equal(uninterrupted[rank][mode], with_plan), (mode, rank)
+        assert not equal(uninterrupted[rank][mode], without), f"{mode}: buckets do not matter here, so nothing is shown"
+
+
+class Sum(nn.Module):
+    """The sum of the input times each of three weights, whose gradients come in the order c, b, a."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = scale(), scale(), scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.a(x) + self.b(x) + self.c(x))
+
+
+def trained(steps: int = 2, **options: Any) -> Any:
+    """Return a DDP of ``Sum`` whose limit, 6 bytes, makes two buckets of it when they are rebuilt."""
+    ddp = wrap(Sum(), bucket_cap_mb=6e-6, **options)
+    for _ in range(steps):
+        ddp(ones()).sum().backward()
+    return ddp
+
+
+REBUILT = [["c.weight", "b.weight"], ["a.weight"]]
+OTHER = [["b.weight"], ["a.weight", "c.weight"]]
+
+
+def buckets(ddp: Any) -> list[list[str]]:
+    return [list(bucket.names) for bucket in ddp.reducer.buckets]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_plan_is_plain_data_and_comes_back_from_a_file() -> None:
+    plan = trained().bucket_plan()
+    assert plan == {"limits": [6], "buckets": REBUILT, "rebuilt": True}
+    file = io.BytesIO()
+    torch.save(plan, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == plan
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_buckets_that_were_loaded_stay(mode: str, steps: int) -> None:
+    ddp = trained(steps, **MODES[mode])
+    before = grads(ddp)
+    assert ddp.load_bucket_plan({"limits": [6], "buckets": OTHER, "rebuilt": True})
+    assert grads(ddp) == before
+    for step in range(steps, steps + 3):
+        ddp(ones()).sum().backward()
+        assert grads(ddp) == [[step + 1.0]] * 3
+        assert ddp.bucket_plan() == {"limits": [6], "buckets": OTHER, "rebuilt": True}
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_that_are_there_move_into_the_memory_of_loaded_buckets() -> None:
+    ddp = trained(0, gradient_as_bucket_view=True)
+    ddp.module.a.weight.grad = torch.full((1, 1), 7.0)
+    assert ddp.load_bucket_plan({"limits": [6], "buckets": OTHER, "rebuilt": True})
+    assert grads(ddp) == [[7.0], None, None]
+    assert ddp.module.a.weight.grad.data_ptr() == ddp.reducer.buckets[1].flat.data_ptr()
+    ddp(ones()).sum().backward()
+    assert grads(ddp) == [[8.0], [1.0], [1.0]]
+    for bucket in ddp.reducer.buckets:
+        assert all(p.grad.data_ptr() == view.data_ptr() for p, view in zip(bucket.members, bucket.views, strict=True))
+
+
+UNFIT: dict[str, dict[str, Any]] = {
+    "not rebuilt yet": {"rebuilt": False},
+    "other limits": {"limits": [7]},
+    "a parameter is missing": {"buckets": [["b.weight"], ["a.weight"]]},
+    "a parameter is there twice": {"buckets": [*OTHER, ["b.weight"]]},
+    "a stranger": {"buckets": [["b.weight"], ["a.weight", "d.weight"]]},
+    "an empty bucket": {"buckets": [*OTHER, []]},
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("why", UNFIT)
+def test_a_plan_that_does_not_fit_changes_nothing(why: str) -> None:
+    fitting = {"limits": [6], "buckets": OTHER, "rebuilt": True}
+    for steps in (0, 1, 2):
+        ddp = trained(steps)
+        before = ddp.bucket_plan(), ddp.reducer.buckets
+        assert ddp.load_bucket_plan(fitting | UNFIT[why]) is False
+        assert (ddp.bucket_plan(), ddp.reducer.buckets) == before
+        ddp(ones()).sum().backward()
+        assert ddp.bucket_plan()["rebuilt"] == (steps > 0)
+
+
+def test_a_bucket_holds_one_kind_and_a_sparse_gradient_travels_alone() -> None:
+    specs = [ParameterSpec(4, "float"), ParameterSpec(4, "double"), *[ParameterSpec(4, "float", sparse=True)] * 2]
+    names = ["a", "b", "c", "d"]
+    assert plan_from_names([["d"], ["b"], ["c"], ["a"]], names, specs) == [(3,), (1,), (2,), (0,)]
+    for unfit in ([["a", "b"], ["c"], ["d"]], [["a", "c"], ["b"], ["d"]], [["a"], ["b"], ["c", "d"]]):
+        assert plan_from_names(unfit, names, specs) is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_with_sparse_gradients_takes_its_plan() -> None:
+    first, second = (wrap(Words()) for _ in range(2))
+    for _ in range(2):
+        first(1).backward()
+    assert second.load_bucket_plan(first.bucket_plan())
+    second(1).backward()
+    assert grads(second) == [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], [1.0]]
+
+
+@pytest.mark.usefixtures("alone")
+def test_where_unused_parameters_are_searched_for_nothing_is_rebuilt_or_loaded() -> None:
+    ddp = trained(3, find_unused_parameters=True)
+    before = ddp.bucket_plan()
+    assert before["rebuilt"] is False
+    assert ddp.load_bucket_plan(before) is False
+    assert ddp.load_bucket_plan({"limits": [6], "buckets": OTHER, "rebuilt": True}) is False
+    assert ddp.bucket_plan() == before
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mode", MODES)
+def test_no_plan_is_loaded_in_the_middle_of_a_backward_pass(mode: str) -> None:
+    plan, refusals = trained().bucket_plan(), []
+    ddp = trained(0, **MODES[mode])
+
+    def load(_: Any) -> None:
+        with pytest.raises(RuntimeError, match="cannot be loaded while gradients are being reduced"):
+            ddp.load_bucket_plan(plan)
+        refusals.append(1)
+
+    def hook(state: Any, bucket: Any) -> Any:
+        load(state)
+        return dist.all_reduce(bucket.buffer(), async_op=True)
+
+    ddp.register_comm_hook(None, hook)
+    output = ddp(ones()).sum()
+    output.register_hook(load)  # before any gradient is there
+    output.backward()
+    assert len(refusals) == 2
+    assert grads(ddp) == [[1.0]] * 3
+    assert ddp.load_bucket_plan(plan)
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_plan_is_loaded_over_a_reduction_that_did_not_finish() -> None:
+    ddp = wrap(Branches())
+    ddp(ones(), "a").backward()  # nothing comes for b
+    with pytest.raises(RuntimeError, match="cannot be loaded while gradients are being reduced"):
+        ddp.load_bucket_plan(ddp.bucket_plan())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_copy_and_a_pickle_begin_anew_and_take_the_plan() -> None:
+    ddp = trained()
+    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        assert other.bucket_plan()["rebuilt"] is False
+        assert other.load_bucket_plan(ddp.bucket_plan())
+        other.zero_grad()
+        other(ones()).sum().backward()
+        assert (buckets(other), grads(other)) == (REBUILT, [[1.0]] * 3)
+
+
+@facts
+def ranks_that_have_joined_follow_a_plan_that_was_loaded(rank: int) -> None:
+    for mode in MODES.values():
+        ddp = trained(0, **mode)
+        assert ddp.load_bucket_plan({"limits": [6], "buckets": OTHER, "rebuilt": True})
+        with ddp.join():
+            for step in range(4 if rank == 0 else 1):
+                ddp.zero_grad()
+                ddp(ones(rank)).sum().backward()
+                assert grads(ddp) == [[MEAN if step == 0 else 0.5]] * 3
+        assert buckets(ddp) == OTHER
+
+
+@facts
+def gradients_accumulated_alone_are_reduced_in_loaded_buckets(rank: int) -> None:
+    for mode in MODES.values():
+        ddp = trained(2, **mode)
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(ones(rank)).sum().backward()
+        assert ddp.load_bucket_plan({"limits": [6], "buckets": OTHER, "rebuilt": True})
+        ddp(ones(rank)).sum().backward()
+        assert grads(ddp) == [[2 * MEAN]] * 3
+
+
+test = facts.tests()
