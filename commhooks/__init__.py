@@ -1,5 +1,6 @@
 """Gradient compression for data-parallel PyTorch: communication hooks that run on ddp_core's DDP and on PyTorch's."""
 
+from commhooks.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from commhooks.communicators import (
     Communicator,
     LockstepCommunicator,
@@ -22,6 +23,7 @@ from commhooks.default_hooks import (
 )
 from commhooks.errors import (
     AttachError,
+    CheckpointError,
     CollectiveError,
     CommHooksError,
     CompressorError,
@@ -32,6 +34,7 @@ from commhooks.errors import (
 from commhooks.hook import Attachment, attach, hook_statistics
 from commhooks.powersgd_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from commhooks.requests import AllGather, AllReduce, AllToAll, Layout, Request
+from commhooks.snapshot import LoadRules, Snapshot, merge_state_dicts
 from commhooks.statistics import ParameterTraffic, Statistics
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 
@@ -45,6 +48,8 @@ __all__ = [
     "BucketView",
     "COMPRESSORS",
     "Cast",
+    "Checkpoint",
+    "CheckpointError",
     "CollectiveError",
     "CommHooksError",
     "Communicator",
@@ -56,6 +61,7 @@ __all__ = [
     "GradientError",
     "HookTypeError",
     "Layout",
+    "LoadRules",
     "LockstepCommunicator",
     "LockstepGroup",
     "NoOp",
@@ -69,6 +75,7 @@ __all__ = [
     "Result",
     "SettingsError",
     "Slot",
+    "Snapshot",
     "StartAfter",
     "Statistics",
     "StepVerdict",
@@ -81,9 +88,12 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "hook_statistics",
+    "load_checkpoint",
     "make_compressor",
+    "merge_state_dicts",
     "noop_hook",
     "powerSGD_hook",
     "register_ddp_comm_hook",
     "run_lockstep",
+    "save_checkpoint",
 ]

@@ -26,6 +26,10 @@ Exchange = Generator[Request, Tensor, "Result"]
 """What `Compressor.compress` returns: yields requests, is sent their answers, returns a `Result`."""
 
 
+Carry = Callable[[Request], Generator[Request, Tensor, Tensor]]
+"""Carry out one request by way of others, and return its answer."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """Say what was left in the bucket's memory."""
@@ -115,19 +119,21 @@ class Context:
         return torch.stack(checks).all()
 
     def commit(self, memory: Tensor, value: Tensor, allowed: Tensor) -> None:
-        """Write `value` into `memory` where `allowed` (a broadcastable bool) holds."""
+        """Write `value` into `memory` where `allowed` (a broadcastable bool) holds; memory may be narrower, or away."""
         if allowed.numel() == 1 and not allowed.is_cuda:
             if allowed:
                 memory.copy_(value)
-        else:
+        elif memory.device == value.device:
             torch.where(allowed, value, memory, out=memory)
+        else:
+            memory.copy_(torch.where(allowed, value, memory.to(value.device, non_blocking=True)), non_blocking=True)
 
 
 class Compressor(ABC):
     """Average gradients over ranks by way of something smaller.
 
     Subclasses are frozen dataclasses: their fields are settings, checked when built. They keep no tensors; what is to
-    be remembered lives in `Slot.state`.
+    be remembered lives in `Slot.state`, all of it made before the first request.
     """
 
     @property
@@ -147,6 +153,10 @@ class Compressor(ABC):
     def check_parameters(self, names: Iterable[str]) -> None:  # noqa: B027 "empty method": most have nothing to check
         """Raise `SettingsError` if a setting does not fit a model with parameters of these names."""
 
+    def first_steps(self) -> tuple[int, ...]:
+        """Return steps by whose first requests all state is made that is ever kept; none if buckets decide what."""
+        return (0,)
+
     @abstractmethod
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Yield requests until `bucket.memory` holds the mean.
@@ -154,6 +164,22 @@ class Compressor(ABC):
         A collective that fails is thrown into the generator at its `yield`; it may clean up, and must let the exception
         pass. State is written only after the last answer came, and only if all answers were finite.
         """
+
+
+def carried_by(carry: Carry, exchange: Exchange) -> Exchange:
+    """Run an exchange, and let `carry` see to each of its requests; a failure is thrown into the exchange."""
+    try:
+        request = next(exchange)
+        while True:
+            try:
+                answer = yield from carry(request)
+            except Exception as error:
+                request = exchange.throw(error)
+            else:
+                request = exchange.send(answer)
+    except StopIteration as stop:
+        result: Result = stop.value
+    return result
 
 
 def check_inner(owner: str, inner: object) -> None:
@@ -164,21 +190,22 @@ def check_inner(owner: str, inner: object) -> None:
         )
 
 
-def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which state is kept and mathematics is done for a gradient of `dtype`: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def residual_of(slot: Slot) -> Tensor:
-    """Return what this rank still owes for a parameter: 1-D, in the order of its memory, in the computing dtype.
+    """Return what this rank still owes for a parameter: 1-D, in the order of its memory.
 
-    Every compressor with error feedback keeps it here, in the state "residual", so that one can take over from another.
+    Every compressor with error feedback keeps it here, so that one can take over from another. It may be narrower than
+    the computing dtype, or lie in the host's memory: read it by `add_owed`, and write it by `Context.commit`.
     """
-    local, dtype = slot.state.local, computing_dtype(slot.gradient.dtype)
-    kept = local.get("residual")
-    if kept is None or kept.numel() != slot.gradient.numel() or kept.dtype != dtype:
-        kept = local["residual"] = torch.zeros_like(slot.gradient, dtype=dtype)
-    return kept
+    return slot.state.residual(slot.gradient)
+
+
+def add_owed(memories: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
+    """Add residuals, wherever and however they are kept, to memory of the computing dtype."""
+    if residuals and residuals[0].device != memories[0].device:
+        residuals = [
+            kept.to(memory.device, non_blocking=True) for kept, memory in zip(residuals, memories, strict=True)
+        ]
+    torch._foreach_add_(list(memories), list(residuals))
 
 
 def _is_finite(tensor: Tensor) -> Tensor:

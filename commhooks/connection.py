@@ -165,7 +165,7 @@ class Agreements:
             return
         store.set(str(self._carrier.rank), terms)
         theirs = [store.get(str(rank)).decode() for rank in range(self._carrier.world_size)]
-        raise AttachError("ranks disagree about what they attach. " + _first_difference(theirs))
+        raise AttachError("ranks disagree. " + _first_difference(theirs))
 
 
 def _first_difference(terms: list[str]) -> str:

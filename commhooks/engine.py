@@ -12,11 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.communicators import ProcessGroupCommunicator
-from commhooks.compressor import BucketView, Compressor, Context, Slot, StepVerdict
+from commhooks.compressor import BucketView, Compressor, Context, Exchange, Slot, StepVerdict
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.connection import Address, Agreements, Connection, WrapCommunicator
-from commhooks.errors import AttachError, GradientError, SettingsError
+from commhooks.errors import AttachError, CheckpointError, GradientError, SettingsError
+from commhooks.guards import keep_what_is_unused, take_part_with_zeros
+from commhooks.journal import Journal
+from commhooks.loss_scale import LossScale
 from commhooks.scheduler import InlineScheduler, Scheduler, ThreadScheduler
+from commhooks.snapshot import LoadRules, Snapshot, refuse, settings_of
 from commhooks.state import StateTable
 from commhooks.statistics import ParameterTraffic, Statistics
 from commhooks.task import BucketTask
@@ -50,10 +54,17 @@ class Engine:
         refusal: Exception | None = None,
         wrap_communicator: WrapCommunicator | None = None,
         hook_timeout: float | None = None,
+        residuals: str = "fp32",
+        atomic: bool = False,
+        may_be_unused: bool = False,
     ) -> None:
         self.compressor = compressor
-        self.state = StateTable()
+        self.state = StateTable(residuals)
+        self.loss_scale = LossScale()
         self.step = 0
+        self._journal = Journal() if atomic else None
+        self.may_be_unused = may_be_unused
+        self._resumed = ""
         self._process_group = weakref.ref(process_group)
         self._address = Address.under(process_group, label)
         self._policy = policy
@@ -80,7 +91,7 @@ class Engine:
         view = self._view(bucket, memory) if self._by_parameter else BucketView(bucket.index(), memory)
         context = Context(self._address.rank, self._address.world_size, self.step, self._verdict)
         task = BucketTask(
-            exchange=compressor.compress(view, context),
+            exchange=self._guarded(view, compressor.compress(view, context)),
             future=_future_for(memory),
             memory=memory,
             step=self.step,
@@ -90,11 +101,15 @@ class Engine:
             layout=view.layout,
             world_size=self._address.world_size,
             verdict=self._verdict,
+            journal=self._journal,
             ready=_event_for(memory),
         )
         if task.is_last and self._by_parameter and not self._names_checked:
             self._names_checked = True
             compressor.check_parameters(self.state.names())
+            self.state.end_loading()
+        if self._journal is not None:
+            self._journal.expect(last=task.is_last)
         self._scheduler_for(memory.device).submit(task)
         if task.is_last:
             self._end_step()
@@ -106,18 +121,83 @@ class Engine:
         Raises `AttachError` in the middle of a step, and where ranks disagree; `refusal`, why this rank cannot, once
         the other ranks know. The old compressor then stays.
         """
-        if torch._C._current_graph_task_id() != -1:
-            raise AttachError(f"replace: step {self.step} is under way; call it between two steps.")
-        if self._last_index >= 0:  # a DDP skipped the last bucket, or the backward pass was cut short
-            self._end_step()
+        self._stand_between_steps("replace")
         try:
             self._scheduler_for(device).agree(self._terms_with(compressor, refusal))
         finally:
             if refusal is not None:
                 raise refusal
         self.compressor = compressor
-        self._views.clear()
-        self._parameters.clear()
+        self._forget_views()
+
+    def snapshot(self, bucket_plan: dict[str, Any] | None = None) -> Snapshot:
+        """Return what a checkpoint holds, without copying tensors; between two steps, on every rank.
+
+        Raises `CheckpointError` where names are not known, and after a step that failed, whose buckets may have
+        committed in part.
+        """
+        self._stand_between_steps("state_dict")
+        failure = self._scheduler.failure() if self._scheduler is not None else None
+        if failure is not None:
+            raise CheckpointError(
+                f"state_dict: a step failed, and some of its buckets may have changed their state and others not; "
+                f"go on from the last checkpoint. The failure was: {failure}"
+            )
+        if self.state.storage == "host" and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # copies to the host are not waited for by anybody else
+        replicated, local = self.state.export()
+        return Snapshot(
+            step=self.step,
+            world_size=self._address.world_size,
+            policy=self._policy,
+            grad_scale=self.loss_scale.value(),
+            settings=settings_of(self.compressor),
+            shapes={name: list(parameter.shape) for name, parameter in self.state.named().items()},
+            bucket_plan=bucket_plan or {},
+            replicated=replicated,
+            local={self._address.rank: local},
+        )
+
+    def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]:
+        """Name everything in which a snapshot does not fit."""
+        shapes = {name: list(parameter.shape) for name, parameter in self.state.named().items()}
+        return snapshot.differences(self.compressor, shapes, self._address.world_size, self._address.rank, rules)
+
+    def restore(self, read: Snapshot | CheckpointError, rules: LoadRules) -> None:
+        """Go on from a snapshot; between two steps, on every rank.
+
+        Raises `CheckpointError` on every rank if it does not fit on any, or if ranks bring different ones; all then
+        stay as they were. A rank that cannot even read it hands in why.
+        """
+        self._stand_between_steps("load_state_dict")
+        named, rank, world_size = self.state.named(), self._address.rank, self._address.world_size
+        checked, faults = read, self.differences(read, rules) if isinstance(read, Snapshot) else []
+        if faults:
+            checked = refuse(f"rank {rank}: the checkpoint does not fit", faults)
+        self._agree_on(checked, next(iter(named.values()), None))
+        if isinstance(checked, CheckpointError):
+            raise checked
+        unchecked = checked.shapes if not named and rules.missing == "refuse" else None
+        self.state.load(checked.replicated, checked.entries_for(rank, world_size, rules), unchecked)
+        self.loss_scale.load(checked.grad_scale)
+        self.step = checked.step
+        self._names_checked = False
+        self._forget_views()
+
+    def lay_out(self, sparse: set[Tensor]) -> None:
+        """Make all state that the compressor is ever to keep, as its first steps would; none for `sparse` parameters.
+
+        A checkpoint that is read into what is there (`torch.distributed.checkpoint`) finds a place for everything.
+        """
+        for parameter in self.state.named().values():
+            memory = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            if parameter in sparse or not self.compressor.takes(memory):
+                continue
+            view = BucketView(0, memory, [Slot(parameter, memory, self.state.of(parameter))])
+            for step in self.compressor.first_steps():
+                exchange = self.compressor.compress(view, Context(self._address.rank, self._address.world_size, step))
+                next(exchange, None)
+                exchange.close()
 
     def open(self, device: torch.device) -> None:
         """Connect to the other ranks now, and not at the first bucket; raise the refusal once they know of it."""
@@ -196,12 +276,49 @@ class Engine:
         if names is not None and any(self.state.name_of(parameter) is None for parameter in parameters):
             self.state.bind(zip(names(), parameters, strict=True))
 
+    def _guarded(self, view: BucketView, exchange: Exchange) -> Exchange:
+        """Put round an exchange what keeps state where this step, or this run, is not like others."""
+        if not view.slots or view.memory.is_sparse:
+            return exchange if self._journal is None else self._journal.watch(view, exchange)
+        if self.may_be_unused:
+            exchange = keep_what_is_unused(view, exchange)
+        if self._journal is not None:
+            exchange = self._journal.watch(view, exchange)
+        return take_part_with_zeros(view, exchange) if _has_joined(view.memory) else exchange
+
+    def _stand_between_steps(self, caller: str) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise AttachError(f"{caller}: step {self.step} is under way; call it between two steps.")
+        if self._last_index >= 0:  # a DDP skipped the last bucket, or the backward pass was cut short
+            self._end_step()
+
+    def _forget_views(self) -> None:
+        self._views.clear()
+        self._parameters.clear()
+
+    def _agree_on(self, loaded: Snapshot | CheckpointError, parameter: Tensor | None) -> None:
+        """Raise unless every rank loads the same: now if the line stands, otherwise when it is opened."""
+        if isinstance(loaded, CheckpointError):
+            terms = f"refusal: {loaded}"
+        else:
+            terms = self._resumed = f"state of step {loaded.step}, {loaded.digest()}"
+        if self._scheduler is None or parameter is None:
+            return
+        try:
+            self._scheduler.agree(terms)
+        except AttachError as error:
+            if not isinstance(loaded, CheckpointError):
+                raise CheckpointError(f"load_state_dict: nothing was loaded. {error}") from error
+
     def _begin_step_if(self, bucket: Bucket) -> None:
         """Begin a step with its first bucket; a DDP may skip the one that would have ended the step before."""
         if self._by_parameter and self._last_index >= 0 and self._comes_again(bucket):
             self._end_step()
         if self._last_index < 0:
             self._verdict = StepVerdict() if self._policy == "fused" else None
+            self.loss_scale.apply_to(self.state.residuals(), bucket.buffer().device)
+            if self._journal is not None:
+                self._journal.begin_step()
         self._last_index = bucket.index()
 
     def _comes_again(self, bucket: Bucket) -> bool:
@@ -239,7 +356,8 @@ class Engine:
     def _terms_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
         if refusal is not None:
             return f"refusal: {refusal}"
-        return f"compressor {compressor!r}\n{self._terms}"
+        counted = "counted" if self.may_be_unused else "not counted"
+        return f"compressor {compressor!r}\nunused parameters are {counted}\n{self._resumed}\n{self._terms}"
 
     def _scheduler_for(self, device: torch.device) -> Scheduler:
         if self._scheduler is None:
@@ -277,6 +395,11 @@ def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that a process group uses for a device, such as "gloo"."""
     by_device = dict(part.split(":", 1) for part in str(dist.get_backend_config(process_group)).split(","))
     return by_device.get(device.type, "gloo")
+
+
+def _has_joined(memory: Tensor) -> bool:
+    """Say whether a DDP handed in zeros for a rank that has run out of inputs: outside of any backward pass."""
+    return torch._C._current_graph_task_id() == -1 and not bool(memory.count_nonzero())
 
 
 def _future_for(memory: Tensor) -> torch.futures.Future[Tensor]:

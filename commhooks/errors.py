@@ -23,6 +23,10 @@ class GradientError(CommHooksError, TypeError):
     """Refuse a gradient that no compressor can average, an integer one for example."""
 
 
+class CheckpointError(CommHooksError, RuntimeError):
+    """Refuse to save what could not be loaded, or to load what does not fit; what was there before stays."""
+
+
 class CompressorError(CommHooksError, RuntimeError):
     """Report a failure inside a compressor: the message names rank, step, bucket, parameters and cause."""
 

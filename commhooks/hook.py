@@ -9,7 +9,7 @@ that name needs NCCL. Ours does not, so the functions behind those public names 
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,10 @@ from commhooks.connection import WrapCommunicator
 from commhooks.engine import Engine
 from commhooks.errors import AttachError, CommHooksError, SettingsError
 from commhooks.foreign_hook import name_of
+from commhooks.loss_scale import Scaler
+from commhooks.resume import load_state, saved_state, searches_for_unused, snapshot_of
 from commhooks.scheduler import POLICIES
+from commhooks.snapshot import LoadRules, Snapshot
 from commhooks.state import StateTable
 from commhooks.statistics import ParameterTraffic, Statistics
 
@@ -37,10 +40,11 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 class Attachment:
     """Be the handle on a compressor that works for a model: read its statistics, detach it."""
 
-    def __init__(self, engine: Engine, socket: "_Socket", named: list[tuple[str, Tensor]]) -> None:
+    def __init__(self, engine: Engine, socket: "_Socket", named: list[tuple[str, Tensor]], model: Module) -> None:
         self._engine = engine
         self._socket = socket
         self._named = named
+        self._model = weakref.ref(model)
 
     @property
     def compressor(self) -> Compressor:
@@ -68,6 +72,37 @@ class Attachment:
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         """Return each parameter's share of what was counted since attaching, by name, on this rank."""
         return self._engine.by_parameter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, as plain data: see `commhooks.snapshot` for what is where.
+
+        This rank's residuals only, so call it on every rank, between two steps. Tensors are copies. Raises
+        `CheckpointError` after a step that failed.
+        """
+        return saved_state(self._engine, self._model())
+
+    def snapshot(self) -> Snapshot:
+        """Return what `state_dict` does, with the tensors themselves and not copies."""
+        return snapshot_of(self._engine, self._model())
+
+    def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]:
+        """Name everything in which a snapshot does not fit, so that loading it would be refused."""
+        return self._engine.differences(snapshot, rules)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, world_size: str = "refuse", settings: str = "refuse", missing: str = "refuse"
+    ) -> None:
+        """Go on from what `state_dict` returned; call it on every rank, between the same two steps.
+
+        What may differ: `LoadRules`. Raises `CheckpointError` on every rank, and changes nothing, if the state is
+        damaged or does not fit on any of them, or if ranks bring different ones.
+        """
+        rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
+        load_state(self._engine, state, rules, self._model())
+
+    def set_grad_scale(self, scale: float) -> None:
+        """Say what the loss is multiplied by from the next step on: residuals follow. See `scaler` of `attach` too."""
+        self._engine.loss_scale.announce(scale)
 
     def replace(self, compressor: Compressor | str) -> None:
         """Let another compressor go on from the next step, with the state that is there.
@@ -103,6 +138,9 @@ def attach(
     process_group: dist.ProcessGroup | None = None,
     wrap_communicator: WrapCommunicator | None = None,
     hook_timeout: float | None = None,
+    scaler: Scaler | None = None,
+    residuals: str = "fp32",
+    atomic: bool = False,
 ) -> Attachment:
     """Let `compressor` average the gradients of `model`, a DistributedDataParallel of ddp_core's or PyTorch's.
 
@@ -114,6 +152,11 @@ def attach(
     - `wrap_communicator` may put another communicator round the real one.
     - `hook_timeout`, in seconds, bounds every collective, and under "fused" the wait for a step's next bucket (default:
       the group's timeout).
+    - `scaler`, a `torch.amp.GradScaler`: residuals follow when it changes the scale of the loss.
+    - `residuals` is how they are kept: "fp32" (fp64 for gradients of that), "bf16", or "host", in fp32 in the host's
+      memory.
+    - `atomic`: a step whose mean holds an inf or a NaN in any bucket changes no state at all. Costs a second copy of
+      the state. Without it "fused" judges all buckets' messages together, and "fifo" each bucket by itself.
 
     Raises `AttachError` if something is attached or registered already, if the model is no DistributedDataParallel, or
     if ranks disagree about compressor, policy or parameters; `SettingsError` for settings that cannot work.
@@ -126,15 +169,16 @@ def attach(
         )
     compressor = checked_compressor("attach", compressor)
     check_run_settings("attach", policy, hook_timeout)
-    if policy == "fused" and _numbers_no_bucket_last(model):
+    whole_steps = "policy must be 'fifo' and atomic False" if policy == "fused" or atomic else ""
+    if whole_steps and _numbers_no_bucket_last(model):
         raise AttachError(
-            "attach: policy must be 'fifo' for PyTorch's DistributedDataParallel with static_graph=True and parameters "
+            f"attach: {whole_steps} for PyTorch's DistributedDataParallel with static_graph=True and parameters "
             "of several dtypes or devices: its first iteration does not say which bucket is the last one."
         )
-    if policy == "fused" and getattr(model, "skip_all_reduce_unused_params", False):
+    if whole_steps and getattr(model, "skip_all_reduce_unused_params", False):
         raise AttachError(
-            "attach: policy must be 'fifo' for a model with skip_all_reduce_unused_params=True, which may leave out "
-            "the bucket that 'fused' waits for."
+            f"attach: {whole_steps} for a model with skip_all_reduce_unused_params=True, which may leave out the "
+            "bucket that ends a step."
         )
     if torch._C._current_graph_task_id() != -1:
         raise AttachError("attach: a backward pass is under way; attach between two of them.")
@@ -164,10 +208,15 @@ def attach(
         refusal=refusal,
         wrap_communicator=wrap_communicator,
         hook_timeout=hook_timeout,
+        residuals=residuals,
+        atomic=atomic,
+        may_be_unused=searches_for_unused(model),
     )
+    if scaler is not None:
+        engine.loss_scale.follow(scaler)
     engine.bind(named)
     engine.open(named[0][1].device)
-    attachment = Attachment(engine, socket, named)
+    attachment = Attachment(engine, socket, named, model)
     socket.take(attachment, group_or_default(getattr(model, "process_group", None)))
     socket.plug_into(model)
     return attachment
@@ -240,6 +289,10 @@ class _Socket:
             with contextlib.suppress(RuntimeError):
                 self._removable.remove()
                 self._registered = False
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Copy and pickle as an empty one: a copy of a model has nothing attached."""
+        return type(self), ()
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Run the attachment's engine, or nothing but an all-reduce where there is none any more."""

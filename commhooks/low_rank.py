@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Slot, computing_dtype, residual_of
+from commhooks.compressor import BucketView, Slot, add_owed, residual_of
 from commhooks.matrices import MatrixForm
 from commhooks.requests import Layout
-from commhooks.state import ParameterState
+from commhooks.state import RESIDUAL, ParameterState, computing_dtype
 
 Side = Literal["P", "Q"]
 OTHER: dict[Side, Side] = {"P": "Q", "Q": "P"}
@@ -122,7 +122,9 @@ class LowRankMatrix:
             M.copy_(self.gradient[rows])
         elif again:
             return M
-        return M if self.residual is None else M.add_(self.residual[rows])
+        if self.residual is not None:
+            add_owed([M], [self.residual[rows]])
+        return M
 
     def write_mean(self, rows: slice, mean: Tensor) -> None:
         """Write a block of the mean where the gradient was, unless it is there already."""
@@ -170,5 +172,5 @@ def joint_residual(slots: Sequence[Slot]) -> Tensor:
     """Return the residuals of several parameters as one stretch of memory, which theirs are views of from now on."""
     joint = torch.cat([residual_of(slot) for slot in slots])
     for slot, part in zip(slots, joint.split([slot.gradient.numel() for slot in slots]), strict=True):
-        slot.state.local["residual"] = part
+        slot.state.local[RESIDUAL] = part
     return joint

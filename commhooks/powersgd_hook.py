@@ -1,5 +1,8 @@
 """PowerSGD as a communication hook, under PyTorch's names, arguments and defaults."""
 
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +15,12 @@ from commhooks.compressor import Compressor
 from commhooks.compressors import PowerSGD
 from commhooks.default_hooks import on_wire
 from commhooks.engine import Engine
-from commhooks.errors import SettingsError
+from commhooks.errors import CheckpointError, SettingsError
 from commhooks.hook import check_run_settings, deliver, group_or_default
+from commhooks.loss_scale import Scaler
 from commhooks.matrices import MatrixRule
+from commhooks.resume import load_state, saved_state, searches_for_unused
+from commhooks.snapshot import LoadRules
 from commhooks.state import StateTable
 from commhooks.statistics import ParameterTraffic, Statistics
 from commhooks.wrappers import StartAfter, WireDtype
@@ -38,7 +44,11 @@ class PowerSGDState:
       logged (see `statistics()`), and the result does not depend on batching.
 
     Those by name are ours; `PowerSGD` says what each does: `alternating`, `iterations`, `matrices`, `skip` (by
-    names, for which see `bind`); `wire` casts what is sent; `policy` and `hook_timeout` are those of `attach`.
+    names, for which see `bind`); `wire` casts what is sent; `policy`, `hook_timeout`, `residuals` and `atomic` are
+    those of `attach`.
+
+    It can be pickled once it knows the parameters' names, with this rank's residuals; the process group is not saved,
+    and a state that was unpickled uses the default one. `torch.load` takes it at its defaults.
     """
 
     def __init__(
@@ -61,6 +71,8 @@ class PowerSGDState:
         wire: torch.dtype | None = None,
         policy: str = "fifo",
         hook_timeout: float | None = None,
+        residuals: str = "fp32",
+        atomic: bool = False,
     ) -> None:
         self.process_group = process_group
         self.matrix_approximation_rank = matrix_approximation_rank
@@ -79,9 +91,14 @@ class PowerSGDState:
         self.wire = wire
         self.policy = policy
         self.hook_timeout = hook_timeout
+        self.residuals = residuals
+        self.atomic = atomic
         check_run_settings("PowerSGDState", policy, hook_timeout)
         self._form = (wire, matrices)
         self._compressor = self._make_compressor(wire, matrices)
+        self._model: Callable[[], Module | None] = _no_model
+        self._scaler: Scaler | None = None
+        self._to_load: tuple[Mapping[str, Any], LoadRules] | None = None
         # Made here where that is possible: the order in which states are built is the same on every rank, the order in
         # which two models' first buckets come need not be.
         self._engine = self._make_engine() if dist.is_initialized() else None
@@ -101,17 +118,83 @@ class PowerSGDState:
         """What is remembered, by parameter; None before the first bucket without a process group."""
         return self._engine.state if self._engine is not None else None
 
-    def bind(self, model: Module) -> None:
+    def bind(self, model: Module, *, scaler: Scaler | None = None) -> None:
         """Learn the names of a model's parameters, which PyTorch's DDP does not tell a hook (ddp_core's does).
 
-        Call it before the first backward pass, with the model or its DDP. Raises `SettingsError` if `skip` fits none.
+        Call it before the first backward pass, with the DDP: what it does with unused parameters, and ddp_core's
+        buckets, are learned too. `scaler`, a `torch.amp.GradScaler`: residuals follow the scale of the loss. Raises
+        `SettingsError` if `skip` fits none, and `CheckpointError` if state was loaded that does not fit.
         """
         if self._engine is None:
             self._engine = self._make_engine()
         inner = getattr(model, "module", None)
         named = list((inner if isinstance(inner, Module) else model).named_parameters())
         self._compressor.check_parameters(name for name, _ in named)
-        self._engine.bind(named)
+        self._engine.bind([(name, parameter) for name, parameter in named if parameter.requires_grad])
+        self._engine.may_be_unused = searches_for_unused(model)
+        self._model = weakref.ref(model)
+        if scaler is not None:
+            self._engine.loss_scale.follow(scaler)
+        self._load_what_waits()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, as plain data: see `Attachment.state_dict`.
+
+        Raises `CheckpointError` where names are not known, for which see `bind`.
+        """
+        if self._to_load is not None:
+            raise CheckpointError(
+                "PowerSGDState: state was loaded that has not found its parameters; call bind(model)."
+            )
+        if self._engine is None:
+            self._engine = self._make_engine()
+        return saved_state(self._engine, self._model())
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, world_size: str = "refuse", settings: str = "refuse", missing: str = "refuse"
+    ) -> None:
+        """Go on from what `state_dict` returned; see `Attachment.load_state_dict`.
+
+        Before the first step: ranks that bring different states hear of it at their first bucket. Where names are not
+        known yet, the state is checked when they are.
+        """
+        self._to_load = state, LoadRules(world_size=world_size, settings=settings, missing=missing)
+        if self._engine is not None:
+            self._load_what_waits()
+
+    def set_grad_scale(self, scale: float) -> None:
+        """Say what the loss is multiplied by from the next step on: residuals follow. See `scaler` of `bind` too."""
+        if self._engine is None:
+            self._engine = self._make_engine()
+        self._engine.loss_scale.announce(scale)
+
+    def __getstate__(self) -> dict[str, Any]:
+        settings = {name: value for name, value in vars(self).items() if name in _SETTINGS}
+        return {"settings": settings | {"wire": str(self.wire) if self.wire else ""}, "state": self.state_dict()}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        settings = dict(saved["settings"])
+        unknown = settings.keys() - _SETTINGS
+        if unknown:
+            raise CheckpointError(f"PowerSGDState: settings {', '.join(sorted(map(str, unknown)))} are not known.")
+        settings["wire"] = _WIRES[settings["wire"]]
+        PowerSGDState.__init__(self, None, **settings)
+        self.load_state_dict(saved["state"])
+
+    def _ready_engine(self) -> Engine:
+        if self._engine is None:
+            self._engine = self._make_engine()
+        if self._to_load is not None:
+            raise CheckpointError(
+                "PowerSGDState: the state that was loaded has not found its parameters; call bind(model)."
+            )
+        return self._engine
+
+    def _load_what_waits(self) -> None:
+        assert self._engine is not None, "names are learned by an engine"
+        if self._to_load is not None:
+            waiting, self._to_load = self._to_load, None
+            load_state(self._engine, *waiting, self._model())
 
     def statistics(self) -> Statistics:
         """Return what was counted so far, on this rank."""
@@ -137,6 +220,7 @@ class PowerSGDState:
         """Average a bucket; `wire` and `matrices`, where given, override the state's, and must stay the same."""
         if self._engine is None:
             self._engine = self._make_engine()
+        self._load_what_waits()
         form = (wire or self.wire, matrices or self.matrices)
         if form != self._form:
             if self._engine.step or bucket.index():
@@ -171,7 +255,17 @@ class PowerSGDState:
             label="PowerSGDState",
             policy=self.policy,
             hook_timeout=self.hook_timeout,
+            residuals=self.residuals,
+            atomic=self.atomic,
         )
+
+
+def _no_model() -> None:
+    return None
+
+
+_SETTINGS = set(inspect.signature(PowerSGDState).parameters) - {"process_group"}
+_WIRES = {"": None} | {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16)}
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
@@ -196,3 +290,6 @@ def _batched_powersgd_on_wire(state: Any, bucket: GradBucket, dtype: torch.dtype
 
 on_wire[powerSGD_hook] = _powersgd_on_wire
 on_wire[batched_powerSGD_hook] = _batched_powersgd_on_wire
+
+# PyTorch's documentation saves hook and state together; `torch.load` takes them at its defaults, and nothing else.
+torch.serialization.add_safe_globals([PowerSGDState, powerSGD_hook, batched_powerSGD_hook])

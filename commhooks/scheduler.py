@@ -63,6 +63,10 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
+    def failure(self) -> CommHooksError | None:
+        """Return what ended the work, other than being told to; None while it goes on."""
+
+    @abstractmethod
     def traffic(self) -> Traffic | None:
         """Return the communicator's counts; None before there is a communicator."""
 
@@ -102,6 +106,11 @@ class ThreadScheduler(Scheduler):
         agreement: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._desk.hand_in_terms(terms, agreement)
         agreement.result()
+
+    def failure(self) -> CommHooksError | None:
+        """Return what ended the thread."""
+        error = self._desk.error
+        return None if error is None or isinstance(error.__cause__, _StopOrderError) else error
 
     def traffic(self) -> Traffic | None:
         """Return the communicator's counts."""
@@ -227,6 +236,7 @@ class _Desk:
 
     def _finish(self, task: BucketTask) -> None:
         assert task.result is not None and self.traffic is not None
+        task.judge()
         self._ledger.enter(task, self.traffic)
         task.future.set_result(task.result.mean)
 
@@ -383,6 +393,10 @@ class InlineScheduler(Scheduler):
         """Ask the other ranks from here."""
         self._agree(terms)
 
+    def failure(self) -> CommHooksError | None:
+        """Return the first failure."""
+        return self._error
+
     def traffic(self) -> Traffic | None:
         """Return the communicator's counts."""
         return self._communicator.traffic
@@ -392,6 +406,7 @@ class InlineScheduler(Scheduler):
 
     def _finish(self, task: BucketTask) -> None:
         assert task.result is not None
+        task.judge()
         self.ledger.enter(task, self._communicator.traffic)
         task.future.set_result(task.result.mean)
 

@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
+
+from commhooks.errors import CheckpointError, SettingsError
+from commhooks.matrices import is_dense
+
+RESIDUAL = "residual"
+"""The name of what a rank still owes; every compressor with error feedback keeps it, in units of its gradients."""
+
+RESIDUAL_STORAGES = ("fp32", "bf16", "host")
+"""Where residuals are kept: in fp32 at least, in half of that, or in the host's memory."""
+
+Entries = dict[str, dict[str, Tensor]]
+"""For each parameter's name, what is remembered for it."""
 
 
 @dataclasses.dataclass
 class ParameterState:
-    """Remember one parameter's share: what is the same on every rank, and what is this rank's own."""
+    """Remember one parameter's share: what is the same on every rank, and what is this rank's own.
+
+    What holds one value for each of the parameter's elements is kept 1-D, in the order of the parameter's memory;
+    that is how a checkpoint knows to save it in the parameter's shape.
+    """
 
     key: str
     """The parameter's name, or "#<position>" where nobody told the names; random bases are seeded by it."""
     replicated: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     local: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    storage: str = "fp32"
+    """One of `RESIDUAL_STORAGES`."""
+
+    def residual(self, gradient: Tensor) -> Tensor:
+        """Return what this rank still owes: 1-D like `gradient`, zeros at first, kept as `storage` says."""
+        kept = self.local.get(RESIDUAL)
+        dtype = torch.bfloat16 if self.storage == "bf16" else computing_dtype(gradient.dtype)
+        device = torch.device("cpu") if self.storage == "host" else gradient.device
+        if kept is None or kept.numel() != gradient.numel() or kept.dtype != dtype or kept.device != device:
+            pinned = self.storage == "host" and gradient.is_cuda
+            fresh = torch.zeros(gradient.numel(), dtype=dtype, device=device, pin_memory=pinned)
+            if kept is not None and kept.numel() == gradient.numel():
+                fresh.copy_(kept)
+            kept = self.local[RESIDUAL] = fresh
+        return kept
 
     def memory_bytes(self) -> int:
         """Return the bytes that this parameter's state takes."""
@@ -30,9 +62,14 @@ class StateTable:
     nor an offset in it can find a parameter's state again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, storage: str = "fp32") -> None:
+        if storage not in RESIDUAL_STORAGES:
+            raise SettingsError(f"residuals={storage!r}: residuals must be one of {', '.join(RESIDUAL_STORAGES)}.")
+        self.storage = storage
         self._states: dict[Tensor, ParameterState] = {}
         self._names: dict[Tensor, str] = {}
+        self._awaited: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] | None = None
+        self._shapes: dict[str, tuple[int, ...]] | None = None
 
     def bind(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Learn parameters' names; state that is there already takes its parameter's name."""
@@ -49,14 +86,108 @@ class StateTable:
         """Return the name, or what stands for it, of every parameter that was told or met."""
         return [*self._names.values(), *(s.key for p, s in self._states.items() if p not in self._names)]
 
+    def named(self) -> dict[str, Tensor]:
+        """Return the parameters whose names are known, by name."""
+        return {name: parameter for parameter, name in self._names.items()}
+
     def of(self, parameter: Tensor) -> ParameterState:
         """Return the parameter's state, a new one at first use."""
         state = self._states.get(parameter)
         if state is None:
             key = self._names.get(parameter, f"#{len(self._states)}")
-            state = self._states[parameter] = ParameterState(key)
+            state = self._states[parameter] = ParameterState(key, storage=self.storage)
+            if self._awaited is not None:
+                self._take_awaited(parameter, state)
         return state
+
+    def residuals(self) -> list[Tensor]:
+        """Return every residual that there is."""
+        return [state.local[RESIDUAL] for state in self._states.values() if RESIDUAL in state.local]
+
+    def export(self) -> tuple[Entries, Entries]:
+        """Return what is replicated and what is local, by name, without copying it; element-wise state in its shape.
+
+        Raises `CheckpointError` for a parameter whose name nobody told.
+        """
+        replicated: Entries = {}
+        local: Entries = {}
+        for parameter, state in self._states.items():
+            if parameter not in self._names and (state.replicated or state.local):
+                raise CheckpointError(
+                    f"state of a parameter of shape {tuple(parameter.shape)} cannot be saved, for its name is not "
+                    "known; call bind(model) on the hook's state, or use attach. (PyTorch's "
+                    "DistributedDataParallel tells a hook no names.)"
+                )
+            if state.replicated:
+                replicated[state.key] = {name: _shaped(kept, parameter) for name, kept in state.replicated.items()}
+            if state.local:
+                local[state.key] = {name: _shaped(kept, parameter) for name, kept in state.local.items()}
+        return replicated, local
+
+    def load(self, replicated: Entries, local: Entries, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Take entries as `export` gives them in the place of all state that is there; they are copied.
+
+        Parameters whose names are not known yet take theirs when they are met. With `shapes`, those of all parameters
+        by name, `CheckpointError` is raised then for one that has none there, or another.
+        """
+        self._states.clear()
+        self._shapes = None if shapes is None else {name: tuple(shape) for name, shape in shapes.items()}
+        self._awaited = {name: (replicated.get(name, {}), local.get(name, {})) for name in {*replicated, *local}}
+        for parameter in self._names:
+            self.of(parameter)
+
+    def end_loading(self) -> None:
+        """Raise `CheckpointError` if something was loaded for a parameter that was never met; forget the rest."""
+        left = sorted(self._shapes or ())
+        self._awaited = self._shapes = None
+        if left:
+            raise CheckpointError(
+                f"state was loaded for parameters that this model has not, or not by this name: {', '.join(left[:8])}."
+            )
 
     def memory_bytes(self) -> int:
         """Return the bytes that all parameters' state takes."""
         return sum(state.memory_bytes() for state in self._states.values())
+
+    def _take_awaited(self, parameter: Tensor, state: ParameterState) -> None:
+        if parameter not in self._names:
+            raise CheckpointError(
+                f"state was loaded by name, and the name of a parameter of shape {tuple(parameter.shape)} is not "
+                "known; call bind(model) on the hook's state before the first backward pass. (PyTorch's "
+                "DistributedDataParallel tells a hook no names.)"
+            )
+        assert self._awaited is not None, "nothing was loaded"
+        shape = tuple(parameter.shape) if self._shapes is None else self._shapes.pop(state.key, None)
+        if shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"checkpoint has {'no state' if shape is None else f'state of shape {shape}'} for parameter "
+                f"{state.key!r} of shape {tuple(parameter.shape)}."
+            )
+        replicated, local = self._awaited.pop(state.key, ({}, {}))
+        state.replicated = {name: _as_kept(saved, parameter) for name, saved in replicated.items()}
+        state.local = {name: _as_kept(saved, parameter) for name, saved in local.items()}
+        if RESIDUAL in state.local:
+            state.residual(parameter.detach().reshape(-1))  # in the dtype, and the memory, that this run keeps it in
+
+
+def computing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which state is kept and mathematics is done for a gradient of `dtype`: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _shaped(kept: Tensor, parameter: Tensor) -> Tensor:
+    """Return element-wise state in its parameter's shape; a gradient without gaps lies in the order of dimensions."""
+    if kept.dim() != 1 or kept.numel() != parameter.numel():
+        return kept
+    if not is_dense(parameter):
+        return kept.view(parameter.shape)
+    return kept.as_strided(parameter.shape, parameter.stride(), kept.storage_offset())
+
+
+def _as_kept(saved: Tensor, parameter: Tensor) -> Tensor:
+    """Return a copy of what `_shaped` returned, in the memory order and on the device of this run's parameter."""
+    if saved.shape != parameter.shape:
+        return saved.detach().to(parameter.device, copy=True)
+    flat = torch.empty(parameter.numel(), dtype=saved.dtype, device=parameter.device)
+    _shaped(flat, parameter).copy_(saved)
+    return flat

@@ -13,6 +13,7 @@ from torch import Tensor
 from commhooks.communicators import Pending
 from commhooks.compressor import Exchange, Result, StepVerdict
 from commhooks.errors import CompressorError
+from commhooks.journal import Journal
 from commhooks.requests import Layout, Request
 
 
@@ -33,6 +34,8 @@ class BucketTask:
     world_size: int
     verdict: StepVerdict | None = None
     """What the buckets of one step judge together, where the policy lets them."""
+    journal: Journal | None = None
+    """Where the means of one step's buckets are judged together."""
     ready: Any = None
     """On a GPU, the event recorded when the bucket was handed in."""
     handed_in: float = dataclasses.field(default_factory=time.perf_counter)
@@ -61,6 +64,11 @@ class BucketTask:
         self._run(answer)
         if was_last and self.request is not None:
             raise CompressorError(f"the compressor asked for an {self.request.kind} after a request marked last=True.")
+
+    def judge(self) -> None:
+        """Let the journal, if there is one, look at the mean; after the step's last bucket it may undo the step."""
+        if self.journal is not None and self.result is not None:
+            self.journal.judge(self.result.mean)
 
     def throw(self, error: BaseException) -> None:
         """Throw a failure into the compressor at its `yield`, so that it can clean up; it cannot go on."""

@@ -93,6 +93,10 @@ class PowerSGD(Compressor):
                     "(A hook learns names from attach, from PowerSGDState.bind, or from ddp_core's DDP.)"
                 )
 
+    def first_steps(self) -> tuple[int, ...]:
+        """Return the first step, unless buckets decide which matrices there are."""
+        return () if self.matrices == "whole-bucket" else (0,)
+
     def sides(self, step: int) -> tuple[Side, ...]:
         """Return which factors a step computes and sends, in order."""
         if not self.alternating:
@@ -108,6 +112,9 @@ class PowerSGD(Compressor):
             return Result(mean)
 
         sides = self.sides(context.step)
+        if self.alternating and self.warm_start:  # all state is made before the first request
+            for x in plan.matrices:
+                self._basis(x, "P", context)
         checks = []
         for turn, side in enumerate(sides):
             for x in _there_and_back(plan.matrices, turn):
@@ -141,7 +148,7 @@ class PowerSGD(Compressor):
         for rows in x.blocks:
             if x.residual is not None:
                 M = x.form(rows, again=True)
-                if known_finite:
+                if known_finite and x.residual.dtype == M.dtype and x.residual.device == M.device:
                     torch.addmm(M, P_sent[rows], Q_sent, alpha=-1, out=x.residual[rows])
                 else:
                     context.commit(x.residual[rows], M.addmm_(P_sent[rows], Q_sent, alpha=-1), finite)

@@ -19,11 +19,12 @@ from commhooks.compressor import (
     Exchange,
     Result,
     Slot,
+    add_owed,
     check_inner,
-    computing_dtype,
     residual_of,
 )
 from commhooks.errors import CompressorError, SettingsError
+from commhooks.state import computing_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,10 @@ class ErrorFeedback(Compressor):
     def check_parameters(self, names: Iterable[str]) -> None:
         """Let `inner` check its settings."""
         self.inner.check_parameters(names)
+
+    def first_steps(self) -> tuple[int, ...]:
+        """Return those of `inner`."""
+        return self.inner.first_steps()
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run `inner` on the gradient plus the residual."""
@@ -95,4 +100,4 @@ class _Plan:
         """Lay the gradient, plus what is owed, where `inner` will work on it."""
         if self.inner.memory is not gradient:
             self.inner.memory.copy_(gradient)
-        torch._foreach_add_([slot.gradient for slot in self.inner.slots], self.residuals)
+        add_owed([slot.gradient for slot in self.inner.slots], self.residuals)

@@ -42,6 +42,11 @@ class StartAfter(Compressor):
         self.inner.check_parameters(known)
         self.before.check_parameters(known)
 
+    def first_steps(self) -> tuple[int, ...]:
+        """Return those of both compressors, each in its turn."""
+        turn = [step for step in self.before.first_steps() if step < self.steps]
+        return (*turn, *(self.steps + step for step in self.inner.first_steps()))
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Hand the bucket to whichever compressor has its turn."""
         compressor = self.before if context.step < self.steps else self.inner

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 import torch
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Compressor, Context, Exchange, Result, check_inner
+from commhooks.compressor import BucketView, Compressor, Context, Exchange, carried_by, check_inner
 from commhooks.compressors.cast import check_wire_dtype
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.requests import AllReduce, Request
@@ -38,22 +38,17 @@ class WireDtype(Compressor):
         """Let `inner` check its settings."""
         self.inner.check_parameters(names)
 
+    def first_steps(self) -> tuple[int, ...]:
+        """Return those of `inner`."""
+        return self.inner.first_steps()
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass on `inner`'s requests with the wire's dtype set."""
         bucket.wire = bucket.wire or self.dtype  # of one wrapper round another, the outer one's
-        exchange = self.inner.compress(bucket, context)
-        try:
-            request = next(exchange)
-            while True:
-                try:
-                    answer = yield self._narrowed(request)
-                except Exception as error:
-                    request = exchange.throw(error)
-                else:
-                    request = exchange.send(answer)
-        except StopIteration as stop:
-            result: Result = stop.value
-            return result
+        return carried_by(self._carry, self.inner.compress(bucket, context))
+
+    def _carry(self, request: Request) -> Generator[Request, Tensor, Tensor]:
+        return (yield self._narrowed(request))
 
     def _narrowed(self, request: Request) -> Request:
         if not isinstance(request, AllReduce):

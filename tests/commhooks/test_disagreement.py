@@ -30,7 +30,7 @@ def check(told: Told, difference: tuple[str, str]) -> None:
     """Demand that the error came soon, and says which rank has what."""
     assert told.seconds < 10
     ours, theirs = map(re.escape, difference)
-    assert re.search(f"disagree about what they attach. Rank 0 has: .*{ours}.* Rank 1 has: .*{theirs}", told.text), told
+    assert re.search(f"ranks disagree. Rank 0 has: .*{ours}.* Rank 1 has: .*{theirs}", told.text), told
 
 
 @both_ddps

@@ -1,0 +1,92 @@
+"""What goes round an exchange so that state survives where a DDP's step is not like the others.
+
+Each guard takes an exchange and is one, so a compressor knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from commhooks.compressor import BucketView, Exchange, Slot, carried_by
+from commhooks.journal import Copies
+from commhooks.requests import AllReduce, Layout, Request
+from commhooks.state import RESIDUAL
+
+
+def take_part_with_zeros(bucket: BucketView, exchange: Exchange) -> Exchange:
+    """Run for a rank that has run out of inputs: it sends nothing that it owes, and owes it still afterwards."""
+    put_by = Copies(own for slot in bucket.slots for own in slot.state.local.values())
+    for slot in bucket.slots:
+        if RESIDUAL in slot.state.local:
+            slot.state.local[RESIDUAL].zero_()
+    try:
+        return (yield from exchange)
+    finally:
+        put_by.restore()
+
+
+def keep_what_is_unused(bucket: BucketView, exchange: Exchange) -> Exchange:
+    """Let parameters whose gradient is zero on every rank keep their state, and send nothing of what they owe.
+
+    A DDP that searches for unused parameters leaves the gradient of one that no rank used as it was, so what its
+    residual had sent would be lost. One element for each parameter rides in the first request, and counts the ranks
+    that have a gradient.
+    """
+    rider = _Rider(bucket)
+    result = yield from carried_by(rider.carry, exchange)
+    rider.settle()
+    return result
+
+
+class _Rider:
+    """Hold the counts of one bucket, and copies of the state that may have to come back."""
+
+    def __init__(self, bucket: BucketView) -> None:
+        self._slots = bucket.slots
+        self._layout = Layout(tuple(slot.state.key for slot in bucket.slots), (1,) * len(bucket.slots))
+        self._counts = torch.stack([slot.gradient.count_nonzero() > 0 for slot in bucket.slots]).to(torch.float32)
+        self._copies: dict[int, Copies] | None = None
+
+    def carry(self, request: Request) -> Generator[Request, Tensor, Tensor]:
+        """Let the counts ride with the first request if it is a sum, or go before it."""
+        if self._copies is not None:
+            return (yield request)
+        self._copies = {number: Copies(_kept_by(self._slots[number])) for number in self._candidates()}
+        if not isinstance(request, AllReduce) or request.tensor.is_sparse or request.tensor.is_complex():
+            self._counts = yield AllReduce(self._counts, average=True, layout=self._layout)
+            return (yield request)
+        own = request.tensor
+        answer = yield AllReduce(
+            torch.cat([own.reshape(-1), self._counts.to(own.dtype)]),
+            average=request.average,
+            wire=request.wire,
+            last=request.last,
+            layout=None if request.layout is None else self._behind(request.layout),
+        )
+        own.copy_(answer[: own.numel()].view(own.shape))
+        self._counts = answer[own.numel() :]
+        return own
+
+    def settle(self) -> None:
+        """Give back the state of what no rank used, and a mean of zero."""
+        for number, copies in (self._copies or {}).items():
+            unused = self._counts[number] == 0
+            copies.restore(unused)
+            gradient = self._slots[number].gradient
+            gradient.copy_(torch.where(unused, torch.zeros_like(gradient), gradient))
+
+    def _candidates(self) -> list[int]:
+        """Return the places of what may be unused everywhere: what is so here; on a GPU, where nobody waits, all."""
+        if self._counts.is_cuda:
+            return list(range(len(self._slots)))
+        return [number for number, count in enumerate(self._counts.tolist()) if not count]
+
+    def _behind(self, layout: Layout) -> Layout:
+        return Layout(layout.keys + self._layout.keys, layout.sizes + self._layout.sizes)
+
+
+def _kept_by(slot: Slot) -> list[Tensor]:
+    return [*slot.state.replicated.values(), *slot.state.local.values()]

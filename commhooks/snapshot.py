@@ -1,0 +1,298 @@
+"""What `state_dict()` holds: plain tensors, numbers, texts, and lists and dictionaries of those.
+
+    format_version  1
+    step            steps synchronised before it was taken
+    world_size      ranks that trained
+    policy          the order of collectives, for the record
+    grad_scale      the loss scale in whose units residuals are
+    settings        of the compressor, each as text
+    shapes          of every parameter, by name
+    bucket_plan     how ddp_core's DDP had cut parameters into buckets; empty on PyTorch's
+    replicated      by parameter's name and entry's name: the same on every rank
+    local           by "rank<r>", parameter's name and entry's name: each rank's own
+
+One rank's has its own part of `local` only; `merge_state_dicts` puts several together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.compressor import Compressor
+from commhooks.errors import CheckpointError, SettingsError
+from commhooks.state import RESIDUAL, Entries
+
+FORMAT_VERSION = 1
+
+_TYPES: dict[str, type] = {
+    "step": int,
+    "world_size": int,
+    "policy": str,
+    "grad_scale": float,
+    "settings": dict,
+    "shapes": dict,
+    "bucket_plan": dict,
+    "replicated": dict,
+    "local": dict,
+}
+_LINES_TO_LIST = 12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadRules:
+    """Say which differences between a checkpoint and the run that loads it are wanted."""
+
+    world_size: str = "refuse"
+    """For another world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks; or "reset",
+    which starts residuals from zero (also where this rank's are not in the checkpoint)."""
+    settings: str = "refuse"
+    """For a compressor with other settings: "refuse", or "change"."""
+    missing: str = "refuse"
+    """For parameters that only the checkpoint has, or only the model: "refuse", or "reset", which starts those of the
+    model from nothing and drops the others."""
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "world_size": ("refuse", "spread", "reset"),
+            "settings": ("refuse", "change"),
+            "missing": ("refuse", "reset"),
+        }
+        for name, values in allowed.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise SettingsError(f"{name}={value!r}: {name} must be one of {', '.join(values)}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Hold the state of a hook at one step, as one or several ranks have it; see the module's text for the fields."""
+
+    step: int
+    world_size: int
+    policy: str
+    grad_scale: float
+    settings: dict[str, str]
+    shapes: dict[str, list[int]]
+    bucket_plan: dict[str, Any]
+    replicated: Entries
+    local: dict[int, Entries]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        local = {f"rank{rank}": entries for rank, entries in self.local.items()}
+        return {"format_version": FORMAT_VERSION} | fields | {"local": local}
+
+    @classmethod
+    def from_dict(cls, state: object) -> Snapshot:
+        """Read what `as_dict` gave; raise `CheckpointError`, naming every fault, if it cannot have been that."""
+        if not isinstance(state, Mapping) or "format_version" not in state:
+            raise CheckpointError(f"expected the state_dict() of a hook's state (got {_kind_of(state)}).")
+        version = state["format_version"]
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"the hook's state was saved in format {version!r}; this version of commhooks reads format "
+                f"{FORMAT_VERSION}."
+            )
+        faults = [
+            f"{name}: expected {kind.__name__}, got {_kind_of(state.get(name))}"
+            for name, kind in _TYPES.items()
+            if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool)
+        ]
+        if not faults:
+            faults = _faults_within(state)
+        if faults:
+            raise CheckpointError(f"the hook's state is damaged. {_listed(faults)}")
+        fields: dict[str, Any] = {name: state[name] for name in _TYPES}
+        fields["local"] = {int(rank.removeprefix("rank")): entries for rank, entries in state["local"].items()}
+        return cls(**fields)
+
+    def cloned(self) -> Snapshot:
+        """Return one whose tensors are copies."""
+        local = {rank: _cloned(entries) for rank, entries in self.local.items()}
+        return dataclasses.replace(self, replicated=_cloned(self.replicated), local=local)
+
+    def differences(
+        self, compressor: Compressor, shapes: Mapping[str, Sequence[int]], world_size: int, rank: int, rules: LoadRules
+    ) -> list[str]:
+        """Name everything in which this does not fit a run and is not wanted to differ."""
+        found = []
+        if rules.settings == "refuse":
+            found += _settings_that_differ(self.settings, settings_of(compressor))
+        for name, shape in shapes.items():
+            saved = self.shapes.get(name)
+            if saved is None and rules.missing == "refuse":
+                found.append(
+                    f"checkpoint has no parameter {name!r} (saved with {self.settings.get('compressor')}); pass "
+                    "missing='reset' to start it from nothing"
+                )
+            elif saved is not None and list(saved) != list(shape):
+                found.append(f"parameter {name!r}: saved with shape {tuple(saved)}, now {tuple(shape)}")
+        if shapes and rules.missing == "refuse":
+            found += [
+                f"checkpoint has parameter {name!r}, which the model has not; pass missing='reset' to drop it"
+                for name in self.shapes
+                if name not in shapes
+            ]
+        return found + self._ranks_missing(world_size, rank, rules)
+
+    def entries_for(self, rank: int, world_size: int, rules: LoadRules) -> Entries:
+        """Return what `rank` of so many is to remember by itself; `differences` has found nothing to object to."""
+        if world_size == self.world_size and rank in self.local:
+            return self.local[rank]
+        return spread(self.local, self.world_size, rank, world_size) if rules.world_size == "spread" else {}
+
+    def digest(self) -> str:
+        """Return a short text that is the same on every rank that loads the same state."""
+        common = (self.step, self.world_size, self.grad_scale, sorted(self.settings.items()), self.bucket_plan)
+        digest = hashlib.blake2b(repr(common).encode(), digest_size=16)
+        for name, entries in sorted(self.replicated.items()):
+            for entry, tensor in sorted(entries.items()):
+                digest.update(f"{name}\x1f{entry}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}".encode())
+                digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _ranks_missing(self, world_size: int, rank: int, rules: LoadRules) -> list[str]:
+        here = ", ".join(map(str, sorted(self.local))) or "no rank"
+        if world_size != self.world_size and rules.world_size == "refuse":
+            return [
+                f"saved by {self.world_size} ranks, loaded by {world_size}; pass world_size='spread' to keep the sum "
+                "of the residuals, or world_size='reset' to start them from zero"
+            ]
+        if world_size == self.world_size and rank not in self.local and rules.world_size != "reset":
+            return [
+                f"it holds the residuals of rank {here} and this is rank {rank}; save on every rank and load each "
+                "rank's own (save_checkpoint does), or pass world_size='reset' to start them from zero"
+            ]
+        if world_size != self.world_size and rules.world_size == "spread":
+            wanted = [old for old in range(self.world_size) if old not in self.local]
+            if wanted:
+                return [
+                    f"it holds the residuals of rank {here}, and to spread them takes those of rank "
+                    f"{', '.join(map(str, wanted))} too (merge_state_dicts puts several together)"
+                ]
+        return []
+
+
+def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put the state_dict()s of several ranks, taken at the same step, into one.
+
+    Raises `CheckpointError` if they are not of one step of one run, or one rank comes twice.
+    """
+    if not states:
+        raise CheckpointError("merge_state_dicts: expected at least one state_dict().")
+    snapshots = [Snapshot.from_dict(state) for state in states]
+    first = snapshots[0]
+    local: dict[int, Entries] = {}
+    for snapshot in snapshots:
+        if snapshot.digest() != first.digest():
+            raise CheckpointError(
+                f"merge_state_dicts: the states are not of one run's step (rank {_ranks(first)} has step "
+                f"{first.step}, rank {_ranks(snapshot)} step {snapshot.step}, or other settings or replicated state)."
+            )
+        twice = local.keys() & snapshot.local.keys()
+        if twice:
+            raise CheckpointError(f"merge_state_dicts: rank {', '.join(map(str, sorted(twice)))} comes twice.")
+        local |= snapshot.local
+    return dataclasses.replace(first, local=local).as_dict()
+
+
+def spread(local: Mapping[int, Entries], old_size: int, rank: int, new_size: int) -> Entries:
+    """Return the residuals of one rank of `new_size`, so that their sum over ranks is that of the `old_size` before.
+
+    Fewer ranks: new rank r takes those of old ranks r, r + new_size, and so on. More: an old rank's are divided among
+    the new ranks that have its number modulo `old_size`. Other entries are not taken along.
+    """
+    takers = 1 if new_size <= old_size else len(range(rank % old_size, new_size, old_size))
+    givers = range(rank, old_size, new_size) if new_size <= old_size else [rank % old_size]
+    sums: dict[str, Tensor] = {}
+    for giver in givers:
+        for name, entries in local[giver].items():
+            if RESIDUAL in entries:
+                owed = entries[RESIDUAL].double() / takers
+                sums[name] = sums[name] + owed if name in sums else owed
+    dtypes = {name: e[RESIDUAL].dtype for g in givers for name, e in local[g].items() if RESIDUAL in e}
+    return {name: {RESIDUAL: total.to(dtypes[name])} for name, total in sums.items()}
+
+
+def settings_of(compressor: Compressor) -> dict[str, str]:
+    """Return a compressor's settings as texts, those of what it wraps under "inner.rank" and the like."""
+    settings = {"compressor": type(compressor).__name__}
+    for field in dataclasses.fields(compressor):  # type: ignore[arg-type]  # every compressor is a dataclass
+        value = getattr(compressor, field.name)
+        if isinstance(value, Compressor):
+            settings |= {f"{field.name}.{name}": text for name, text in settings_of(value).items()}
+        elif field.compare:
+            settings[field.name] = repr(value)
+    return settings
+
+
+def _settings_that_differ(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return [
+        f"setting {name}: saved with {saved.get(name, 'nothing')}, now {now.get(name, 'nothing')}"
+        for name in sorted({*saved, *now})
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def refuse(what: str, faults: Sequence[str]) -> CheckpointError:
+    """Return the error that lists why something is not loaded."""
+    return CheckpointError(f"{what}; nothing was loaded. {_listed(faults)}")
+
+
+def _faults_within(state: Mapping[str, Any]) -> list[str]:
+    faults = [
+        f"shapes[{name!r}]: expected a list of integers" for name, s in state["shapes"].items() if not _is_shape(s)
+    ]
+    faults += [
+        f"settings[{name!r}]: expected a text" for name, v in state["settings"].items() if not isinstance(v, str)
+    ]
+    parts = {"replicated": state["replicated"]}
+    for rank, entries in state["local"].items():
+        number = str(rank).removeprefix("rank")
+        if str(rank) == number or not number.isdecimal() or int(number) >= state["world_size"]:
+            faults.append(f"local[{rank!r}]: expected one of rank0 to rank{state['world_size'] - 1}")
+        parts[f"local[{rank!r}]"] = entries
+    for where, entries in parts.items():
+        if not isinstance(entries, Mapping):
+            faults.append(f"{where}: expected a dictionary, got {_kind_of(entries)}")
+            continue
+        for name, kept in entries.items():
+            if name not in state["shapes"]:
+                faults.append(f"{where}[{name!r}]: no such parameter among its shapes")
+            elif not isinstance(kept, Mapping) or not all(isinstance(tensor, Tensor) for tensor in kept.values()):
+                faults.append(f"{where}[{name!r}]: expected a dictionary of tensors")
+            elif RESIDUAL in kept and kept[RESIDUAL].numel() != _elements(state["shapes"][name]):
+                faults.append(f"{where}[{name!r}]: a residual of shape {tuple(kept[RESIDUAL].shape)}")
+    return faults
+
+
+def _is_shape(shape: object) -> bool:
+    return isinstance(shape, (list, tuple)) and all(isinstance(size, int) for size in shape)
+
+
+def _elements(shape: object) -> int:
+    return torch.Size(shape).numel() if _is_shape(shape) else -1  # type: ignore[arg-type]  # just looked at
+
+
+def _kind_of(value: object) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {value!r}"[:80]
+
+
+def _listed(faults: Sequence[str]) -> str:
+    more = f"; and {len(faults) - _LINES_TO_LIST} more" if len(faults) > _LINES_TO_LIST else ""
+    return "; ".join(faults[:_LINES_TO_LIST]) + more + "."
+
+
+def _cloned(entries: Entries) -> Entries:
+    return {name: {entry: tensor.clone() for entry, tensor in kept.items()} for name, kept in entries.items()}
+
+
+def _ranks(snapshot: Snapshot) -> str:
+    return ", ".join(map(str, sorted(snapshot.local)))
