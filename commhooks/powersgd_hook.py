@@ -19,8 +19,8 @@ from commhooks.errors import CheckpointError, SettingsError
 from commhooks.hook import check_run_settings, deliver, group_or_default
 from commhooks.loss_scale import Scaler
 from commhooks.matrices import MatrixRule
-from commhooks.resume import load_state, saved_state, searches_for_unused
-from commhooks.snapshot import LoadRules
+from commhooks.resume import load_state, saved_state, searches_for_unused, snapshot_of
+from commhooks.snapshot import LoadRules, Snapshot
 from commhooks.state import StateTable
 from commhooks.statistics import ParameterTraffic, Statistics
 from commhooks.wrappers import StartAfter, WireDtype
@@ -142,13 +142,17 @@ class PowerSGDState:
 
         Raises `CheckpointError` where names are not known, for which see `bind`.
         """
-        if self._to_load is not None:
-            raise CheckpointError(
-                "PowerSGDState: state was loaded that has not found its parameters; call bind(model)."
-            )
+        return saved_state(self._ready_engine(), self._model())
+
+    def snapshot(self) -> Snapshot:
+        """Return what `state_dict` does, with the tensors themselves and not copies."""
+        return snapshot_of(self._ready_engine(), self._model())
+
+    def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]:
+        """Name everything in which a snapshot does not fit, so that loading it would be refused."""
         if self._engine is None:
             self._engine = self._make_engine()
-        return saved_state(self._engine, self._model())
+        return self._engine.differences(snapshot, rules)
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, world_size: str = "refuse", settings: str = "refuse", missing: str = "refuse"
@@ -182,12 +186,12 @@ class PowerSGDState:
         self.load_state_dict(saved["state"])
 
     def _ready_engine(self) -> Engine:
-        if self._engine is None:
-            self._engine = self._make_engine()
         if self._to_load is not None:
             raise CheckpointError(
-                "PowerSGDState: the state that was loaded has not found its parameters; call bind(model)."
+                "PowerSGDState: state was loaded that has not found its parameters; call bind(model)."
             )
+        if self._engine is None:
+            self._engine = self._make_engine()
         return self._engine
 
     def _load_what_waits(self) -> None:
