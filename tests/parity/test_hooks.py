@@ -16,7 +16,8 @@ from tests.parity.cases import Variant
 from tests.parity.training import Hook, first_difference, train
 from tests.world import run_world
 
-STEPS = 20
+STEPS = 10  # PowerSGD compresses from the fourth on
+MANY_STEPS = 50
 ONE_BUCKET = None  # PyTorch's sizes, and models of a few KiB
 SEVERAL = 0.002  # MiB
 
@@ -58,23 +59,37 @@ TABLE: list[tuple[Callable[[], tuple[object, Hook]], float | None]] = [
 ]
 
 
-def train_with_hooks(rank: int, cases: list[str]) -> list[str]:
+def train_with_hooks(rank: int, cases: list[str], steps: int) -> list[str]:
     complaints = []
     for hook, bucket_cap_mb in TABLE:
         for case in cases:
             for view in (False, True):
                 variant = Variant(case=case, optimizer="sgd", view=view, static=False, bucket_cap_mb=bucket_cap_mb)
-                histories: list[Any] = [train(rank, variant, which, STEPS, hook) for which in ("torch", "ours")]
+                histories: list[Any] = [train(rank, variant, which, steps, hook) for which in ("torch", "ours")]
                 difference = first_difference(*histories)
                 if difference:
                     complaints.append(f"{hook.__name__} on {variant}: {difference}")
     return complaints
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
+def assert_equal_histories(world_size: int, cases: list[str], steps: int, timeout: float) -> None:
+    complaints = run_world(train_with_hooks, world_size, cases, steps, timeout=timeout, check_exit=False)
+    assert complaints == [[]] * world_size, "\n".join(line for lines in complaints for line in lines)
+
+
+on_both_world_sizes = pytest.mark.parametrize(
     ("world_size", "cases"), [(2, ["mlp", "cnn with batchnorm"]), (3, ["mlp", "transformer, tied weights"])]
 )
+
+
+@pytest.mark.timeout(200)
+@on_both_world_sizes
 def test_pytorchs_hooks_give_the_same_bits_on_both(world_size: int, cases: list[str]) -> None:
-    complaints = run_world(train_with_hooks, world_size, cases, timeout=180, check_exit=False)
-    assert complaints == [[]] * world_size, "\n".join(line for lines in complaints for line in lines)
+    assert_equal_histories(world_size, cases, STEPS, timeout=180)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@on_both_world_sizes
+def test_pytorchs_hooks_give_the_same_bits_on_both_for_50_steps(world_size: int, cases: list[str]) -> None:
+    assert_equal_histories(world_size, cases, MANY_STEPS, timeout=880)
