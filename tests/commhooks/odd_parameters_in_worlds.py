@@ -69,7 +69,8 @@ def train(rank: int, kind: str, policy: str, dtype: torch.dtype, case: Case, wro
             net.zero_grad()
             loss = nn.functional.cross_entropy(net(images, words, use=(step + rank) % 3 == 0), labels)
             loss.backward()
-        if not all(torch.equal(p, other) for p in module.parameters() for other in copies(p)):
+        own = in_one([p.detach() for p in module.parameters()])
+        if not all(torch.equal(own, other) for other in copies(own)):
             wrong.append(f"{case}, step {step}: replicas differ")
         wrong += [f"{case}, step {step}: {name}" for name in wrong_means(module, alone, case, step)]
         losses.append(loss.item())
@@ -77,11 +78,25 @@ def train(rank: int, kind: str, policy: str, dtype: torch.dtype, case: Case, wro
     return losses
 
 
-def copies(parameter: Tensor) -> list[Tensor]:
+def in_one(tensors: list[Tensor]) -> Tensor:
+    """Return all elements in one tensor, for one collective: float64 holds every dtype's exactly."""
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
+
+
+def copies(tensor: Tensor) -> list[Tensor]:
     """Return every rank's copy of a tensor."""
-    gathered = [torch.empty_like(parameter).contiguous() for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, parameter.detach().contiguous())
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
     return gathered
+
+
+def means_over_ranks(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the mean of each tensor over the ranks, in float64."""
+    mean = in_one(tensors)
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    parts = mean.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def wrong_means(module: Odd, alone: Odd, case: Case, step: int) -> list[str]:
@@ -93,13 +108,10 @@ def wrong_means(module: Odd, alone: Odd, case: Case, step: int) -> list[str]:
     """
     wrong = []
     nobody_uses = (step % 3, (step + 1) % 3).count(0) == 0
-    for (name, parameter), local in zip(module.named_parameters(), alone.parameters(), strict=True):
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in alone.parameters()]
+    for (name, parameter), mean in zip(module.named_parameters(), means_over_ranks(gradients), strict=True):
         if not parameter.requires_grad or (nobody_uses and name.startswith("sometimes")):
             continue
-        mean = torch.zeros(parameter.shape, dtype=torch.float64) if local.grad is None else local.grad.to_dense()
-        mean = mean.double().contiguous()
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
         if parameter.grad is None or parameter.grad.shape != parameter.shape or parameter.grad.dtype != parameter.dtype:
             wrong.append(f"{name} has gradient {parameter.grad}")
         elif case.lossless or parameter.grad.is_sparse:

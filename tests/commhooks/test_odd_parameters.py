@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from tests.commhooks import odd_parameters_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 
+ORDINARY = [
+    ("core", "fifo", torch.float32),
+    ("core", "fused", torch.float16),
+    ("core", "fifo", torch.bfloat16),
+    ("torch", "fused", torch.float32),
+    ("torch", "fifo", torch.float16),
+    ("torch", "fused", torch.bfloat16),
+]
+"""Any two of a DDP, a policy and a dtype meet here; the long runs have all three with each other."""
+EVERY = itertools.product(("core", "torch"), ("fifo", "fused"), (torch.float32, torch.float16, torch.bfloat16))
+REST = [pytest.param(*one, marks=pytest.mark.soak) for one in EVERY if one not in ORDINARY]
 
-@pytest.mark.parametrize(
-    ("policy", "dtype"),
-    [
-        ("fifo", torch.float32),
-        ("fused", torch.float32),
-        ("fused", torch.float16),
-        ("fifo", torch.bfloat16),
-        pytest.param("fifo", torch.float16, marks=pytest.mark.soak),
-        pytest.param("fused", torch.bfloat16, marks=pytest.mark.soak),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", ["core", "torch"])
+
+@pytest.mark.parametrize(("kind", "policy", "dtype"), [*ORDINARY, *REST], ids=str)
 def test_a_model_of_odd_parameters_trains_with_every_case(kind: str, policy: str, dtype: torch.dtype) -> None:
     for losses, wrong in run_ranks(on_every_rank.every_case, 2, kind, policy, dtype):
         assert wrong == []
