@@ -13,8 +13,15 @@ ROUNDING = 1e-6
 and a product with an orthonormal basis does not make it more."""
 
 
-@pytest.mark.parametrize("kind", ["core", "torch"])
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        ("core", "fifo"),
+        ("torch", "fused"),
+        pytest.param("core", "fused", marks=pytest.mark.soak),
+        pytest.param("torch", "fifo", marks=pytest.mark.soak),
+    ],
+)
 def test_on_four_ranks_every_step_of_every_case_is_lockstep_but_for_the_order_of_summation(
     kind: str, policy: str
 ) -> None:
