@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime
 import gc
 import itertools
@@ -22,7 +23,7 @@ from torch.futures import Future
 from ddp_core import HookTimeoutError
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, grads, ones, scale, wrap
-from tests.world import run_world_outcomes
+from tests.world import Outcome, run_world_outcomes
 
 facts = Facts()
 futures: list[Future[Any]] = []  # those that the hook `endless` returned
@@ -259,9 +260,24 @@ def test_a_mistake_of_one_rank_ends_both_with_exit_code_1_and_words(name: str) -
     assert PLACE in str(outcomes[1].traceback)
 
 
-@pytest.mark.parametrize("name", ["returns None", "never joins in"])
-def test_a_rank_whose_peer_is_there_but_never_joins_in_raises_after_hook_timeout_and_ends(name: str) -> None:
-    waiting, absent = run_world_outcomes(only_on_rank_1, 2, name, True, timeout=40.0)
+WITH_A_PEER_THAT_STAYS = ["returns None", "never joins in"]
+
+
+@pytest.fixture(scope="module")
+def with_a_peer_that_stays() -> Iterator[dict[str, concurrent.futures.Future[list[Outcome]]]]:
+    """Run the worlds at the same time: their ranks sleep for most of it."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        yield {
+            name: pool.submit(run_world_outcomes, only_on_rank_1, 2, name, True, timeout=40.0)
+            for name in WITH_A_PEER_THAT_STAYS
+        }
+
+
+@pytest.mark.parametrize("name", WITH_A_PEER_THAT_STAYS)
+def test_a_rank_whose_peer_is_there_but_never_joins_in_raises_after_hook_timeout_and_ends(
+    name: str, with_a_peer_that_stays: dict[str, concurrent.futures.Future[list[Outcome]]]
+) -> None:
+    waiting, absent = with_a_peer_that_stays[name].result()
     assert waiting.traceback is not None and PLACE in waiting.traceback
     assert "HookTimeoutError: rank 0: " in waiting.traceback and "after 2 s" in waiting.traceback
     assert (waiting.stack, waiting.exit_code) == (None, 1), waiting.describe()
