@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,20 +20,12 @@ from commhooks.errors import AttachError, CheckpointError, GradientError, Settin
 from commhooks.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.journal import Journal
 from commhooks.loss_scale import LossScale
+from commhooks.replay import Bucket, parts_of, put_together
 from commhooks.scheduler import InlineScheduler, Scheduler, ThreadScheduler
 from commhooks.snapshot import LoadRules, Snapshot, refuse, settings_of
 from commhooks.state import StateTable
 from commhooks.statistics import ParameterTraffic, Statistics
 from commhooks.task import BucketTask
-
-
-class Bucket(Protocol):
-    """Be what both DDPs hand to a hook, as far as an engine needs it."""
-
-    def index(self) -> int: ...  # noqa: D102
-    def buffer(self) -> Tensor: ...  # noqa: D102
-    def parameters(self) -> list[Tensor]: ...  # noqa: D102
-    def is_last(self) -> bool: ...  # noqa: D102
 
 
 class Engine:
@@ -65,6 +58,7 @@ class Engine:
         self._journal = Journal() if atomic else None
         self.may_be_unused = may_be_unused
         self._resumed = ""
+        self._replayed: list[list[str]] = []
         self._process_group = weakref.ref(process_group)
         self._address = Address.under(process_group, label)
         self._policy = policy
@@ -76,17 +70,29 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._views: dict[tuple[int, ...], BucketView] = {}
         self._parameters: dict[tuple[int, ...], list[Tensor]] = {}
-        self._used: set[tuple[int, ...]] = set()
+        self._used: dict[tuple[int, ...], None] = {}
         self._named = False
         self._names_checked = False
-        self._used_before: set[tuple[int, ...]] = set()
+        self._used_before: dict[tuple[int, ...], None] = {}
         self._last_index = -1
         self._verdict: StepVerdict | None = None
 
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """Which of how many ranks this is."""
+        return self._address.rank, self._address.world_size
+
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Take a bucket, and return the future of its mean; called in the same order on every rank."""
-        memory = bucket.buffer()
         self._begin_step_if(bucket)
+        parts = parts_of(bucket, self._replayed, self.state) if self._replayed else []
+        if not parts:
+            return self._hand_in(bucket)
+        futures = [self._hand_in(part) for part in parts]
+        return torch.futures.collect_all(futures).then(functools.partial(put_together, parts, bucket.buffer()))
+
+    def _hand_in(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        memory = bucket.buffer()
         compressor = self._compressor_for(memory, bucket)
         view = self._view(bucket, memory) if self._by_parameter else BucketView(bucket.index(), memory)
         context = Context(self._address.rank, self._address.world_size, self.step, self._verdict)
@@ -153,7 +159,7 @@ class Engine:
             grad_scale=self.loss_scale.value(),
             settings=settings_of(self.compressor),
             shapes={name: list(parameter.shape) for name, parameter in self.state.named().items()},
-            bucket_plan=bucket_plan or {},
+            bucket_plan={"handed_in": self._handed_in()} | (bucket_plan or {}),
             replicated=replicated,
             local={self._address.rank: local},
         )
@@ -183,6 +189,7 @@ class Engine:
         self.step = checked.step
         self._names_checked = False
         self._forget_views()
+        self._replayed = checked.buckets_handed_in()
 
     def lay_out(self, sparse: set[Tensor]) -> None:
         """Make all state that the compressor is ever to keep, as its first steps would; none for `sparse` parameters.
@@ -248,7 +255,7 @@ class Engine:
         """Return the bucket's view, the one of the last step if parameters and memory are the same."""
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
-        self._used.add(key)
+        self._used[key] = None
         view = self._views.get(key)
         if view is None or not _is_same_memory(view.memory, memory):
             self._learn_names(bucket, parameters)
@@ -292,6 +299,14 @@ class Engine:
         if self._last_index >= 0:  # a DDP skipped the last bucket, or the backward pass was cut short
             self._end_step()
 
+    def _handed_in(self) -> list[list[str]]:
+        """Return the names in the last step's buckets, in order; nothing before the first."""
+        return [
+            [self.state.of(parameter).key for parameter in self._parameters[key]]
+            for key in self._used_before
+            if key in self._parameters
+        ]
+
     def _forget_views(self) -> None:
         self._views.clear()
         self._parameters.clear()
@@ -332,9 +347,10 @@ class Engine:
 
     def _end_step(self) -> None:
         self._refuse_a_second_model()
+        self._replayed = []
         self.step += 1
         self._last_index = -1
-        for key in self._views.keys() - self._used_before:
+        for key in self._views.keys() - self._used_before.keys():
             del self._views[key], self._parameters[key]
 
     def _refuse_a_second_model(self) -> None:
@@ -343,7 +359,7 @@ class Engine:
         Parameters of a model whose names are known are known to belong together. What this step used is then what the
         last step used.
         """
-        if self._used and self._used_before and self._used.isdisjoint(self._used_before):
+        if self._used and self._used_before and self._used.keys().isdisjoint(self._used_before):
             now, before = (set(itertools.chain(*keys)) for keys in (self._used, self._used_before))
             if now.isdisjoint(before) and not self._named:
                 raise SettingsError(
@@ -351,7 +367,7 @@ class Engine:
                     f"{self.step - 1}; make one state for each model, or bind the one whose parameters take turns."
                 )
         self._used_before = self._used
-        self._used = set()
+        self._used = {}
 
     def _terms_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
         if refusal is not None:

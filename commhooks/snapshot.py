@@ -7,9 +7,11 @@
     grad_scale      the loss scale in whose units residuals are
     settings        of the compressor, each as text
     shapes          of every parameter, by name
-    bucket_plan     how ddp_core's DDP had cut parameters into buckets; empty on PyTorch's
+    bucket_plan     how parameters were cut into buckets: as handed in, and as ddp_core's DDP takes it up again
     replicated      by parameter's name and entry's name: the same on every rank
     local           by "rank<r>", parameter's name and entry's name: each rank's own
+    inventory       by "rank<r>", the name of everything that belongs to that rank's state: what reads it part by
+                    part, as torch.distributed.checkpoint does, is found out if it left something behind
 
 One rank's has its own part of `local` only; `merge_state_dicts` puts several together.
 """
@@ -147,6 +149,11 @@ class Snapshot:
         if world_size == self.world_size and rank in self.local:
             return self.local[rank]
         return spread(self.local, self.world_size, rank, world_size) if rules.world_size == "spread" else {}
+
+    def buckets_handed_in(self) -> list[list[str]]:
+        """Return the names in the buckets of the step before; empty where they are not known."""
+        plan = self.bucket_plan.get("handed_in", [])
+        return plan if all(isinstance(one, list) for one in plan) else []
 
     def digest(self) -> str:
         """Return a short text that is the same on every rank that loads the same state."""

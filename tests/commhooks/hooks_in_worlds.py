@@ -126,11 +126,7 @@ class Mirrored:
     def _deal(self, dealt: list[list[int]]) -> None:
         """Deal the workers' parameters out anew if the DDP did: it rebuilds its buckets after the first step."""
         if self.workers.dealt != dealt:
-            self.workers.dealt = dealt
-            self.workers.views = [
-                [self.workers._view(table, index, members) for index, members in enumerate(dealt)]
-                for table in self.workers.states
-            ]
+            self.workers.deal(dealt)
 
 
 def every_case_like_lockstep(rank: int, kind: str, policy: str) -> list[str]:

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from commhooks import Context
+from commhooks.snapshot import spread
+from commhooks.state import StateTable
 from tests.cases import CASES, Case
 from tests.commhooks.workers import Workers, low_rank, mean_of, normal, relative, zeros
 
@@ -344,3 +347,95 @@ def _laid_out(form: str) -> Tensor:
     if form == "transposed":
         return torch.zeros(40, 24).t()
     return torch.zeros(8, 16, 12).permute(1, 0, 2)
+
+
+@every_case
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+def test_a_run_resumed_from_a_file_is_bit_for_bit_the_one_that_was_not_interrupted(case: Case, policy: str) -> None:
+    ran_through, interrupted, resumed = (
+        Workers(case.make(), 3, odd_parameters(), buckets=3, policy=policy) for _ in range(3)
+    )
+    for step in range(3):
+        for workers in (ran_through, interrupted):
+            workers.step(normal(workers.parameters, 3, seed=step))
+    resumed.resume(interrupted.saved())
+    for step in range(3, 6):
+        gradients = normal(ran_through.parameters, 3, seed=step)
+        for ours, theirs in zip(resumed.step(gradients), ran_through.step(gradients), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert states_of(resumed) == states_of(ran_through)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.depends_on_buckets], ids=str)
+def test_state_follows_parameters_into_other_buckets(case: Case) -> None:
+    ran_through, resumed = (Workers(case.make(), 2, odd_parameters(), buckets=buckets) for buckets in (3, 1))
+    for step in range(3):
+        ran_through.step(normal(ran_through.parameters, 2, seed=step))
+    resumed.resume(ran_through.saved())
+    for step in range(3, 6):
+        gradients = normal(ran_through.parameters, 2, seed=step)
+        for ours, theirs in zip(resumed.step(gradients)[0], ran_through.step(gradients)[0], strict=True):
+            assert torch.equal(ours, theirs)  # at two ranks a sum's bits do not depend on where it lies
+
+
+@every_case
+def test_all_state_is_made_before_the_first_request(case: Case) -> None:
+    compressor = case.make()
+    parameters = odd_parameters()
+    workers = Workers(compressor, 2, parameters)
+    first = workers.views[0][0]
+    for step in compressor.first_steps():
+        exchange = compressor.compress(first, Context(rank=0, world_size=2, step=step))
+        next(exchange, None)
+        exchange.close()
+    made = names_of_state(workers.states[0])
+    for step in range(4):
+        workers.step(normal(parameters, 2, seed=step))
+    if not case.depends_on_buckets:
+        assert made == names_of_state(workers.states[0])
+        assert any(made.values()) or not case.error_feedback
+
+
+@every_feeding_back_case
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 2), (2, 5), (4, 1)], ids=str)
+def test_spread_keeps_the_sum_of_residuals_for_another_world_size(case: Case, sizes: tuple[int, int]) -> None:
+    before, after = (Workers(case.make(), size, odd_parameters()) for size in sizes)
+    for step in range(3):
+        before.step(normal(before.parameters, sizes[0], seed=step))
+    local = {rank: table.export()[1] for rank, table in enumerate(before.states)}
+    replicated = before.states[0].export()[0]
+    for rank, table in enumerate(after.states):
+        table.load(replicated, spread(local, sizes[0], rank, sizes[1]))
+    after.deal(after.dealt)
+    for index in range(len(before.parameters)):
+        kept, now = (total_residual(workers, index) for workers in (before, after))
+        assert relative(now - kept, kept) <= 1e-6
+    after.step_number = before.step_number
+    means = after.step(normal(after.parameters, sizes[1], seed=9))
+    assert all(torch.isfinite(mean).all() for mean in means[0])
+
+
+def odd_parameters() -> list[Tensor]:
+    return [*zeros(*SHAPES), torch.zeros(12, 8, 3, 3).contiguous(memory_format=torch.channels_last)]
+
+
+def total_residual(workers: Workers, index: int) -> Tensor:
+    return torch.stack([workers.residual(rank, index).double() for rank in range(workers.world_size)]).sum(0)
+
+
+def states_of(workers: Workers) -> list[bytes]:
+    return [table_bytes(table) for table in workers.states]
+
+
+def table_bytes(table: StateTable) -> bytes:
+    return b"".join(
+        f"{name} {entry}".encode() + tensor.contiguous().numpy().tobytes()
+        for part in table.export()
+        for name, kept in sorted(part.items())
+        for entry, tensor in sorted(kept.items())
+    )
+
+
+def names_of_state(table: StateTable) -> dict[str, list[str]]:
+    replicated, local = table.export()
+    return {name: sorted({*replicated.get(name, {}), *local.get(name, {})}) for name in {*replicated, *local}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 import torch
@@ -39,12 +40,10 @@ class Workers:
         self.step_number = 0
         self._finished = 0
         order = list(range(len(self.parameters)))
-        self.dealt = [order[bucket::buckets] for bucket in range(buckets)]
         named = list(zip(names or [f"layer{i}" for i in order], self.parameters, strict=True))
-        self.views: list[list[BucketView]] = []
         for table in self.states:
             table.bind(named)
-            self.views.append([self._view(table, index, members) for index, members in enumerate(self.dealt)])
+        self.deal([order[bucket::buckets] for bucket in range(buckets)])
 
     def _view(self, table: StateTable, index: int, members: Sequence[int]) -> BucketView:
         parameters = [self.parameters[member] for member in members]
@@ -95,6 +94,27 @@ class Workers:
         self._finished += 1
         if any(view.memory is task.memory for view in self.views[0]):
             self.ledger.enter(task, self.traffic)
+
+    def saved(self) -> bytes:
+        """Return every worker's state as a file of torch.save holds it."""
+        file = io.BytesIO()
+        torch.save({"step": self.step_number, "states": [table.export() for table in self.states]}, file)
+        return file.getvalue()
+
+    def resume(self, saved: bytes) -> None:
+        """Go on from what other workers saved; read as torch.load reads by default."""
+        read = torch.load(io.BytesIO(saved))
+        self.step_number = read["step"]
+        for table, (replicated, local) in zip(self.states, read["states"], strict=True):
+            table.load(replicated, local)
+        self.deal(self.dealt)
+
+    def deal(self, dealt: list[list[int]]) -> None:
+        """Put the parameters of these numbers into one bucket each."""
+        self.dealt = dealt
+        self.views = [
+            [self._view(table, index, members) for index, members in enumerate(dealt)] for table in self.states
+        ]
 
     def residual(self, rank: int, index: int) -> Tensor:
         """Return a worker's residual for a parameter, in the parameter's shape; zeros where it keeps none."""

@@ -1,0 +1,149 @@
+"""What the tests of resuming run on every rank: half a run in some processes, the other half in new ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import commhooks
+from commhooks import Attachment, Compressor, PowerSGDState, StartAfter
+from tests.cases import CASES, Case
+from tests.commhooks.hooks_in_worlds import largest_error
+from tests.commhooks.models import wrap
+
+EXCHANGING = [case for case in CASES if case.exchanges]  # without an exchange ranks part, and have no common model
+SMALL_BUCKETS = 0.004
+
+
+@dataclasses.dataclass
+class Run:
+    """One rank's model, optimiser and hook."""
+
+    ddp: nn.Module
+    optimizer: torch.optim.Optimizer
+    hooks: Attachment | PowerSGDState
+
+    def train(self, rank: int, first: int, last: int) -> list[Tensor]:
+        """Run steps first to last - 1; return what the last one changed."""
+        before: list[Tensor] = []
+        for step in range(first, last):
+            before = [p.detach().clone() for p in self.ddp.parameters()]
+            inputs, targets = batch(rank, step)
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.ddp(inputs), targets).backward()
+            self.optimizer.step()
+        return [p.detach() - old for p, old in zip(self.ddp.parameters(), before, strict=True)]
+
+    def result(self) -> dict[str, Any]:
+        """Return everything that must be the same after a resume."""
+        state = self.hooks.state_dict()
+        return {
+            "model": self.ddp.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "hooks": {name: state[name] for name in ("step", "replicated", "local", "grad_scale")},
+        }
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 12, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12 * 16, 24), nn.Dropout(0.1), nn.Linear(24, 30),
+        nn.Tanh(), nn.Linear(30, 10),
+    )  # fmt: skip
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(6, 1, 6, 6, generator=generator), torch.randint(0, 10, (6,), generator=generator)
+
+
+def begin(kind: str, policy: str, compressor: Compressor, bucket_cap_mb: float = SMALL_BUCKETS) -> Run:
+    ddp = wrap(kind, network(), bucket_cap_mb=bucket_cap_mb)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    return Run(ddp, optimizer, commhooks.attach(ddp, compressor, policy=policy))
+
+
+def late(case: Case) -> Compressor:
+    """Let the case's compressor begin in the fifth step, so that halves of a run may lie before and after it."""
+    return StartAfter(inner=case.make(), steps=4)
+
+
+def saved_and_whole(rank: int, kind: str, policy: str, folder: str, steps: int, cases: list[str]) -> None:
+    """Train every case for `steps` steps, save, and train on for as many; keep what came of it."""
+    for case in _chosen(cases):
+        run = begin(kind, policy, case.make())
+        run.train(rank, 0, steps)
+        commhooks.save_checkpoint(Path(folder) / case.name, step=steps, model=run.ddp, optimizer=run.optimizer,
+                                  hooks=run.hooks)  # fmt: skip
+        run.train(rank, steps, 2 * steps)
+        torch.save(run.result(), Path(folder) / f"{case.name}.{rank}.whole")
+        _end(run)
+
+
+def resumed(rank: int, kind: str, policy: str, folder: str, steps: int, cases: list[str]) -> dict[str, float]:
+    """Load every case in a new process, train the second half, and return how far it is from the whole run's end."""
+    distances = {}
+    for case in _chosen(cases):
+        run = begin(kind, policy, case.make())
+        loaded = _load(run, Path(folder) / case.name)
+        assert loaded is not None and loaded.step == steps and _steps_of(run) == steps
+        run.train(rank, steps, 2 * steps)
+        distances[case.name] = distance(run.result(), torch.load(Path(folder) / f"{case.name}.{rank}.whole"))
+        _end(run)
+    return distances
+
+
+def first_resumed_steps(
+    rank: int, kind: str, policy: str, folder: str, steps: int, cases: list[str], bucket_cap_mb: float
+) -> dict[str, float]:
+    """Load every case, run two steps, and return how far what the second changed is from what the same buckets change.
+
+    Relative to the largest change of any element. In the first step buckets are still cut as they were.
+    """
+    distances = {}
+    for case in _chosen(cases):
+        changes = []
+        for cap in (SMALL_BUCKETS, bucket_cap_mb):
+            run = begin(kind, policy, case.make(), cap)
+            _load(run, Path(folder) / case.name)
+            changes.append(run.train(rank, steps, steps + 2))
+            _end(run)
+        largest = max(float(change.abs().max()) for change in changes[0])
+        distances[case.name] = largest_error(*changes) / largest
+    return distances
+
+
+def distance(ours: Any, theirs: Any) -> float:
+    """Return the largest difference of any two tensors or numbers; infinity where the structure differs."""
+    if isinstance(ours, dict):
+        if ours.keys() != theirs.keys():
+            return float("inf")
+        return max((distance(ours[key], theirs[key]) for key in ours), default=0.0)
+    if isinstance(ours, list):
+        return max((distance(a, b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+    if isinstance(ours, Tensor):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return float("inf")
+        return 0.0 if torch.equal(ours, theirs) else float((ours.double() - theirs.double()).abs().max())
+    return 0.0 if ours == theirs else float("inf")
+
+
+def _chosen(cases: list[str]) -> list[Case]:
+    return [case for case in EXCHANGING if not cases or case.name in cases]
+
+
+def _load(run: Run, path: Path) -> commhooks.Checkpoint | None:
+    return commhooks.load_checkpoint(path, model=run.ddp, optimizer=run.optimizer, hooks=run.hooks)
+
+
+def _steps_of(run: Run) -> int:
+    return run.hooks.steps if isinstance(run.hooks, Attachment) else run.hooks.iter
+
+
+def _end(run: Run) -> None:
+    if isinstance(run.hooks, Attachment):
+        run.hooks.detach()

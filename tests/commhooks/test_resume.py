@@ -1,0 +1,56 @@
+"""A run that was saved, ended and resumed by new processes is the one that was not. See resume_in_worlds.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cases import CASES
+from tests.commhooks import resume_in_worlds as on_every_rank
+from tests.commhooks.ranks import run_ranks
+
+both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
+
+
+def distances(folder: Path, world_size: int, kind: str, policy: str, steps: int, cases: list[str]) -> dict[str, float]:
+    """Return each case's largest distance from the uninterrupted run, on any rank."""
+    given = (kind, policy, str(folder), steps, cases)
+    run_ranks(on_every_rank.saved_and_whole, world_size, *given)
+    by_rank = run_ranks(on_every_rank.resumed, world_size, *given)
+    return {name: max(one[name] for one in by_rank) for name in by_rank[0]}
+
+
+@both_ddps
+@both_policies
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path, kind: str, policy: str) -> None:
+    found = distances(tmp_path, 2, kind, policy, 30, [])
+    assert len(found) == len(on_every_rank.EXCHANGING)
+    assert {name: far for name, far in found.items() if far} == {}
+
+
+FOUR_RANKS = ["powersgd-2", "powersgd-2-alternating", "fp16-feedback"]
+
+
+@both_ddps
+@both_policies
+@pytest.mark.parametrize(
+    "cases", [FOUR_RANKS, pytest.param([], marks=[pytest.mark.soak, pytest.mark.timeout(600)])], ids=["some", "all"]
+)
+def test_at_four_ranks_too_where_bits_depend_on_how_buckets_are_cut(
+    tmp_path: Path, kind: str, policy: str, cases: list[str]
+) -> None:
+    found = distances(tmp_path, 4, kind, policy, 30 if not cases else 4, cases)
+    assert {name: far for name, far in found.items() if far} == {}
+
+
+@both_ddps
+def test_with_other_buckets_a_resumed_step_is_the_same_to_the_last_digits(tmp_path: Path, kind: str) -> None:
+    cases = {case.name: case for case in CASES if case.exchanges and not case.depends_on_buckets}
+    given = (kind, "fifo", str(tmp_path), 3, list(cases))
+    run_ranks(on_every_rank.saved_and_whole, 3, *given)
+    for found in run_ranks(on_every_rank.first_resumed_steps, 3, *given, 0.02):
+        for name, far in found.items():
+            # A sum of three in 16 bits rounds by the order of its terms.
+            assert far <= (cases[name].tolerance / 4 if "16" in name else 1e-6), name
