@@ -21,6 +21,7 @@ from commhooks.default_hooks import (
     fp16_compress_wrapper,
     noop_hook,
 )
+from commhooks.distributed_checkpoint import load_distributed
 from commhooks.errors import (
     AttachError,
     CheckpointError,
@@ -89,6 +90,7 @@ __all__ = [
     "fp16_compress_wrapper",
     "hook_statistics",
     "load_checkpoint",
+    "load_distributed",
     "make_compressor",
     "merge_state_dicts",
     "noop_hook",

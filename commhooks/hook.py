@@ -22,7 +22,7 @@ from commhooks.compressor import Compressor
 from commhooks.compressors import AllReduceMean, make_compressor
 from commhooks.connection import WrapCommunicator
 from commhooks.engine import Engine
-from commhooks.errors import AttachError, CommHooksError, SettingsError
+from commhooks.errors import AttachError, CheckpointError, CommHooksError, SettingsError
 from commhooks.foreign_hook import name_of
 from commhooks.loss_scale import Scaler
 from commhooks.resume import load_state, saved_state, searches_for_unused, snapshot_of
@@ -55,6 +55,11 @@ class Attachment:
     def state(self) -> StateTable:
         """What the compressor remembers, by parameter."""
         return self._engine.state
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """Which of how many ranks this is, in the model's process group."""
+        return self._engine.rank_and_world_size
 
     @property
     def steps(self) -> int:
@@ -90,12 +95,18 @@ class Attachment:
         return self._engine.differences(snapshot, rules)
 
     def load_state_dict(
-        self, state: Mapping[str, Any], *, world_size: str = "refuse", settings: str = "refuse", missing: str = "refuse"
+        self,
+        state: Mapping[str, Any] | CheckpointError,
+        *,
+        world_size: str = "refuse",
+        settings: str = "refuse",
+        missing: str = "refuse",
     ) -> None:
         """Go on from what `state_dict` returned; call it on every rank, between the same two steps.
 
         What may differ: `LoadRules`. Raises `CheckpointError` on every rank, and changes nothing, if the state is
-        damaged or does not fit on any of them, or if ranks bring different ones.
+        damaged or does not fit on any of them, or if ranks bring different ones. A rank that could not even read it
+        hands in the `CheckpointError` that says why, so that the others hear of it.
         """
         rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
         load_state(self._engine, state, rules, self._model())

@@ -98,7 +98,7 @@ class PowerSGDState:
         self._compressor = self._make_compressor(wire, matrices)
         self._model: Callable[[], Module | None] = _no_model
         self._scaler: Scaler | None = None
-        self._to_load: tuple[Mapping[str, Any], LoadRules] | None = None
+        self._to_load: tuple[Mapping[str, Any] | CheckpointError, LoadRules] | None = None
         # Made here where that is possible: the order in which states are built is the same on every rank, the order in
         # which two models' first buckets come need not be.
         self._engine = self._make_engine() if dist.is_initialized() else None
@@ -107,6 +107,13 @@ class PowerSGDState:
         if hasattr(self, "_engine") and name in vars(self) and not name.startswith("_"):
             raise SettingsError(f"PowerSGDState: {name} cannot be changed to {value!r} any more; make a new state.")
         super().__setattr__(name, value)
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """Which of how many ranks this is, in the process group."""
+        if self._engine is None:
+            self._engine = self._make_engine()
+        return self._engine.rank_and_world_size
 
     @property
     def iter(self) -> int:
@@ -155,7 +162,12 @@ class PowerSGDState:
         return self._engine.differences(snapshot, rules)
 
     def load_state_dict(
-        self, state: Mapping[str, Any], *, world_size: str = "refuse", settings: str = "refuse", missing: str = "refuse"
+        self,
+        state: Mapping[str, Any] | CheckpointError,
+        *,
+        world_size: str = "refuse",
+        settings: str = "refuse",
+        missing: str = "refuse",
     ) -> None:
         """Go on from what `state_dict` returned; see `Attachment.load_state_dict`.
 

@@ -21,6 +21,7 @@ MODULES = (
     "torch.nn.parallel",
     "torch.optim",
     "torch.utils.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",  # the first optimiser step imports it: more than a second in every rank
     "pytest",
     "ddp_core",
