@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -35,7 +36,11 @@ from commhooks.snapshot import LoadRules, Snapshot, refuse
 FORMAT_VERSION = 1
 _NAME = re.compile(r"checkpoint-(\d+)-step-(\d+)")
 _WRITING, _REMOVING = ".writing-", ".removing-"
-_PLAIN = (Tensor, int, float, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
+_SEQUENCES = (list, tuple, set, torch.Size)
+_MAPPINGS = (dict, OrderedDict, Counter)
+_IN_SHARED = {"step": int, "model": dict, "extra": dict}
+_IN_OWN = {"step": int, "buffers": dict, "generators": dict}
 
 Value = TypeVar("Value")
 
@@ -79,7 +84,8 @@ def save_checkpoint(
 ) -> Path:
     """Write one checkpoint, and return its path; call it on every rank, between the same two steps.
 
-    - `model` is the DistributedDataParallel; rank 0's parameters are saved, and every rank's buffers.
+    - `model` is the DistributedDataParallel; rank 0's parameters are saved, and every rank's buffers that are in its
+      state_dict.
     - `optimizer` and `scaler` have the same state on every rank; rank 0's is saved.
     - `hooks` is what `attach` returned, or the hook's `PowerSGDState`.
     - `extra` is whatever else is to come back, in plain data: numbers, texts, tensors, lists and dictionaries.
@@ -89,6 +95,8 @@ def save_checkpoint(
     """
     if keep is not None and keep < 1:
         raise CheckpointError(f"save_checkpoint(keep={keep!r}): keep must be at least 1, or None.")
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"save_checkpoint(step={step!r}): step must be an int of at least 0.")
     ranks, root = _Ranks(model), Path(directory)
     names: list[tuple[str, str]]
     names = ranks.together("prepare", lambda: _prepare(root, step) if ranks.rank == 0 else None)
@@ -96,7 +104,7 @@ def save_checkpoint(
 
     def write() -> dict[str, int]:
         snapshot = None if hooks is None else hooks.snapshot()
-        files = {f"rank{ranks.rank}.pt": _own_part(model, snapshot)}
+        files = {f"rank{ranks.rank}.pt": _own_part(model, snapshot, step)}
         if ranks.rank == 0:
             files["shared.pt"] = _shared_part(model, optimizer, scaler, snapshot, extra, step)
         return {name: _write(root / writing / name, content) for name, content in files.items()}
@@ -200,12 +208,19 @@ def _prepare(root: Path, step: int) -> tuple[str, str]:
     return name, _WRITING + name
 
 
-def _own_part(model: Module, snapshot: Snapshot | None) -> dict[str, Any]:
+def _own_part(model: Module, snapshot: Snapshot | None, step: int) -> dict[str, Any]:
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators["cuda"] = torch.cuda.get_rng_state()
-    part = {"format_version": FORMAT_VERSION, "buffers": dict(_inner(model).named_buffers()), "generators": generators}
+    part: dict[str, Any] = {"format_version": FORMAT_VERSION, "step": step, "generators": generators}
+    part["buffers"] = _persistent_buffers(_inner(model))
     return part if snapshot is None else part | {"hooks": {"local": snapshot.as_dict()["local"]}}
+
+
+def _persistent_buffers(module: Module) -> dict[str, Tensor]:
+    """Return the buffers that the module calls its state: others may be caches, of any shape."""
+    kept = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
 def _shared_part(
@@ -220,6 +235,7 @@ def _shared_part(
     for name, saved in (("optimizer", optimizer), ("scaler", scaler)):
         if saved is not None:
             part[name] = saved.state_dict()
+    part["optimizer_class"] = type(optimizer).__name__
     if snapshot is not None:
         part["hooks"] = snapshot.as_dict() | {"local": {}}
     part["extra"] = dict(extra or {})
@@ -229,17 +245,23 @@ def _shared_part(
 
 def _require_plain(where: str, value: object) -> None:
     """Raise `CheckpointError` for what `torch.load` would refuse at its defaults: it would be too late then."""
-    if isinstance(value, Mapping):
-        for key, held in value.items():
+    if type(value) in _MAPPINGS:
+        for key, held in value.items():  # type: ignore[attr-defined]  # "object" has no attribute "items"
+            _require_plain(f"a key of {where}", key)
             _require_plain(f"{where}[{key!r}]", held)
-    elif isinstance(value, (list, tuple, set)) and type(value) in (list, tuple, set, torch.Size):
-        for number, held in enumerate(value):
+    elif type(value) in _SEQUENCES:
+        for number, held in enumerate(value):  # type: ignore[arg-type]  # "object" is not Iterable
             _require_plain(f"{where}[{number}]", held)
-    elif not isinstance(value, _PLAIN):
+    elif not _is_plain_tensor(value) and type(value) not in _PLAIN:  # numpy's float64 is a float, and is refused
         raise CheckpointError(
             f"{where} must be plain data, which torch.load takes at its defaults: tensors, numbers, texts, lists, "
-            f"dictionaries (got {type(value).__name__})."
+            f"dictionaries (got {type(value).__module__}.{type(value).__qualname__})."
         )
+
+
+def _is_plain_tensor(value: object) -> bool:
+    safe = (Tensor, torch.nn.Parameter, *torch.serialization.get_safe_globals())
+    return isinstance(value, Tensor) and type(value) in safe
 
 
 def _write(path: Path, content: dict[str, Any]) -> int:
@@ -303,9 +325,15 @@ class _Contents:
             if wanted is not None and name not in self.shared:
                 found.append(f"it was saved without {name}=")
         if optimizer is not None and "optimizer" in self.shared:
-            found += _differing_groups(self.shared["optimizer"], optimizer.state_dict())
+            found += _differing_optimizers(self.shared, optimizer)
+        if scaler is not None and "scaler" in self.shared:
+            absent = scaler.state_dict().keys() - self.shared["scaler"].keys()
+            found += [f"scaler: checkpoint has no {name!r}" for name in sorted(absent)]
         if hooks is not None and self.hooks is not None:
             found += hooks.differences(self.hooks, rules)
+        if self.own is not None:
+            found += _differing_tensors("buffers", self.own["buffers"], _persistent_buffers(_inner(model)))
+            torch.Generator().set_state(self.own["generators"]["cpu"])  # raises for what is none
         return found
 
     def load_into(self, model: Module, optimizer: Saved | None, scaler: Saved | None) -> None:
@@ -319,9 +347,8 @@ class _Contents:
         if self.own is None:
             return
         with torch.no_grad():
-            for name, buffer in inner.named_buffers():
-                if name in self.own["buffers"]:
-                    buffer.copy_(self.own["buffers"][name])
+            for name, buffer in _persistent_buffers(inner).items():
+                buffer.copy_(self.own["buffers"][name])
         torch.set_rng_state(self.own["generators"]["cpu"])
         if "cuda" in self.own["generators"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.own["generators"]["cuda"])
@@ -342,17 +369,27 @@ def _all_in(root: Path) -> list[Path]:
 def _read(path: Path, rank: int, world_size: int, rules: LoadRules) -> _Contents:
     manifest = _read_manifest(path)
     saved_size, files = manifest["world_size"], manifest["files"]
-    shared = _read_file(path / "shared.pt", files)
+    shared = _read_file(path / "shared.pt", files, _IN_SHARED)
     same_size = saved_size == world_size
     wanted = range(rank, rank + 1) if same_size else range(saved_size if rules.world_size == "spread" else 0)
-    parts = {number: _read_file(path / f"rank{number}.pt", files) for number in wanted}
-    hooks = None
-    if "hooks" in shared:
+    parts = {number: _read_file(path / f"rank{number}.pt", files, _IN_OWN) for number in wanted}
+    for number, part in parts.items():
+        if part["step"] != shared["step"]:
+            raise CheckpointError(
+                f"{path / f'rank{number}.pt'} is of step {part['step']}, and shared.pt of step {shared['step']}: they "
+                "are of two checkpoints."
+            )
+    own = parts[rank] if same_size else None
+    return _Contents(shared, own, _read_hooks(path, shared, parts) if "hooks" in shared else None)
+
+
+def _read_hooks(path: Path, shared: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]]) -> Snapshot:
+    try:
         local = [part.get("hooks", {}).get("local", {}) for part in parts.values()]
-        hooks = Snapshot.from_dict(
-            shared["hooks"] | {"local": {key: held for one in local for key, held in one.items()}}
-        )
-    return _Contents(shared, parts[rank] if same_size else None, hooks)
+        together = {key: held for one in local for key, held in one.items()}
+        return Snapshot.from_dict(shared["hooks"] | {"local": together})
+    except (CheckpointError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -369,8 +406,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _read_file(path: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Read one file, after a look at its size and checksums."""
+def _read_file(path: Path, sizes: Mapping[str, int], wanted: Mapping[str, type]) -> dict[str, Any]:
+    """Read one file, after a look at its size and checksums; it must hold entries of these types."""
     expected = sizes.get(path.name)
     try:
         size = path.stat().st_size
@@ -387,17 +424,27 @@ def _read_file(path: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
     if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(f"{path} is no part of a checkpoint of format {FORMAT_VERSION}.")
+    wrong = [name for name, kind in wanted.items() if not isinstance(content.get(name), kind)]
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: it has no {', '.join(wrong)}, or of another type.")
     return content
 
 
 def _differing_tensors(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = [f"{what}: checkpoint has no {name!r}" for name in now if name not in saved]
     found += [f"{what}: checkpoint has {name!r}, which the model has not" for name in saved if name not in now]
-    return found + [
-        f"{what}: {name!r} was saved with shape {tuple(saved[name].shape)}, now {tuple(tensor.shape)}"
-        for name, tensor in now.items()
-        if isinstance(saved.get(name), Tensor) and isinstance(tensor, Tensor) and saved[name].shape != tensor.shape
-    ]
+    for name, tensor in now.items():
+        theirs, ours = (tuple(t.shape) if isinstance(t, Tensor) else None for t in (saved.get(name), tensor))
+        if name in saved and theirs != ours:
+            found.append(f"{what}: {name!r} was saved with shape {theirs}, now {ours}")
+    return found
+
+
+def _differing_optimizers(shared: Mapping[str, Any], optimizer: Saved) -> list[str]:
+    theirs, ours = shared.get("optimizer_class"), type(optimizer).__name__
+    if theirs != ours:
+        return [f"optimizer: saved from {theirs}, now {ours}"]
+    return _differing_groups(shared["optimizer"], optimizer.state_dict())
 
 
 def _differing_groups(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
