@@ -23,7 +23,7 @@ SMALL_BUCKETS = 0.004
 class Run:
     """One rank's model, optimiser and hook."""
 
-    ddp: nn.Module
+    ddp: Any  # a DistributedDataParallel: `ddp.module` is a module
     optimizer: torch.optim.Optimizer
     hooks: Attachment | PowerSGDState
 

@@ -1,0 +1,154 @@
+"""What the tests under a gradient scaler run on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+import commhooks
+from commhooks import PowerSGD, PowerSGDState
+from tests.commhooks.hooks_in_worlds import TINY_BUCKETS
+from tests.commhooks.models import Given, gradients_of, wrap
+from tests.commhooks.workers import normal, zeros
+
+SHAPES = [(30, 50), (50,), (40, 30), (60, 40)]
+STEPS = 12
+SEEDS = 20
+
+
+@dataclasses.dataclass
+class Scaled:
+    """A model whose gradients are handed in, its optimiser and its scaler."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: GradScaler
+
+    def step(self, gradients: list[Tensor]) -> float:
+        """Run one step, and return the scale after it."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(*gradients)).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale()
+
+
+def scaled(kind: str, *, growth_interval: int = 4, init_scale: float = 1024.0) -> Scaled:
+    model = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Scaled(model, optimizer, GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval))
+
+
+def recovery(rank: int, kind: str, policy: str, atomic: bool) -> list[tuple[list[float], list[float]]]:
+    """Put an inf or a NaN into one rank's gradient at random steps; return scales by step, without and with PowerSGD.
+
+    For each seed. Asserts that a step whose mean is not finite changes no state where steps are atomic, that it makes
+    no more collectives than another, and that all is finite in the end.
+    """
+    found = []
+    plain, compressed = scaled(kind), scaled(kind)
+    attachment = commhooks.attach(
+        compressed.model, PowerSGD(rank=2), policy=policy, scaler=compressed.scaler, atomic=atomic
+    )
+    for seed in range(SEEDS):
+        dice = random.Random(seed)
+        bad_steps = set(dice.sample(range(STEPS), 3))
+        scales: tuple[list[float], list[float]] = ([], [])
+        for step in range(STEPS):
+            gradients = normal(zeros(*SHAPES), 2, seed=1000 * seed + step)
+            if step in bad_steps:
+                victim, where = dice.randrange(2), dice.randrange(len(SHAPES))
+                gradients[victim][where].view(-1)[0] = dice.choice([math.inf, -math.inf, math.nan])
+            before = _state(attachment)
+            for one, kept in zip((plain, compressed), scales, strict=True):
+                kept.append(one.step(gradients[rank]))
+            if step in bad_steps and (policy == "fused" or atomic):
+                assert not all(torch.isfinite(g).all() for g in gradients_of(compressed.model))
+                assert _state(attachment) == before, (seed, step)
+            counted = attachment.last_step()
+            assert counted.collectives == (2 if policy == "fused" else sum(_collectives(attachment)))
+        assert all(torch.isfinite(p).all() for p in compressed.model.parameters())
+        assert all(torch.isfinite(kept).all() for kept in attachment.state.residuals())
+        found.append(scales)
+    attachment.detach()
+    return found
+
+
+def _collectives(attachment: commhooks.Attachment) -> list[int]:
+    """Return what each bucket of the last step costs: two collectives where it holds a matrix to compress."""
+    plan = attachment.state_dict()["bucket_plan"]["handed_in"]
+    big = {f"weights.{i}" for i, shape in enumerate(SHAPES) if PowerSGD(rank=2).compresses(torch.empty(shape))}
+    return [2 if big & set(names) else 1 for names in plan]
+
+
+def _state(attachment: commhooks.Attachment) -> dict[str, Any]:
+    """Return the state as comparable numbers, in units of the gradients' own."""
+    state = attachment.state_dict()
+    scale = state["grad_scale"]
+    local = {
+        name: {entry: (tensor / scale).tolist() for entry, tensor in kept.items()}
+        for name, kept in state["local"][f"rank{dist.get_rank()}"].items()
+    }
+    replicated = {
+        name: {entry: tensor.tolist() for entry, tensor in kept.items()} for name, kept in state["replicated"].items()
+    }
+    return {"local": local, "replicated": replicated}
+
+
+def a_changing_scale_changes_nothing(rank: int, kind: str, how: str) -> None:
+    """Train with a scale that goes up and down, and without one: the gradients, unscaled, are the same bits."""
+    scaled_up = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
+    plain = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
+    scaler = GradScaler("cpu", init_scale=65536.0)
+    commhooks.attach(plain, PowerSGD(rank=2))
+    if how == "hook":
+        state = PowerSGDState(None, 2, start_powerSGD_iter=0)
+        state.bind(scaled_up, scaler=scaler)
+        scaled_up.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]
+        attachment: Any = state
+    else:
+        attachment = commhooks.attach(scaled_up, PowerSGD(rank=2), scaler=scaler if how == "scaler" else None)
+    for step, scale in enumerate([65536.0, 65536.0, 1.0, 2.0, 2.0**-3, 2.0**10, 1.0]):
+        scaler.scale(torch.ones(()))  # a scaler has no scale to change before it was used
+        if how == "announced":
+            attachment.set_grad_scale(scale)
+        else:
+            scaler.update(scale)
+        gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+        for model, factor in ((scaled_up, scale), (plain, 1.0)):
+            model.zero_grad()
+            (model(*gradients) * factor).backward()
+        for ours, expected in zip(gradients_of(scaled_up), gradients_of(plain), strict=True):
+            assert torch.equal(ours / scale, expected), (step, scale)
+
+
+def accumulate_unscale_clip_step(rank: int, kind: str) -> tuple[int, list[Tensor], list[Tensor]]:
+    """Return how often the hook ran in 6 optimiser steps, and the parameters with and without a scaler."""
+    results, steps = [], 0
+    for with_scaler in (True, False):
+        torch.manual_seed(0)
+        model = wrap(kind, nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30)), **TINY_BUCKETS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=2, enabled=with_scaler)
+        attachment = commhooks.attach(model, PowerSGD(rank=2), scaler=scaler)
+        for step in range(6):
+            optimizer.zero_grad()
+            inputs = [torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * step + i + rank)) for i in (0, 5)]
+            with model.no_sync():  # type: ignore[operator]
+                scaler.scale(model(inputs[0]).square().mean()).backward()
+            scaler.scale(model(inputs[1]).square().mean()).backward()  # compressed, and averaged
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+        steps = attachment.steps
+        results.append([p.detach().clone() for p in model.parameters()])
+        attachment.detach()
+    return steps, results[0], results[1]

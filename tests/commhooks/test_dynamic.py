@@ -1,0 +1,38 @@
+"""Branches that come and go, ranks that run out of inputs, layers that are unfrozen. See dynamic_in_worlds.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.commhooks import dynamic_in_worlds as on_every_rank
+from tests.commhooks.ranks import run_ranks
+
+both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+ways = pytest.mark.parametrize(
+    ("how", "case"),
+    [
+        ("fifo", "powersgd-2"),
+        ("fused", "powersgd-2"),
+        ("hook", "powersgd-2"),
+        ("fifo", "powersgd-2-fp16-wire"),
+        ("fused", "powersgd-2-alternating"),
+        ("fifo", "fp16-feedback"),
+    ],
+)
+
+
+@both_ddps
+@ways
+def test_a_parameter_that_no_rank_uses_keeps_its_state_and_nothing_is_lost(kind: str, how: str, case: str) -> None:
+    run_ranks(on_every_rank.branches_come_and_go, 2, kind, how, case)
+
+
+@both_ddps
+@ways
+def test_a_rank_that_has_joined_takes_part_with_zeros_and_keeps_what_it_owes(kind: str, how: str, case: str) -> None:
+    run_ranks(on_every_rank.uneven_inputs, 2, kind, how, case)
+
+
+@both_ddps
+def test_state_goes_with_names_when_layers_are_unfrozen(kind: str) -> None:
+    run_ranks(on_every_rank.unfreezing, 2, kind)
