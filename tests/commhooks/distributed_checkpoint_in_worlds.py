@@ -37,7 +37,8 @@ COMPRESSORS = {
 }
 HOOK = "powerSGD_hook"
 """Not attached, but registered with a state of its own."""
-LAID_OUT = [HOOK, *(name for name in COMPRESSORS if name != "whole bucket")]
+ALL = [HOOK, *COMPRESSORS]
+LAID_OUT = [name for name in ALL if name != "whole bucket"]
 """Those whose state has its place in a fresh state_dict()."""
 
 
@@ -131,7 +132,7 @@ def distance(ours: Any, theirs: Any) -> float:
 def saved_in_passing(rank: int, kind: str, folder: str) -> None:
     """Run everything in one piece, with two checkpoints by the way; keep what came of it."""
     group = dist.new_group(backend="gloo")  # the second checkpoint's own: training has collectives at the same time
-    for name in [*COMPRESSORS, HOOK]:
+    for name in ALL:
         run, path = begin(kind, name), Path(folder, name)
         run.train(0, SAVED_AT[0])
         save(run.parts(), checkpoint_id=path / str(SAVED_AT[0]))
@@ -157,27 +158,31 @@ def resumed(rank: int, kind: str, folder: str, how: str, names: list[str]) -> di
     return distances
 
 
-def read_again(rank: int, kind: str, folder: str, name: str) -> float:
-    """Load the second checkpoint by `load_distributed`, and return how far the hook's state is from what was saved."""
-    run, path = begin(kind, name), Path(folder, name)
-    commhooks.load_distributed(path / str(SAVED_AT[1]), run.hooks)
-    far = distance(memory_of(run.hooks), torch.load(path / f"memory.{rank}"))
-    run.end()
-    return far
+def read_from_the_other(rank: int, folders: dict[str, str]) -> dict[str, float]:
+    """Load a checkpoint of the other DDP into each, and return how far the hook's state is from what was saved."""
+    distances = {}
+    for kind, folder in folders.items():
+        run, path = begin(kind, "powersgd"), Path(folder, "powersgd")
+        commhooks.load_distributed(path / str(SAVED_AT[1]), run.hooks)
+        distances[kind] = distance(memory_of(run.hooks), torch.load(path / f"memory.{rank}"))
+        run.train(SAVED_AT[1], LAST)
+        run.end()
+    return distances
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def refused_directly(rank: int, kind: str, folder: str, name: str, bias: bool) -> Told:
-    """Let DCP load a checkpoint straight into a run that it was not saved from; nothing must have changed."""
-    run = begin(kind, name, bias=bias)
-    run.train(0, 1)
-    before = memory_of(run.hooks)
-    told = told_by(functools.partial(_dcp_load, {"hooks": run.hooks}, Path(folder, str(SAVED_AT[1]))))
-    assert distance(before, memory_of(run.hooks)) == 0
-    run.train(1, 3)
-    run.end()
+def refused_directly(rank: int, kind: str, attempts: list[tuple[str, str, bool]]) -> list[Told]:
+    """Let DCP load checkpoints straight into runs that they were not saved from; nothing must change."""
+    told = []
+    for folder, name, bias in attempts:
+        run = begin(kind, name, bias=bias)
+        before = memory_of(run.hooks)
+        told.append(told_by(functools.partial(_dcp_load, {"hooks": run.hooks}, Path(folder, str(SAVED_AT[1])))))
+        assert distance(before, memory_of(run.hooks)) == 0
+        run.train(0, 2)
+        run.end()
     return told
 
 
@@ -233,6 +238,14 @@ def refused_by_us(rank: int, kind: str, checkpoint: str, damaged: dict[str, str]
     run.end()
     untouched.end()
     return told, far
+
+
+def refused_before_the_first_step(rank: int, kind: str, checkpoint: str) -> tuple[Told, Told]:
+    """Load into a hook's state that has no line to the other ranks yet, and cannot be read on one; then train."""
+    run = begin(kind, HOOK)
+    read = functools.partial(commhooks.load_distributed, storage_reader=FailsOnOneRank(checkpoint))
+    told = told_by(functools.partial(read, checkpoint, run.hooks))
+    return told, told_by(functools.partial(run.train, 0, 1))
 
 
 # --- another number of ranks ------------------------------------------------------------------------------------------
@@ -300,9 +313,10 @@ def every_case(rank: int, kind: str, policy: str, folder: str, resume: bool) -> 
             torch.save(run.result(), path / f"whole.{rank}")
             run.end()
             continue
-        hows = ["load_distributed"] + ["dcp.load"] * bool(case.make().first_steps())
-        for how in hows:
-            for step in range(1, LAST):
+        by_parameter = bool(case.make().first_steps())
+        for how in ["load_distributed"] + ["dcp.load"] * by_parameter:
+            # A DDP cuts its buckets up after its first step: whoever resumes there takes a second such step.
+            for step in range(1 if by_parameter else 2, LAST):
                 run = begin(kind, case.make(), policy)
                 run.load(path / str(step), how)
                 run.train(step, LAST)

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.commhooks import distributed_checkpoint_in_worlds as on_every_rank
-from tests.commhooks.distributed_checkpoint_in_worlds import LAID_OUT, SAVED_AT
+from tests.commhooks.distributed_checkpoint_in_worlds import ALL, LAID_OUT, SAVED_AT
 from tests.commhooks.ranks import run_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+in_long_runs_torchs_too = pytest.mark.parametrize("kind", ["core", pytest.param("torch", marks=pytest.mark.soak)])
+in_long_runs_ours_too = pytest.mark.parametrize("kind", [pytest.param("core", marks=pytest.mark.soak), "torch"])
 SavedBy = Callable[[str], Path]
 
 
@@ -37,19 +40,16 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> SavedBy:
 def test_a_run_resumed_from_a_dcp_checkpoint_is_bit_for_bit_the_uninterrupted_one(
     saved_by: SavedBy, kind: str, how: str
 ) -> None:
-    for found in run_ranks(on_every_rank.resumed, 2, kind, str(saved_by(kind)), how, LAID_OUT):
-        assert len(found) == len(LAID_OUT) * len(SAVED_AT)
+    names = list(ALL if how == "load_distributed" else LAID_OUT)
+    for found in run_ranks(on_every_rank.resumed, 2, kind, str(saved_by(kind)), how, names):
+        assert len(found) == len(names) * len(SAVED_AT)
         assert {name: far for name, far in found.items() if far} == {}
 
 
-def test_state_that_depends_on_buckets_is_read_by_load_distributed_and_with_ddp_cores_buckets_the_run_too(
-    saved_by: SavedBy,
-) -> None:
-    for kind in ("core", "torch"):
-        given = (kind, str(saved_by(kind)))
-        assert run_ranks(on_every_rank.read_again, 2, *given, "whole bucket") == [0.0, 0.0]
-    found = run_ranks(on_every_rank.resumed, 2, "core", str(saved_by("core")), "load_distributed", ["whole bucket"])
-    assert [far for one in found for far in one.values()] == [0.0] * 2 * len(SAVED_AT)
+def test_each_ddp_takes_up_the_state_that_was_saved_on_the_other(saved_by: SavedBy) -> None:
+    folders = {"core": str(saved_by("torch")), "torch": str(saved_by("core"))}
+    for found in run_ranks(on_every_rank.read_from_the_other, 2, folders, check_exit=False):
+        assert found == {"core": 0.0, "torch": 0.0}
 
 
 @both_ddps
@@ -62,42 +62,48 @@ def test_every_rank_writes_its_own_residuals_and_nobody_elses(saved_by: SavedBy,
             assert len(own) == 8 and all(file.startswith(f"__{rank}_") for file in own.values()), own
 
 
-@both_ddps
 @pytest.mark.parametrize(
-    ("ranks", "expected"),
+    ("kind", "ranks"),
     [
-        (1, "saved by 2 ranks, loaded by 1; pass world_size='spread'"),
-        (3, "Missing key in checkpoint state_dict: hooks.inventory.rank2"),
+        ("core", 1),
+        ("torch", 3),
+        pytest.param("core", 3, marks=pytest.mark.soak),
+        pytest.param("torch", 1, marks=pytest.mark.soak),
     ],
 )
-def test_dcp_alone_refuses_another_number_of_ranks(saved_by: SavedBy, kind: str, ranks: int, expected: str) -> None:
-    for name in ("powersgd", "all-reduce"):
-        given = (kind, str(saved_by(kind) / name), name, True)
-        for told in run_ranks(on_every_rank.refused_directly, ranks, *given):
-            assert expected in told.text or (ranks == 3 and "Missing key" in told.text and "rank2" in told.text), told
+def test_dcp_alone_refuses_another_number_of_ranks(saved_by: SavedBy, kind: str, ranks: int) -> None:
+    attempts = [(str(saved_by(kind) / name), name, True) for name in ("powersgd", "all-reduce")]
+    for by_name in run_ranks(on_every_rank.refused_directly, ranks, kind, attempts):
+        for told in by_name:
+            if ranks == 1:
+                assert told.error == "CheckpointError"
+                assert "saved by 2 ranks, loaded by 1; pass world_size='spread'" in told.text
+            else:
+                assert "RuntimeError: Missing key in checkpoint state_dict: hooks." in told.text
+                assert ".rank2" in told.text
 
 
-@both_ddps
+@in_long_runs_torchs_too
 def test_dcp_alone_refuses_to_leave_anything_behind(saved_by: SavedBy, kind: str, tmp_path: Path) -> None:
-    bucketed = (kind, str(saved_by(kind) / "whole bucket"), "whole bucket", True)
-    for told in run_ranks(on_every_rank.refused_directly, 2, *bucketed):
-        assert told.error == "CheckpointError" or "of the bucket" in told.text, told
-    another_model = (kind, str(saved_by(kind) / "all-reduce"), "all-reduce", False)
-    for told in run_ranks(on_every_rank.refused_directly, 2, *another_model):
-        assert told.error == "CheckpointError", told
-        assert "read without shapes.5.bias, which the checkpoint holds" in told.text
+    attempts = [(str(saved_by(kind) / "whole bucket"), "whole bucket", True)]
+    attempts += [(str(saved_by(kind) / "all-reduce"), "all-reduce", False)]  # a model without its last bias
+    for bucketed, another_model in run_ranks(on_every_rank.refused_directly, 2, kind, attempts):
+        assert bucketed.error == another_model.error == "CheckpointError"
+        assert "the state was read without local.0.bias.residual, " in bucketed.text
+        assert bucketed.text.endswith("read it with commhooks.load_distributed.")
+        assert "read without shapes.5.bias, which the checkpoint holds" in another_model.text
     for told, far in run_ranks(on_every_rank.waiting_residual, 2, kind, str(tmp_path)):
         assert "read without local.0.weight.residual, local.2.weight.residual" in told.text
-        assert told.text.endswith("read it with commhooks.load_distributed.") and far == 0
+        assert far == 0
 
 
-@both_ddps
+@in_long_runs_torchs_too
 def test_the_sum_of_residuals_is_kept_from_4_ranks_to_2_to_3(tmp_path: Path, kind: str) -> None:
     paths = [str(tmp_path / str(ranks)) for ranks in (4, 2, 3)]
     sums: list[list[Tensor]] = []
     for ranks, source, target in zip((4, 2, 3), [None, *paths], paths, strict=False):
         found = run_ranks(on_every_rank.passed_on, ranks, kind, source, target)
-        sums.append([sum(owed) for owed in zip(*[owed for _, owed in found], strict=True)])
+        sums.append([torch.stack(owed).sum(0) for owed in zip(*[owed for _, owed in found], strict=True)])
         assert source is None or all(len(files) == {2: 4, 3: 2}[ranks] for files, _ in found)
     for later in sums[1:]:
         for before, now in zip(sums[0], later, strict=True):
@@ -105,7 +111,7 @@ def test_the_sum_of_residuals_is_kept_from_4_ranks_to_2_to_3(tmp_path: Path, kin
             assert float((before - now).abs().max()) < 1e-6
 
 
-@both_ddps
+@in_long_runs_ours_too
 def test_what_cannot_be_read_is_refused_on_every_rank_and_changes_nothing(
     saved_by: SavedBy, kind: str, tmp_path: Path
 ) -> None:
@@ -128,6 +134,14 @@ def test_what_cannot_be_read_is_refused_on_every_rank_and_changes_nothing(
         assert told.keys() == expected.keys()
         for what, text in expected.items():
             assert text in told[what].text, (rank, what, told[what])
+
+
+def test_a_state_without_a_step_tells_of_a_failed_read_at_the_first_bucket(saved_by: SavedBy) -> None:
+    checkpoint = str(saved_by("torch") / on_every_rank.HOOK / str(SAVED_AT[0]))
+    found = run_ranks(on_every_rank.refused_before_the_first_step, 2, "torch", checkpoint)
+    assert [loading.error for loading, _ in found] == ["nothing", "CheckpointError"]
+    for _, training in found:
+        assert "ranks disagree. Rank 0 has: state of step 2" in training.text
 
 
 def damaged_copies(checkpoint: Path, folder: Path) -> dict[str, str]:
