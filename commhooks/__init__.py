@@ -33,6 +33,7 @@ from commhooks.errors import (
     SettingsError,
 )
 from commhooks.hook import Attachment, attach, hook_statistics
+from commhooks.memory import MemoryReport
 from commhooks.powersgd_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from commhooks.requests import AllGather, AllReduce, AllToAll, Layout, Request
 from commhooks.snapshot import LoadRules, Snapshot, merge_state_dicts
@@ -65,6 +66,7 @@ __all__ = [
     "LoadRules",
     "LockstepCommunicator",
     "LockstepGroup",
+    "MemoryReport",
     "NoOp",
     "ParameterTraffic",
     "Pending",

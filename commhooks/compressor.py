@@ -63,7 +63,8 @@ class BucketView:
     """The result must say what this rank left out; asked only of compressors that can."""
     wire: torch.dtype | None = None
     """The dtype in which sums travel, where a wrapper sets one: what it rounds away is not sent either."""
-    _plans: dict[Compressor, Any] = dataclasses.field(default_factory=dict, repr=False)
+    plans: dict[Compressor, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """What `plan` made, by compressor."""
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -74,9 +75,9 @@ class BucketView:
 
     def plan(self, compressor: Compressor, make: Callable[[], Plan]) -> Plan:
         """Return what `make` returned for this bucket the first time: views and scratch memory, never state."""
-        if compressor not in self._plans:
-            self._plans[compressor] = make()
-        return cast(Plan, self._plans[compressor])
+        if compressor not in self.plans:
+            self.plans[compressor] = make()
+        return cast(Plan, self.plans[compressor])
 
 
 class StepVerdict:

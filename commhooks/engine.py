@@ -20,6 +20,7 @@ from commhooks.errors import AttachError, CheckpointError, GradientError, Settin
 from commhooks.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.journal import Journal
 from commhooks.loss_scale import LossScale
+from commhooks.memory import MemoryReport, memory_report
 from commhooks.replay import Bucket, parts_of, put_together
 from commhooks.scheduler import InlineScheduler, Scheduler, ThreadScheduler
 from commhooks.snapshot import LoadRules, Snapshot, refuse, settings_of
@@ -231,6 +232,12 @@ class Engine:
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         """Return what was counted so far for each parameter, by name."""
         return self._scheduler.ledger.by_parameter() if self._scheduler else {}
+
+    def memory_report(self) -> MemoryReport:
+        """Return how many bytes are taken, and for what."""
+        copies = self._journal.tensors() if self._journal is not None else []
+        packed = self._scheduler.working_memory() if self._scheduler is not None else []
+        return memory_report(self.state, list(self._views.values()), copies, packed)
 
     def bind(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
         """Learn the names of one model's parameters."""

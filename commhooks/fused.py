@@ -66,6 +66,10 @@ class Fused(Policy):
         """Return every task whose future is not completed."""
         return [*self._step, *self._handed_in]
 
+    def working_memory(self) -> list[Tensor]:
+        """Return the memory of packed messages."""
+        return self._packings.memories()
+
     def _begin(self, task: BucketTask) -> None:
         self.touching = task
         self._drop_a_step_that_was_cut_short(task)
@@ -205,15 +209,15 @@ class _Packing:
         self._order = sorted(range(len(parts)), key=lambda number: parts[number][0])  # stable: equal keys stay in turn
         keys, sizes = zip(*(parts[number] for number in self._order), strict=True)
         self.layout = Layout(keys, sizes)
-        self._memory = like.new_empty(self.layout.elements)
-        self._places = list(self._memory.split(list(sizes)))
+        self.memory = like.new_empty(self.layout.elements)
+        self._places = list(self.memory.split(list(sizes)))
         self.unused_for = 0
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Copy the tensors' parts to their places, and return the message."""
         torch._foreach_copy_(self._places, self._parts(tensors))
         self.unused_for = 0
-        return self._memory
+        return self.memory
 
     def unpack(self, tensors: Sequence[Tensor]) -> None:
         """Copy the message's parts back to where they came from."""
@@ -237,6 +241,10 @@ class Packings:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def memories(self) -> list[Tensor]:
+        """Return the messages' memory."""
+        return [packing.memory for packing in list(self._known.values())]
 
     def of(self, kind: Hashable, tasks: Sequence[BucketTask]) -> _Packing:
         """Return the packing of these tasks' requests."""

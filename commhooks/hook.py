@@ -25,6 +25,7 @@ from commhooks.engine import Engine
 from commhooks.errors import AttachError, CheckpointError, CommHooksError, SettingsError
 from commhooks.foreign_hook import name_of
 from commhooks.loss_scale import Scaler
+from commhooks.memory import MemoryReport
 from commhooks.resume import load_state, saved_state, searches_for_unused, snapshot_of
 from commhooks.scheduler import POLICIES
 from commhooks.snapshot import LoadRules, Snapshot
@@ -77,6 +78,10 @@ class Attachment:
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         """Return each parameter's share of what was counted since attaching, by name, on this rank."""
         return self._engine.by_parameter()
+
+    def memory_report(self) -> MemoryReport:
+        """Return how many bytes the hook takes on this rank, and for what."""
+        return self._engine.memory_report()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs, as plain data: see `commhooks.snapshot` for what is where.

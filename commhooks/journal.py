@@ -18,7 +18,7 @@ class Copies:
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._live: list[Tensor] = []
-        self._kept: list[Tensor] = []
+        self.kept: list[Tensor] = []
         self.add(tensors)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
@@ -26,24 +26,24 @@ class Copies:
         there = set(map(id, self._live))
         new = [tensor for tensor in tensors if id(tensor) not in there]
         self._live += new
-        self._kept += [tensor.clone() for tensor in new]
+        self.kept += [tensor.clone() for tensor in new]
 
     def refresh(self, tensors: Iterable[Tensor]) -> None:
         """Copy these instead, into the memory that is there if they are the same ones."""
         now = list(tensors)
         if [id(tensor) for tensor in now] != [id(tensor) for tensor in self._live]:
-            self._live, self._kept = [], []
+            self._live, self.kept = [], []
             self.add(now)
         elif now:
-            torch._foreach_copy_(self._kept, self._live)
+            torch._foreach_copy_(self.kept, self._live)
 
     def restore(self, wanted: Tensor | None = None) -> None:
         """Write the copies back: always, or where a 0-dim bool says so; on a GPU nobody waits to know."""
         if wanted is None or not wanted.is_cuda:
             if self._live and (wanted is None or wanted):
-                torch._foreach_copy_(self._live, self._kept)
+                torch._foreach_copy_(self._live, self.kept)
             return
-        for live, kept in zip(self._live, self._kept, strict=True):
+        for live, kept in zip(self._live, self.kept, strict=True):
             chosen = torch.where(wanted, kept.to(wanted.device), live.to(wanted.device))
             live.copy_(chosen, non_blocking=True)
 
@@ -77,6 +77,10 @@ class Journal:
         copies.refresh(_tensors_of(bucket))
         self._of_step.append(copies)
         return (yield from carried_by(functools.partial(self._complete_copies, bucket, copies), exchange))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the copies that are kept."""
+        return [kept for copies in self._copies.values() for kept in copies.kept]
 
     def judge(self, mean: Tensor) -> None:
         """Take a bucket's mean into account, and after the step's last one undo the step if one was not finite."""

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
+from torch import Tensor
+
 from commhooks.communicators import Communicator, Pending
 from commhooks.task import BucketTask
 
@@ -39,6 +41,10 @@ class Policy(ABC):
     @abstractmethod
     def unfinished(self) -> list[BucketTask]:
         """Return every task whose future is not completed."""
+
+    def working_memory(self) -> list[Tensor]:
+        """Return the tensors that are kept from step to step: none, unless a policy says otherwise."""
+        return []
 
 
 class Fifo(Policy):

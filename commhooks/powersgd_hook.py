@@ -19,6 +19,7 @@ from commhooks.errors import CheckpointError, SettingsError
 from commhooks.hook import check_run_settings, deliver, group_or_default
 from commhooks.loss_scale import Scaler
 from commhooks.matrices import MatrixRule
+from commhooks.memory import MemoryReport
 from commhooks.resume import load_state, saved_state, searches_for_unused, snapshot_of
 from commhooks.snapshot import LoadRules, Snapshot
 from commhooks.state import StateTable
@@ -144,6 +145,10 @@ class PowerSGDState:
             self._engine.loss_scale.follow(scaler)
         self._load_what_waits()
 
+    def memory_report(self) -> MemoryReport:
+        """Return how many bytes the hook takes on this rank, and for what."""
+        return self._ready_engine().memory_report()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs, as plain data: see `Attachment.state_dict`.
 
@@ -189,11 +194,16 @@ class PowerSGDState:
         return {"settings": settings | {"wire": str(self.wire) if self.wire else ""}, "state": self.state_dict()}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
+        if not isinstance(saved, dict) or not isinstance(saved.get("settings"), dict) or "state" not in saved:
+            raise CheckpointError("PowerSGDState: the pickle is damaged: it has no settings, or no state.")
         settings = dict(saved["settings"])
         unknown = settings.keys() - _SETTINGS
         if unknown:
             raise CheckpointError(f"PowerSGDState: settings {', '.join(sorted(map(str, unknown)))} are not known.")
-        settings["wire"] = _WIRES[settings["wire"]]
+        wire = settings.get("wire", "")
+        if wire not in _WIRES:
+            raise CheckpointError(f"PowerSGDState: wire must be one of {', '.join(map(repr, _WIRES))} (got {wire!r}).")
+        settings["wire"] = _WIRES[wire]
         PowerSGDState.__init__(self, None, **settings)
         self.load_state_dict(saved["state"])
 

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from commhooks.communicators import Communicator, Pending, RecordingCommunicator
 from commhooks.connection import Connection
@@ -71,6 +72,10 @@ class Scheduler(ABC):
         """Return the communicator's counts; None before there is a communicator."""
 
     @abstractmethod
+    def working_memory(self) -> list[Tensor]:
+        """Return the tensors that are kept from step to step."""
+
+    @abstractmethod
     def stop(self) -> None:
         """End, and drop what is held. Tasks that are not done fail."""
 
@@ -116,6 +121,11 @@ class ThreadScheduler(Scheduler):
         """Return the communicator's counts."""
         return self._desk.traffic
 
+    def working_memory(self) -> list[Tensor]:
+        """Return what the policy keeps."""
+        policy = self._desk.policy() if self._desk.policy is not None else None
+        return [] if policy is None else policy.working_memory()
+
     def stop(self) -> None:
         """Stop the thread."""
         self._stop_when_collected()
@@ -131,6 +141,7 @@ class _Desk:
         self.error: CommHooksError | None = None
         self.traffic: Traffic | None = None
         self.abandoned: Connection | None = None
+        self.policy: weakref.ref[Policy] | None = None
         self._connect = connect
         self._rank = rank
         self._make_policy = policy
@@ -190,6 +201,7 @@ class _Desk:
             assert self._connection.communicator is not None
             self.traffic = self._connection.communicator.traffic
             policy = self._make_policy(self._connection.communicator, self._wait_slice, self._finish)
+            self.policy = weakref.ref(policy)
             self.opened.set()
             busy = False
             while not self._stopping:
@@ -400,6 +412,10 @@ class InlineScheduler(Scheduler):
     def traffic(self) -> Traffic | None:
         """Return the communicator's counts."""
         return self._communicator.traffic
+
+    def working_memory(self) -> list[Tensor]:
+        """Return what the policy keeps."""
+        return self._policy.working_memory()
 
     def stop(self) -> None:
         """Hold nothing that needs stopping."""

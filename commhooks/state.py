@@ -100,6 +100,10 @@ class StateTable:
                 self._take_awaited(parameter, state)
         return state
 
+    def states(self) -> list[ParameterState]:
+        """Return the state of every parameter that was met."""
+        return list(self._states.values())
+
     def residuals(self) -> list[Tensor]:
         """Return every residual that there is."""
         return [state.local[RESIDUAL] for state in self._states.values() if RESIDUAL in state.local]

@@ -28,11 +28,12 @@ class Workers:
         names: Sequence[str] | None = None,
         buckets: int = 1,
         policy: str = "fifo",
+        storage: str = "fp32",
     ) -> None:
         self.compressor = compressor
         self.world_size = world_size
         self.parameters = list(parameters)
-        self.states = [StateTable() for _ in range(world_size)]
+        self.states = [StateTable(storage) for _ in range(world_size)]
         self.communicators = [RecordingCommunicator(c) for c in LockstepGroup(world_size).communicators()]
         # Policies take turns, each doing the same at its turn, so an answer is there when it is waited for.
         self.policies = [POLICIES[policy](c, lambda pending: True, self._finish) for c in self.communicators]

@@ -1,0 +1,98 @@
+"""Residuals in half the memory, or in the host's, and what an attachment says that it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import commhooks
+from commhooks import PowerSGD, make_compressor
+from tests.cases import CASES, Case
+from tests.commhooks.models import Given, wrap
+from tests.commhooks.ranks import run_ranks
+from tests.commhooks.test_laws import odd_parameters
+from tests.commhooks.workers import Workers, mean_of, normal, relative, zeros
+
+FEEDING_BACK = [case for case in CASES if case.error_feedback]
+every_feeding_back_case = pytest.mark.parametrize("case", FEEDING_BACK, ids=str)
+
+
+@every_feeding_back_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_cpu_the_host_is_where_residuals_are_anyway(case: Case, dtype: torch.dtype) -> None:
+    usual, away = (Workers(case.make(), 2, zeros((24, 40), (30, 30), (7,), dtype=dtype), storage=s) for s in STORAGES)
+    for step in range(3):
+        gradients = normal(usual.parameters, 2, seed=step)
+        for ours, theirs in zip(usual.step(gradients)[0], away.step(gradients)[0], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+STORAGES = ("fp32", "host")
+
+
+@every_feeding_back_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_residuals_in_bf16_lose_no_more_than_their_rounding(case: Case, dtype: torch.dtype) -> None:
+    """Sent + residual = what was to be sent, up to half of bf16's last digit of the residual, every step."""
+    parameters = zeros((24, 40), (40,), (24, 40), dtype=dtype)
+    workers = Workers(case.make(), 2, parameters, storage="bf16")
+    for step in range(6):
+        owed = [torch.stack([workers.residual(r, i).double() for r in (0, 1)]).mean(0) for i in range(3)]
+        gradients = normal(parameters, 2, seed=step, scale=0.25)
+        means = workers.step(gradients)
+        for rank in (0, 1):
+            for kept in workers.states[rank].residuals():
+                assert kept.dtype == torch.bfloat16
+        for index in range(3):
+            left = torch.stack([workers.residual(r, index).double() for r in (0, 1)]).mean(0)
+            to_send = owed[index] + mean_of(gradients, index).double()
+            lost = (to_send - means[0][index].double() - left).abs().max()
+            largest = max(float(workers.residual(r, index).abs().max()) for r in (0, 1))
+            narrow = dtype == torch.float16 or "fp16" in case.name
+            digits = 2**-7 if "bf16" in case.name else 2**-9 if narrow else 1e-5
+            assert float(lost) <= largest * 2**-8 + float(to_send.abs().max()) * digits + 1e-6, (step, index)
+
+
+@every_feeding_back_case
+def test_with_residuals_in_bf16_the_running_mean_still_converges(case: Case) -> None:
+    parameters = zeros((24, 40), (30, 30))
+    gradients = normal(parameters, 2, seed=1)
+    errors = {}
+    for storage in ("fp32", "bf16"):
+        workers, total = Workers(case.make(), 2, parameters, storage=storage), torch.zeros(24, 40, dtype=torch.float64)
+        for _ in range(60):
+            total += workers.step(gradients)[0][0]
+        errors[storage] = relative(total / 60 - mean_of(gradients, 0), mean_of(gradients, 0))
+    assert errors["bf16"] <= 1.3 * errors["fp32"] + 2e-3
+
+
+def test_a_report_adds_up_what_is_there() -> None:
+    for figures in run_ranks(reported, 2):
+        for storage, report in figures.items():
+            bytes_each = 2 if storage == "bf16" else 4
+            owed = 2 * 60 * 40 * bytes_each
+            assert (report.residuals, report.residuals_on_host) == ((0, owed) if storage == "host" else (owed, 0))
+            assert report.gradients == (2 * 60 * 40 + 40) * 4
+            assert report.bases == 2 * 40 * 2 * 4
+            assert report.copies == (report.bases + owed if storage == "fp32" else 0)
+            factors_and_messages = 2 * (60 + 40) * 2 * 4 * 2 + 2 * 40 * 4
+            assert 0.8 * factors_and_messages <= report.working <= 1.2 * factors_and_messages, report
+            assert report.by_parameter["weights.0"] == owed // 2 + 40 * 2 * 4
+            assert report.total == owed + report.bases + report.copies + report.working
+
+
+def reported(rank: int) -> dict[str, commhooks.MemoryReport]:
+    found = {}
+    for storage in ("fp32", "bf16", "host"):
+        model = wrap("core", Given((60, 40), (60, 40), (40,)))
+        attachment = commhooks.attach(model, PowerSGD(rank=2), residuals=storage, atomic=storage == "fp32")
+        for step in range(3):
+            model(*normal(zeros((60, 40), (60, 40), (40,)), 2, seed=step)[rank]).backward()
+        found[storage] = attachment.memory_report()
+        attachment.detach()
+    return found
+
+
+def test_an_unknown_storage_is_refused() -> None:
+    with pytest.raises(commhooks.SettingsError, match="residuals='fp8': residuals must be one of fp32, bf16, host"):
+        Workers(make_compressor("fp16"), 2, odd_parameters(), storage="fp8")
