@@ -17,6 +17,8 @@ from tests.commhooks.ranks import run_ranks
 KINDS, WORLD_SIZES = ["core", "torch"], [2, 3, 4]
 both_ddps = pytest.mark.parametrize("kind", KINDS)
 world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
+ORDINARY = [("core", 2), ("core", 3), ("torch", 3), ("torch", 4)]
+"""These have every hook, every policy and every number of buckets already."""
 
 
 def check(kind: str, world_size: int, steps: int, seed: int, chosen: list[on_every_rank.Run]) -> None:
@@ -50,8 +52,15 @@ def test_the_long_runs_have_every_hook_under_every_policy_over_every_number_of_b
     }
 
 
-@both_ddps
-@world_sizes
+def test_the_ordinary_runs_have_every_hook_and_every_policy_over_every_number_of_buckets() -> None:
+    planned = [run for kind, world_size in ORDINARY for run in long_runs(kind, world_size)[0]]
+    assert {run.hook for run in planned} == set(on_every_rank.HOOKS)
+    assert {(run.policy, run.buckets) for run in planned} == set(
+        itertools.product(("fifo", "fused"), on_every_rank.MODELS)
+    )
+
+
+@pytest.mark.parametrize(("kind", "world_size"), ORDINARY)
 def test_replicas_agree_at_every_step_whatever_hook_policy_and_number_of_buckets(kind: str, world_size: int) -> None:
     check(kind, world_size, steps=5, seed=0, chosen=long_runs(kind, world_size)[0])
 
