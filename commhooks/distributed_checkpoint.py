@@ -106,19 +106,21 @@ def _read_state(
 
 def _paths_under(key: str, metadata: Metadata) -> dict[str, KeyPath]:
     """Return where each entry of the checkpoint lies below `key`, by the name that DCP has for it."""
-    depths: dict[str, KeyPath] = {}
+    found: dict[str, KeyPath] = {}
     for name in metadata.state_dict_metadata:
         path: KeyPath = (metadata.planner_data or {}).get(name, (name,))
         for depth in range(len(path)):
             if ".".join(map(str, path[:depth])) == key:
-                depths[name] = path[depth:]
+                found[name] = path[depth:]
                 break
-    return depths
+    return found
 
 
 def _without_others(paths: Mapping[str, KeyPath], ranks: Collection[int]) -> dict[str, KeyPath]:
+    """Leave out what belongs to other ranks."""
+    by_rank = ("local", "inventory")
     kept = {f"rank{rank}" for rank in ranks}
-    return {name: path for name, path in paths.items() if path[0] not in ("local", "inventory") or {*path[1:2]} <= kept}
+    return {name: path for name, path in paths.items() if path[0] not in by_rank or path[1] in kept}
 
 
 def _read(reader: StorageReader, metadata: Metadata, paths: Mapping[str, KeyPath]) -> dict[str, Any]:
