@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import re
 import shutil
 import zipfile
@@ -39,7 +40,7 @@ _WRITING, _REMOVING = ".writing-", ".removing-"
 _PLAIN = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
 _SEQUENCES = (list, tuple, set, torch.Size)
 _MAPPINGS = (dict, OrderedDict, Counter)
-_IN_SHARED = {"step": int, "model": dict, "extra": dict}
+_IN_SHARED = {"step": int, "world_size": int, "model": dict, "extra": dict}
 _IN_OWN = {"step": int, "buffers": dict, "generators": dict}
 
 Value = TypeVar("Value")
@@ -107,6 +108,7 @@ def save_checkpoint(
         files = {f"rank{ranks.rank}.pt": _own_part(model, snapshot, step)}
         if ranks.rank == 0:
             files["shared.pt"] = _shared_part(model, optimizer, scaler, snapshot, extra, step)
+            files["shared.pt"]["world_size"] = ranks.world_size
         return {name: _write(root / writing / name, content) for name, content in files.items()}
 
     sizes = ranks.together("write", write)
@@ -355,8 +357,8 @@ class _Contents:
 
 
 def _newest(directory: Path) -> Path | None:
-    if (directory / "manifest.json").exists():
-        return directory
+    if _NAME.fullmatch(directory.name) or any((directory / name).exists() for name in ("manifest.json", "shared.pt")):
+        return directory  # whole or not: who names one does not want to start from nothing
     found = _all_in(directory) if directory.is_dir() else []
     return found[-1] if found else None
 
@@ -368,8 +370,9 @@ def _all_in(root: Path) -> list[Path]:
 
 def _read(path: Path, rank: int, world_size: int, rules: LoadRules) -> _Contents:
     manifest = _read_manifest(path)
-    saved_size, files = manifest["world_size"], manifest["files"]
+    files = manifest["files"]
     shared = _read_file(path / "shared.pt", files, _IN_SHARED)
+    saved_size = shared["world_size"]  # not the manifest's, which has no checksum
     same_size = saved_size == world_size
     wanted = range(rank, rank + 1) if same_size else range(saved_size if rules.world_size == "spread" else 0)
     parts = {number: _read_file(path / f"rank{number}.pt", files, _IN_OWN) for number in wanted}
@@ -396,7 +399,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         version = manifest["format_version"]
-        complete = isinstance(manifest["files"], dict) and isinstance(manifest["world_size"], int)
+        complete = isinstance(manifest["files"], dict)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / 'manifest.json'} cannot be read ({type(error).__name__}: {error}).") from error
     if version != FORMAT_VERSION or not complete:
@@ -420,6 +423,10 @@ def _read_file(path: Path, sizes: Mapping[str, int], wanted: Mapping[str, type])
         content = torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
+    except pickle.UnpicklingError as error:  # its text says how to execute what is in the file
+        raise CheckpointError(
+            f"{path} holds something that torch.load refuses at its defaults: save_checkpoint has not written this."
+        ) from error
     except Exception as error:  # whatever a damaged or hostile file makes of the reader
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
     if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
