@@ -21,7 +21,7 @@ from commhooks.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.journal import Journal
 from commhooks.loss_scale import LossScale
 from commhooks.memory import MemoryReport, memory_report
-from commhooks.replay import Bucket, parts_of, put_together
+from commhooks.replay import Bucket, Part, parts_of, put_together
 from commhooks.scheduler import InlineScheduler, Scheduler, ThreadScheduler
 from commhooks.snapshot import LoadRules, Snapshot, refuse, settings_of
 from commhooks.state import StateTable
@@ -86,11 +86,15 @@ class Engine:
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Take a bucket, and return the future of its mean; called in the same order on every rank."""
         self._begin_step_if(bucket)
-        parts = parts_of(bucket, self._replayed, self.state) if self._replayed else []
+        parts = self._parts(bucket) if self._replayed else []
         if not parts:
             return self._hand_in(bucket)
         futures = [self._hand_in(part) for part in parts]
         return torch.futures.collect_all(futures).then(functools.partial(put_together, parts, bucket.buffer()))
+
+    def _parts(self, bucket: Bucket) -> list[Part]:
+        self._learn_names(bucket, bucket.parameters())
+        return parts_of(bucket, self._replayed, self.state)
 
     def _hand_in(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         memory = bucket.buffer()
@@ -178,9 +182,7 @@ class Engine:
         """
         self._stand_between_steps("load_state_dict")
         named, rank, world_size = self.state.named(), self._address.rank, self._address.world_size
-        checked, faults = read, self.differences(read, rules) if isinstance(read, Snapshot) else []
-        if faults:
-            checked = refuse(f"rank {rank}: the checkpoint does not fit", faults)
+        checked = self._checked(read, rules) if isinstance(read, Snapshot) else read
         self._agree_on(checked, next(iter(named.values()), None))
         if isinstance(checked, CheckpointError):
             raise checked
@@ -191,6 +193,14 @@ class Engine:
         self._names_checked = False
         self._forget_views()
         self._replayed = checked.buckets_handed_in()
+
+    def _checked(self, read: Snapshot, rules: LoadRules) -> Snapshot | CheckpointError:
+        what = f"rank {self._address.rank}: the checkpoint does not fit"
+        try:
+            faults = self.differences(read, rules)
+        except Exception as error:  # whatever damaged data make of it: the other ranks wait for an answer
+            faults = [f"it is damaged ({type(error).__name__}: {error})"]
+        return refuse(what, faults) if faults else read
 
     def lay_out(self, sparse: set[Tensor]) -> None:
         """Make all state that the compressor is ever to keep, as its first steps would; none for `sparse` parameters.

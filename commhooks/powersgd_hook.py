@@ -3,7 +3,7 @@
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -220,6 +220,7 @@ class PowerSGDState:
         assert self._engine is not None, "names are learned by an engine"
         if self._to_load is not None:
             waiting, self._to_load = self._to_load, None
+            self._take_form_of(waiting[0])
             load_state(self._engine, *waiting, self._model())
 
     def statistics(self) -> Statistics:
@@ -257,6 +258,17 @@ class PowerSGDState:
             self._form = form
             self._engine.compressor = self._make_compressor(*form)
         return deliver(self._engine.run(bucket), bucket)
+
+    def _take_form_of(self, state: object) -> None:
+        """Expect the hook that the state was saved with: which one it is decides wire dtype and matrices, in `run`."""
+        settings = state.get("settings") if isinstance(state, Mapping) else None
+        if self._engine is None or self._engine.step or not isinstance(settings, Mapping):
+            return
+        wire = next((dtype for dtype in _WIRES.values() if repr(dtype) == settings.get("dtype")), None)
+        inner = "inner.matrices" if wire is None else "inner.inner.matrices"
+        matrices = next((rule for rule in get_args(MatrixRule) if repr(rule) == settings.get(inner)), self._form[1])
+        self._form = (wire, matrices)
+        self._engine.compressor = self._make_compressor(*self._form)
 
     def _make_compressor(self, wire: torch.dtype | None, matrices: MatrixRule) -> Compressor:
         inner = PowerSGD(

@@ -43,6 +43,8 @@ def load_state(engine: Engine, state: object, rules: LoadRules, model: Module | 
         read = state if isinstance(state, CheckpointError) else _complete(state)
     except CheckpointError as error:
         read = error
+    except Exception as error:  # whatever damaged data make of the reader: the other ranks wait for an answer
+        read = CheckpointError(f"the hook's state is damaged ({type(error).__name__}: {error}).")
     engine.restore(read, rules)
     load_bucket_plan: Any = getattr(model, "load_bucket_plan", None)
     if load_bucket_plan is not None and isinstance(read, Snapshot) and "ddp_core" in read.bucket_plan:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -152,8 +153,8 @@ class Snapshot:
 
     def buckets_handed_in(self) -> list[list[str]]:
         """Return the names in the buckets of the step before; empty where they are not known."""
-        plan = self.bucket_plan.get("handed_in", [])
-        return plan if all(isinstance(one, list) for one in plan) else []
+        plan: list[list[str]] = self.bucket_plan.get("handed_in", [])
+        return plan
 
     def digest(self) -> str:
         """Return a short text that is the same on every rank that loads the same state."""
@@ -260,6 +261,10 @@ def _faults_within(state: Mapping[str, Any]) -> list[str]:
     faults += [
         f"settings[{name!r}]: expected a text" for name, v in state["settings"].items() if not isinstance(v, str)
     ]
+    if not _is_plan(state["bucket_plan"].get("handed_in", [])):
+        faults.append("bucket_plan['handed_in']: expected lists of names")
+    if state["step"] < 0 or state["world_size"] < 1 or not 0 < state["grad_scale"] < math.inf:
+        faults.append("step, world_size and grad_scale: expected numbers of at least 0, of at least 1, and above 0")
     parts = {"replicated": state["replicated"]}
     for rank, entries in state["local"].items():
         number = str(rank).removeprefix("rank")
@@ -282,6 +287,12 @@ def _faults_within(state: Mapping[str, Any]) -> list[str]:
 
 def _is_shape(shape: object) -> bool:
     return isinstance(shape, (list, tuple)) and all(isinstance(size, int) for size in shape)
+
+
+def _is_plan(plan: object) -> bool:
+    return isinstance(plan, list) and all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in plan
+    )
 
 
 def _elements(shape: object) -> int:

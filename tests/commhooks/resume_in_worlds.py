@@ -29,7 +29,7 @@ class Run:
 
     def train(self, rank: int, first: int, last: int) -> list[Tensor]:
         """Run steps first to last - 1; return what the last one changed."""
-        before: list[Tensor] = []
+        before = [p.detach().clone() for p in self.ddp.parameters()]
         for step in range(first, last):
             before = [p.detach().clone() for p in self.ddp.parameters()]
             inputs, targets = batch(rank, step)

@@ -1,0 +1,330 @@
+"""What the tests of state_dict and load_state_dict run on every rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commhooks
+from commhooks import CheckpointError, PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from tests.commhooks.hooks_in_worlds import SHAPES, TINY_BUCKETS, backward, given
+from tests.commhooks.models import Given, wrap
+from tests.commhooks.resume_in_worlds import Run, distance, network
+from tests.commhooks.workers import normal, zeros
+
+
+def _trained(kind: str, rank: int, steps: int, **settings: Any) -> tuple[nn.Module, commhooks.Attachment]:
+    model = given(kind)
+    attachment = commhooks.attach(model, PowerSGD(rank=2, **settings))
+    for step in range(steps):
+        backward(model, normal(zeros(*SHAPES), 2, seed=step)[rank])
+    return model, attachment
+
+
+def holds_plain_data_and_is_a_copy(rank: int, kind: str, folder: str) -> None:
+    model, attachment = _trained(kind, rank, 3)
+    state = attachment.state_dict()
+    torch.save(state, Path(folder) / f"{rank}.pt")
+    backward(model, normal(zeros(*SHAPES), 2, seed=7)[rank])
+    read = torch.load(Path(folder) / f"{rank}.pt")
+    _require_plain(read)
+    assert distance(read, state) == 0.0
+    assert (read["step"], read["world_size"], read["format_version"], list(read["local"])) == (3, 2, 1, [f"rank{rank}"])
+    assert read["settings"]["rank"] == "2" and read["settings"]["compressor"] == "PowerSGD"
+    assert read["local"][f"rank{rank}"]["weights.0"]["residual"].shape == (30, 50)
+    attachment.load_state_dict(read)  # back to the third step: what is done again comes out the same
+    again = backward(model, normal(zeros(*SHAPES), 2, seed=8)[rank])
+    other = given(kind)
+    second = commhooks.attach(other, PowerSGD(rank=2))
+    second.load_state_dict(state)
+    if kind == "torch":  # its buckets are cut after its first step
+        assert second.steps == 3
+    for ours, theirs in zip(again, backward(other, normal(zeros(*SHAPES), 2, seed=8)[rank]), strict=True):
+        assert torch.equal(ours, theirs)
+    attachment.detach()
+    second.detach()
+    assert distance(attachment.state_dict()["replicated"], second.state_dict()["replicated"]) == 0.0
+
+
+def _require_plain(value: object) -> None:
+    assert type(value) in (dict, list, str, int, float, bool, Tensor), type(value)
+    for held in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _require_plain(held)
+
+
+def refuses_what_does_not_fit(rank: int, kind: str) -> None:
+    """Bring wrong states, the same on both ranks or on one only: both raise, and nothing is loaded."""
+    model, attachment = _trained(kind, rank, 3)
+    before = attachment.state_dict()
+    backward(model, normal(zeros(*SHAPES), 2, seed=4)[rank])
+    now = attachment.state_dict()
+
+    def altered(**fields: Any) -> dict[str, Any]:
+        return copy.deepcopy(before) | fields
+
+    own = f"rank{rank}"
+    shapes = {name: list(shape) for name, shape in before["shapes"].items()}
+    other_settings = before["settings"] | {"rank": "4", "seed": "1"}
+    reshaped = {"shapes": shapes | {"weights.0": [50, 30]}}
+    renamed = {"shapes": {name.replace("weights.0", "w.0"): shape for name, shape in shapes.items()}}
+    damaged = copy.deepcopy(before["local"])
+    damaged[own]["weights.0"]["residual"] = torch.zeros(3)
+    cases: list[tuple[dict[str, Any], str]] = [
+        (altered(settings=other_settings), "setting rank: saved with 4, now 2; setting seed: saved with 1, now 0"),
+        (altered(**reshaped), r"parameter 'weights.0': saved with shape \(50, 30\), now \(30, 50\)"),
+        (
+            _without_weights_0(altered(**renamed), own),
+            "checkpoint has no parameter 'weights.0'.*checkpoint has parameter 'w.0', which the model has not",
+        ),
+        (altered(format_version=2), "saved in format 2; this version of commhooks reads format 1"),
+        (altered(world_size=3), "saved by 3 ranks, loaded by 2; pass world_size='spread'"),
+        (altered(local=damaged), r"weights.0'\]: a residual of shape \(3,\)"),
+        (altered(inventory=5), "the hook's state is damaged"),
+        (altered(bucket_plan={"handed_in": 3}), r"bucket_plan\['handed_in'\]: expected lists of names"),
+        (altered(grad_scale=0.0), "grad_scale: expected"),
+        (altered(step="three"), "step: expected int, got str 'three'"),
+        ({"model": 1}, r"expected the state_dict\(\) of a hook's state"),
+        (
+            altered(local={f"rank{1 - rank}": before["local"][own]}),
+            f"residuals of rank {1 - rank} and this is rank {rank}",
+        ),
+    ]
+    for state, text in cases:
+        with pytest.raises(CheckpointError, match=text):
+            attachment.load_state_dict(state)
+        assert distance(attachment.state_dict(), now) == 0.0
+    for state, text in cases:
+        if rank == 1:
+            with pytest.raises(CheckpointError, match=text):
+                attachment.load_state_dict(state)
+        else:
+            with pytest.raises(CheckpointError, match="nothing was loaded. ranks disagree. .*Rank 1 has: refusal: "):
+                attachment.load_state_dict(before)
+        assert distance(attachment.state_dict(), now) == 0.0
+    with pytest.raises(CheckpointError, match="Rank 0 has: state of step 3.*Rank 1 has: state of step 4"):
+        attachment.load_state_dict(before if rank == 0 else now)
+    assert distance(attachment.state_dict(), now) == 0.0
+    with pytest.raises(commhooks.SettingsError, match="missing='keep': missing must be one of refuse, reset"):
+        attachment.load_state_dict(before, missing="keep")
+    attachment.load_state_dict(before)
+    assert attachment.steps == 3
+    attachment.load_state_dict(altered(settings=other_settings), settings="change")
+
+
+def _without_weights_0(state: dict[str, Any], own: str) -> dict[str, Any]:
+    for part in (state["local"][own], state["replicated"]):
+        del part["weights.0"]
+    state["inventory"][own] = [part for part in state["inventory"][own] if "weights.0" not in part]
+    return state
+
+
+def not_in_the_middle_of_a_step(rank: int, kind: str) -> None:
+    model, attachment = _trained(kind, rank, 2)
+    told: list[str] = []
+
+    def save(_: Tensor) -> None:
+        try:
+            attachment.state_dict()
+        except commhooks.AttachError as error:
+            told.append(str(error))
+
+    handle = next(model.parameters()).register_hook(save)
+    backward(model, normal(zeros(*SHAPES), 2, seed=2)[rank])
+    handle.remove()
+    assert told == ["state_dict: step 2 is under way; call it between two steps."], told
+
+
+def as_the_documentation_of_pytorch_shows(rank: int, kind: str, folder: str, batched: bool, part: str) -> Any:
+    """Save hook and state together by torch.save, in one process, and go on in another."""
+    path = Path(folder) / f"{rank}.pt"
+    ddp: Any = wrap(kind, network(), bucket_cap_mb=0.004)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    if part == "resumed":
+        checkpoint = torch.load(path)
+        ddp.module.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        hook, state = checkpoint["comm_hook"], checkpoint["comm_hook_state"]
+    else:
+        hook = batched_powerSGD_hook if batched else powerSGD_hook
+        state = PowerSGDState(None, 2, start_powerSGD_iter=2, wire=torch.float16)
+    if kind == "torch":
+        state.bind(ddp)
+    ddp.register_comm_hook(state, hook)
+    run = Run(ddp, optimizer, state)
+    torch.manual_seed(0)  # dropout
+    run.train(rank, 6 if part == "resumed" else 0, 6)
+    if part == "first":
+        torch.save(
+            {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "comm_hook": hook,
+             "comm_hook_state": state}, path,
+        )  # fmt: skip
+    torch.manual_seed(1)
+    run.train(rank, 6, 12)
+    result = run.result()
+    state_dict = result["hooks"]
+    assert state_dict["step"] == 12 and len(state_dict["replicated"]) > 0
+    return result
+
+
+def names_are_needed(rank: int) -> None:
+    """PyTorch's DDP tells a hook no names: training works, saving and loading say what to do."""
+    model = given("torch")
+    state = PowerSGDState(None, 2, start_powerSGD_iter=0)
+    model.register_comm_hook(state, powerSGD_hook)  # type: ignore[operator]
+    gradients = normal(zeros(*SHAPES), 2, seed=0)[rank]
+    backward(model, gradients)
+    for save in (state.state_dict, lambda: pickle.dumps(state)):
+        with pytest.raises(CheckpointError, match=r"its name is not known; call bind\(model\)"):
+            save()
+    state.bind(model)
+    saved = state.state_dict()
+    other = given("torch")
+    loaded = PowerSGDState(None, 2, start_powerSGD_iter=0)
+    loaded.load_state_dict(saved)
+    other.register_comm_hook(loaded, powerSGD_hook)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"the name of a parameter of shape .* is not known; call bind\(model\)"):
+        backward(other, gradients)
+
+
+def ranks_that_unpickle_different_states(rank: int) -> None:
+    """Hear of it at the first bucket, where nothing was exchanged before."""
+    _, attachment = _trained("core", rank, 2)
+    saved = attachment.state_dict()
+    state = PowerSGDState(None, 2, start_powerSGD_iter=0)
+    model = given("core")
+    state.bind(model)
+    settings = state.state_dict()["settings"]
+    state.load_state_dict(saved | {"settings": settings, "step": 2 + rank})
+    model.register_comm_hook(state, powerSGD_hook)  # type: ignore[operator]
+    with pytest.raises(commhooks.AttachError, match="ranks disagree. Rank 0 has: state of step 2.*state of step 3"):
+        backward(model, normal(zeros(*SHAPES), 2, seed=0)[rank])
+
+
+def copies_of_a_model_have_nothing_attached(rank: int, kind: str) -> None:
+    model, attachment = _trained(kind, rank, 2)
+    copied = copy.deepcopy(model)
+    unpickled = pickle.loads(pickle.dumps(model))
+    gradients = normal(zeros(*SHAPES), 2, seed=5)
+    mean = [(a + b) / 2 for a, b in zip(*gradients, strict=True)]
+    for one in (copied, unpickled):
+        assert all(
+            torch.allclose(ours, theirs, atol=1e-6)
+            for ours, theirs in zip(backward(one, gradients[rank]), mean, strict=True)
+        )
+        again = commhooks.attach(one, "powersgd")
+        backward(one, gradients[rank])
+        assert again.statistics().steps == 1
+        again.detach()
+    assert attachment.steps == 2
+
+
+def a_failed_step_cannot_be_saved(rank: int) -> None:
+    model = wrap("core", Given((30, 50), (40, 30)), **TINY_BUCKETS)
+    attachment = commhooks.attach(model, PowerSGD(rank=2), wrap_communicator=_Failing)
+    gradients = normal(zeros((30, 50), (40, 30)), 2, seed=0)[rank]
+    model(*gradients).backward()
+    with pytest.raises(commhooks.CollectiveError):
+        model(*gradients).backward()
+    with pytest.raises(CheckpointError, match="a step failed.*go on from the last checkpoint.*broken on purpose"):
+        attachment.state_dict()
+
+
+class _Failing:
+    def __init__(self, inner: commhooks.Communicator) -> None:
+        self._inner, self._started = inner, 0
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._inner.world_size
+
+    def start(self, request: commhooks.Request) -> commhooks.Pending:
+        self._started += 1
+        if self._started > 4:
+            raise commhooks.CollectiveError("broken on purpose")
+        return self._inner.start(request)
+
+
+def resized(rank: int, world_size: int, folder: str, first: int, last: int, how: str) -> list[list[float]]:
+    """Train on from whatever is in the folder, and save; return three seeds' losses over all ranks' batches by step."""
+    return [_resized(rank, world_size, seed, f"{folder}/{seed}", first, last, how) for seed in range(3)]
+
+
+def _resized(rank: int, world_size: int, seed: int, folder: str, first: int, last: int, how: str) -> list[float]:
+    torch.manual_seed(seed)
+    ddp: Any = wrap(
+        "core", nn.Sequential(nn.Linear(36, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    attachment = commhooks.attach(ddp, PowerSGD(rank=1))
+    loaded = commhooks.load_checkpoint(folder, model=ddp, optimizer=optimizer, hooks=attachment, world_size=how)
+    assert (loaded is None) == (first == 0) and (loaded is None or loaded.step == first)
+    if loaded is not None:
+        total = _total_residual(attachment)
+        for name, kept in loaded.extra["total"].items():
+            scale = float(kept.abs().max().clamp_min(1e-30))
+            expected = torch.zeros_like(kept) if how == "reset" else kept
+            assert float((total[name] - expected).abs().max()) <= 1e-6 * scale, name
+    losses = []
+    teacher = torch.randn(36, 10, generator=torch.Generator().manual_seed(seed))
+    for step in range(first, last):
+        # 16 samples a step whatever the world size, so that the gradient's mean is over the same ones
+        inputs = torch.randn(16, 36, generator=torch.Generator().manual_seed(1000 * seed + step))
+        targets = (inputs @ teacher).argmax(1)
+        part = slice(rank * 16 // world_size, (rank + 1) * 16 // world_size)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(ddp(inputs[part]), targets[part])
+        loss.backward()
+        optimizer.step()
+        shared = loss.detach() / world_size
+        dist.all_reduce(shared)
+        losses.append(float(shared))
+    total = _total_residual(attachment)
+    commhooks.save_checkpoint(
+        folder, step=last, model=ddp, optimizer=optimizer, hooks=attachment, extra={"total": total}
+    )
+    attachment.detach()
+    return losses
+
+
+def _total_residual(attachment: commhooks.Attachment) -> dict[str, Tensor]:
+    state = attachment.state_dict()
+    (own,) = state["local"].values()
+    total = {name: kept["residual"].double() for name, kept in sorted(own.items()) if "residual" in kept}
+    for summed in total.values():
+        dist.all_reduce(summed)
+    return total
+
+
+def roundtrip(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    read: dict[str, Any] = torch.load(file)
+    return read
+
+
+def merged(rank: int) -> None:
+    model, attachment = _trained("core", rank, 3)
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, attachment.state_dict())
+    whole = roundtrip(commhooks.merge_state_dicts(states))
+    assert sorted(whole["local"]) == ["rank0", "rank1"]
+    attachment.load_state_dict(whole)
+    assert distance(attachment.state_dict()["local"], states[rank]["local"]) == 0.0
+    with pytest.raises(CheckpointError, match="rank 0 comes twice"):
+        commhooks.merge_state_dicts([states[0], states[0]])
+    backward(model, normal(zeros(*SHAPES), 2, seed=3)[rank])
+    with pytest.raises(CheckpointError, match="not of one run's step"):
+        commhooks.merge_state_dicts([states[1 - rank], attachment.state_dict()])
