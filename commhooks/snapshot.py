@@ -255,6 +255,10 @@ def refuse(what: str, faults: Sequence[str]) -> CheckpointError:
 
 
 def _faults_within(state: Mapping[str, Any]) -> list[str]:
+    return _faults_of_fields(state) + _faults_of_entries(state)
+
+
+def _faults_of_fields(state: Mapping[str, Any]) -> list[str]:
     faults = [
         f"shapes[{name!r}]: expected a list of integers" for name, s in state["shapes"].items() if not _is_shape(s)
     ]
@@ -265,6 +269,11 @@ def _faults_within(state: Mapping[str, Any]) -> list[str]:
         faults.append("bucket_plan['handed_in']: expected lists of names")
     if state["step"] < 0 or state["world_size"] < 1 or not 0 < state["grad_scale"] < math.inf:
         faults.append("step, world_size and grad_scale: expected numbers of at least 0, of at least 1, and above 0")
+    return faults
+
+
+def _faults_of_entries(state: Mapping[str, Any]) -> list[str]:
+    faults = []
     parts = {"replicated": state["replicated"]}
     for rank, entries in state["local"].items():
         number = str(rank).removeprefix("rank")
