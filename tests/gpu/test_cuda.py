@@ -32,8 +32,14 @@ def test_every_case_on_cuda_is_what_it_is_in_lockstep(kind: str, policy: str, ba
 
 
 @pytest.mark.parametrize("kind", ["core", "torch"])
-def test_the_host_does_not_wait_for_the_device_in_a_hook_over_nccl(kind: str) -> None:
-    run_world(_synchronises_nowhere, 1, kind, backend="nccl", timeout=120.0, check_exit=kind == "core")
+@pytest.mark.parametrize("guarded", [False, True])
+def test_the_host_does_not_wait_for_the_device_in_a_hook_over_nccl(kind: str, guarded: bool) -> None:
+    run_world(_synchronises_nowhere, 1, kind, guarded, backend="nccl", timeout=120.0, check_exit=kind == "core")
+
+
+@pytest.mark.parametrize("residuals", ["fp32", "bf16", "host"])
+def test_state_goes_from_a_gpu_to_the_cpu_and_back(residuals: str) -> None:
+    run_world(_there_and_back, 1, residuals, backend="cpu:gloo,cuda:nccl", timeout=120.0)
 
 
 def _given(kind: str) -> torch.nn.Module:
@@ -62,10 +68,35 @@ def _distances_to_lockstep(rank: int, kind: str, policy: str) -> dict[str, float
     return worst
 
 
-def _synchronises_nowhere(rank: int, kind: str) -> None:
+def _there_and_back(rank: int, residuals: str) -> None:
+    """Save on a GPU, load on the CPU, save there, and load on a GPU: the state is the same."""
+    first = commhooks.attach(model := _given("core"), "powersgd", residuals=residuals)
+    for step in range(3):
+        model(*[gradient.cuda() for gradient in normal(zeros(*SHAPES), 1, seed=step)[0]]).backward()
+    state = first.state_dict()
+    second = commhooks.attach(wrap("core", Given(*SHAPES)), "powersgd", residuals=residuals)
+    second.load_state_dict(state)
+    third = commhooks.attach(_given("core"), "powersgd", residuals=residuals)
+    third.load_state_dict(second.state_dict())
+    again = third.state_dict()
+    for part in ("local", "replicated"):
+        ours, theirs = (one[part]["rank0"] if part == "local" else one[part] for one in (again, state))
+        assert ours.keys() == theirs.keys() and ours
+        for name, kept in ours.items():
+            for entry, tensor in kept.items():
+                assert tensor.is_cuda is not (residuals == "host" and entry == "residual")
+                assert torch.equal(tensor, theirs[name][entry])
+
+
+def _synchronises_nowhere(rank: int, kind: str, guarded: bool) -> None:
     """Let PyTorch raise wherever the host would wait for the device, once state and streams are there."""
-    model = _given(kind)
-    commhooks.attach(model, "powersgd", policy="fifo")
+    model = wrap(kind, Given(*SHAPES).cuda(), bucket_cap_mb=0.004, static_graph=guarded)
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(torch.ones((), device="cuda"))
+    if guarded:  # a static graph may have unused parameters
+        commhooks.attach(model, "powersgd", scaler=scaler, atomic=True)
+    else:
+        commhooks.attach(model, "powersgd", policy="fifo")
     for step in range(6):
         gradients = [gradient.cuda() for gradient in normal(zeros(*SHAPES), 1, seed=step)[0]]
         loss = model(*gradients)
