@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import CheckpointError, Compressor, PowerSGD, checkpoint
+from commhooks import CheckpointError, Compressor, PowerSGD, PowerSGDState, checkpoint
 from tests.commhooks.models import wrap
 
 FILES = ["manifest.json", "shared.pt", "rank0.pt", "rank1.pt"]
@@ -130,9 +130,9 @@ def _words(value: Any) -> Iterator[str]:
     if isinstance(value, Tensor):
         yield f"{value.dtype} {tuple(value.shape)} {value.detach().tolist()}"
     elif isinstance(value, dict):
-        for key, held in value.items():
+        for key in sorted(value, key=str):
             yield str(key)
-            yield from _words(held)
+            yield from _words(value[key])
     elif isinstance(value, (list, tuple)):
         for held in value:
             yield from _words(held)
@@ -291,6 +291,23 @@ def misfits(rank: int, folder: str) -> list[Told]:
         manifest.write_text(manifest.read_text().replace('"world_size": 2', '"world_size": 3'))
     told.append(without.told("world size", without.digest(), directory=without.directory, hooks=None))
     return told
+
+
+def of_a_powersgd_state(rank: int, kind: str, folder: str) -> tuple[bool, str]:
+    """Save a PowerSGDState; tell whether one like it took it up, and what one with another rank was told."""
+    states, models = [PowerSGDState(None, r, start_powerSGD_iter=0) for r in (1, 1, 2)], []
+    for state in states:
+        models.append(wrap(kind, Network(), bucket_cap_mb=0.0002))
+        models[-1].register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]  # '"Tensor" not callable'
+        state.bind(models[-1])
+        models[-1](torch.randn(5, 6)).square().mean().backward()
+    models[0](torch.randn(5, 6)).square().mean().backward()
+    commhooks.save_checkpoint(folder, step=2, model=models[0], hooks=states[0])
+    commhooks.load_checkpoint(folder, model=models[1], hooks=states[1])
+    text = _text_of(functools.partial(commhooks.load_checkpoint, folder, model=models[2], hooks=states[2]))
+    dicts = [state.state_dict() for state in states[:2]]
+    saved, loaded = ([list(_words(one[part])) for part in ("step", "replicated", "local")] for one in dicts)
+    return loaded == saved, text
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------

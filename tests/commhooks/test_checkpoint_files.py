@@ -17,7 +17,7 @@ import torch
 
 from commhooks import CheckpointError, PowerSGDState, load_checkpoint, save_checkpoint
 from tests.commhooks import checkpoint_files_in_worlds as on_every_rank
-from tests.commhooks.checkpoint_files_in_worlds import CUTS, FILES, FLIPS, REFUSED, Payload, Told
+from tests.commhooks.checkpoint_files_in_worlds import CUTS, FILES, FLIPS, REFUSED, Network, Payload, Told
 from tests.commhooks.ranks import run_ranks
 
 FORGED = {
@@ -138,6 +138,23 @@ def test_a_checkpoint_that_is_named_and_not_there_is_refused(tmp_path: Path) -> 
     (renamed / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="manifest.json cannot be read"):
         load_checkpoint(renamed, model=model)
+
+
+def test_buffers_that_are_no_state_may_have_any_shape(tmp_path: Path) -> None:
+    saved, loading = Network(), Network()
+    saved.cache, saved.norm.running_mean = torch.ones(3), torch.ones(8)
+    save_checkpoint(tmp_path, step=1, model=saved)
+    load_checkpoint(tmp_path, model=loading)
+    buffers = dict(loading.named_buffers())
+    assert torch.equal(buffers["cache"], torch.zeros(8))
+    assert torch.equal(buffers["norm.running_mean"], torch.ones(8))
+
+
+@pytest.mark.parametrize("kind", ["core", "torch"])
+def test_a_powersgd_state_is_saved_and_loaded_as_an_attachment_is(kind: str, tmp_path: Path) -> None:
+    for same, text in run_ranks(on_every_rank.of_a_powersgd_state, 2, kind, str(tmp_path)):
+        assert same, text
+        assert "setting inner.rank: saved with 1, now 2" in text
 
 
 @pytest.mark.parametrize("step", [-1, 2.0, True, "3", None])
