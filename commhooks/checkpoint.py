@@ -99,9 +99,12 @@ def save_checkpoint(
     if type(step) is not int or step < 0:
         raise CheckpointError(f"save_checkpoint(step={step!r}): step must be an int of at least 0.")
     ranks, root = _Ranks(model), Path(directory)
-    names: list[tuple[str, str]]
-    names = ranks.together("prepare", lambda: _prepare(root, step) if ranks.rank == 0 else None)
-    name, writing = names[0]
+    prepared: list[tuple[int, Any]]
+    prepared = ranks.together("prepare", lambda: (step, _prepare(root, step) if ranks.rank == 0 else None))
+    steps = [number for number, _ in prepared]
+    if len(set(steps)) > 1:
+        raise CheckpointError(f"save_checkpoint: ranks disagree about the step: by rank {', '.join(map(str, steps))}.")
+    name, writing = prepared[0][1]
 
     def write() -> dict[str, int]:
         snapshot = None if hooks is None else hooks.snapshot()

@@ -324,6 +324,7 @@ def cannot_write(rank: int, folder: str) -> list[tuple[str, str, list[str]]]:
         with obstacle:
             told.append((name, _text_of(run.save), _listing(run)))
     told.append(("under a file", _text_of(lambda: run.save(directory=__file__)), _listing(run)))
+    told.append(("steps that differ", _text_of(lambda: run.save(step=5 + rank)), _listing(run)))
     told.append(("loading", _text_of(run.load), ["restored" if run.digest() == saved else "differs"]))
     told.append(("saving", _text_of(lambda: run.save(step=9)), _listing(run)))
     return told
