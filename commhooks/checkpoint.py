@@ -104,7 +104,8 @@ def save_checkpoint(
     steps = [number for number, _ in prepared]
     if len(set(steps)) > 1:
         raise CheckpointError(f"save_checkpoint: ranks disagree about the step: by rank {', '.join(map(str, steps))}.")
-    name, writing = prepared[0][1]
+    names: tuple[str, str] = prepared[0][1]
+    name, writing = names
 
     def write() -> dict[str, int]:
         snapshot = None if hooks is None else hooks.snapshot()
