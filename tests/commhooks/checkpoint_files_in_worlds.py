@@ -27,7 +27,7 @@ from commhooks import CheckpointError, Compressor, PowerSGD, PowerSGDState, chec
 from tests.commhooks.models import wrap
 
 FILES = ["manifest.json", "shared.pt", "rank0.pt", "rank1.pt"]
-CUTS, FLIPS = 20, 100
+CUTS, FLIPS = 10, 40
 
 
 @dataclasses.dataclass
