@@ -24,7 +24,7 @@ from commhooks.memory import MemoryReport, memory_report
 from commhooks.replay import Bucket, Part, parts_of, put_together
 from commhooks.scheduler import InlineScheduler, Scheduler, ThreadScheduler
 from commhooks.snapshot import LoadRules, Snapshot, refuse, settings_of
-from commhooks.state import StateTable
+from commhooks.state import ParameterState, StateTable
 from commhooks.statistics import ParameterTraffic, Statistics
 from commhooks.task import BucketTask
 
@@ -192,6 +192,7 @@ class Engine:
         self.step = checked.step
         self._names_checked = False
         self._forget_views()
+        self._used_before = {}
         self._replayed = checked.buckets_handed_in()
 
     def _checked(self, read: Snapshot, rules: LoadRules) -> Snapshot | CheckpointError:
@@ -211,11 +212,15 @@ class Engine:
             memory = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
             if parameter in sparse or not self.compressor.takes(memory):
                 continue
-            view = BucketView(0, memory, [Slot(parameter, memory, self.state.of(parameter))])
+            there = self.state.of(parameter)
+            fresh = ParameterState(there.key, storage=there.storage)
+            view = BucketView(0, memory, [Slot(parameter, memory, fresh)])
             for step in self.compressor.first_steps():
                 exchange = self.compressor.compress(view, Context(self._address.rank, self._address.world_size, step))
                 next(exchange, None)
                 exchange.close()
+            there.replicated = fresh.replicated | there.replicated
+            there.local = fresh.local | there.local
 
     def open(self, device: torch.device) -> None:
         """Connect to the other ranks now, and not at the first bucket; raise the refusal once they know of it."""
@@ -306,9 +311,10 @@ class Engine:
             return exchange if self._journal is None else self._journal.watch(view, exchange)
         if self.may_be_unused:
             exchange = keep_what_is_unused(view, exchange)
-        if self._journal is not None:
-            exchange = self._journal.watch(view, exchange)
-        return take_part_with_zeros(view, exchange) if _has_joined(view.memory) else exchange
+        if _has_joined(view.memory):
+            exchange = take_part_with_zeros(view, exchange)
+        # The journal is outermost: it undoes a step after its last bucket, when what was put by is back.
+        return exchange if self._journal is None else self._journal.watch(view, exchange)
 
     def _stand_between_steps(self, caller: str) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -317,7 +323,9 @@ class Engine:
             self._end_step()
 
     def _handed_in(self) -> list[list[str]]:
-        """Return the names in the last step's buckets, in order; nothing before the first."""
+        """Return the names in the last step's buckets, in order; before the first, those of the run that was loaded."""
+        if self._replayed:
+            return [list(names) for names in self._replayed]
         return [
             [self.state.of(parameter).key for parameter in self._parameters[key]]
             for key in self._used_before
@@ -325,22 +333,22 @@ class Engine:
         ]
 
     def _forget_views(self) -> None:
-        self._views.clear()
-        self._parameters.clear()
+        self._views.clear()  # not the parameters of the last step's buckets: a checkpoint names them
 
     def _agree_on(self, loaded: Snapshot | CheckpointError, parameter: Tensor | None) -> None:
         """Raise unless every rank loads the same: now if the line stands, otherwise when it is opened."""
         if isinstance(loaded, CheckpointError):
             terms = f"refusal: {loaded}"
         else:
-            terms = self._resumed = f"state of step {loaded.step}, {loaded.digest()}"
-        if self._scheduler is None or parameter is None:
-            return
-        try:
-            self._scheduler.agree(terms)
-        except AttachError as error:
-            if not isinstance(loaded, CheckpointError):
-                raise CheckpointError(f"load_state_dict: nothing was loaded. {error}") from error
+            terms = f"state of step {loaded.step}, {loaded.digest()}"
+        if self._scheduler is not None and parameter is not None:
+            try:
+                self._scheduler.agree(terms)
+            except AttachError as error:
+                if not isinstance(loaded, CheckpointError):
+                    raise CheckpointError(f"load_state_dict: nothing was loaded. {error}") from error
+        if not isinstance(loaded, CheckpointError):
+            self._resumed = terms
 
     def _begin_step_if(self, bucket: Bucket) -> None:
         """Begin a step with its first bucket; a DDP may skip the one that would have ended the step before."""
@@ -367,8 +375,9 @@ class Engine:
         self._replayed = []
         self.step += 1
         self._last_index = -1
-        for key in self._views.keys() - self._used_before.keys():
-            del self._views[key], self._parameters[key]
+        for key in self._parameters.keys() - self._used_before.keys():
+            del self._parameters[key]
+            self._views.pop(key, None)
 
     def _refuse_a_second_model(self) -> None:
         """Raise if this step's parameters have none in common with the last one's: two models take turns.

@@ -10,7 +10,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Exchange, Slot, carried_by
+from commhooks.compressor import BucketView, Exchange, carried_by
 from commhooks.journal import Copies
 from commhooks.requests import AllReduce, Layout, Request
 from commhooks.state import RESIDUAL
@@ -18,14 +18,16 @@ from commhooks.state import RESIDUAL
 
 def take_part_with_zeros(bucket: BucketView, exchange: Exchange) -> Exchange:
     """Run for a rank that has run out of inputs: it sends nothing that it owes, and owes it still afterwards."""
-    put_by = Copies(own for slot in bucket.slots for own in slot.state.local.values())
+    put_by = [{name: own.clone() for name, own in slot.state.local.items()} for slot in bucket.slots]
     for slot in bucket.slots:
         if RESIDUAL in slot.state.local:
             slot.state.local[RESIDUAL].zero_()
     try:
         return (yield from exchange)
     finally:
-        put_by.restore()
+        for slot, kept in zip(bucket.slots, put_by, strict=True):
+            for name, own in kept.items():
+                slot.state.local[name].copy_(own)  # by name: the exchange may have laid residuals together anew
 
 
 def keep_what_is_unused(bucket: BucketView, exchange: Exchange) -> Exchange:
@@ -54,7 +56,7 @@ class _Rider:
         """Let the counts ride with the first request if it is a sum, or go before it."""
         if self._copies is not None:
             return (yield request)
-        self._copies = {number: Copies(_kept_by(self._slots[number])) for number in self._candidates()}
+        self._copies = {number: Copies([self._slots[number]]) for number in self._candidates()}
         if not isinstance(request, AllReduce) or request.tensor.is_sparse or request.tensor.is_complex():
             self._counts = yield AllReduce(self._counts, average=True, layout=self._layout)
             return (yield request)
@@ -86,7 +88,3 @@ class _Rider:
 
     def _behind(self, layout: Layout) -> Layout:
         return Layout(layout.keys + self._layout.keys, layout.sizes + self._layout.sizes)
-
-
-def _kept_by(slot: Slot) -> list[Tensor]:
-    return [*slot.state.replicated.values(), *slot.state.local.values()]

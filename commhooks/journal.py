@@ -4,48 +4,69 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Exchange, carried_by
+from commhooks.compressor import BucketView, Exchange, Slot, carried_by
 from commhooks.requests import Request
+
+Place = tuple[int, str, str]
+"""Which parameter of a bucket, whether what it remembers is replicated or local, and by which name."""
 
 
 class Copies:
-    """Hold copies of tensors, to write back."""
+    """Hold copies of what a bucket's parameters remember, to write back.
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._live: list[Tensor] = []
-        self.kept: list[Tensor] = []
-        self.add(tensors)
+    By name: an exchange may put another tensor in the place of one, with the same in it.
+    """
 
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Copy those of which there is no copy yet."""
-        there = set(map(id, self._live))
-        new = [tensor for tensor in tensors if id(tensor) not in there]
-        self._live += new
-        self.kept += [tensor.clone() for tensor in new]
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._live: dict[Place, Tensor] = {}
+        self._kept: dict[Place, Tensor] = {}
+        self.complete()
 
-    def refresh(self, tensors: Iterable[Tensor]) -> None:
-        """Copy these instead, into the memory that is there if they are the same ones."""
-        now = list(tensors)
-        if [id(tensor) for tensor in now] != [id(tensor) for tensor in self._live]:
-            self._live, self.kept = [], []
-            self.add(now)
+    @property
+    def kept(self) -> list[Tensor]:
+        """The copies."""
+        return list(self._kept.values())
+
+    def complete(self) -> None:
+        """Copy what there is no copy of yet; write the others back to where it lies now."""
+        self._live = self._found()
+        for place, tensor in self._live.items():
+            if place not in self._kept or self._kept[place].shape != tensor.shape:
+                self._kept[place] = tensor.clone()
+
+    def refresh(self) -> None:
+        """Copy what is there now instead, into the memory of the last copies if that lies where it did."""
+        now = self._found()
+        if {place: id(tensor) for place, tensor in now.items()} != {p: id(tensor) for p, tensor in self._live.items()}:
+            self._kept = {}
+            self.complete()
         elif now:
-            torch._foreach_copy_(self.kept, self._live)
+            torch._foreach_copy_([self._kept[place] for place in now], list(now.values()))
 
     def restore(self, wanted: Tensor | None = None) -> None:
         """Write the copies back: always, or where a 0-dim bool says so; on a GPU nobody waits to know."""
         if wanted is None or not wanted.is_cuda:
             if self._live and (wanted is None or wanted):
-                torch._foreach_copy_(self._live, self.kept)
+                torch._foreach_copy_(list(self._live.values()), [self._kept[place] for place in self._live])
             return
-        for live, kept in zip(self._live, self.kept, strict=True):
+        for place, live in self._live.items():
+            kept = self._kept[place]
             chosen = torch.where(wanted, kept.to(wanted.device), live.to(wanted.device))
             live.copy_(chosen, non_blocking=True)
+
+    def _found(self) -> dict[Place, Tensor]:
+        return {
+            (number, kind, name): tensor
+            for number, slot in enumerate(self._slots)
+            for kind, held in (("replicated", slot.state.replicated), ("local", slot.state.local))
+            for name, tensor in held.items()
+        }
 
 
 class Journal:
@@ -73,10 +94,13 @@ class Journal:
 
     def watch(self, bucket: BucketView, exchange: Exchange) -> Exchange:
         """Run an exchange; copy the bucket's state before anything is written to it."""
-        copies = self._copies.setdefault(bucket, Copies())
-        copies.refresh(_tensors_of(bucket))
+        copies = self._copies.get(bucket)
+        if copies is None:
+            copies = self._copies[bucket] = Copies(bucket.slots)
+        else:
+            copies.refresh()
         self._of_step.append(copies)
-        return (yield from carried_by(functools.partial(self._complete_copies, bucket, copies), exchange))
+        return (yield from carried_by(functools.partial(_complete, copies), exchange))
 
     def tensors(self) -> list[Tensor]:
         """Return the copies that are kept."""
@@ -90,14 +114,8 @@ class Journal:
             for copies in self._of_step:
                 copies.restore(spoilt)
 
-    def _complete_copies(
-        self, bucket: BucketView, copies: Copies, request: Request
-    ) -> Generator[Request, Tensor, Tensor]:
-        """Copy what the exchange has made by its first request: all state is there, and as it is at first."""
-        copies.add(_tensors_of(bucket))
-        return (yield request)
 
-
-def _tensors_of(bucket: BucketView) -> list[Tensor]:
-    states = [slot.state for slot in bucket.slots]
-    return [tensor for state in states for tensor in (*state.replicated.values(), *state.local.values())]
+def _complete(copies: Copies, request: Request) -> Generator[Request, Tensor, Tensor]:
+    """Copy what the exchange has made by its first request: all state is there, and as it is at first."""
+    copies.complete()
+    return (yield request)

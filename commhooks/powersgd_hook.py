@@ -164,6 +164,7 @@ class PowerSGDState:
         """Name everything in which a snapshot does not fit, so that loading it would be refused."""
         if self._engine is None:
             self._engine = self._make_engine()
+        self._take_form_of(snapshot.settings)
         return self._engine.differences(snapshot, rules)
 
     def load_state_dict(
@@ -220,7 +221,8 @@ class PowerSGDState:
         assert self._engine is not None, "names are learned by an engine"
         if self._to_load is not None:
             waiting, self._to_load = self._to_load, None
-            self._take_form_of(waiting[0])
+            if isinstance(waiting[0], Mapping):
+                self._take_form_of(waiting[0].get("settings"))
             load_state(self._engine, *waiting, self._model())
 
     def statistics(self) -> Statistics:
@@ -259,9 +261,8 @@ class PowerSGDState:
             self._engine.compressor = self._make_compressor(*form)
         return deliver(self._engine.run(bucket), bucket)
 
-    def _take_form_of(self, state: object) -> None:
-        """Expect the hook that the state was saved with: which one it is decides wire dtype and matrices, in `run`."""
-        settings = state.get("settings") if isinstance(state, Mapping) else None
+    def _take_form_of(self, settings: object) -> None:
+        """Expect the hook that saved these settings: which one it is decides wire dtype and matrices, in `run`."""
         if self._engine is None or self._engine.step or not isinstance(settings, Mapping):
             return
         wire = next((dtype for dtype in _WIRES.values() if repr(dtype) == settings.get("dtype")), None)

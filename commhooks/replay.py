@@ -62,13 +62,16 @@ class Part:
 
 
 def parts_of(bucket: Bucket, plan: Sequence[Sequence[str]], table: StateTable) -> list[Part]:
-    """Return a bucket's parts by a plan of names; none where the plan does not cut it, or it is not to be cut."""
+    """Return a bucket's parts by a plan of names; none where the plan has it as it is, or it is not to be cut.
+
+    A part may be the whole bucket, with its parameters in another order: that of their first backward pass.
+    """
     memory, parameters = bucket.buffer(), bucket.parameters()
     if memory.is_sparse or memory.is_cuda or sum(p.numel() for p in parameters) != memory.numel():
         return []
     names = [table.name_of(parameter) for parameter in parameters]
     within = [names_of_one for names_of_one in plan if set(names_of_one) <= set(names)]
-    if len(within) < 2 or sorted(name for one in within for name in one) != sorted(map(str, names)):
+    if within == [names] or sorted(name for one in within for name in one) != sorted(map(str, names)):
         return []
     places = memory.detach().split([parameter.numel() for parameter in parameters])
     found: dict[Any, tuple[Tensor, Tensor]] = dict(zip(names, zip(parameters, places, strict=True), strict=True))

@@ -107,6 +107,41 @@ def uneven_inputs(rank: int, kind: str, how: str, case: str) -> None:
     assert _replicated_digest(state) == _replicated_digest(_of_rank_0(state))
 
 
+def spoilt_after_joining(rank: int, kind: str, policy: str, matrices: Any) -> None:
+    """Let rank 0 join, and bring an inf to a run whose steps are atomic: nobody's state changes any more."""
+    model = wrap(kind, Branches(), **BRANCHES)
+    hooks = commhooks.attach(model, commhooks.PowerSGD(rank=2, matrices=matrices), policy=policy, atomic=True)
+    kept: list[dict[str, Tensor]] = []
+    with model.join():  # type: ignore[operator]
+        for step in range(5 if rank else 3):
+            gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+            if step >= 3:
+                gradients[2].view(-1)[0] = torch.inf
+            model.zero_grad()
+            model(dict(enumerate(gradients))).backward()
+            if step == 2:
+                kept = [_own(hooks, rank, number) for number in range(len(SHAPES))]
+    assert hooks.state_dict()["step"] == 5
+    for number, before in enumerate(kept):
+        after = _own(hooks, rank, number)
+        assert before.keys() == after.keys() and (number == 3 or before["residual"].abs().max() > 0)
+        assert all(torch.equal(before[entry], after[entry]) for entry in before), number
+
+
+def joined_when_buckets_are_cut(rank: int, kind: str) -> None:
+    """Let rank 0 join after the first step, where residuals are laid out for other buckets: it keeps what it owes."""
+    model = wrap(kind, Branches(), **BRANCHES)
+    hooks = commhooks.attach(model, commhooks.PowerSGD(rank=2, matrices="whole-bucket"))
+    kept: list[Tensor] = []
+    with model.join():  # type: ignore[operator]
+        for step in range(3 if rank else 1):
+            model.zero_grad()
+            model(dict(enumerate(normal(zeros(*SHAPES), 2, seed=step)[rank]))).backward()
+            kept = kept or [residual.clone() for residual in hooks.state.residuals()]
+    assert len(kept) == len(SHAPES)
+    assert all(torch.equal(a, b) for a, b in zip(hooks.state.residuals(), kept, strict=True)) is (rank == 0)
+
+
 def _replicated_digest(state: dict[str, Any]) -> str:
     return commhooks.Snapshot.from_dict(state).digest()
 

@@ -117,6 +117,64 @@ def first_resumed_steps(
     return distances
 
 
+def resumed_in_place(rank: int, kind: str, folder: str) -> dict[str, float]:
+    """Save runs whose last step's buckets are known in a roundabout way, and return how far the resumed ones come out.
+
+    The compressor makes one matrix of a bucket, so that it shows at once if the first step's are cut otherwise.
+    """
+    whole = commhooks.PowerSGD(rank=2, matrices="whole-bucket")
+    distances = {}
+    for what, cap in (("replaced", SMALL_BUCKETS), ("loaded and saved again", SMALL_BUCKETS), ("one bucket", 25.0)):
+        path = Path(folder) / what
+        run = begin(kind, "fifo", commhooks.PowerSGD(rank=1) if what == "replaced" else whole, cap)
+        run.train(rank, 0, 3)
+        if isinstance(run.hooks, Attachment) and what == "replaced":
+            run.hooks.replace(whole)
+        _save(run, path)
+        if what == "loaded and saved again":
+            between = begin(kind, "fifo", whole, cap)
+            _load(between, path)
+            path = path / "again"
+            _save(between, path)
+            _end(between)
+        resumed = begin(kind, "fifo", whole, cap)
+        _load(resumed, path)
+        for one in (run, resumed):
+            torch.manual_seed(0)  # dropout
+            one.train(rank, 3, 6)
+        distances[what] = distance(resumed.result(), run.result())
+        _end(run)
+        _end(resumed)
+    return distances
+
+
+def resumed_hook(rank: int, kind: str, folder: str) -> dict[str, float]:
+    """Load checkpoints of hooks that decide by themselves in what form their state compresses; return distances."""
+    hooks: dict[str, Any] = {
+        "powerSGD_hook": commhooks.powerSGD_hook,
+        "batched_powerSGD_hook": commhooks.batched_powerSGD_hook,
+        "on fp16": commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook),
+    }
+    distances = {}
+    for name, hook in hooks.items():
+        runs = []
+        for _ in range(2):
+            ddp: Any = wrap(kind, network(), bucket_cap_mb=SMALL_BUCKETS)
+            state = PowerSGDState(None, 2, start_powerSGD_iter=1)
+            state.bind(ddp)
+            ddp.register_comm_hook(state, hook)
+            runs.append(Run(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9), state))
+        whole, resumed = runs
+        whole.train(rank, 0, 3)
+        _save(whole, Path(folder) / name)
+        _load(resumed, Path(folder) / name)
+        for run in runs:
+            torch.manual_seed(0)  # dropout
+            run.train(rank, 3, 6)
+        distances[name] = distance(resumed.result(), whole.result())
+    return distances
+
+
 def distance(ours: Any, theirs: Any) -> float:
     """Return the largest difference of any two tensors or numbers; infinity where the structure differs."""
     if isinstance(ours, dict):
@@ -134,6 +192,10 @@ def distance(ours: Any, theirs: Any) -> float:
 
 def _chosen(cases: list[str]) -> list[Case]:
     return [case for case in EXCHANGING if not cases or case.name in cases]
+
+
+def _save(run: Run, path: Path) -> None:
+    commhooks.save_checkpoint(path, step=_steps_of(run), model=run.ddp, optimizer=run.optimizer, hooks=run.hooks)
 
 
 def _load(run: Run, path: Path) -> commhooks.Checkpoint | None:

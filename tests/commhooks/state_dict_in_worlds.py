@@ -126,6 +126,29 @@ def _without_weights_0(state: dict[str, Any], own: str) -> dict[str, Any]:
     return state
 
 
+def reading_changes_nothing(rank: int, kind: str) -> None:
+    """Read the state of one of two like runs, before and after another compressor's turn: they go on alike."""
+    turns = commhooks.StartAfter(inner=PowerSGD(rank=2), before=PowerSGD(rank=1), steps=3)
+    models = [given(kind), given(kind)]
+    hooks = [commhooks.attach(model, turns) for model in models]
+    for step in range(6):
+        gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+        ours, theirs = (backward(model, gradients) for model in models)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
+        hooks[0].state_dict()
+
+
+def replaced_after_a_refusal(rank: int, kind: str) -> None:
+    """Bring one rank a state that does not fit, then replace the compressor: nothing is left of the refused one."""
+    model, attachment = _trained(kind, rank, 2)
+    saved = attachment.state_dict()
+    with pytest.raises(CheckpointError, match="nothing was loaded|damaged"):
+        attachment.load_state_dict(saved | {"step": "two"} if rank else saved)
+    attachment.replace(PowerSGD(rank=1))
+    backward(model, normal(zeros(*SHAPES), 2, seed=2)[rank])
+    assert attachment.steps == 3
+
+
 def not_in_the_middle_of_a_step(rank: int, kind: str) -> None:
     model, attachment = _trained(kind, rank, 2)
     told: list[str] = []

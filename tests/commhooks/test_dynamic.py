@@ -34,5 +34,19 @@ def test_a_rank_that_has_joined_takes_part_with_zeros_and_keeps_what_it_owes(kin
 
 
 @both_ddps
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize("matrices", ["first-dimension", "whole-bucket"])
+def test_a_step_that_is_undone_leaves_a_rank_that_has_joined_what_it_owes(
+    kind: str, policy: str, matrices: str
+) -> None:
+    run_ranks(on_every_rank.spoilt_after_joining, 2, kind, policy, matrices)
+
+
+@both_ddps
+def test_a_rank_that_has_joined_keeps_what_it_owes_when_buckets_are_cut(kind: str) -> None:
+    run_ranks(on_every_rank.joined_when_buckets_are_cut, 2, kind)
+
+
+@both_ddps
 def test_state_goes_with_names_when_layers_are_unfrozen(kind: str) -> None:
     run_ranks(on_every_rank.unfreezing, 2, kind)

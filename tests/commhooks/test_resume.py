@@ -54,3 +54,17 @@ def test_with_other_buckets_a_resumed_step_is_the_same_to_the_last_digits(tmp_pa
         for name, far in found.items():
             # A sum of three in 16 bits rounds by the order of its terms.
             assert far <= (cases[name].tolerance / 4 if "16" in name else 1e-6), name
+
+
+@both_ddps
+def test_the_last_buckets_are_known_after_a_replacement_after_a_load_and_where_there_is_one(
+    tmp_path: Path, kind: str
+) -> None:
+    for found in run_ranks(on_every_rank.resumed_in_place, 2, kind, str(tmp_path)):
+        assert len(found) == 3 and {what: far for what, far in found.items() if far} == {}
+
+
+@both_ddps
+def test_a_checkpoint_holds_the_state_of_every_powersgd_hook(tmp_path: Path, kind: str) -> None:
+    for found in run_ranks(on_every_rank.resumed_hook, 2, kind, str(tmp_path)):
+        assert len(found) == 3 and {hook: far for hook, far in found.items() if far} == {}

@@ -24,6 +24,16 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(kind: 
 
 
 @both_ddps
+def test_to_read_the_state_changes_nothing_in_the_run(kind: str) -> None:
+    run_ranks(on_every_rank.reading_changes_nothing, 2, kind)
+
+
+@both_ddps
+def test_after_a_refused_state_a_compressor_can_be_replaced(kind: str) -> None:
+    run_ranks(on_every_rank.replaced_after_a_refusal, 2, kind)
+
+
+@both_ddps
 def test_state_is_not_saved_in_the_middle_of_a_step(kind: str) -> None:
     run_ranks(on_every_rank.not_in_the_middle_of_a_step, 2, kind)
 
