@@ -72,7 +72,7 @@ def test_a_cut_or_flipped_file_is_refused_by_name_on_every_rank_or_its_content_i
     assert len(ranks[0]) == len(FILES) * (1 + CUTS + FLIPS) + 1
     refused = Counter(told.damage.split()[1] for told in ranks[0] if told.damage.startswith("flip") and told.text)
     print(f"of {FLIPS} flips in each file, so many were refused: {dict(refused)}")
-    assert all(refused[name] > FLIPS // 2 for name in FILES if name != "manifest.json"), refused
+    assert all(refused[name] > FLIPS // 3 for name in FILES if name != "manifest.json"), refused
 
 
 def test_a_forged_file_is_refused_and_nothing_in_it_is_executed(tmp_path: Path) -> None:
