@@ -26,7 +26,7 @@ from commhooks.errors import AttachError, CheckpointError, CommHooksError, Setti
 from commhooks.foreign_hook import name_of
 from commhooks.loss_scale import Scaler
 from commhooks.memory import MemoryReport
-from commhooks.resume import load_state, saved_state, searches_for_unused, snapshot_of
+from commhooks.resume import load_state, saved_state, searches_for_unused, snapshot_of, sparse_parameters
 from commhooks.scheduler import POLICIES
 from commhooks.snapshot import LoadRules, Snapshot
 from commhooks.state import StateTable
@@ -185,17 +185,7 @@ def attach(
         )
     compressor = checked_compressor("attach", compressor)
     check_run_settings("attach", policy, hook_timeout)
-    whole_steps = "policy must be 'fifo' and atomic False" if policy == "fused" or atomic else ""
-    if whole_steps and _numbers_no_bucket_last(model):
-        raise AttachError(
-            f"attach: {whole_steps} for PyTorch's DistributedDataParallel with static_graph=True and parameters "
-            "of several dtypes or devices: its first iteration does not say which bucket is the last one."
-        )
-    if whole_steps and getattr(model, "skip_all_reduce_unused_params", False):
-        raise AttachError(
-            f"attach: {whole_steps} for a model with skip_all_reduce_unused_params=True, which may leave out the "
-            "bucket that ends a step."
-        )
+    check_step_has_an_end("attach", model, policy, atomic=atomic)
     if torch._C._current_graph_task_id() != -1:
         raise AttachError("attach: a backward pass is under way; attach between two of them.")
     group = group_or_default(process_group if process_group is not None else getattr(model, "process_group", None))
@@ -264,10 +254,29 @@ def check_run_settings(caller: str, policy: str, hook_timeout: float | None) -> 
         raise SettingsError(f"{caller}(hook_timeout={hook_timeout!r}): hook_timeout must be above 0 s, and finite.")
 
 
+def check_step_has_an_end(caller: str, model: Module, policy: str, *, atomic: bool) -> None:
+    """Raise `AttachError` where a run that waits for a step's last bucket would wait for ever."""
+    whole_steps = "policy must be 'fifo' and atomic False" if policy == "fused" or atomic else ""
+    if whole_steps and _numbers_no_bucket_last(model):
+        raise AttachError(
+            f"{caller}: {whole_steps} for PyTorch's DistributedDataParallel with static_graph=True and parameters "
+            "of several dtypes or devices, sparse gradients, or bucket_cap_mb_list: its first iteration has several "
+            "buckets, and does not say which is the last one."
+        )
+    if whole_steps and getattr(model, "skip_all_reduce_unused_params", False):
+        raise AttachError(
+            f"{caller}: {whole_steps} for a model with skip_all_reduce_unused_params=True, which may leave out the "
+            "bucket that ends a step."
+        )
+
+
 def _numbers_no_bucket_last(model: Module) -> bool:
-    kinds = {(parameter.dtype, parameter.device) for parameter in model.parameters() if parameter.requires_grad}
-    of_pytorchs = isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    return of_pytorchs and bool(getattr(model, "static_graph", False)) and len(kinds) > 1
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or not getattr(model, "static_graph", False):
+        return False
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    sparse = sparse_parameters(model) & trained  # each has a bucket of its own
+    kinds = {(parameter.dtype, parameter.device) for parameter in trained - sparse}
+    return len(kinds) + len(sparse) > 1 or bool(getattr(model, "bucket_bytes_cap_list", ()))
 
 
 class _Socket:

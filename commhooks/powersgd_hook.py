@@ -16,7 +16,7 @@ from commhooks.compressors import PowerSGD
 from commhooks.default_hooks import on_wire
 from commhooks.engine import Engine
 from commhooks.errors import CheckpointError, SettingsError
-from commhooks.hook import check_run_settings, deliver, group_or_default
+from commhooks.hook import check_run_settings, check_step_has_an_end, deliver, group_or_default
 from commhooks.loss_scale import Scaler
 from commhooks.matrices import MatrixRule
 from commhooks.memory import MemoryReport
@@ -131,8 +131,10 @@ class PowerSGDState:
 
         Call it before the first backward pass, with the DDP: what it does with unused parameters, and ddp_core's
         buckets, are learned too. `scaler`, a `torch.amp.GradScaler`: residuals follow the scale of the loss. Raises
-        `SettingsError` if `skip` fits none, and `CheckpointError` if state was loaded that does not fit.
+        `SettingsError` if `skip` fits none, `CheckpointError` if state was loaded that does not fit, and `AttachError`
+        for a DDP that does not say which bucket ends a step, where `policy` or `atomic` need to know.
         """
+        check_step_has_an_end("PowerSGDState.bind", model, self.policy, atomic=self.atomic)
         if self._engine is None:
             self._engine = self._make_engine()
         inner = getattr(model, "module", None)

@@ -16,13 +16,7 @@ from commhooks.snapshot import LoadRules, Snapshot
 
 def saved_state(engine: Engine, model: Module | None) -> dict[str, Any]:
     """Return an engine's state_dict; all state that there will be is in it, also before the first step."""
-    modules = model.modules() if model is not None else ()
-    sparse: set[Tensor] = {
-        module.weight
-        for module in modules
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
-    }
-    engine.lay_out(sparse)
+    engine.lay_out(sparse_parameters(model) if model is not None else set())
     state = snapshot_of(engine, model).cloned().as_dict()
     return state | {"inventory": {rank: _inventory(state, rank) for rank in state["local"]}}
 
@@ -49,6 +43,15 @@ def load_state(engine: Engine, state: object, rules: LoadRules, model: Module | 
     load_bucket_plan: Any = getattr(model, "load_bucket_plan", None)
     if load_bucket_plan is not None and isinstance(read, Snapshot) and "ddp_core" in read.bucket_plan:
         load_bucket_plan(read.bucket_plan["ddp_core"])
+
+
+def sparse_parameters(model: Module) -> set[Tensor]:
+    """Return the parameters whose gradients a DDP takes to be sparse."""
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+    }
 
 
 def searches_for_unused(model: Module) -> bool:

@@ -193,6 +193,37 @@ class TwoDtypes(nn.Module):
         return torch.as_tensor((self.narrow * gradient.half()).sum().float() + (self.wide * gradient).sum())
 
 
+class WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return torch.as_tensor(self.head(self.table(words)).sum())
+
+
+def no_end_of_a_step(rank: int) -> list[str]:
+    """Attach to what hands in several buckets at first, and does not say which is the last; return the errors."""
+    errors = []
+    dense = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    for module, settings in ((WithTable(), {}), (TwoDtypes(), {}), (dense, {"bucket_cap_mb_list": [1]})):
+        model = wrap("torch", module, static_graph=True, **settings)
+        ways: list[Callable[[], Any]] = [
+            functools.partial(commhooks.attach, model, "powersgd", policy="fused"),
+            functools.partial(commhooks.attach, model, "powersgd", atomic=True),
+            functools.partial(commhooks.PowerSGDState(None, policy="fused").bind, model),
+        ]
+        for way in ways:
+            try:
+                way()
+            except commhooks.AttachError as error:
+                errors.append(str(error))
+            else:
+                errors.append("nothing")
+    return errors
+
+
 def _two_dtypes_in_a_static_graph(rank: int, kind: str) -> dict[str, bool]:
     model = wrap(kind, TwoDtypes(), static_graph=True)
     if kind == "torch":

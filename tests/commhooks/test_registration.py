@@ -248,3 +248,10 @@ def test_a_wrapped_hook_is_forgotten_with_its_last_reference() -> None:
     del wrapped
     gc.collect()
     assert len(default_hooks.on_wire) == before
+
+
+def test_a_run_that_would_wait_for_a_steps_last_bucket_for_ever_is_refused() -> None:
+    for errors in run_ranks(on_every_rank.no_end_of_a_step, 2, check_exit=False):
+        assert len(errors) == 9
+        for error in errors:
+            assert "policy must be 'fifo' and atomic False for PyTorch's" in error, errors
