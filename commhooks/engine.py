@@ -58,8 +58,11 @@ class Engine:
         self.step = 0
         self._journal = Journal() if atomic else None
         self.may_be_unused = may_be_unused
+        self.uncut_steps = 1
+        """So many steps the DDP begins with, before it cuts its buckets; those of a resumed run are cut here."""
         self._resumed = ""
         self._replayed: list[list[str]] = []
+        self._replays_left = 0
         self._process_group = weakref.ref(process_group)
         self._address = Address.under(process_group, label)
         self._policy = policy
@@ -193,7 +196,7 @@ class Engine:
         self._names_checked = False
         self._forget_views()
         self._used_before = {}
-        self._replayed = checked.buckets_handed_in()
+        self._replayed, self._replays_left = checked.buckets_handed_in(), self.uncut_steps
 
     def _checked(self, read: Snapshot, rules: LoadRules) -> Snapshot | CheckpointError:
         what = f"rank {self._address.rank}: the checkpoint does not fit"
@@ -324,7 +327,7 @@ class Engine:
 
     def _handed_in(self) -> list[list[str]]:
         """Return the names in the last step's buckets, in order; before the first, those of the run that was loaded."""
-        if self._replayed:
+        if self._replayed and not self._used_before:
             return [list(names) for names in self._replayed]
         return [
             [self.state.of(parameter).key for parameter in self._parameters[key]]
@@ -372,7 +375,9 @@ class Engine:
 
     def _end_step(self) -> None:
         self._refuse_a_second_model()
-        self._replayed = []
+        self._replays_left -= 1
+        if self._replays_left <= 0:
+            self._replayed = []
         self.step += 1
         self._last_index = -1
         for key in self._parameters.keys() - self._used_before.keys():

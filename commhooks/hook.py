@@ -26,7 +26,14 @@ from commhooks.errors import AttachError, CheckpointError, CommHooksError, Setti
 from commhooks.foreign_hook import name_of
 from commhooks.loss_scale import Scaler
 from commhooks.memory import MemoryReport
-from commhooks.resume import load_state, saved_state, searches_for_unused, snapshot_of, sparse_parameters
+from commhooks.resume import (
+    load_state,
+    saved_state,
+    searches_for_unused,
+    snapshot_of,
+    sparse_parameters,
+    uncut_steps,
+)
 from commhooks.scheduler import POLICIES
 from commhooks.snapshot import LoadRules, Snapshot
 from commhooks.state import StateTable
@@ -218,6 +225,7 @@ def attach(
         atomic=atomic,
         may_be_unused=searches_for_unused(model),
     )
+    engine.uncut_steps = uncut_steps(model)
     if scaler is not None:
         engine.loss_scale.follow(scaler)
     engine.bind(named)

@@ -20,7 +20,7 @@ from commhooks.hook import check_run_settings, check_step_has_an_end, deliver, g
 from commhooks.loss_scale import Scaler
 from commhooks.matrices import MatrixRule
 from commhooks.memory import MemoryReport
-from commhooks.resume import load_state, saved_state, searches_for_unused, snapshot_of
+from commhooks.resume import load_state, saved_state, searches_for_unused, snapshot_of, uncut_steps
 from commhooks.snapshot import LoadRules, Snapshot
 from commhooks.state import StateTable
 from commhooks.statistics import ParameterTraffic, Statistics
@@ -142,6 +142,7 @@ class PowerSGDState:
         self._compressor.check_parameters(name for name, _ in named)
         self._engine.bind([(name, parameter) for name, parameter in named if parameter.requires_grad])
         self._engine.may_be_unused = searches_for_unused(model)
+        self._engine.uncut_steps = uncut_steps(model)
         self._model = weakref.ref(model)
         if scaler is not None:
             self._engine.loss_scale.follow(scaler)

@@ -1,8 +1,9 @@
 """Cut a resumed run's first buckets as those of the run before were.
 
-A DistributedDataParallel begins with one bucket, and cuts it up only after its first step. That first step of a resumed
-run would have another layout than the run before, so with three ranks or more the sums would have other last bits, and
-a compressor that takes a whole bucket for one matrix another matrix. Off GPUs the one bucket is cut up here.
+A DistributedDataParallel begins with one bucket, and cuts it up only after its first step (in a static graph, its
+second). Those steps of a resumed run would have another layout than the run before, so with three ranks or more the
+sums would have other last bits, and a compressor that takes a whole bucket for one matrix another matrix. Off GPUs the
+one bucket is cut up here.
 """
 
 from __future__ import annotations

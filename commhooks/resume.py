@@ -59,6 +59,11 @@ def searches_for_unused(model: Module) -> bool:
     return bool(getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False))
 
 
+def uncut_steps(model: Module) -> int:
+    """Return how many steps a DDP begins with before it cuts its buckets: one more if it learns a static graph."""
+    return 2 if getattr(model, "static_graph", False) else 1
+
+
 def _inventory(state: Mapping[str, Any], rank: str) -> list[str]:
     """Name every part of a state_dict that one rank is to find in it again."""
     parts = {"replicated": state["replicated"], "local": state["local"][rank]}

@@ -61,8 +61,8 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(6, 1, 6, 6, generator=generator), torch.randint(0, 10, (6,), generator=generator)
 
 
-def begin(kind: str, policy: str, compressor: Compressor, bucket_cap_mb: float = SMALL_BUCKETS) -> Run:
-    ddp = wrap(kind, network(), bucket_cap_mb=bucket_cap_mb)
+def begin(kind: str, policy: str, compressor: Compressor, bucket_cap_mb: float = SMALL_BUCKETS, **settings: Any) -> Run:
+    ddp = wrap(kind, network(), bucket_cap_mb=bucket_cap_mb, **settings)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     return Run(ddp, optimizer, commhooks.attach(ddp, compressor, policy=policy))
 
@@ -124,20 +124,25 @@ def resumed_in_place(rank: int, kind: str, folder: str) -> dict[str, float]:
     """
     whole = commhooks.PowerSGD(rank=2, matrices="whole-bucket")
     distances = {}
-    for what, cap in (("replaced", SMALL_BUCKETS), ("loaded and saved again", SMALL_BUCKETS), ("one bucket", 25.0)):
-        path = Path(folder) / what
-        run = begin(kind, "fifo", commhooks.PowerSGD(rank=1) if what == "replaced" else whole, cap)
+    for what, cap in (
+        ("replaced", SMALL_BUCKETS),
+        ("loaded and saved again", SMALL_BUCKETS),
+        ("one bucket", 25.0),
+        ("static graph", SMALL_BUCKETS),
+    ):
+        path, static = Path(folder) / what, {"static_graph": what == "static graph"}
+        run = begin(kind, "fifo", commhooks.PowerSGD(rank=1) if what == "replaced" else whole, cap, **static)
         run.train(rank, 0, 3)
         if isinstance(run.hooks, Attachment) and what == "replaced":
             run.hooks.replace(whole)
         _save(run, path)
         if what == "loaded and saved again":
-            between = begin(kind, "fifo", whole, cap)
+            between = begin(kind, "fifo", whole, cap, **static)
             _load(between, path)
             path = path / "again"
             _save(between, path)
             _end(between)
-        resumed = begin(kind, "fifo", whole, cap)
+        resumed = begin(kind, "fifo", whole, cap, **static)
         _load(resumed, path)
         for one in (run, resumed):
             torch.manual_seed(0)  # dropout

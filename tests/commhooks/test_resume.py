@@ -61,7 +61,7 @@ def test_the_last_buckets_are_known_after_a_replacement_after_a_load_and_where_t
     tmp_path: Path, kind: str
 ) -> None:
     for found in run_ranks(on_every_rank.resumed_in_place, 2, kind, str(tmp_path)):
-        assert len(found) == 3 and {what: far for what, far in found.items() if far} == {}
+        assert len(found) == 4 and {what: far for what, far in found.items() if far} == {}
 
 
 @both_ddps
