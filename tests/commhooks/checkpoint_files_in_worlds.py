@@ -159,6 +159,7 @@ def cut_and_flipped(rank: int, folder: str) -> list[Told]:
     later = run.save()
     run.directory, now, told = path, run.digest(), []
     contents = {name: (path / name).read_bytes() for name in FILES}
+    dist.barrier()
     for name, whole in contents.items():
         for damage, content in _damages(name, whole):
             if rank == 0:  # the others read when rank 0 has found the checkpoint

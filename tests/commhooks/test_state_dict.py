@@ -69,6 +69,12 @@ def test_the_states_of_all_ranks_can_be_put_together() -> None:
     run_ranks(on_every_rank.merged, 2)
 
 
+def test_other_numbers_of_ranks_take_over_the_sum_of_what_is_owed(tmp_path: Path) -> None:
+    for world_size, first, last, how in ((3, 0, 4, "refuse"), (2, 4, 8, "spread"), (1, 8, 9, "reset")):
+        run_ranks(on_every_rank.resized, world_size, world_size, str(tmp_path), first, last, how)
+
+
+@pytest.mark.soak
 def test_four_ranks_become_two_and_four_again_without_a_jump_of_the_loss(tmp_path: Path) -> None:
     """The loss after a change of the world size is above the steady run's by no more than seeds differ."""
     losses: dict[str, list[list[float]]] = {"steady": [[], [], []], "changed": [[], [], []]}
