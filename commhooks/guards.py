@@ -5,6 +5,7 @@ Each guard takes an exchange and is one, so a compressor knows nothing of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 
 import torch
@@ -14,6 +15,8 @@ from commhooks.compressor import BucketView, Exchange, carried_by
 from commhooks.journal import Copies
 from commhooks.requests import AllReduce, Layout, Request
 from commhooks.state import RESIDUAL
+
+_LAYOUTS_TO_KEEP = 4096
 
 
 def take_part_with_zeros(bucket: BucketView, exchange: Exchange) -> Exchange:
@@ -48,7 +51,7 @@ class _Rider:
 
     def __init__(self, bucket: BucketView) -> None:
         self._slots = bucket.slots
-        self._layout = Layout(tuple(slot.state.key for slot in bucket.slots), (1,) * len(bucket.slots))
+        self._layout = _one_of_each(bucket.layout)
         self._counts = torch.stack([slot.gradient.count_nonzero() > 0 for slot in bucket.slots]).to(torch.float32)
         self._copies: dict[int, Copies] | None = None
 
@@ -66,7 +69,7 @@ class _Rider:
             average=request.average,
             wire=request.wire,
             last=request.last,
-            layout=None if request.layout is None else self._behind(request.layout),
+            layout=None if request.layout is None else _one_behind_the_other(request.layout, self._layout),
         )
         own.copy_(answer[: own.numel()].view(own.shape))
         self._counts = answer[own.numel() :]
@@ -86,5 +89,15 @@ class _Rider:
             return list(range(len(self._slots)))
         return [number for number, count in enumerate(self._counts.tolist()) if not count]
 
-    def _behind(self, layout: Layout) -> Layout:
-        return Layout(layout.keys + self._layout.keys, layout.sizes + self._layout.sizes)
+
+# Layouts are told apart by identity, and packed messages are kept by layout: a step's must be those of the step before.
+
+
+@functools.lru_cache(maxsize=_LAYOUTS_TO_KEEP)
+def _one_of_each(layout: Layout) -> Layout:
+    return Layout(layout.keys, (1,) * len(layout.keys))
+
+
+@functools.lru_cache(maxsize=_LAYOUTS_TO_KEEP)
+def _one_behind_the_other(first: Layout, second: Layout) -> Layout:
+    return Layout(first.keys + second.keys, first.sizes + second.sizes)

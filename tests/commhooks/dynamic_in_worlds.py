@@ -29,6 +29,18 @@ class Branches(nn.Module):
         return torch.stack([(self.weights[i] * gradient).sum() for i, gradient in gradients.items()]).sum()
 
 
+def memory_of_messages(rank: int, kind: str) -> list[int]:
+    """Return the bytes that are kept for messages after 2 and after 12 steps, where unused parameters are counted."""
+    model = wrap(kind, Branches(), find_unused_parameters=True, **BRANCHES)
+    hooks = commhooks.attach(model, "powersgd", policy="fused")
+    kept = []
+    for step in range(12):
+        model.zero_grad()
+        model(dict(enumerate(normal(zeros(*SHAPES), 2, seed=step)[rank]))).backward()
+        kept.append(hooks.memory_report().working)
+    return [kept[1], kept[-1]]
+
+
 def _own(hooks: Attachment | PowerSGDState, rank: int, number: int) -> dict[str, Tensor]:
     state = hooks.state_dict()
     name = f"weights.{number}"

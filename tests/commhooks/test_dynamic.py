@@ -50,3 +50,9 @@ def test_a_rank_that_has_joined_keeps_what_it_owes_when_buckets_are_cut(kind: st
 @both_ddps
 def test_state_goes_with_names_when_layers_are_unfrozen(kind: str) -> None:
     run_ranks(on_every_rank.unfreezing, 2, kind)
+
+
+@both_ddps
+def test_where_unused_parameters_are_counted_messages_are_packed_into_the_same_memory(kind: str) -> None:
+    for early, late in run_ranks(on_every_rank.memory_of_messages, 2, kind):
+        assert early == late
