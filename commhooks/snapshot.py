@@ -267,6 +267,8 @@ def _faults_of_fields(state: Mapping[str, Any]) -> list[str]:
     ]
     if not _is_plan(state["bucket_plan"].get("handed_in", [])):
         faults.append("bucket_plan['handed_in']: expected lists of names")
+    if "ddp_core" in state["bucket_plan"] and not _is_ddp_core_plan(state["bucket_plan"]["ddp_core"]):
+        faults.append("bucket_plan['ddp_core']: expected what ddp_core's bucket_plan() returns")
     if state["step"] < 0 or state["world_size"] < 1 or not 0 < state["grad_scale"] < math.inf:
         faults.append("step, world_size and grad_scale: expected numbers of at least 0, of at least 1, and above 0")
     return faults
@@ -289,7 +291,7 @@ def _faults_of_entries(state: Mapping[str, Any]) -> list[str]:
                 faults.append(f"{where}[{name!r}]: no such parameter among its shapes")
             elif not isinstance(kept, Mapping) or not all(isinstance(tensor, Tensor) for tensor in kept.values()):
                 faults.append(f"{where}[{name!r}]: expected a dictionary of tensors")
-            elif RESIDUAL in kept and kept[RESIDUAL].numel() != _elements(state["shapes"][name]):
+            elif RESIDUAL in kept and kept[RESIDUAL].numel() not in _sizes_of_residual(state["shapes"][name]):
                 faults.append(f"{where}[{name!r}]: a residual of shape {tuple(kept[RESIDUAL].shape)}")
     return faults
 
@@ -304,8 +306,21 @@ def _is_plan(plan: object) -> bool:
     )
 
 
-def _elements(shape: object) -> int:
-    return torch.Size(shape).numel() if _is_shape(shape) else -1  # type: ignore[arg-type]  # just looked at
+def _is_ddp_core_plan(plan: object) -> bool:
+    return (
+        isinstance(plan, Mapping)
+        and isinstance(plan.get("rebuilt"), bool)
+        and isinstance(plan.get("limits"), list)
+        and _is_plan(plan.get("buckets"))
+    )
+
+
+def _sizes_of_residual(shape: object) -> tuple[int, ...]:
+    """Return how many elements may be owed: twice the parameter's if those are complex, as PyTorch's DDP has them."""
+    if not _is_shape(shape):
+        return ()
+    elements = torch.Size(shape).numel()  # type: ignore[arg-type]  # "object" is not Iterable: just looked at
+    return elements, 2 * elements
 
 
 def _kind_of(value: object) -> str:

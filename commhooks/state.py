@@ -171,7 +171,10 @@ class StateTable:
         state.replicated = {name: _as_kept(saved, parameter) for name, saved in replicated.items()}
         state.local = {name: _as_kept(saved, parameter) for name, saved in local.items()}
         if RESIDUAL in state.local:
-            state.residual(parameter.detach().reshape(-1))  # in the dtype, and the memory, that this run keeps it in
+            gradient = parameter.detach().reshape(-1)
+            if gradient.is_complex() and state.local[RESIDUAL].numel() == 2 * gradient.numel():
+                gradient = torch.view_as_real(gradient).reshape(-1)  # as PyTorch's DDP hands it in
+            state.residual(gradient)  # in the dtype, and the memory, that this run keeps it in
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:

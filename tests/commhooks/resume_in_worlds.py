@@ -153,6 +153,34 @@ def resumed_in_place(rank: int, kind: str, folder: str) -> dict[str, float]:
     return distances
 
 
+class Turning(nn.Module):
+    """Have a complex parameter, and a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.turn = nn.Parameter(torch.randn(8, 12, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(12))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        turned = self.turn @ (inputs * self.scale).to(torch.complex64)
+        return torch.as_tensor((turned.abs() ** 2).mean())
+
+
+def resumed_complex(rank: int, kind: str) -> float:
+    """Resume where a gradient is complex, and fp16 rounds it; return the distance from the run that went on."""
+    runs = [wrap(kind, Turning()) for _ in range(2)]
+    hooks = [commhooks.attach(ddp, commhooks.make_compressor("fp16", error_feedback=True)) for ddp in runs]
+    for step in range(6):
+        if step == 3:
+            hooks[1].load_state_dict(hooks[0].state_dict())
+        for ddp in runs if step >= 3 else runs[:1]:
+            ddp.zero_grad()
+            ddp(torch.randn(12, generator=torch.Generator().manual_seed(10 * step + rank))).backward()
+    gradients = [[p.grad.clone() for p in ddp.parameters() if p.grad is not None] for ddp in runs]
+    return distance(*gradients) + distance(hooks[0].state_dict()["local"], hooks[1].state_dict()["local"])
+
+
 def resumed_hook(rank: int, kind: str, folder: str) -> dict[str, float]:
     """Load checkpoints of hooks that decide by themselves in what form their state compresses; return distances."""
     hooks: dict[str, Any] = {

@@ -89,6 +89,7 @@ def refuses_what_does_not_fit(rank: int, kind: str) -> None:
         (altered(local=damaged), r"weights.0'\]: a residual of shape \(3,\)"),
         (altered(inventory=5), "the hook's state is damaged"),
         (altered(bucket_plan={"handed_in": 3}), r"bucket_plan\['handed_in'\]: expected lists of names"),
+        (altered(bucket_plan={"ddp_core": {"rebuilt": True}}), r"bucket_plan\['ddp_core'\]: expected"),
         (altered(grad_scale=0.0), "grad_scale: expected"),
         (altered(step="three"), "step: expected int, got str 'three'"),
         ({"model": 1}, r"expected the state_dict\(\) of a hook's state"),

@@ -68,3 +68,8 @@ def test_the_last_buckets_are_known_after_a_replacement_after_a_load_and_where_t
 def test_a_checkpoint_holds_the_state_of_every_powersgd_hook(tmp_path: Path, kind: str) -> None:
     for found in run_ranks(on_every_rank.resumed_hook, 2, kind, str(tmp_path)):
         assert len(found) == 3 and {hook: far for hook, far in found.items() if far} == {}
+
+
+@both_ddps
+def test_what_is_owed_of_a_complex_gradient_comes_back(kind: str) -> None:
+    assert run_ranks(on_every_rank.resumed_complex, 2, kind) == [0.0, 0.0]
