@@ -24,8 +24,9 @@ def distances(folder: Path, world_size: int, kind: str, policy: str, steps: int,
 
 @both_ddps
 @both_policies
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path, kind: str, policy: str) -> None:
-    found = distances(tmp_path, 2, kind, policy, 30, [])
+@pytest.mark.parametrize("steps", [8, pytest.param(30, marks=pytest.mark.soak)])
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path, kind: str, policy: str, steps: int) -> None:
+    found = distances(tmp_path, 2, kind, policy, steps, [])
     assert len(found) == len(on_every_rank.EXCHANGING)
     assert {name: far for name, far in found.items() if far} == {}
 
@@ -45,7 +46,7 @@ def test_at_four_ranks_too_where_bits_depend_on_how_buckets_are_cut(
     assert {name: far for name, far in found.items() if far} == {}
 
 
-@both_ddps
+@pytest.mark.parametrize("kind", ["core", pytest.param("torch", marks=pytest.mark.soak)])
 def test_with_other_buckets_a_resumed_step_is_the_same_to_the_last_digits(tmp_path: Path, kind: str) -> None:
     cases = {case.name: case for case in CASES if case.exchanges and not case.depends_on_buckets}
     given = (kind, "fifo", str(tmp_path), 3, list(cases))
