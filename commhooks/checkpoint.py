@@ -378,7 +378,7 @@ def _read(path: Path, rank: int, world_size: int, rules: LoadRules) -> _Contents
     shared = _read_file(path / "shared.pt", files, _IN_SHARED)
     saved_size = shared["world_size"]  # not the manifest's, which has no checksum
     same_size = saved_size == world_size
-    wanted = range(rank, rank + 1) if same_size else range(saved_size if rules.world_size == "spread" else 0)
+    wanted = range(rank, rank + 1) if same_size else range(saved_size if rules.spreads else 0)
     parts = {number: _read_file(path / f"rank{number}.pt", files, _IN_OWN) for number in wanted}
     for number, part in parts.items():
         if part["step"] != shared["step"]:

@@ -99,7 +99,7 @@ def _read_state(
             f"{checkpoint_id} has no hook's state under the key {key!r}; it has {', '.join(sorted(held)) or 'nothing'}."
         )
     saved_size = int(_read(reader, metadata, {sizes[0]: ("world_size",)})["world_size"])
-    every = range(saved_size if rules.world_size == "spread" else 0)
+    every = range(saved_size if rules.spreads else 0)
     wanted = [rank] if saved_size == world_size else every
     return _with_empty_parts(_read(reader, metadata, _without_others(paths, wanted)), wanted)
 

@@ -52,8 +52,9 @@ class LoadRules:
     """Say which differences between a checkpoint and the run that loads it are wanted."""
 
     world_size: str = "refuse"
-    """For another world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks; or "reset",
-    which starts residuals from zero (also where this rank's are not in the checkpoint)."""
+    """For another world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks, right where the
+    learning rate is scaled with their number; "spread-mean", which keeps their mean, right where it is not; or
+    "reset", which starts residuals from zero (also where this rank's are not in the checkpoint)."""
     settings: str = "refuse"
     """For a compressor with other settings: "refuse", or "change"."""
     missing: str = "refuse"
@@ -62,7 +63,7 @@ class LoadRules:
 
     def __post_init__(self) -> None:
         allowed = {
-            "world_size": ("refuse", "spread", "reset"),
+            "world_size": ("refuse", "spread", "spread-mean", "reset"),
             "settings": ("refuse", "change"),
             "missing": ("refuse", "reset"),
         }
@@ -70,6 +71,11 @@ class LoadRules:
             value = getattr(self, name)
             if value not in values:
                 raise SettingsError(f"{name}={value!r}: {name} must be one of {', '.join(values)}.")
+
+    @property
+    def spreads(self) -> bool:
+        """Say whether another world size takes over what all ranks owe, so that each needs to read all."""
+        return self.world_size in ("spread", "spread-mean")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +155,10 @@ class Snapshot:
         """Return what `rank` of so many is to remember by itself; `differences` has found nothing to object to."""
         if world_size == self.world_size and rank in self.local:
             return self.local[rank]
-        return spread(self.local, self.world_size, rank, world_size) if rules.world_size == "spread" else {}
+        if not rules.spreads:
+            return {}
+        kept = 1.0 if rules.world_size == "spread" else world_size / self.world_size
+        return spread(self.local, self.world_size, rank, world_size, times=kept)
 
     def buckets_handed_in(self) -> list[list[str]]:
         """Return the names in the buckets of the step before; empty where they are not known."""
@@ -171,14 +180,14 @@ class Snapshot:
         if world_size != self.world_size and rules.world_size == "refuse":
             return [
                 f"saved by {self.world_size} ranks, loaded by {world_size}; pass world_size='spread' to keep the sum "
-                "of the residuals, or world_size='reset' to start them from zero"
+                "of the residuals, 'spread-mean' to keep their mean, or 'reset' to start them from zero"
             ]
         if world_size == self.world_size and rank not in self.local and rules.world_size != "reset":
             return [
                 f"it holds the residuals of rank {here} and this is rank {rank}; save on every rank and load each "
                 "rank's own (save_checkpoint does), or pass world_size='reset' to start them from zero"
             ]
-        if world_size != self.world_size and rules.world_size == "spread":
+        if world_size != self.world_size and rules.spreads:
             wanted = [old for old in range(self.world_size) if old not in self.local]
             if wanted:
                 return [
@@ -211,8 +220,8 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dataclasses.replace(first, local=local).as_dict()
 
 
-def spread(local: Mapping[int, Entries], old_size: int, rank: int, new_size: int) -> Entries:
-    """Return the residuals of one rank of `new_size`, so that their sum over ranks is that of the `old_size` before.
+def spread(local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, *, times: float = 1.0) -> Entries:
+    """Return the residuals of one rank of `new_size`, so that their sum is `times` that of the `old_size` before.
 
     Fewer ranks: new rank r takes those of old ranks r, r + new_size, and so on. More: an old rank's are divided among
     the new ranks that have its number modulo `old_size`. Other entries are not taken along.
@@ -223,7 +232,7 @@ def spread(local: Mapping[int, Entries], old_size: int, rank: int, new_size: int
     for giver in givers:
         for name, entries in local[giver].items():
             if RESIDUAL in entries:
-                owed = entries[RESIDUAL].double() / takers
+                owed = entries[RESIDUAL].double() * times / takers
                 sums[name] = sums[name] + owed if name in sums else owed
     dtypes = {name: e[RESIDUAL].dtype for g in givers for name, e in local[g].items() if RESIDUAL in e}
     return {name: {RESIDUAL: total.to(dtypes[name])} for name, total in sums.items()}

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import Context
-from commhooks.snapshot import spread
+from commhooks import Context, LoadRules, Snapshot
 from commhooks.state import StateTable
 from tests.cases import CASES, Case
 from tests.commhooks.workers import Workers, low_rank, mean_of, normal, relative, zeros
@@ -398,18 +397,25 @@ def test_all_state_is_made_before_the_first_request(case: Case) -> None:
 
 @every_feeding_back_case
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 2), (2, 5), (4, 1)], ids=str)
-def test_spread_keeps_the_sum_of_residuals_for_another_world_size(case: Case, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("how", ["spread", "spread-mean"])
+def test_another_world_size_keeps_the_sum_of_residuals_or_their_mean(
+    case: Case, sizes: tuple[int, int], how: str
+) -> None:
     before, after = (Workers(case.make(), size, odd_parameters()) for size in sizes)
     for step in range(3):
         before.step(normal(before.parameters, sizes[0], seed=step))
     local = {rank: table.export()[1] for rank, table in enumerate(before.states)}
-    replicated = before.states[0].export()[0]
+    snapshot = Snapshot(
+        step=3, world_size=sizes[0], policy="fifo", grad_scale=1.0, settings={}, shapes={}, bucket_plan={},
+        replicated=before.states[0].export()[0], local=local,
+    )  # fmt: skip
     for rank, table in enumerate(after.states):
-        table.load(replicated, spread(local, sizes[0], rank, sizes[1]))
+        table.load(snapshot.replicated, snapshot.entries_for(rank, sizes[1], LoadRules(world_size=how)))
     after.deal(after.dealt)
+    ratio = 1.0 if how == "spread" else sizes[1] / sizes[0]
     for index in range(len(before.parameters)):
         kept, now = (total_residual(workers, index) for workers in (before, after))
-        assert relative(now - kept, kept) <= 1e-6
+        assert relative(now - kept * ratio, kept) <= 1e-6
     after.step_number = before.step_number
     means = after.step(normal(after.parameters, sizes[1], seed=9))
     assert all(torch.isfinite(mean).all() for mean in means[0])
