@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.buckets import Bucket, Buckets
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.compressor import BucketView, Compressor, Context, Exchange, Slot, StepVerdict
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.connection import Address, Agreements, Connection, WrapCommunicator
-from commhooks.errors import AttachError, CheckpointError, GradientError, SettingsError
+from commhooks.errors import AttachError, CheckpointError, GradientError
 from commhooks.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.journal import Journal
 from commhooks.loss_scale import LossScale
 from commhooks.memory import MemoryReport, memory_report
-from commhooks.replay import Bucket, Part, parts_of, put_together
+from commhooks.replay import Part, parts_of, put_together
 from commhooks.scheduler import InlineScheduler, Scheduler, ThreadScheduler
 from commhooks.snapshot import LoadRules, Snapshot, refuse, settings_of
 from commhooks.state import ParameterState, StateTable
@@ -72,12 +72,8 @@ class Engine:
         self._wrap = wrap_communicator
         self._hook_timeout = hook_timeout
         self._scheduler: Scheduler | None = None
-        self._views: dict[tuple[int, ...], BucketView] = {}
-        self._parameters: dict[tuple[int, ...], list[Tensor]] = {}
-        self._used: dict[tuple[int, ...], None] = {}
-        self._named = False
+        self._buckets = Buckets(self.state)
         self._names_checked = False
-        self._used_before: dict[tuple[int, ...], None] = {}
         self._last_index = -1
         self._verdict: StepVerdict | None = None
 
@@ -96,13 +92,13 @@ class Engine:
         return torch.futures.collect_all(futures).then(functools.partial(put_together, parts, bucket.buffer()))
 
     def _parts(self, bucket: Bucket) -> list[Part]:
-        self._learn_names(bucket, bucket.parameters())
+        self._buckets.learn_names(bucket, bucket.parameters())
         return parts_of(bucket, self._replayed, self.state)
 
     def _hand_in(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         memory = bucket.buffer()
         compressor = self._compressor_for(memory, bucket)
-        view = self._view(bucket, memory) if self._by_parameter else BucketView(bucket.index(), memory)
+        view = self._buckets.view(bucket, memory) if self._by_parameter else BucketView(bucket.index(), memory)
         context = Context(self._address.rank, self._address.world_size, self.step, self._verdict)
         task = BucketTask(
             exchange=self._guarded(view, compressor.compress(view, context)),
@@ -111,7 +107,7 @@ class Engine:
             step=self.step,
             index=bucket.index(),
             is_last=bucket.is_last(),
-            parameters=lambda: self.describe(bucket.parameters()),
+            parameters=lambda: self.state.describe(bucket.parameters()),
             layout=view.layout,
             world_size=self._address.world_size,
             verdict=self._verdict,
@@ -142,7 +138,7 @@ class Engine:
             if refusal is not None:
                 raise refusal
         self.compressor = compressor
-        self._forget_views()
+        self._buckets.forget_views()
 
     def snapshot(self, bucket_plan: dict[str, Any] | None = None) -> Snapshot:
         """Return what a checkpoint holds, without copying tensors; between two steps, on every rank.
@@ -167,7 +163,7 @@ class Engine:
             grad_scale=self.loss_scale.value(),
             settings=settings_of(self.compressor),
             shapes={name: list(parameter.shape) for name, parameter in self.state.named().items()},
-            bucket_plan={"handed_in": self._handed_in()} | (bucket_plan or {}),
+            bucket_plan={"handed_in": self._buckets.names() or self._replayed} | (bucket_plan or {}),
             replicated=replicated,
             local={self._address.rank: local},
         )
@@ -194,8 +190,8 @@ class Engine:
         self.loss_scale.load(checked.grad_scale)
         self.step = checked.step
         self._names_checked = False
-        self._forget_views()
-        self._used_before = {}
+        self._buckets.forget_views()
+        self._buckets.forget_last_step()
         self._replayed, self._replays_left = checked.buckets_handed_in(), self.uncut_steps
 
     def _checked(self, read: Snapshot, rules: LoadRules) -> Snapshot | CheckpointError:
@@ -211,6 +207,9 @@ class Engine:
 
         A checkpoint that is read into what is there (`torch.distributed.checkpoint`) finds a place for everything.
         """
+        first_steps = self.compressor.first_steps()
+        if self._buckets.have_all_state and self.step > max(first_steps, default=0):
+            return
         for parameter in self.state.named().values():
             memory = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
             if parameter in sparse or not self.compressor.takes(memory):
@@ -218,7 +217,7 @@ class Engine:
             there = self.state.of(parameter)
             fresh = ParameterState(there.key, storage=there.storage)
             view = BucketView(0, memory, [Slot(parameter, memory, fresh)])
-            for step in self.compressor.first_steps():
+            for step in first_steps:
                 exchange = self.compressor.compress(view, Context(self._address.rank, self._address.world_size, step))
                 next(exchange, None)
                 exchange.close()
@@ -255,58 +254,20 @@ class Engine:
         """Return how many bytes are taken, and for what."""
         copies = self._journal.tensors() if self._journal is not None else []
         packed = self._scheduler.working_memory() if self._scheduler is not None else []
-        return memory_report(self.state, list(self._views.values()), copies, packed)
+        return memory_report(self.state, self._buckets.views(), copies, packed)
 
     def bind(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
         """Learn the names of one model's parameters."""
-        self._named = True
+        self._buckets.are_one_models = True
         self.state.bind(named_parameters)
-
-    def describe(self, parameters: Sequence[Tensor]) -> str:
-        """Name parameters for a message; their shapes where nobody told the names."""
-        names = [self.state.name_of(parameter) or f"one of shape {tuple(parameter.shape)}" for parameter in parameters]
-        shown = ", ".join(names[:8])
-        return f"parameters {shown}" if len(names) <= 8 else f"parameters {shown} and {len(names) - 8} more"
 
     def _compressor_for(self, memory: Tensor, bucket: Bucket) -> Compressor:
         if not (memory.is_floating_point() or memory.is_complex()):
             raise GradientError(
-                f"bucket {bucket.index()} ({self.describe(bucket.parameters())}) holds gradients "
+                f"bucket {bucket.index()} ({self.state.describe(bucket.parameters())}) holds gradients "
                 f"of dtype {memory.dtype}; a mean needs a floating-point or complex dtype."
             )
         return self.compressor if self.compressor.takes(memory) else AllReduceMean()
-
-    def _view(self, bucket: Bucket, memory: Tensor) -> BucketView:
-        """Return the bucket's view, the one of the last step if parameters and memory are the same."""
-        parameters = bucket.parameters()
-        key = tuple(map(id, parameters))
-        self._used[key] = None
-        view = self._views.get(key)
-        if view is None or not _is_same_memory(view.memory, memory):
-            self._learn_names(bucket, parameters)
-            known = view
-            view = self._views[key] = BucketView(bucket.index(), memory, self._slots(memory, parameters))
-            self._parameters[key] = parameters  # while they live, no other object has their id
-            if known is not None:
-                view.layout = known.layout
-        return view
-
-    def _slots(self, memory: Tensor, parameters: list[Tensor]) -> list[Slot]:
-        # PyTorch's DDP hands in complex gradients as pairs of reals.
-        as_pairs = not memory.is_complex()
-        sizes = [parameter.numel() * (2 if as_pairs and parameter.is_complex() else 1) for parameter in parameters]
-        if sum(sizes) != memory.numel():
-            raise GradientError(
-                f"a bucket of {memory.numel()} elements was handed in for parameters of {sum(sizes)} elements "
-                f"({self.describe(parameters)})."
-            )
-        parts = [memory] if memory.is_sparse else memory.detach().split(sizes)
-        return [Slot(*pair, self.state.of(pair[0])) for pair in zip(parameters, parts, strict=True)]
-
-    def _learn_names(self, bucket: Bucket, parameters: list[Tensor]) -> None:
-        names: Callable[[], list[str]] | None = getattr(bucket, "names", None)
-        if names is not None and any(self.state.name_of(parameter) is None for parameter in parameters):
-            self.state.bind(zip(names(), parameters, strict=True))
 
     def _guarded(self, view: BucketView, exchange: Exchange) -> Exchange:
         """Put round an exchange what keeps state where this step, or this run, is not like others."""
@@ -325,19 +286,6 @@ class Engine:
         if self._last_index >= 0:  # a DDP skipped the last bucket, or the backward pass was cut short
             self._end_step()
 
-    def _handed_in(self) -> list[list[str]]:
-        """Return the names in the last step's buckets, in order; before the first, those of the run that was loaded."""
-        if self._replayed and not self._used_before:
-            return [list(names) for names in self._replayed]
-        return [
-            [self.state.of(parameter).key for parameter in self._parameters[key]]
-            for key in self._used_before
-            if key in self._parameters
-        ]
-
-    def _forget_views(self) -> None:
-        self._views.clear()  # not the parameters of the last step's buckets: a checkpoint names them
-
     def _agree_on(self, loaded: Snapshot | CheckpointError, parameter: Tensor | None) -> None:
         """Raise unless every rank loads the same: now if the line stands, otherwise when it is opened."""
         if isinstance(loaded, CheckpointError):
@@ -355,7 +303,7 @@ class Engine:
 
     def _begin_step_if(self, bucket: Bucket) -> None:
         """Begin a step with its first bucket; a DDP may skip the one that would have ended the step before."""
-        if self._by_parameter and self._last_index >= 0 and self._comes_again(bucket):
+        if self._by_parameter and self._last_index >= 0 and self._buckets.come_again_with(bucket, self._last_index):
             self._end_step()
         if self._last_index < 0:
             self._verdict = StepVerdict() if self._policy == "fused" else None
@@ -364,41 +312,13 @@ class Engine:
                 self._journal.begin_step()
         self._last_index = bucket.index()
 
-    def _comes_again(self, bucket: Bucket) -> bool:
-        """Say whether a bucket cannot belong to the step that is under way.
-
-        In a static graph's first iteration PyTorch's DDP calls every bucket number 0 and none the last one.
-        """
-        if bucket.index() != self._last_index:
-            return bucket.index() < self._last_index
-        return not set(map(id, bucket.parameters())).isdisjoint(itertools.chain(*self._used))
-
     def _end_step(self) -> None:
-        self._refuse_a_second_model()
+        self._buckets.end_step(self.step)
         self._replays_left -= 1
         if self._replays_left <= 0:
             self._replayed = []
         self.step += 1
         self._last_index = -1
-        for key in self._parameters.keys() - self._used_before.keys():
-            del self._parameters[key]
-            self._views.pop(key, None)
-
-    def _refuse_a_second_model(self) -> None:
-        """Raise if this step's parameters have none in common with the last one's: two models take turns.
-
-        Parameters of a model whose names are known are known to belong together. What this step used is then what the
-        last step used.
-        """
-        if self._used and self._used_before and self._used.keys().isdisjoint(self._used_before):
-            now, before = (set(itertools.chain(*keys)) for keys in (self._used, self._used_before))
-            if now.isdisjoint(before) and not self._named:
-                raise SettingsError(
-                    f"step {self.step} brought gradients of a model that has no parameter in common with that of step "
-                    f"{self.step - 1}; make one state for each model, or bind the one whose parameters take turns."
-                )
-        self._used_before = self._used
-        self._used = {}
 
     def _terms_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
         if refusal is not None:
@@ -430,12 +350,6 @@ def _connect(address: Address, terms: str, wrap: WrapCommunicator | None) -> Con
     connection = Connection(address, wrap)
     connection.agree(terms)
     return connection
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    if one.is_sparse or other.is_sparse:
-        return one is other
-    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
 
 
 def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> str:

@@ -10,21 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from commhooks.buckets import Bucket
 from commhooks.state import StateTable
-
-
-class Bucket(Protocol):
-    """Be what both DDPs hand to a hook, as far as an engine needs it."""
-
-    def index(self) -> int: ...  # noqa: D102
-    def buffer(self) -> Tensor: ...  # noqa: D102
-    def parameters(self) -> list[Tensor]: ...  # noqa: D102
-    def is_last(self) -> bool: ...  # noqa: D102
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

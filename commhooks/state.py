@@ -86,6 +86,12 @@ class StateTable:
         """Return the name, or what stands for it, of every parameter that was told or met."""
         return [*self._names.values(), *(s.key for p, s in self._states.items() if p not in self._names)]
 
+    def describe(self, parameters: Sequence[Tensor]) -> str:
+        """Name parameters for a message; their shapes where nobody told the names."""
+        names = [self.name_of(parameter) or f"one of shape {tuple(parameter.shape)}" for parameter in parameters]
+        shown = ", ".join(names[:8])
+        return f"parameters {shown}" if len(names) <= 8 else f"parameters {shown} and {len(names) - 8} more"
+
     def named(self) -> dict[str, Tensor]:
         """Return the parameters whose names are known, by name."""
         return {name: parameter for parameter, name in self._names.items()}
