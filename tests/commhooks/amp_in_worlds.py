@@ -20,7 +20,6 @@ from tests.commhooks.workers import normal, zeros
 
 SHAPES = [(30, 50), (50,), (40, 30), (60, 40)]
 STEPS = 12
-SEEDS = 20
 
 
 @dataclasses.dataclass
@@ -46,7 +45,7 @@ def scaled(kind: str, *, growth_interval: int = 4, init_scale: float = 1024.0) -
     return Scaled(model, optimizer, GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval))
 
 
-def recovery(rank: int, kind: str, policy: str, atomic: bool) -> list[tuple[list[float], list[float]]]:
+def recovery(rank: int, kind: str, policy: str, atomic: bool, seeds: int) -> list[tuple[list[float], list[float]]]:
     """Put an inf or a NaN into one rank's gradient at random steps; return scales by step, without and with PowerSGD.
 
     For each seed. Asserts that a step whose mean is not finite changes no state where steps are atomic, that it makes
@@ -57,7 +56,7 @@ def recovery(rank: int, kind: str, policy: str, atomic: bool) -> list[tuple[list
     attachment = commhooks.attach(
         compressed.model, PowerSGD(rank=2), policy=policy, scaler=compressed.scaler, atomic=atomic
     )
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         dice = random.Random(seed)
         bad_steps = set(dice.sample(range(STEPS), 3))
         scales: tuple[list[float], list[float]] = ([], [])

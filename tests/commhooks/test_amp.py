@@ -13,18 +13,21 @@ both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 
 @both_ddps
 @pytest.mark.parametrize(
-    ("policy", "atomic"),
+    ("policy", "atomic", "seeds"),
     [
-        ("fifo", True),
-        ("fused", False),
-        pytest.param("fifo", False, marks=pytest.mark.soak),
-        pytest.param("fused", True, marks=pytest.mark.soak),
+        ("fifo", True, 6),
+        ("fused", False, 6),
+        *(
+            pytest.param(policy, atomic, 20, marks=pytest.mark.soak)
+            for policy in ("fifo", "fused")
+            for atomic in (False, True)
+        ),
     ],
 )
-def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(kind: str, policy: str, atomic: bool) -> None:
-    first, second = run_ranks(on_every_rank.recovery, 2, kind, policy, atomic)
+def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(kind: str, policy: str, atomic: bool, seeds: int) -> None:
+    first, second = run_ranks(on_every_rank.recovery, 2, kind, policy, atomic, seeds)
     assert first == second  # the scale is the same on every rank at every step
-    assert len(first) == on_every_rank.SEEDS
+    assert len(first) == seeds
     for without_hook, with_powersgd in first:
         assert with_powersgd == without_hook
         assert len(set(without_hook)) > 1

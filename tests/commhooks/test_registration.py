@@ -163,7 +163,9 @@ def test_pytorchs_noop_in_a_wrapper_gives_the_gradient_back(kind: str) -> None:
 
 @both_ddps
 def test_pytorchs_powersgd_in_our_wrapper_is_bit_for_bit_what_it_is_in_theirs(kind: str) -> None:
-    assert run_ranks(on_every_rank.powersgd_of_pytorchs, 2, kind) == [True, True]
+    # PyTorch's hook leaves callbacks that hold the process group; where a Gloo thread lets go of it last, that thread
+    # waits for itself, and the process aborts ("Resource deadlock avoided"), so how it ends does not count.
+    assert run_ranks(on_every_rank.powersgd_of_pytorchs, 2, kind, check_exit=False) == [True, True]
 
 
 @both_ddps
