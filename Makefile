@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 # The documentation's theme advertises its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test check bench docs soak soak-hooks soak-kills torch-suite gpu clean
+.PHONY: help demo test check bench docs soak soak-hooks soak-kills soak-network torch-suite gpu clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -18,6 +18,7 @@ help:
 	@echo "make soak         a thousand processes that train and end, and other long runs"
 	@echo "make soak-hooks   the hooks' part of that: 300 steps, 20 times, over 1 to 40 buckets on 2 to 4 ranks"
 	@echo "make soak-kills   another part: ranks are killed 50 times, in runs that must end as if they had not been"
+	@echo "make soak-network  another: stores that stop answering and cables that are pulled (needs root and iproute2)"
 	@echo "make gpu          the tests that need a CUDA device; they are skipped where there is none"
 	@echo "make clean        remove .venv and everything that was built"
 
@@ -59,6 +60,9 @@ soak-hooks: $(STAMP)
 
 soak-kills: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_kills.py
+
+soak-network: $(STAMP)
+	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_silence.py
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -v tests/gpu

@@ -1,4 +1,4 @@
-"""One attachment's own line to the other ranks: a private process group, and the store in which a failure is told.
+"""One attachment's own line to the other ranks: a private process group, and where it is opened.
 
 Collectives pair up across ranks by the order in which they are issued, so nobody else may issue any on this group:
 not a second model, not the user's own backward pass. Nobody else holds a reference to it either, for dropping the
@@ -8,6 +8,7 @@ last one is what wakes the peers when this rank fails (`abort` and `shutdown` wa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import time
 import weakref
@@ -22,16 +23,16 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from commhooks.communicators import Communicator, Pending, ProcessGroupCommunicator, RecordingCommunicator
 from commhooks.errors import AttachError, CollectiveError
+from commhooks.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
 from commhooks.requests import AllGather
 
 WrapCommunicator = Callable[[Communicator], Communicator]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-_FAILURE_KEY = "failure"
-_ROLL_CALL_KEY = "roll-call"
-_HERE_KEY = "came"
-ANSWER_SECONDS = 1.0
-"""How long a rank whose collective failed waits for the others to say that they are still there."""
+OPENING_SECONDS = 2.0
+"""How much longer than the group's timeout opening may take: Gloo, which keeps that timeout, says more."""
+SWAP_SECONDS = 10.0
+"""How long ranks that disagree wait for each other's texts."""
 
 _private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """How many private groups each parent has, by label; every rank makes those of one label in the same order."""
@@ -45,6 +46,7 @@ class Address:
     rank: int
     world_size: int
     timeout: timedelta
+    store_thread: StoreThread
 
     @classmethod
     def under(cls, parent: dist.ProcessGroup, label: str) -> Address:
@@ -53,77 +55,32 @@ class Address:
         name = f"commhooks/{parent.group_name}/{label}/{numbers[label]}"
         numbers[label] += 1
         store = PrefixStore(name, parent.get_group_store())
-        return cls(store, parent.rank(), parent.size(), _timeout_of(parent))
+        return cls(store, parent.rank(), parent.size(), _timeout_of(parent), StoreThread(store))
 
-
-def _wait_without_limit(pending: Pending) -> None:
-    pending.wait()
+    def noticeboard(self) -> Noticeboard:
+        """Return the noticeboard of the ranks that meet here."""
+        return Noticeboard(self.store, self.store_thread, self.rank, self.world_size)
 
 
 class Connection:
-    """Open a private Gloo group at `address`, and carry requests over it.
+    """A private Gloo group that carries requests, and the noticeboard beside it."""
 
-    Blocks until every rank has come, or the address's timeout has passed.
-    """
-
-    def __init__(self, address: Address, wrap: WrapCommunicator | None = None) -> None:
-        self._address = address
-        self.timeout = address.timeout.total_seconds()
-        address.store.set(f"{_HERE_KEY}/{address.rank}", "")
-        try:
-            group = ProcessGroupGloo(address.store, address.rank, address.world_size, address.timeout)
-        except RuntimeError as error:
-            raise CollectiveError(f"no line to every rank could be opened: {error}.{self._absent()}") from error
+    def __init__(self, group: ProcessGroupGloo, address: Address, wrap: WrapCommunicator | None = None) -> None:
         self._carrier: ProcessGroupCommunicator | None = ProcessGroupCommunicator(group)
-        self._agreements: Agreements | None = Agreements(self._carrier, address.store)
+        self._agreements: Agreements | None = Agreements(self._carrier, address)
         wrapped = self._carrier if wrap is None else wrap(self._carrier)
         self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
+        self.timeout = address.timeout.total_seconds()
 
-    def _absent(self) -> str:
-        absent = [r for r in range(self._address.world_size) if not self._address.store.check([f"{_HERE_KEY}/{r}"])]
-        return f" Not there: rank {', '.join(map(str, absent))}." if absent else ""
-
-    def agree(self, terms: str, wait: Callable[[Pending], None] = _wait_without_limit) -> None:
+    def agree(self, terms: str, wait: Callable[[Pending], None]) -> None:
         """Return if every rank comes with the same terms; see `Agreements.agree`."""
         assert self._agreements is not None, "the connection was closed"
         self._agreements.agree(terms, wait)
 
-    def failure(self) -> str | None:
-        """Return what some rank reported as the cause of its failure, if one did."""
-        store = self._address.store
-        try:
-            return store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else None
-        except RuntimeError as error:  # the store lives in rank 0's process, or beside it
-            return f"the store that ranks report failures to does not answer ({error})"
-
-    def silent_ranks(self) -> list[int]:
-        """Say that this rank is there, and return those that do not say so within a second.
-
-        A Gloo collective that fails does not tell whose process is gone; the ranks that failed with it, or still wait,
-        do by answering.
-        """
-        store, ranks = self._address.store, range(self._address.world_size)
-        deadline = time.monotonic() + ANSWER_SECONDS
-        try:
-            store.set(_ROLL_CALL_KEY, "")
-            store.set(f"here/{self._address.rank}", "")
-            while time.monotonic() < deadline and not store.check([f"here/{rank}" for rank in ranks]):
-                time.sleep(0.02)
-            return [rank for rank in ranks if not store.check([f"here/{rank}"])]
-        except RuntimeError:  # the store is gone, and with it the process that held it; `report` says so
-            return []
-
-    def answer_roll_call(self) -> None:
-        """Say that this rank is there, if another one that failed has asked."""
-        if self._address.store.check([_ROLL_CALL_KEY]):
-            self._address.store.set(f"here/{self._address.rank}", "")
-
-    def report(self, cause: str) -> str:
-        """Tell the others why this rank fails, and return the first cause that any rank told."""
-        try:
-            return str(self._address.store.compare_set(_FAILURE_KEY, "", cause).decode())
-        except RuntimeError as error:
-            return f"{cause} (not told to the other ranks, for the store does not answer: {error})"
+    @property
+    def group(self) -> object:
+        """The private group; None when it was dropped."""
+        return self._carrier.group if self._carrier is not None else None
 
     def close(self, patience_seconds: float) -> bool:
         """Drop the group, which wakes every peer that waits for this rank; return False if its work does not end.
@@ -142,30 +99,70 @@ class Connection:
         return True
 
 
+def open_connection(address: Address, wrap: WrapCommunicator | None = None) -> Connection:
+    """Open a private Gloo group at `address`; blocks until every rank has come, or the address's timeout has passed.
+
+    Raises `CollectiveError`, naming the ranks that have not come, or the store if it does not answer.
+    """
+    limit = address.timeout.total_seconds() + OPENING_SECONDS
+    return Connection(address.store_thread.call(functools.partial(_open_group, address), limit), address, wrap)
+
+
+def _open_group(address: Address) -> ProcessGroupGloo:
+    """Rendezvous in the store; runs on the store's thread."""
+    address.store.set(_came(address.rank), "")
+    try:
+        return ProcessGroupGloo(address.store, address.rank, address.world_size, address.timeout)
+    except RuntimeError as error:
+        absent = [rank for rank in range(address.world_size) if not address.store.check([_came(rank)])]
+        who = f" Not there: rank {', '.join(map(str, absent))}." if absent else ""
+        raise CollectiveError(f"no line to every rank could be opened: {error}.{who}") from error
+
+
+def _came(rank: int) -> str:
+    return f"came/{rank}"
+
+
+def _wait_without_limit(pending: Pending) -> None:
+    pending.wait()
+
+
 class Agreements:
     """Compare texts that must be the same on every rank: digests over `carrier`, on `device`.
 
-    Only where digests differ do the texts themselves travel, through `store`.
+    Only if digests differ do the texts themselves travel, through the store.
     """
 
-    def __init__(self, carrier: ProcessGroupCommunicator, store: Store, device: torch.device | None = None) -> None:
+    def __init__(self, carrier: ProcessGroupCommunicator, address: Address, device: torch.device | None = None) -> None:
         self._carrier = carrier
-        self._store = store
+        self._address = address
         self._device = device
         self._asked = 0
 
     def agree(self, terms: str, wait: Callable[[Pending], None] = _wait_without_limit) -> None:
         """Return if every rank comes with the same `terms`; raise `AttachError`, saying who differs in what."""
-        store = PrefixStore(f"terms {self._asked}", self._store)
+        store = PrefixStore(f"terms {self._asked}", self._address.store)
         self._asked += 1
         digest = torch.tensor(list(hashlib.blake2b(terms.encode(), digest_size=32).digest()), dtype=torch.uint8)
         pending = self._carrier.start(AllGather(digest.to(self._device)))
         wait(pending)
         if bool((pending.result.cpu() == digest).all()):
             return
-        store.set(str(self._carrier.rank), terms)
-        theirs = [store.get(str(rank)).decode() for rank in range(self._carrier.world_size)]
+        swap = functools.partial(_swap_texts, store, terms, self._carrier.rank, self._carrier.world_size)
+        theirs = self._address.store_thread.call(swap, SWAP_SECONDS + ANSWER_SECONDS)
         raise AttachError("ranks disagree. " + _first_difference(theirs))
+
+
+def _swap_texts(store: Store, own: str, rank: int, world_size: int) -> list[str]:
+    """Return every rank's text; runs on the store's thread."""
+    keys = [str(other) for other in range(world_size)]
+    store.set(keys[rank], own)
+    deadline = time.monotonic() + SWAP_SECONDS
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            raise AttachError("ranks disagree, and not all of them said what they came with.")
+        time.sleep(0.01)
+    return [store.get(key).decode() for key in keys]
 
 
 def _first_difference(terms: list[str]) -> str:

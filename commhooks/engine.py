@@ -15,7 +15,7 @@ from commhooks.buckets import Bucket, Buckets
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.compressor import BucketView, Compressor, Context, Exchange, Slot, StepVerdict
 from commhooks.compressors.all_reduce import AllReduceMean
-from commhooks.connection import Address, Agreements, Connection, WrapCommunicator
+from commhooks.connection import Address, Agreements, WrapCommunicator
 from commhooks.errors import AttachError, CheckpointError, GradientError
 from commhooks.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.journal import Journal
@@ -81,6 +81,11 @@ class Engine:
     def rank_and_world_size(self) -> tuple[int, int]:
         """Which of how many ranks this is."""
         return self._address.rank, self._address.world_size
+
+    @property
+    def timeout(self) -> float:
+        """The process group's timeout, in seconds."""
+        return self._address.timeout.total_seconds()
 
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Take a bucket, and return the future of its mean; called in the same order on every rank."""
@@ -336,20 +341,13 @@ class Engine:
         if process_group is not None and backend_of(process_group, device) == "nccl":
             # A proxy: the engine is found by its group, and must not keep it alive.
             carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
-            agreements = Agreements(carrier, self._address.store, device)
+            agreements = Agreements(carrier, self._address, device)
             communicator = self._wrap(carrier) if self._wrap else carrier
             inline = InlineScheduler(communicator, agreements.agree, device, self._policy)
             inline.agree(self._terms_with(self.compressor))
             return inline
-        address, terms, wrap = self._address, self._terms_with(self.compressor, self._refusal), self._wrap
-        return ThreadScheduler(lambda: _connect(address, terms, wrap), address.rank, self._policy, self._hook_timeout)
-
-
-def _connect(address: Address, terms: str, wrap: WrapCommunicator | None) -> Connection:
-    """Open a line to the other ranks, and see that they have come for the same."""
-    connection = Connection(address, wrap)
-    connection.agree(terms)
-    return connection
+        terms = self._terms_with(self.compressor, self._refusal)
+        return ThreadScheduler(self._address, terms, self._wrap, self._policy, self._hook_timeout)
 
 
 def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> str:

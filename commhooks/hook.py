@@ -7,6 +7,7 @@ that name needs NCCL. Ours does not, so the functions behind those public names 
 """
 
 import contextlib
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -40,6 +41,9 @@ from commhooks.state import StateTable
 from commhooks.statistics import ParameterTraffic, Statistics
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+COLLECTIVES_A_BUCKET = 8
+"""How many collectives a bucket may take, each as long as its limit allows, before ddp_core gives the hook up."""
 
 
 # --- attach ---------------------------------------------------------------------------------------------------------
@@ -232,7 +236,7 @@ def attach(
     engine.open(named[0][1].device)
     attachment = Attachment(engine, socket, named, model)
     socket.take(attachment, group_or_default(getattr(model, "process_group", None)))
-    socket.plug_into(model)
+    socket.plug_into(model, engine.timeout if hook_timeout is None else hook_timeout)
     return attachment
 
 
@@ -301,13 +305,19 @@ class _Socket:
         self.attachment = attachment
         self._group = weakref.ref(group)
 
-    def plug_into(self, model: Module) -> None:
-        """Register on the model, unless that was done before and cannot be undone."""
+    def plug_into(self, model: Module, seconds: float) -> None:
+        """Register on the model, unless that was done before and cannot be undone.
+
+        A DDP that limits its wait for a hook, as ddp_core's does, gets a limit beyond the scheduler's `seconds`. Those
+        are for one collective, and the DDP's are for a bucket; only a scheduler that hangs itself should meet them.
+        """
         if self._registered:
             return
         register: Any = model.register_comm_hook
+        has_limit = "hook_timeout" in inspect.signature(register).parameters
+        limit = {"hook_timeout": seconds * COLLECTIVES_A_BUCKET} if has_limit else {}
         try:
-            self._removable = register(self, attachment_hook)
+            self._removable = register(self, attachment_hook, **limit)
         except Exception:
             assert self.attachment is not None
             self.attachment.detach()

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators import Communicator, Pending, RecordingCommunicator
-from commhooks.connection import Connection
+from commhooks.connection import Address, Connection, WrapCommunicator, open_connection
 from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
+from commhooks.forked import keep_groups
 from commhooks.fused import Fused
+from commhooks.noticeboard import SilentStoreError
 from commhooks.policy import Fifo, Policy
 from commhooks.statistics import Ledger, Traffic
 from commhooks.task import BucketTask
@@ -39,8 +41,6 @@ JOIN_SECONDS = 5.0
 
 POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "fused": Fused}
 """Orders of collectives, by the name that `attach` takes."""
-
-Connect = Callable[[], Connection]
 
 
 class Scheduler(ABC):
@@ -81,16 +81,18 @@ class Scheduler(ABC):
 
 
 class ThreadScheduler(Scheduler):
-    """Run tasks on one thread, over a connection of its own.
+    """Run tasks on one thread, over a connection of its own, opened when every rank comes with the same `terms`.
 
     The thread is a daemon that is stopped at exit, never a plain thread: those are joined before `atexit` runs. It
     holds no reference to this object, so that an attachment nobody uses any more is collected, and its thread with
     it.
     """
 
-    def __init__(self, connect: Connect, rank: int, policy: str, hook_timeout: float | None) -> None:
+    def __init__(
+        self, address: Address, terms: str, wrap: WrapCommunicator | None, policy: str, hook_timeout: float | None
+    ) -> None:
         self.ledger = Ledger()
-        self._desk = _Desk(connect, rank, POLICIES[policy], hook_timeout, self.ledger)
+        self._desk = _Desk(address, terms, wrap, POLICIES[policy], hook_timeout, self.ledger)
         self._stop_when_collected = weakref.finalize(self, _Desk.stop, self._desk)
         self._stop_when_collected.atexit = False
         _running.add(self._desk)
@@ -135,15 +137,25 @@ class _Desk:
     """Share between the training thread and the scheduler's: tasks go in, futures are completed."""
 
     def __init__(
-        self, connect: Connect, rank: int, policy: type[Policy], hook_timeout: float | None, ledger: Ledger
+        self,
+        address: Address,
+        terms: str,
+        wrap: WrapCommunicator | None,
+        policy: type[Policy],
+        hook_timeout: float | None,
+        ledger: Ledger,
     ) -> None:
         self.opened = threading.Event()
         self.error: CommHooksError | None = None
         self.traffic: Traffic | None = None
         self.abandoned: Connection | None = None
         self.policy: weakref.ref[Policy] | None = None
-        self._connect = connect
-        self._rank = rank
+        self._address = address
+        self._board = address.noticeboard()
+        self._first_terms = terms
+        self._wrap = wrap
+        self._rank = address.rank
+        self._process = os.getpid()
         self._make_policy = policy
         self._hook_timeout = hook_timeout
         self._ledger = ledger
@@ -152,10 +164,16 @@ class _Desk:
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
+        self._is_open = False
         self._more_to_come = False
         self._waiting_since: tuple[Pending, float] | None = None
         self._looked_for_failure = 0.0
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy of the real one in a forked process: no thread runs, and its locks may be held."""
+        return os.getpid() != self._process
 
     def start(self) -> None:
         """Start the thread, once."""
@@ -166,6 +184,9 @@ class _Desk:
 
     def hand_in(self, task: BucketTask) -> None:
         """Put a task into the queue, or fail it at once if the scheduler has failed or stopped."""
+        if self.is_forked:
+            task.fail(CollectiveError(f"{task.where(self._rank)}: {_FORKED}"))
+            return
         self.start()
         with self._changed:
             if self.error is None and not self._stopping:
@@ -177,6 +198,9 @@ class _Desk:
 
     def hand_in_terms(self, terms: str, agreement: concurrent.futures.Future[None]) -> None:
         """Put terms into the queue, or refuse them at once if the scheduler has failed or stopped."""
+        if self.is_forked:
+            agreement.set_exception(CollectiveError(f"rank {self._rank}: {_FORKED}"))
+            return
         self.start()
         with self._changed:
             if self.error is None and not self._stopping:
@@ -187,6 +211,8 @@ class _Desk:
 
     def stop(self) -> None:
         """Tell the thread to end, and wait for it a bounded time."""
+        if self.is_forked:
+            return
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -197,10 +223,12 @@ class _Desk:
     def _serve(self) -> None:
         policy: Policy | None = None
         try:
-            self._connection = self._connect()
-            assert self._connection.communicator is not None
-            self.traffic = self._connection.communicator.traffic
-            policy = self._make_policy(self._connection.communicator, self._wait_slice, self._finish)
+            self.connection = open_connection(self._address, self._wrap)
+            assert self.connection.communicator is not None
+            self.connection.agree(self._first_terms, self._wait)
+            self._is_open = True
+            self.traffic = self.connection.communicator.traffic
+            policy = self._make_policy(self.connection.communicator, self._wait_slice, self._finish)
             self.policy = weakref.ref(policy)
             self.opened.set()
             busy = False
@@ -219,7 +247,7 @@ class _Desk:
     def _admit(self, policy: Policy, *, block: bool) -> None:
         """Give the policy what was handed in; with `block`, wait for that."""
         with self._changed:
-            limit = self._connection.timeout if self._hook_timeout is None and self._connection else self._hook_timeout
+            limit = self.connection.timeout if self._hook_timeout is None and self.connection else self._hook_timeout
             while block and not self._tasks and not self._terms and not self._stopping:
                 if not self._changed.wait(limit if policy.unfinished() else None):
                     raise CollectiveError(f"the step's next bucket did not come within {limit:g} s.")
@@ -235,9 +263,9 @@ class _Desk:
             policy.add(task)
 
     def _agree(self, terms: str, agreement: concurrent.futures.Future[None]) -> None:
-        assert self._connection is not None, "terms are compared over a connection"
+        assert self.connection is not None, "terms are compared over a connection"
         try:
-            self._connection.agree(terms, self._wait)
+            self.connection.agree(terms, self._wait)
         except AttachError as error:  # said by every rank, and what was attached before stays so
             agreement.set_exception(error)
         except BaseException as error:
@@ -275,29 +303,27 @@ class _Desk:
         now = time.monotonic()
         if self._waiting_since is None or self._waiting_since[0] is not pending:
             self._waiting_since = (pending, now)
+        limit = self._hook_timeout if self._is_open else None  # opening has the group's timeout
+        if limit is not None and now - self._waiting_since[1] > limit:
+            raise CollectiveError(f"a collective was not done after hook_timeout={limit} s.")
         if now - self._looked_for_failure < SLICE_SECONDS:
             return
         self._looked_for_failure = now
-        assert self._connection is not None
-        cause = self._connection.failure()
+        cause = self._board.failure()
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
-        self._connection.answer_roll_call()
-        if self._hook_timeout is not None and now - self._waiting_since[1] > self._hook_timeout:
-            raise CollectiveError(f"a collective was not done after hook_timeout={self._hook_timeout} s.")
 
     def _fail(self, policy: Policy | None, error: BaseException) -> None:
-        """Tell the other ranks, then every future that waits here."""
+        """Fail every future that waits here, then tell the other ranks.
+
+        In this order: the store, by which they are told, may not answer. The line to them is dropped after both, so
+        that whoever is woken by that finds the reason.
+        """
         blamed = policy.touching if policy is not None else None
         here = blamed.where(self._rank) if blamed is not None else f"rank {self._rank}"
-        cause = f"{here}: {type(error).__name__}: {error}"
-        if self._connection is not None and isinstance(error, CollectiveError) and self._connection.failure() is None:
-            silent = self._connection.silent_ranks()
-            cause += f" No answer from rank {', '.join(map(str, silent))}." if silent else ""
         idle = (policy is None or not policy.unfinished()) and not self._tasks
-        if self._connection is not None and not (idle and isinstance(error, _StopOrderError)):
-            first = self._connection.report(cause)
-            cause = cause if first == cause else f"{here}: stopped, because this failed first: {first}"
+        is_news = not (idle and isinstance(error, _StopOrderError))
+        cause = self._explained(here, error) if is_news else f"{here}: {error}"
         with self._changed:
             self.error = _as_error(error, cause)
             tasks = [*(policy.unfinished() if policy is not None else []), *self._tasks]
@@ -311,16 +337,43 @@ class _Desk:
             tasks.append(blamed)
         for task in tasks:
             _fail_task(task, error, self.error)
+        if is_news:
+            self._board.post(cause)
+
+    def _explained(self, here: str, error: BaseException) -> str:
+        """Return why this rank fails, with what the other ranks tell; within a few seconds, whatever they do."""
+        own = f"{here}: {type(error).__name__}: {error}"
+        if isinstance(error, (SilentStoreError, AttachError)):  # there is nobody to ask, or they all know
+            return own
+        try:
+            first = self._board.failure_now()
+            if first is not None:
+                return f"{here}: stopped, because this failed first: {first}"
+            silent = self._board.silent_ranks() if isinstance(error, CollectiveError) else []
+        except SilentStoreError as silence:
+            return f"{own} {_capitalized(str(silence))}"
+        return f"{own} No answer from rank {', '.join(map(str, silent))}." if silent else own
 
     def _drop_connection(self) -> None:
-        connection, self._connection = self._connection, None
+        connection, self.connection = self.connection, None
         self._waiting_since = None
+        self._address.store_thread.close()
         if connection is not None and not connection.close(PATIENCE_SECONDS):
             self.abandoned = connection
 
 
 class _StopOrderError(CommHooksError):
     """End the thread because it was told to, not because something failed."""
+
+
+_FORKED = (
+    "this process was forked from the one that attached, and has no line to the other ranks; "
+    "train in the process that attached, or attach in this one."
+)
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _as_error(error: BaseException, message: str) -> CommHooksError:
@@ -347,6 +400,14 @@ def _use_side_stream(device: torch.device) -> None:
 _running: weakref.WeakSet[_Desk] = weakref.WeakSet()
 
 
+def _keep_groups_of_the_parent() -> None:
+    connections = [desk.connection for desk in list(_running)]
+    keep_groups(connection.group for connection in connections if connection is not None)
+
+
+os.register_at_fork(after_in_child=_keep_groups_of_the_parent)
+
+
 @atexit.register
 def _stop_all() -> None:
     """Stop every thread, and drop every group, while the interpreter still stands.
@@ -354,7 +415,7 @@ def _stop_all() -> None:
     A group with pending work cannot be destroyed, and a process that ends with one may hang or abort; such a process
     says so and leaves at once.
     """
-    desks = list(_running)
+    desks = [desk for desk in _running if not desk.is_forked]
     for desk in desks:
         desk.stop()
     left = [desk.abandoned for desk in desks if desk.abandoned is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import os
 import sys
@@ -43,7 +44,14 @@ def give_up(futures: Iterable[torch._C.Future[Any] | None]) -> None:
 @functools.cache
 def _install() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    atexit.register(_before_exit)
+    atexit.register(_before_exit, os.getpid())
+    os.register_at_fork(after_in_child=_keep_groups)
+
+
+def _keep_groups() -> None:
+    """Never destroy a group in a forked process: Gloo would wait for threads that a fork has not (tests/soak)."""
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -59,13 +67,16 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
                 reducer.require_finished()
 
 
-def _before_exit() -> None:
+def _before_exit(process: int) -> None:
     """Let Gloo's threads end, or at least come to rest, while the interpreter stands.
 
     A thread that lets go of a finished collective needs the interpreter; if that is gone, the thread is killed inside
     C++ code and the process aborts (tests/soak; PyTorch's own class does so in about 6 % of runs). A hook's collective
-    that waits for a peer which is there but never comes cannot be ended at all: then the process leaves at once.
+    that waits for a peer which is there but never comes cannot be ended at all: then the process leaves at once. In a
+    process forked from ``process`` none of this is ours to end.
     """
+    if os.getpid() != process:
+        return
     reducers = list(_watched)
     if not any(reducer.in_progress for reducer in reducers):  # else a group would wait for what may never end
         for reducer in reducers:

@@ -27,9 +27,9 @@ class ProcessGroupCommunicator:
                 "ProcessGroupCommunicator: there is no default process group; "
                 "call torch.distributed.init_process_group first."
             )
-        self._group: Any = group
-        self.rank: int = self._group.rank()
-        self.world_size: int = self._group.size()
+        self.group: Any = group
+        self.rank: int = self.group.rank()
+        self.world_size: int = self.group.size()
         self._under_way: deque[WorkPending] = deque()
 
     def start(self, request: Request) -> WorkPending:
@@ -52,18 +52,18 @@ class ProcessGroupCommunicator:
         for pending in self._under_way:
             pending.release()
         self._under_way.clear()
-        self._group = None
+        self.group = None
 
     def _start(self, request: Request) -> WorkPending:
         if isinstance(request, AllReduce):
             wire = request.to_wire(self.world_size)
-            return WorkPending(self._group.allreduce([wire]), request, wire)
+            return WorkPending(self.group.allreduce([wire]), request, wire)
         if isinstance(request, AllGather):
             gathered = request.tensor.new_empty((self.world_size, *request.tensor.shape))
-            return WorkPending(self._group.allgather([list(gathered.unbind(0))], [request.tensor]), request, gathered)
+            return WorkPending(self.group.allgather([list(gathered.unbind(0))], [request.tensor]), request, gathered)
         if isinstance(request, AllToAll):
             received = torch.empty_like(request.tensor)
-            return WorkPending(self._group.alltoall_base(received, request.tensor, [], []), request, received)
+            return WorkPending(self.group.alltoall_base(received, request.tensor, [], []), request, received)
         raise CollectiveError(
             f"ProcessGroupCommunicator: expected an AllReduce, AllGather or AllToAll (got {type(request).__name__})."
         )

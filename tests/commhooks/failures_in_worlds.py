@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 import commhooks
+import ddp_core
 from commhooks import AllReduce, BucketView, Compressor, Context, Request, Result
+from commhooks.hook import COLLECTIVES_A_BUCKET
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 
+GROUP_TIMEOUT = 50.0  # `run_world`'s
 SHAPES: list[Shape] = [(40, 40)] * 6
 
 
@@ -77,6 +80,10 @@ def fail(rank: int, kind: str, policy: str, compressor: Failing, hook_timeout: f
     """Train until it fails."""
     model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
     commhooks.attach(model, compressor, policy=policy, hook_timeout=hook_timeout)
+    if isinstance(model, ddp_core.DistributedDataParallel):
+        registered = model.reducer.hook
+        assert registered is not None
+        assert registered.timeout == (GROUP_TIMEOUT if hook_timeout is None else hook_timeout) * COLLECTIVES_A_BUCKET
     for step in range(4):
         begun = time.monotonic()
         try:

@@ -1,0 +1,177 @@
+"""The store that ranks share, called from one thread only, so that nobody waits for a store that does not answer.
+
+A store whose host is stopped, or whose cable is pulled, never answers a call, and none of the store's own timeouts
+applies to the wait for an answer. So whoever waits for a collective, or completes a future, hands its calls to this
+thread and waits for them a bounded time, or not at all.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from commhooks.errors import CollectiveError, CommHooksError
+
+Answer = TypeVar("Answer")
+
+ANSWER_SECONDS = 1.0
+"""How long the store, or a rank that is asked whether it is there, may take to answer."""
+
+_FAILURE_KEY = "failure"
+_ROLL_CALL_KEY = "roll-call"
+_POLL_SECONDS = 0.02
+
+
+class SilentStoreError(CollectiveError):
+    """Raised for a call to the store that was not answered in time, or whose connection broke."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    run: Callable[[], Any]
+    answer: concurrent.futures.Future[Any]
+
+
+class StoreThread:
+    """A daemon thread that calls `store`, one call after the other; it starts with the first one.
+
+    A call that is never answered blocks those behind it, which then time out as well. The thread is left behind where
+    it stands: nothing can wake it, and a daemon does not hold up the end of the process.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._where = address_of(store)
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def submit(self, run: Callable[[], Answer]) -> concurrent.futures.Future[Answer]:
+        """Return the future of `run()`, which the thread calls when it has done what it was given before.
+
+        A call that fails, for the store is gone, fails the future with `SilentStoreError`.
+        """
+        if os.getpid() != self._process:  # a fork has no thread, and shares its parent's connection to the store
+            raise SilentStoreError("this process was forked from the one that opened the store.")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="commhooks store", daemon=True)
+            self._thread.start()
+        answer: concurrent.futures.Future[Answer] = concurrent.futures.Future()
+        self._calls.put(_Call(run, answer))
+        return answer
+
+    def call(self, run: Callable[[], Answer], seconds: float) -> Answer:
+        """Return `run()`; raise `SilentStoreError` if it takes longer than `seconds`, or if the store is gone."""
+        return self.result(self.submit(run), seconds)
+
+    def result(self, answer: concurrent.futures.Future[Answer], seconds: float) -> Answer:
+        """Return the result of a future that `submit` returned, as `call` does."""
+        try:
+            return answer.result(seconds)
+        except concurrent.futures.TimeoutError:
+            raise SilentStoreError(f"{self._where} does not answer: its host has stopped, or is cut off.") from None
+
+    def close(self) -> None:
+        """Let the thread end after the calls that it was given."""
+        self._calls.put(None)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call.answer.set_result(call.run())
+            except CommHooksError as error:
+                call.answer.set_exception(error)
+            except RuntimeError as error:  # a DistError: the process that held the store has ended
+                call.answer.set_exception(SilentStoreError(f"{self._where} does not answer: {_first_line(error)}."))
+            except BaseException as error:  # whatever it is: somebody waits for the answer
+                call.answer.set_exception(error)
+            del call  # its future may hold the last reference to a process group
+
+
+class Noticeboard:
+    """One attachment's part of the store, where a rank that fails tells the others why.
+
+    Methods return at once, or after `ANSWER_SECONDS` and a little at most; the store itself is called by
+    `store_thread`.
+    """
+
+    def __init__(self, store: Store, store_thread: StoreThread, rank: int, world_size: int) -> None:
+        self._store = store
+        self._thread = store_thread
+        self._rank = rank
+        self._ranks = range(world_size)
+        self._look: concurrent.futures.Future[str | None] | None = None
+        self._found: str | None = None
+
+    def failure(self) -> str | None:
+        """Return why some rank failed, as far as is known by now, and look anew in the background.
+
+        Raises `SilentStoreError` if the store is gone; it may be silent for a while.
+        """
+        if self._found is None and (self._look is None or self._look.done()):
+            look, self._look = self._look, self._thread.submit(self._find)
+            self._found = look.result() if look is not None else None
+        return self._found
+
+    def failure_now(self) -> str | None:
+        """Look at once, and return why some rank failed; raise `SilentStoreError` if the store does not answer."""
+        if self._found is None:
+            if self._look is None or self._look.done():  # one under way asks the same question
+                self._look = self._thread.submit(self._find)
+            self._found = self._thread.result(self._look, ANSWER_SECONDS)
+        return self._found
+
+    def silent_ranks(self) -> list[int]:
+        """Tell the others that this rank is there, and return those that do not tell so within a second.
+
+        A Gloo collective that fails does not say whose process is gone; the ranks that failed with it, or still wait,
+        do by answering. Raises `SilentStoreError` if the store does not answer.
+        """
+        return self._thread.call(self._call_the_roll, 2 * ANSWER_SECONDS)
+
+    def post(self, cause: str) -> None:
+        """Tell the others why this rank fails, unless one of them told a reason first. Raises nothing."""
+        done = self._thread.submit(lambda: self._store.compare_set(_FAILURE_KEY, "", cause))
+        concurrent.futures.wait([done], ANSWER_SECONDS)
+
+    def _find(self) -> str | None:
+        """Return the reason that was told, and answer a rank that calls the roll; runs on the store's thread."""
+        if self._store.check([_FAILURE_KEY]):
+            return str(self._store.get(_FAILURE_KEY).decode())
+        if self._store.check([_ROLL_CALL_KEY]):
+            self._store.set(_here(self._rank), "")
+        return None
+
+    def _call_the_roll(self) -> list[int]:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        self._store.set(_ROLL_CALL_KEY, "")
+        self._store.set(_here(self._rank), "")
+        while time.monotonic() < deadline and not self._store.check([_here(rank) for rank in self._ranks]):
+            time.sleep(_POLL_SECONDS)
+        return [rank for rank in self._ranks if not self._store.check([_here(rank)])]
+
+
+def address_of(store: Store) -> str:
+    """Return what messages call a store: "the store at host:port" of a `TCPStore`, otherwise its type."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host, port, path = (getattr(store, name, None) for name in ("host", "port", "path"))
+    if host is not None and port is not None:
+        return f"the store at {host}:{port}"
+    return f"the store in {path}" if path else f"the store, a {type(store).__name__},"
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".")

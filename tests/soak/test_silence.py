@@ -1,0 +1,133 @@
+"""Nobody waits beyond a limit for a store that stops answering, or a cable that is pulled: all others raise and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.soak import network, silence_in_worlds
+from tests.soak.silence_in_worlds import Fault, Told
+from tests.world import Outcome, run_world, run_world_outcomes
+
+HOOK_TIMEOUT = 1.5
+GRACE_SECONDS = 5.0
+"""How much later than its limit a rank may raise."""
+both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
+
+
+def check_survivor(outcome: Outcome, limit: float, named: str) -> None:
+    """Demand that a rank raised in time, named who is silent, and ended."""
+    told: Told = outcome.value
+    assert outcome.returned and outcome.stack is None, outcome.describe()
+    assert told.error, "the training came to its end"
+    assert told.seconds < limit + GRACE_SECONDS, (told.seconds, told.error)
+    assert named in told.error.replace("The store", "the store"), told.error
+
+
+def silence_the_host_of_the_store(case: tuple[str, str, str]) -> Outcome:
+    """Return what became of rank 1 when rank 0, whose process holds the store, fell silent."""
+    how, kind, policy = case
+    silent, survivor = run_world_outcomes(
+        silence_in_worlds.train_and_end_what_is_stopped,
+        2,
+        kind,
+        policy,
+        Fault(rank=0, how=how),
+        HOOK_TIMEOUT,
+        store="tcp",
+    )
+    assert not silent.returned
+    check_survivor(survivor, HOOK_TIMEOUT, "the store at 127.0.0.1:")
+    return survivor
+
+
+def test_ranks_raise_in_time_when_the_host_of_the_store_stops_answering_or_dies() -> None:
+    cases = [("stop", "core", "fifo"), ("stop", "torch", "fused"), ("kill", "core", "fused")]
+    with ThreadPoolExecutor() as side_by_side:
+        *stopped, killed = [one.value.error for one in side_by_side.map(silence_the_host_of_the_store, cases)]
+    for error in stopped:
+        assert f"hook_timeout={HOOK_TIMEOUT} s." in error
+    assert killed.count("rank 1") == 1 and "stopped, because" not in killed, killed
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> Iterator[list[str]]:
+    reason = network.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with network.hosts(3) as made:
+        yield made
+
+
+def plug_everything_in(namespaces: list[str]) -> None:
+    for name in namespaces:
+        network.set_cable(name, plugged_in=True)
+
+
+FAULTS = [("stop", 0), ("pull", 0), ("pull", 2)]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(120)
+@both_ddps
+@both_policies
+@pytest.mark.parametrize("limited_by", ["hook_timeout", "group"])
+@pytest.mark.parametrize(("how", "rank"), FAULTS)
+def test_every_running_rank_raises_in_time_and_ends(
+    namespaces: list[str], how: str, rank: int, limited_by: str, policy: str, kind: str
+) -> None:
+    plug_everything_in(namespaces)
+    hook_timeout, group_timeout = (5.0, 1800.0) if limited_by == "hook_timeout" else (None, 15.0)
+    limit = hook_timeout or group_timeout
+    outcomes = run_world_outcomes(
+        silence_in_worlds.train_on_a_host,
+        3,
+        namespaces,
+        kind,
+        policy,
+        Fault(rank=rank, how=how),
+        hook_timeout,
+        group_timeout,
+        backend=None,
+        timeout=limit + 25,
+    )
+    store = f"the store at {network.address(0)}:{silence_in_worlds.PORT}"
+    for outcome in outcomes:
+        if how == "stop" and outcome.rank == rank:
+            continue
+        if rank == 0:
+            named = "No answer from rank 1, 2." if outcome.rank == 0 else store
+        else:
+            named = store if outcome.rank == rank else "No answer from rank 2."
+        check_survivor(outcome, limit, named)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(120)
+@both_ddps
+@both_policies
+@pytest.mark.parametrize(("how", "rank"), FAULTS)
+def test_training_goes_on_after_two_seconds_of_silence(
+    namespaces: list[str], how: str, rank: int, policy: str, kind: str
+) -> None:
+    plug_everything_in(namespaces)
+    told: list[Told] = run_world(
+        silence_in_worlds.train_on_a_host,
+        3,
+        namespaces,
+        kind,
+        policy,
+        Fault(rank=rank, how=how, seconds=2.0),
+        5.0,
+        60.0,
+        backend=None,
+        timeout=60.0,
+        check_exit=kind == "core",
+    )
+    assert [one.steps for one in told] == [silence_in_worlds.STEPS] * 3, [one.error for one in told]
+    for one in told[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(one.gradients, told[0].gradients, strict=True))
