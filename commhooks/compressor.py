@@ -81,9 +81,9 @@ class BucketView:
 
 
 class StepVerdict:
-    """Be the judgement that all buckets of a step share, where one bad element is to spoil the step for all of them.
+    """The finite/non-finite verdict shared by all buckets of a step.
 
-    What is noted is what came back from the other ranks, so the verdict is the same on every rank.
+    Only answers that every rank receives alike are noted (`Request.answers_alike`), so all ranks reach the same one.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,8 @@ class Context:
     def all_finite(self, *received: Tensor) -> Tensor:
         """Return a 0-dim bool: no inf and no NaN in what came back, which is the same on every rank.
 
-        It stays a tensor, so that on a GPU nobody waits for it.
+        Hand in only what every rank receives alike, never an all-to-all's answer: ranks would commit differently. The
+        result stays a tensor, so that on a GPU nobody waits for it.
         """
         checks = [_is_finite(tensor) for tensor in received]
         if self.verdict is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commhooks.communicators import Communicator, Pending
 from commhooks.errors import CollectiveError
-from commhooks.policy import Finish, Policy, Wait, is_empty
+from commhooks.policy import Finish, Policy, Wait, answer_empty_requests
 from commhooks.requests import AllGather, AllReduce, AllToAll, Layout, Request
 from commhooks.task import BucketTask
 
@@ -91,7 +91,8 @@ class Fused(Policy):
             return
         self._under_way.popleft()
         with self._counted():
-            if self._step[0].verdict is not None:
+            # Only what every rank received alike: one rank must not drop a step that the others commit.
+            if self._step[0].verdict is not None and bundle.request.answers_alike:
                 self._step[0].verdict.note(pending.result)
             answers = bundle.answers(pending.result)
         for task, answer in zip(bundle.tasks, answers, strict=True):
@@ -118,8 +119,7 @@ class Fused(Policy):
             self.touching = task
             if task in answers:
                 task.resume(answers.pop(task))
-            while is_empty(task) and task.request is not None:
-                task.resume(task.request.tensor)
+            answer_empty_requests(task)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

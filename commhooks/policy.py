@@ -98,8 +98,7 @@ class Fifo(Policy):
 
     def _go_on(self, task: BucketTask) -> None:
         """Issue what the task asks for now, or finish it."""
-        while task.request is not None and is_empty(task):
-            task.resume(task.request.tensor)
+        answer_empty_requests(task)
         if task.request is None:
             self._remove(task)
             self.finish(task)
@@ -117,6 +116,10 @@ class Fifo(Policy):
             self._in_last_round.remove(task)
 
 
-def is_empty(task: BucketTask) -> bool:
-    """Say whether nothing would travel; an empty sparse tensor may meet other ranks' full ones, so it travels."""
-    return task.request is not None and not task.request.tensor.is_sparse and task.request.tensor.numel() == 0
+def answer_empty_requests(task: BucketTask) -> None:
+    """Answer requests that nothing would travel for, until the task asks for something else or is done.
+
+    An empty sparse tensor may meet other ranks' full ones, so it travels.
+    """
+    while task.request is not None and not task.request.tensor.is_sparse and task.request.tensor.numel() == 0:
+        task.resume(task.request.room_for_answer(task.world_size))

@@ -39,6 +39,8 @@ class Request(ABC):
     """Ask for one collective over `tensor`, which every rank brings in the same shape and dtype."""
 
     kind: ClassVar[str]
+    answers_alike: ClassVar[bool] = True
+    """Every rank gets the same answer, so that what is judged on it is judged alike."""
 
     tensor: Tensor
     last: bool = dataclasses.field(default=False, kw_only=True)
@@ -66,6 +68,10 @@ class Request(ABC):
     @abstractmethod
     def ring_bytes(self, world_size: int) -> int:
         """Bytes that one rank sends for this request, on average over the ranks."""
+
+    def room_for_answer(self, world_size: int) -> Tensor:
+        """Return memory of the answer's shape; for an empty request that is the answer."""
+        return torch.empty_like(self.tensor)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,6 +120,10 @@ class AllReduce(Request):
             target.copy_(summed)
         return self.tensor
 
+    def room_for_answer(self, world_size: int) -> Tensor:
+        """Return the tensor itself, which a dense sum is written into."""
+        return self.tensor
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllGather(Request):
@@ -125,6 +135,10 @@ class AllGather(Request):
         """Bytes that one rank sends: its own payload and those that it passes on."""
         return (world_size - 1) * self.payload_bytes
 
+    def room_for_answer(self, world_size: int) -> Tensor:
+        """Return memory for one tensor of each rank."""
+        return self.tensor.new_empty((world_size, *self.tensor.shape))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllToAll(Request):
@@ -134,6 +148,7 @@ class AllToAll(Request):
     """
 
     kind: ClassVar[str] = "all-to-all"
+    answers_alike: ClassVar[bool] = False
 
     def ring_bytes(self, world_size: int) -> int:
         """Bytes that one rank sends: every row but its own."""

@@ -6,7 +6,6 @@ from collections import deque
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -59,10 +58,10 @@ class ProcessGroupCommunicator:
             wire = request.to_wire(self.world_size)
             return WorkPending(self.group.allreduce([wire]), request, wire)
         if isinstance(request, AllGather):
-            gathered = request.tensor.new_empty((self.world_size, *request.tensor.shape))
+            gathered = request.room_for_answer(self.world_size)
             return WorkPending(self.group.allgather([list(gathered.unbind(0))], [request.tensor]), request, gathered)
         if isinstance(request, AllToAll):
-            received = torch.empty_like(request.tensor)
+            received = request.room_for_answer(self.world_size)
             return WorkPending(self.group.alltoall_base(received, request.tensor, [], []), request, received)
         raise CollectiveError(
             f"ProcessGroupCommunicator: expected an AllReduce, AllGather or AllToAll (got {type(request).__name__})."
