@@ -61,8 +61,6 @@ class BucketView:
     """One for each parameter, in memory order."""
     wants_unsent: bool = False
     """The result must say what this rank left out; asked only of compressors that can."""
-    wire: torch.dtype | None = None
-    """The dtype in which sums travel, where a wrapper sets one: what it rounds away is not sent either."""
     plans: dict[Compressor, Any] = dataclasses.field(default_factory=dict, repr=False)
     """What `plan` made, by compressor."""
 
@@ -108,9 +106,14 @@ class Context:
     """Steps before this one, warm-up included."""
     verdict: StepVerdict | None = None
     """What is known of the step's other buckets; None where each is judged alone."""
+    wire: torch.dtype | None = None
+    """The dtype in which sums travel, where a wrapper sets one: what it rounds away is not sent either.
+
+    Here and not in the bucket, which is kept from step to step and shared by compressors that have other wires.
+    """
 
     def all_finite(self, *received: Tensor) -> Tensor:
-        """Return a 0-dim bool: no inf and no NaN in what came back, which is the same on every rank.
+        """Return a 0-dim bool: no inf and no NaN in what came back.
 
         Hand in only what every rank receives alike, never an all-to-all's answer: ranks would commit differently. The
         result stays a tensor, so that on a GPU nobody waits for it.

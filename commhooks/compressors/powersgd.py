@@ -121,7 +121,7 @@ class PowerSGD(Compressor):
                 basis = x.factor(OTHER[side])
                 basis.copy_(orthonormal_rows(basis, self.epsilon) if turn else self._basis(x, OTHER[side], context))
                 x.multiply(side, again=turn > 0)
-            own = [_as_sent(x.factor(side), bucket.wire, context.world_size) for x in plan.matrices]
+            own = [_as_sent(x.factor(side), context.wire, context.world_size) for x in plan.matrices]
             message, is_last = plan.messages[side], turn == len(sides) - 1
             message.pack(with_rest=turn == 0)
             if turn == 0:

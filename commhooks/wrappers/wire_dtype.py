@@ -44,8 +44,8 @@ class WireDtype(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass on `inner`'s requests with the wire's dtype set."""
-        bucket.wire = bucket.wire or self.dtype  # of one wrapper round another, the outer one's
-        return carried_by(self._carry, self.inner.compress(bucket, context))
+        narrowed = dataclasses.replace(context, wire=context.wire or self.dtype)  # if two are nested, the outer one's
+        return carried_by(self._carry, self.inner.compress(bucket, narrowed))
 
     def _carry(self, request: Request) -> Generator[Request, Tensor, Tensor]:
         return (yield self._narrowed(request))
