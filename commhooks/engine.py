@@ -87,6 +87,16 @@ class Engine:
         """The process group's timeout, in seconds."""
         return self._address.timeout.total_seconds()
 
+    def is_of_another_model(self, bucket: Bucket) -> bool:
+        """Return whether a bucket begins a step and has no parameter that was met or named before."""
+        begins = self._last_index < 0 or self._buckets.come_again_with(bucket, self._last_index)
+        return begins and self.state.knows_none_of(bucket.parameters())
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it was told which parameters one model has."""
+        return self._buckets.are_one_models
+
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Take a bucket, and return the future of its mean; called in the same order on every rank."""
         self._begin_step_if(bucket)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn import Module
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from commhooks.compressor import Compressor
 from commhooks.compressors import PowerSGD
@@ -31,8 +32,9 @@ class PowerSGDState:
     """Hold the settings and the memory of PowerSGD for one model.
 
     For `model.register_comm_hook(PowerSGDState(process_group, ...), powerSGD_hook)`, or `batched_powerSGD_hook`, on
-    ddp_core's DDP or PyTorch's; make one for each model, on every rank in the same order. The arguments that may be
-    given by position, and their defaults, are PyTorch's:
+    ddp_core's DDP or PyTorch's; make one for each model, on every rank in the same order. If it is used with another
+    model afterwards, everything begins anew, the warm-up too; models that take turns raise `SettingsError`. The
+    arguments that may be given by position, and their defaults, are PyTorch's:
 
     - `matrix_approximation_rank`: lower: smaller messages, more left to the residual.
     - `start_powerSGD_iter`: so many steps of plain all-reduce come first. Unlike PyTorch's, 0 and 1 are allowed.
@@ -98,7 +100,12 @@ class PowerSGDState:
         self._form = (wire, matrices)
         self._compressor = self._make_compressor(wire, matrices)
         self._model: Callable[[], Module | None] = _no_model
-        self._scaler: Scaler | None = None
+        self._warm_up: Statistics | None = None
+        """What was counted before the first step that compresses."""
+        self._earlier: Any = WeakTensorKeyDictionary()
+        """The parameters of models that this state was used with before."""
+        self._last_pass = -1
+        """The backward pass that the last bucket came from; -1 outside of any."""
         self._to_load: tuple[Mapping[str, Any] | CheckpointError, LoadRules] | None = None
         # Made here where that is possible: the order in which states are built is the same on every rank, the order in
         # which two models' first buckets come need not be.
@@ -140,6 +147,8 @@ class PowerSGDState:
         inner = getattr(model, "module", None)
         named = list((inner if isinstance(inner, Module) else model).named_parameters())
         self._compressor.check_parameters(name for name, _ in named)
+        if self._engine.state.knows_none_of(parameter for _, parameter in named):
+            self._engine = self._begin_anew(self._engine)
         self._engine.bind([(name, parameter) for name, parameter in named if parameter.requires_grad])
         self._engine.may_be_unused = searches_for_unused(model)
         self._engine.uncut_steps = uncut_steps(model)
@@ -224,6 +233,7 @@ class PowerSGDState:
         assert self._engine is not None, "names are learned by an engine"
         if self._to_load is not None:
             waiting, self._to_load = self._to_load, None
+            self._warm_up = None
             if isinstance(waiting[0], Mapping):
                 self._take_form_of(waiting[0].get("settings"))
             load_state(self._engine, *waiting, self._model())
@@ -241,8 +251,13 @@ class PowerSGDState:
         return self._engine.by_parameter() if self._engine is not None else {}
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return (rate, elements before compression, elements after it), of all whole steps, warm-up included."""
-        counted = self.statistics()
+        """Return (rate, elements before compression, elements sent) of the steps since warm-up, as PyTorch's does.
+
+        Loading a state begins the count anew. `statistics()` counts all steps.
+        """
+        if self._warm_up is None:
+            return 0.0, 0, 0
+        counted = self.statistics().since(self._warm_up)
         before, after = counted.gradient_elements, counted.payload_elements
         return (before / after if after else 0.0, before, after)
 
@@ -253,6 +268,15 @@ class PowerSGDState:
         if self._engine is None:
             self._engine = self._make_engine()
         self._load_what_waits()
+        if self._engine.is_of_another_model(bucket):
+            if self._engine.is_bound:
+                raise _two_models("bind was called with one, and gradients of the other came")
+            if self._last_pass == torch._C._current_graph_task_id() != -1:
+                raise _two_models("both have gradients in one backward pass")
+            self._engine = self._begin_anew(self._engine)
+        if self._earlier and any(parameter in self._earlier for parameter in bucket.parameters()):
+            raise _two_models("the one before has come again")
+        self._last_pass = torch._C._current_graph_task_id()
         form = (wire or self.wire, matrices or self.matrices)
         if form != self._form:
             if self._engine.step or bucket.index():
@@ -262,7 +286,19 @@ class PowerSGDState:
                 )
             self._form = form
             self._engine.compressor = self._make_compressor(*form)
+        if self._warm_up is None and self._engine.step >= self.start_powerSGD_iter:
+            self._warm_up = self._engine.statistics()
         return deliver(self._engine.run(bucket), bucket)
+
+    def _begin_anew(self, last: Engine) -> Engine:
+        """End the last model's engine, and return a fresh one for another model."""
+        for parameter in last.state.parameters():
+            self._earlier[parameter] = True
+        last.stop()
+        self._form, self._warm_up = (self.wire, self.matrices), None
+        fresh = self._make_engine()
+        fresh.loss_scale = last.loss_scale  # announced, or followed, whatever the model
+        return fresh
 
     def _take_form_of(self, settings: object) -> None:
         """Expect the hook that saved these settings: which one it is decides wire dtype and matrices, in `run`."""
@@ -304,6 +340,13 @@ class PowerSGDState:
 
 def _no_model() -> None:
     return None
+
+
+def _two_models(how: str) -> SettingsError:
+    return SettingsError(
+        f"PowerSGDState: it is used with two models that have no parameter in common, and {how}; make one state for "
+        "each model, or, if they are parts of one that take turns, call bind with the whole."
+    )
 
 
 _SETTINGS = set(inspect.signature(PowerSGDState).parameters) - {"process_group"}

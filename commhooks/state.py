@@ -106,6 +106,14 @@ class StateTable:
                 self._take_awaited(parameter, state)
         return state
 
+    def knows_none_of(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether there are parameters here, met or named, and none of these is among them."""
+        return bool(self._states or self._names) and not any(p in self._states or p in self._names for p in parameters)
+
+    def parameters(self) -> list[Tensor]:
+        """Return every parameter that was met or named."""
+        return list({**self._names, **self._states})
+
     def states(self) -> list[ParameterState]:
         """Return the state of every parameter that was met."""
         return list(self._states.values())

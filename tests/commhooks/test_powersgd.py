@@ -314,21 +314,29 @@ def test_another_seed_or_name_gives_another_basis_and_the_same_gives_the_same() 
 
 
 def test_the_hook_state_keeps_pytorchs_arguments_and_counts() -> None:
-    (before, after, rate) = run_ranks(_compression_stats, 1, check_exit=False)[0]
-    assert (before, after) == (3 * 6000, 6000 + 2 * (2 * (60 + 50) * 2))
-    assert rate == before / after
+    ours, theirs = run_ranks(_compression_stats, 1, check_exit=False)[0]
+    sent = 2 * (60 + 50) + 2 * (50 + 60) + 50 + 4 * 5
+    assert ours == theirs == [(0.0, 0, 0)] * 2 + [(6070 / sent, n * 6070, n * sent) for n in (1, 2, 3)]
 
 
-def _compression_stats(rank: int) -> tuple[int, int, float]:
-    state = commhooks.PowerSGDState(dist.group.WORLD, 2, 1, 2, True, True, 0, 7, 100, False)
-    assert (state.matrix_approximation_rank, state.start_powerSGD_iter, state.random_seed) == (2, 1, 7)
-    model = wrap("torch", Given((60, 50), (50, 60)))
-    model.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]
-    for step in range(3):
-        model(*normal(zeros((60, 50), (50, 60)), 1, seed=step)[0]).backward()
-    rate, before, after = state.compression_stats()
-    assert state.iter == 3
-    return before, after, rate
+def _compression_stats(rank: int) -> list[list[tuple[float, int, int]]]:
+    """Return what our state and PyTorch's tell after each step, of which the first two are warm-up."""
+    shapes = [(60, 50), (50,), (50, 60), (4, 5)]
+    settings = (dist.group.WORLD, 2, 2, 2, True, True, 0, 7, 100, False)
+    told = []
+    for module in (commhooks, stock):
+        state = module.PowerSGDState(*settings)
+        assert (state.matrix_approximation_rank, state.start_powerSGD_iter) == (2, 2)
+        assert getattr(state, "random_seed", 7) == 7  # PyTorch's keeps a generator instead
+        model = wrap("torch", Given(*shapes))
+        model.register_comm_hook(state, module.powerSGD_hook)  # type: ignore[operator]  # 'Tensor not callable'
+        stats = []
+        for step in range(5):
+            model(*normal(zeros(*shapes), 1, seed=step)[0]).backward()
+            stats.append(state.compression_stats())
+            assert state.iter == step + 1
+        told.append(stats)
+    return told
 
 
 @pytest.mark.parametrize("rank", RANKS)
