@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from commhooks.compressor import BucketView
+from commhooks.compressor import BucketView, Slot
 from commhooks.state import StateTable
 
 
@@ -89,5 +89,7 @@ def _tensors_within(root: Any) -> Iterator[Tensor]:
             waiting += value.values()
         elif isinstance(value, (list, tuple)):
             waiting += value
+        elif isinstance(value, Slot):
+            waiting.append(value.gradient)  # its parameter is the model's, and its state is counted by itself
         elif type(value).__module__.startswith("commhooks."):
             waiting += vars(value).values()

@@ -7,6 +7,7 @@ import torch
 
 import commhooks
 from commhooks import PowerSGD, make_compressor
+from commhooks.memory import memory_report
 from tests.cases import CASES, Case
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.ranks import run_ranks
@@ -91,6 +92,13 @@ def reported(rank: int) -> dict[str, commhooks.MemoryReport]:
         found[storage] = attachment.memory_report()
         attachment.detach()
     return found
+
+
+def test_the_models_own_parameters_are_not_counted_as_the_hooks() -> None:
+    workers = Workers(make_compressor("fp16", error_feedback=True), 2, zeros((60, 40)))
+    workers.step(normal(workers.parameters, 2, seed=0))
+    report = memory_report(workers.states[0], workers.views[0], [], [])
+    assert (report.gradients, report.residuals, report.working) == (9600, 9600, 0)  # it works in the bucket's memory
 
 
 def test_an_unknown_storage_is_refused() -> None:
