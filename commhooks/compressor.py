@@ -162,6 +162,13 @@ class Compressor(ABC):
         """Return steps by whose first requests all state is made that is ever kept; none if buckets decide what."""
         return (0,)
 
+    def remembers(self, step: int) -> bool:
+        """Return whether `compress` reads or writes any state in this step; if not, there is nothing to guard.
+
+        The same on every rank: guards may add to what is sent.
+        """
+        return True
+
     @abstractmethod
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Yield requests until `bucket.memory` holds the mean.

@@ -17,7 +17,7 @@ from commhooks.compressor import BucketView, Compressor, Context, Exchange, Slot
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.connection import Address, Agreements, WrapCommunicator
 from commhooks.errors import AttachError, CheckpointError, GradientError
-from commhooks.guards import keep_what_is_unused, take_part_with_zeros
+from commhooks.guards import has_joined, keep_what_is_unused, take_part_with_zeros
 from commhooks.journal import Journal
 from commhooks.loss_scale import LossScale
 from commhooks.memory import MemoryReport, memory_report
@@ -116,7 +116,7 @@ class Engine:
         view = self._buckets.view(bucket, memory) if self._by_parameter else BucketView(bucket.index(), memory)
         context = Context(self._address.rank, self._address.world_size, self.step, self._verdict)
         task = BucketTask(
-            exchange=self._guarded(view, compressor.compress(view, context)),
+            exchange=self._guarded(view, compressor.compress(view, context), remembers=compressor.remembers(self.step)),
             future=_future_for(memory),
             memory=memory,
             step=self.step,
@@ -284,13 +284,15 @@ class Engine:
             )
         return self.compressor if self.compressor.takes(memory) else AllReduceMean()
 
-    def _guarded(self, view: BucketView, exchange: Exchange) -> Exchange:
-        """Put round an exchange what keeps state where this step, or this run, is not like others."""
+    def _guarded(self, view: BucketView, exchange: Exchange, *, remembers: bool) -> Exchange:
+        """Put around an exchange what keeps state where this step, or this run, is not like others."""
+        if not remembers:  # on every rank alike; state that waits for another compressor is not touched
+            return exchange
         if not view.slots or view.memory.is_sparse:
             return exchange if self._journal is None else self._journal.watch(view, exchange)
         if self.may_be_unused:
             exchange = keep_what_is_unused(view, exchange)
-        if _has_joined(view.memory):
+        if has_joined(view.memory):
             exchange = take_part_with_zeros(view, exchange)
         # The journal is outermost: it undoes a step after its last bucket, when what was put by is back.
         return exchange if self._journal is None else self._journal.watch(view, exchange)
@@ -364,11 +366,6 @@ def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that a process group uses for a device, such as "gloo"."""
     by_device = dict(part.split(":", 1) for part in str(dist.get_backend_config(process_group)).split(","))
     return by_device.get(device.type, "gloo")
-
-
-def _has_joined(memory: Tensor) -> bool:
-    """Say whether a DDP handed in zeros for a rank that has run out of inputs: outside of any backward pass."""
-    return torch._C._current_graph_task_id() == -1 and not bool(memory.count_nonzero())
 
 
 def _future_for(memory: Tensor) -> torch.futures.Future[Tensor]:

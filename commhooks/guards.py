@@ -17,6 +17,21 @@ from commhooks.requests import AllReduce, Layout, Request
 from commhooks.state import RESIDUAL
 
 _LAYOUTS_TO_KEEP = 4096
+_ELEMENTS_TO_SAMPLE = 1024
+_PART_ELEMENTS = 1 << 18
+
+
+def has_joined(memory: Tensor) -> bool:
+    """Return whether a DDP handed in zeros for a rank that has run out of inputs: outside of any backward pass."""
+    return torch._C._current_graph_task_id() == -1 and _is_zero(memory)
+
+
+def _is_zero(memory: Tensor) -> bool:
+    """Return whether all elements are zero. A gradient is known by a few of its own; only zeros are looked at whole."""
+    if memory.is_cuda:  # the host waits for each look, so there is one
+        return not bool(memory.count_nonzero())
+    sample = memory[:: max(1, memory.numel() // _ELEMENTS_TO_SAMPLE)]
+    return not bool(sample.count_nonzero()) and not any(part.count_nonzero() for part in memory.split(_PART_ELEMENTS))
 
 
 def take_part_with_zeros(bucket: BucketView, exchange: Exchange) -> Exchange:

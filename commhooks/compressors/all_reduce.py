@@ -23,6 +23,10 @@ class AllReduceMean(Compressor):
         """Take every gradient, sparse and complex ones too."""
         return True
 
+    def remembers(self, step: int) -> bool:
+        """Keep nothing."""
+        return False
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Ask for the mean of the bucket's memory."""
         mean = yield AllReduce(bucket.memory, average=True, last=True, layout=bucket.layout)

@@ -43,6 +43,10 @@ class Cast(Compressor):
         """Tell what the cast rounds away."""
         return True
 
+    def remembers(self, step: int) -> bool:
+        """Keep nothing."""
+        return False
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Ask for the mean of the bucket's memory, cast on the wire."""
         unsent = self._rounded_away(bucket.memory, context.world_size) if bucket.wants_unsent else None

@@ -23,6 +23,10 @@ class NoOp(Compressor):
         """Take every gradient, sparse and complex ones too."""
         return True
 
+    def remembers(self, step: int) -> bool:
+        """Keep nothing."""
+        return False
+
     def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
         """Ask for nothing."""
         yield from ()

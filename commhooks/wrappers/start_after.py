@@ -47,7 +47,13 @@ class StartAfter(Compressor):
         turn = [step for step in self.before.first_steps() if step < self.steps]
         return (*turn, *(self.steps + step for step in self.inner.first_steps()))
 
+    def remembers(self, step: int) -> bool:
+        """Return what the one does that has its turn."""
+        return self._in_turn(step).remembers(step)
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Hand the bucket to whichever compressor has its turn."""
-        compressor = self.before if context.step < self.steps else self.inner
-        return compressor.compress(bucket, context)
+        return self._in_turn(context.step).compress(bucket, context)
+
+    def _in_turn(self, step: int) -> Compressor:
+        return self.before if step < self.steps else self.inner

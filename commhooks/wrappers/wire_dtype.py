@@ -42,6 +42,10 @@ class WireDtype(Compressor):
         """Return those of `inner`."""
         return self.inner.first_steps()
 
+    def remembers(self, step: int) -> bool:
+        """Return what `inner` does."""
+        return self.inner.remembers(step)
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass on `inner`'s requests with the wire's dtype set."""
         narrowed = dataclasses.replace(context, wire=context.wire or self.dtype)  # if two are nested, the outer one's

@@ -1,0 +1,69 @@
+"""What goes around an exchange runs only if there is something to protect. See guards_in_worlds.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from commhooks import Cast, ErrorFeedback, NoOp, PowerSGD, StartAfter, WireDtype, make_compressor
+from commhooks.guards import has_joined
+from tests.commhooks import guards_in_worlds as on_every_rank
+from tests.commhooks.ranks import run_ranks
+
+
+class Looks(TorchDispatchMode):
+    """Count the elements that are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "count_nonzero" in str(func):
+            self.elements += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def sparse_with(value: float, place: int) -> Tensor:
+    memory = torch.zeros(1_000_003)
+    memory[place] = value
+    return memory
+
+
+@pytest.mark.parametrize("value", [1.0, -1e-45, torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("place", [0, 1, 300_000, -1])
+def test_one_element_that_is_not_zero_is_found_wherever_it_lies(value: float, place: int) -> None:
+    assert not has_joined(sparse_with(value, place))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 5000, 600_000])
+def test_only_zeros_are_taken_for_those_of_a_rank_that_has_joined(dtype: torch.dtype, size: int) -> None:
+    assert has_joined(torch.zeros(size, dtype=dtype))
+    assert not size or not has_joined(torch.ones(size, dtype=dtype))
+
+
+def test_a_gradient_is_known_by_a_few_of_its_elements_even_if_it_begins_with_zeros() -> None:
+    gradient = torch.ones(1_000_003)
+    gradient[:900_000] = 0.0
+    for memory in (torch.ones(1_000_003), gradient):
+        with Looks() as looks:
+            assert not has_joined(memory)
+        assert 0 < looks.elements <= 2048
+
+
+def test_what_a_compressor_remembers_is_a_function_of_the_step() -> None:
+    started = StartAfter(steps=2, inner=WireDtype(inner=PowerSGD(), dtype=torch.float16))
+    feeding = StartAfter(steps=2, before=ErrorFeedback(inner=Cast(dtype=torch.float16)), inner=NoOp())
+    assert [started.remembers(step) for step in range(4)] == [False, False, True, True]
+    assert [feeding.remembers(step) for step in range(4)] == [True, True, False, False]
+    for name in ("all-reduce", "fp16", "bf16", "noop"):
+        assert not make_compressor(name).remembers(0)
+
+
+def test_unused_parameters_are_counted_only_in_steps_that_have_state_to_protect() -> None:
+    run_ranks(on_every_rank.counts_of_unused_parameters, 2, check_exit=False)
