@@ -37,6 +37,7 @@ from commhooks.memory import MemoryReport
 from commhooks.powersgd_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from commhooks.requests import AllGather, AllReduce, AllToAll, Layout, Request
 from commhooks.snapshot import LoadRules, Snapshot, merge_state_dicts
+from commhooks.state import LocalEntry
 from commhooks.statistics import ParameterTraffic, Statistics
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 
@@ -64,6 +65,7 @@ __all__ = [
     "HookTypeError",
     "Layout",
     "LoadRules",
+    "LocalEntry",
     "LockstepCommunicator",
     "LockstepGroup",
     "MemoryReport",

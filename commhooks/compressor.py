@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from commhooks.errors import SettingsError
 from commhooks.requests import Layout, Request
-from commhooks.state import ParameterState
+from commhooks.state import LocalEntry, ParameterState
 
 Plan = TypeVar("Plan")
 
@@ -168,6 +168,10 @@ class Compressor(ABC):
         The same on every rank: guards may add to what is sent.
         """
         return True
+
+    def local_entries(self) -> Mapping[str, LocalEntry]:
+        """Return how the entries of `ParameterState.local` that this compressor keeps behave, but for the residual."""
+        return {}
 
     @abstractmethod
     def compress(self, bucket: BucketView, context: Context) -> Exchange:

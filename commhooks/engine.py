@@ -17,7 +17,7 @@ from commhooks.compressor import BucketView, Compressor, Context, Exchange, Slot
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.connection import Address, Agreements, WrapCommunicator
 from commhooks.errors import AttachError, CheckpointError, GradientError
-from commhooks.guards import has_joined, keep_what_is_unused, take_part_with_zeros
+from commhooks.guards import has_joined, keep_what_is_unused, refuse_what_is_not_declared, take_part_with_zeros
 from commhooks.journal import Journal
 from commhooks.loss_scale import LossScale
 from commhooks.memory import MemoryReport, memory_report
@@ -54,6 +54,7 @@ class Engine:
     ) -> None:
         self.compressor = compressor
         self.state = StateTable(residuals)
+        self.state.declare(compressor.local_entries())
         self.loss_scale = LossScale()
         self.step = 0
         self._journal = Journal() if atomic else None
@@ -116,7 +117,7 @@ class Engine:
         view = self._buckets.view(bucket, memory) if self._by_parameter else BucketView(bucket.index(), memory)
         context = Context(self._address.rank, self._address.world_size, self.step, self._verdict)
         task = BucketTask(
-            exchange=self._guarded(view, compressor.compress(view, context), remembers=compressor.remembers(self.step)),
+            exchange=self._guarded(compressor, view, context),
             future=_future_for(memory),
             memory=memory,
             step=self.step,
@@ -153,6 +154,7 @@ class Engine:
             if refusal is not None:
                 raise refusal
         self.compressor = compressor
+        self.state.declare(compressor.local_entries())
         self._buckets.forget_views()
 
     def snapshot(self, bucket_plan: dict[str, Any] | None = None) -> Snapshot:
@@ -200,6 +202,8 @@ class Engine:
         self._agree_on(checked, next(iter(named.values()), None))
         if isinstance(checked, CheckpointError):
             raise checked
+        if rules.missing == "reset":
+            checked = checked.without_entries_unknown_to(self.compressor)
         unchecked = checked.shapes if not named and rules.missing == "refuse" else None
         self.state.load(checked.replicated, checked.entries_for(rank, world_size, rules), unchecked)
         self.loss_scale.load(checked.grad_scale)
@@ -284,12 +288,14 @@ class Engine:
             )
         return self.compressor if self.compressor.takes(memory) else AllReduceMean()
 
-    def _guarded(self, view: BucketView, exchange: Exchange, *, remembers: bool) -> Exchange:
-        """Put around an exchange what keeps state where this step, or this run, is not like others."""
-        if not remembers:  # on every rank alike; state that waits for another compressor is not touched
+    def _guarded(self, compressor: Compressor, view: BucketView, context: Context) -> Exchange:
+        """Return a bucket's exchange, with what keeps state around it where this step, or run, is not like others."""
+        exchange = compressor.compress(view, context)
+        if not compressor.remembers(context.step):  # on every rank alike; what waits for another one is not touched
             return exchange
         if not view.slots or view.memory.is_sparse:
             return exchange if self._journal is None else self._journal.watch(view, exchange)
+        exchange = refuse_what_is_not_declared(view, exchange)
         if self.may_be_unused:
             exchange = keep_what_is_unused(view, exchange)
         if has_joined(view.memory):
@@ -324,7 +330,7 @@ class Engine:
             self._end_step()
         if self._last_index < 0:
             self._verdict = StepVerdict() if self._policy == "fused" else None
-            self.loss_scale.apply_to(self.state.residuals(), bucket.buffer().device)
+            self.loss_scale.apply_to(self.state.local_by_units(), bucket.buffer().device)
             if self._journal is not None:
                 self._journal.begin_step()
         self._last_index = bucket.index()

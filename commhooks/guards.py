@@ -1,4 +1,4 @@
-"""What goes round an exchange so that state survives where a DDP's step is not like the others.
+"""What goes around an exchange so that state survives where a DDP's step is not like the others.
 
 Each guard takes an exchange and is one, so a compressor knows nothing of it.
 """
@@ -14,11 +14,22 @@ from torch import Tensor
 from commhooks.compressor import BucketView, Exchange, carried_by
 from commhooks.journal import Copies
 from commhooks.requests import AllReduce, Layout, Request
-from commhooks.state import RESIDUAL
 
 _LAYOUTS_TO_KEEP = 4096
 _ELEMENTS_TO_SAMPLE = 1024
 _PART_ELEMENTS = 1 << 18
+
+
+def refuse_what_is_not_declared(bucket: BucketView, exchange: Exchange) -> Exchange:
+    """Run an exchange; raise `CompressorError` if it leaves local state behind of which nobody knows how it behaves.
+
+    Here, in the exchange, so that the other ranks hear of it.
+    """
+    result = yield from exchange
+    for slot in bucket.slots:
+        for name in slot.state.local:
+            slot.state.entry(name)
+    return result
 
 
 def has_joined(memory: Tensor) -> bool:
@@ -35,11 +46,14 @@ def _is_zero(memory: Tensor) -> bool:
 
 
 def take_part_with_zeros(bucket: BucketView, exchange: Exchange) -> Exchange:
-    """Run for a rank that has run out of inputs: it sends nothing that it owes, and owes it still afterwards."""
-    put_by = [{name: own.clone() for name, own in slot.state.local.items()} for slot in bucket.slots]
-    for slot in bucket.slots:
-        if RESIDUAL in slot.state.local:
-            slot.state.local[RESIDUAL].zero_()
+    """Run for a rank that has run out of inputs: it sends none of its residual and keeps it unchanged."""
+    put_by = [
+        {name: own.clone() for name, own in slot.state.local.items() if slot.state.entry(name).kind == "residual"}
+        for slot in bucket.slots
+    ]
+    for slot, kept in zip(bucket.slots, put_by, strict=True):
+        for name in kept:
+            slot.state.local[name].zero_()
     try:
         return (yield from exchange)
     finally:

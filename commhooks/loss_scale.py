@@ -1,9 +1,9 @@
-"""Residuals are in units of the gradients, and those in units of the loss scale, which a gradient scaler changes."""
+"""Residuals are scaled like gradients, so they must be rescaled whenever the gradient scaler changes the loss scale."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -55,17 +55,22 @@ class LossScale:
         self._of_residuals = scale
 
     @torch.no_grad()
-    def apply_to(self, residuals: Sequence[Tensor], device: torch.device) -> None:
-        """Bring residuals to the scale of the coming gradients; on a GPU without waiting for it."""
-        scale = self._coming(device, wait=device.type != "cuda" or any(not kept.is_cuda for kept in residuals))
+    def apply_to(self, local: Mapping[int, Sequence[Tensor]], device: torch.device) -> None:
+        """Bring local state, by the power of the scale that it is in, to the scale of the coming gradients.
+
+        On a GPU nobody waits for it.
+        """
+        on_host = any(not kept.is_cuda for tensors in local.values() for kept in tensors)
+        scale = self._coming(device, wait=device.type != "cuda" or on_host)
         if isinstance(scale, Tensor):
-            ratio = scale / self._of_residuals
-            if residuals:
-                torch._foreach_mul_(list(residuals), ratio)
+            ratio: float | Tensor = scale / self._of_residuals
         elif not 0 < scale < math.inf or scale == self._of_residuals:
             return
-        elif residuals:
-            torch._foreach_mul_(list(residuals), scale / self.value())
+        else:
+            ratio = scale / self.value()
+        for power, tensors in local.items():
+            if power:
+                torch._foreach_mul_(list(tensors), ratio**power)
         self._of_residuals = scale
 
     def _coming(self, device: torch.device, *, wait: bool) -> float | Tensor:

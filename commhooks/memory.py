@@ -19,9 +19,9 @@ class MemoryReport:
     gradients: int
     """What the DDP's buckets of the last step take; not part of the total, for they are there without a hook too."""
     residuals: int
-    """What is owed, on the gradients' own device."""
+    """What ranks keep each for itself, as what they owe, on the gradients' own device."""
     residuals_on_host: int
-    """What is owed, in the host's memory, where residuals="host" put it."""
+    """The same in the host's memory, where residuals="host" put it."""
     bases: int
     """Whatever else is remembered, such as PowerSGD's Q."""
     copies: int
@@ -41,12 +41,13 @@ def memory_report(
     table: StateTable, views: Sequence[BucketView], copies: Sequence[Tensor], packed: Sequence[Tensor]
 ) -> MemoryReport:
     """Add up state, the buckets' plans, a journal's copies, and packed messages."""
-    counter, states, owed = _Counter(), table.states(), table.residuals()
+    counter, states = _Counter(), table.states()
+    owed = [kept for one in states for kept in one.local.values()]
     return MemoryReport(  # in this order: what comes first counts what is shared
         gradients=counter.add(view.memory for view in views),
-        residuals_on_host=counter.add(owed if table.storage == "host" else ()),
+        residuals_on_host=counter.add(kept for kept in owed if table.storage == "host" and not kept.is_cuda),
         residuals=counter.add(owed),
-        bases=counter.add(kept for one in states for kept in (*one.replicated.values(), *one.local.values())),
+        bases=counter.add(kept for one in states for kept in one.replicated.values()),
         copies=counter.add(copies),
         working=counter.add(_tensors_within([view.plans for view in views])) + counter.add(packed),
         by_parameter={one.key: one.memory_bytes() for one in states},

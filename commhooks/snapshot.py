@@ -54,12 +54,13 @@ class LoadRules:
     world_size: str = "refuse"
     """For another world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks, right where the
     learning rate is scaled with their number; "spread-mean", which keeps their mean, right where it is not; or
-    "reset", which starts residuals from zero (also where this rank's are not in the checkpoint)."""
+    "reset", which starts residuals from zero (also where this rank's are not in the checkpoint). What ranks hold as
+    shares (`LocalEntry`) cannot be spread: that is refused, and "reset" starts it from nothing too."""
     settings: str = "refuse"
     """For a compressor with other settings: "refuse", or "change"."""
     missing: str = "refuse"
-    """For parameters that only the checkpoint has, or only the model: "refuse", or "reset", which starts those of the
-    model from nothing and drops the others."""
+    """For parameters that only the checkpoint has, or only the model, and for local state that the compressor does not
+    keep: "refuse", or "reset", which starts what is the model's from nothing and drops the rest."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -149,6 +150,7 @@ class Snapshot:
                 for name in self.shapes
                 if name not in shapes
             ]
+        found += self._entries_that_do_not_fit(compressor, world_size, rules)
         return found + self._ranks_missing(world_size, rank, rules)
 
     def entries_for(self, rank: int, world_size: int, rules: LoadRules) -> Entries:
@@ -159,6 +161,15 @@ class Snapshot:
             return {}
         kept = 1.0 if rules.world_size == "spread" else world_size / self.world_size
         return spread(self.local, self.world_size, rank, world_size, times=kept)
+
+    def without_entries_unknown_to(self, compressor: Compressor) -> Snapshot:
+        """Return one without local state that a compressor does not keep; residuals wait for one that does."""
+        known = {RESIDUAL, *compressor.local_entries()}
+        local = {
+            rank: {name: {e: kept[e] for e in kept if e in known} for name, kept in entries.items()}
+            for rank, entries in self.local.items()
+        }
+        return dataclasses.replace(self, local=local)
 
     def buckets_handed_in(self) -> list[list[str]]:
         """Return the names in the buckets of the step before; empty where they are not known."""
@@ -174,6 +185,24 @@ class Snapshot:
                 digest.update(f"{name}\x1f{entry}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}".encode())
                 digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    def _entries_that_do_not_fit(self, compressor: Compressor, world_size: int, rules: LoadRules) -> list[str]:
+        """Name local state that would be lost without a word."""
+        found, declared = [], compressor.local_entries()
+        held = sorted({e for entries in self.local.values() for kept in entries.values() for e in kept} - {RESIDUAL})
+        for entry in held:
+            if entry not in declared:
+                if rules.missing == "refuse":
+                    found.append(
+                        f"checkpoint has local state {entry!r}, which {type(compressor).__name__} does not keep; pass "
+                        "missing='reset' to drop it"
+                    )
+            elif declared[entry].kind == "share" and world_size != self.world_size and rules.spreads:
+                found.append(
+                    f"local state {entry!r} is each rank's share of {self.world_size} ranks and cannot be spread over "
+                    f"{world_size}; pass world_size='reset' to start all local state from nothing"
+                )
+        return found
 
     def _ranks_missing(self, world_size: int, rank: int, rules: LoadRules) -> list[str]:
         here = ", ".join(map(str, sorted(self.local))) or "no rank"
@@ -221,21 +250,23 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def spread(local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, *, times: float = 1.0) -> Entries:
-    """Return the residuals of one rank of `new_size`, so that their sum is `times` that of the `old_size` before.
+    """Return the local state of one of `new_size` ranks, so that their sum is `times` that of the `old_size` before.
 
-    Fewer ranks: new rank r takes those of old ranks r, r + new_size, and so on. More: an old rank's are divided among
-    the new ranks that have its number modulo `old_size`. Other entries are not taken along.
+    Fewer ranks: new rank r takes that of old ranks r, r + new_size, and so on. More: an old rank's is divided among
+    the new ranks that have its number modulo `old_size`. Every entry must be of the kind "residual".
     """
     takers = 1 if new_size <= old_size else len(range(rank % old_size, new_size, old_size))
     givers = range(rank, old_size, new_size) if new_size <= old_size else [rank % old_size]
-    sums: dict[str, Tensor] = {}
+    sums: Entries = {}
+    dtypes: dict[tuple[str, str], torch.dtype] = {}
     for giver in givers:
         for name, entries in local[giver].items():
-            if RESIDUAL in entries:
-                owed = entries[RESIDUAL].double() * times / takers
-                sums[name] = sums[name] + owed if name in sums else owed
-    dtypes = {name: e[RESIDUAL].dtype for g in givers for name, e in local[g].items() if RESIDUAL in e}
-    return {name: {RESIDUAL: total.to(dtypes[name])} for name, total in sums.items()}
+            own = sums.setdefault(name, {})
+            for entry, kept in entries.items():
+                taken = kept.double() * times / takers
+                own[entry] = own[entry] + taken if entry in own else taken
+                dtypes[name, entry] = kept.dtype
+    return {name: {e: total.to(dtypes[name, e]) for e, total in own.items()} for name, own in sums.items()}
 
 
 def settings_of(compressor: Compressor) -> dict[str, str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from commhooks.errors import CheckpointError, SettingsError
+from commhooks.errors import CheckpointError, CompressorError, SettingsError
 from commhooks.matrices import is_dense
 
 RESIDUAL = "residual"
@@ -19,6 +20,24 @@ RESIDUAL_STORAGES = ("fp32", "bf16", "host")
 
 Entries = dict[str, dict[str, Tensor]]
 """For each parameter's name, what is remembered for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalEntry:
+    """How one name in `ParameterState.local` behaves where state must change without its compressor."""
+
+    kind: Literal["residual", "share"]
+    """"residual": what this rank has not sent yet, or another sum of its own gradients. Ranks that load another world
+    size's checkpoint take over the sum of all; a rank that has joined sends nothing of it, and keeps it.
+
+    "share": what this rank holds for the elements that it serves for all ranks, such as a two-hop compressor's server
+    error. Who serves what depends on the world size, so for another one it is reset or refused; a rank that has joined
+    goes on serving, and it changes."""
+    units: int = 1
+    """The power of the loss scale that it follows: 1 if it is scaled like gradients, 2 like their squares, or 0."""
+
+
+_ALWAYS_DECLARED = {RESIDUAL: LocalEntry(kind="residual")}
 
 
 @dataclasses.dataclass
@@ -35,19 +54,35 @@ class ParameterState:
     local: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     storage: str = "fp32"
     """One of `RESIDUAL_STORAGES`."""
+    declared: Mapping[str, LocalEntry] = dataclasses.field(default_factory=lambda: dict(_ALWAYS_DECLARED), repr=False)
+    """The names that `local` may hold; the same mapping for all of a table's parameters."""
 
     def residual(self, gradient: Tensor) -> Tensor:
         """Return what this rank still owes: 1-D like `gradient`, zeros at first, kept as `storage` says."""
-        kept = self.local.get(RESIDUAL)
-        dtype = torch.bfloat16 if self.storage == "bf16" else computing_dtype(gradient.dtype)
-        device = torch.device("cpu") if self.storage == "host" else gradient.device
-        if kept is None or kept.numel() != gradient.numel() or kept.dtype != dtype or kept.device != device:
-            pinned = self.storage == "host" and gradient.is_cuda
-            fresh = torch.zeros(gradient.numel(), dtype=dtype, device=device, pin_memory=pinned)
-            if kept is not None and kept.numel() == gradient.numel():
+        return self.kept(RESIDUAL, gradient)
+
+    def kept(self, name: str, like: Tensor) -> Tensor:
+        """Return the local entry of this name: 1-D, of `like`'s size, zeros at first, kept as `storage` says."""
+        kept = self.local.get(name)
+        dtype = torch.bfloat16 if self.storage == "bf16" else computing_dtype(like.dtype)
+        device = torch.device("cpu") if self.storage == "host" else like.device
+        if kept is None or kept.numel() != like.numel() or kept.dtype != dtype or kept.device != device:
+            pinned = self.storage == "host" and like.is_cuda
+            fresh = torch.zeros(like.numel(), dtype=dtype, device=device, pin_memory=pinned)
+            if kept is not None and kept.numel() == like.numel():
                 fresh.copy_(kept)
-            kept = self.local[RESIDUAL] = fresh
+            kept = self.local[name] = fresh
         return kept
+
+    def entry(self, name: str) -> LocalEntry:
+        """Return how a local entry behaves; raise `CompressorError` if no compressor has declared it."""
+        if name not in self.declared:
+            raise CompressorError(
+                f"parameter {self.key!r} has local state {name!r}, which no compressor has declared, so nobody knows "
+                "what becomes of it at another world size or loss scale; name it in Compressor.local_entries() "
+                f"(declared: {', '.join(sorted(self.declared))})."
+            )
+        return self.declared[name]
 
     def memory_bytes(self) -> int:
         """Return the bytes that this parameter's state takes."""
@@ -66,10 +101,15 @@ class StateTable:
         if storage not in RESIDUAL_STORAGES:
             raise SettingsError(f"residuals={storage!r}: residuals must be one of {', '.join(RESIDUAL_STORAGES)}.")
         self.storage = storage
+        self._declared: dict[str, LocalEntry] = dict(_ALWAYS_DECLARED)
         self._states: dict[Tensor, ParameterState] = {}
         self._names: dict[Tensor, str] = {}
         self._awaited: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] | None = None
         self._shapes: dict[str, tuple[int, ...]] | None = None
+
+    def declare(self, entries: Mapping[str, LocalEntry]) -> None:
+        """Learn what a compressor keeps in `ParameterState.local`; what one before it kept may be there still."""
+        self._declared.update(entries)
 
     def bind(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Learn parameters' names; state that is there already takes its parameter's name."""
@@ -101,7 +141,7 @@ class StateTable:
         state = self._states.get(parameter)
         if state is None:
             key = self._names.get(parameter, f"#{len(self._states)}")
-            state = self._states[parameter] = ParameterState(key, storage=self.storage)
+            state = self._states[parameter] = ParameterState(key, storage=self.storage, declared=self._declared)
             if self._awaited is not None:
                 self._take_awaited(parameter, state)
         return state
@@ -121,6 +161,14 @@ class StateTable:
     def residuals(self) -> list[Tensor]:
         """Return every residual that there is."""
         return [state.local[RESIDUAL] for state in self._states.values() if RESIDUAL in state.local]
+
+    def local_by_units(self) -> dict[int, list[Tensor]]:
+        """Return all local state, by the power of the loss scale that it is in."""
+        found: dict[int, list[Tensor]] = {}
+        for state in self._states.values():
+            for name, kept in state.local.items():
+                found.setdefault(state.entry(name).units, []).append(kept)
+        return found
 
     def export(self) -> tuple[Entries, Entries]:
         """Return what is replicated and what is local, by name, without copying it; element-wise state in its shape.

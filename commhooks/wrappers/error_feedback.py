@@ -7,7 +7,7 @@ Source: Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and ot
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from commhooks.compressor import (
     residual_of,
 )
 from commhooks.errors import CompressorError, SettingsError
-from commhooks.state import computing_dtype
+from commhooks.state import LocalEntry, computing_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,10 @@ class ErrorFeedback(Compressor):
     def first_steps(self) -> tuple[int, ...]:
         """Return those of `inner`."""
         return self.inner.first_steps()
+
+    def local_entries(self) -> Mapping[str, LocalEntry]:
+        """Return those of `inner`."""
+        return self.inner.local_entries()
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run `inner` on the gradient plus the residual."""

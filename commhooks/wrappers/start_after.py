@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
 from commhooks.compressor import BucketView, Compressor, Context, Exchange, check_inner
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
+from commhooks.state import LocalEntry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,10 @@ class StartAfter(Compressor):
     def remembers(self, step: int) -> bool:
         """Return what the one does that has its turn."""
         return self._in_turn(step).remembers(step)
+
+    def local_entries(self) -> Mapping[str, LocalEntry]:
+        """Return those of both compressors."""
+        return {**self.before.local_entries(), **self.inner.local_entries()}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Hand the bucket to whichever compressor has its turn."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from commhooks.compressor import BucketView, Compressor, Context, Exchange, carr
 from commhooks.compressors.cast import check_wire_dtype
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.requests import AllReduce, Request
+from commhooks.state import LocalEntry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,10 @@ class WireDtype(Compressor):
     def remembers(self, step: int) -> bool:
         """Return what `inner` does."""
         return self.inner.remembers(step)
+
+    def local_entries(self) -> Mapping[str, LocalEntry]:
+        """Return those of `inner`."""
+        return self.inner.local_entries()
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass on `inner`'s requests with the wire's dtype set."""
