@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/commhooks compare --out runs/demo
+	$(BIN)/commhooks compare --out runs/demo --overwrite
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

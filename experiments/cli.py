@@ -57,7 +57,9 @@ The first hook is the one that the others are measured against. \
 An unknown name or setting is refused before anything starts, with the names that there are.
 
 [bold]The folder[/bold] that --out names gets report.html (one file that needs nothing else), \
-results/*.json (settings, versions, machine and every step of each run), plots/*.png and tensorboard/.
+results/*.json (settings, versions, machine and every step of each run), plots/*.png and tensorboard/. \
+A folder that holds results already is refused before anything runs. --overwrite removes those results, \
+and nothing that compare has not written.
 """
 
 _OVERLAP_HELP = """
@@ -100,10 +102,13 @@ def compare(
     ] = None,
     eval_every: Annotated[int, typer.Option(help="Steps between two looks at held-out data.")] = 20,
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default: runs/<date-time>.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the results of an earlier comparison in that folder.")
+    ] = False,
 ) -> None:
     """Train one model under several hooks."""
     with _errors_in_words() as console:
-        from experiments.compare import Comparison, prepare_folder
+        from experiments.compare import Comparison
         from experiments.compare import compare as run_comparison
         from experiments.plan import plan
 
@@ -120,9 +125,9 @@ def compare(
             evaluate_every=eval_every,
         )
         folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
-        prepare_folder(folder)
         command = shlex.join(["commhooks", *sys.argv[1:]])
-        run_comparison(Comparison(runs=runs, out=folder, target_loss=target_loss, command=command), console)
+        comparison = Comparison(runs=runs, out=folder, overwrite=overwrite, target_loss=target_loss, command=command)
+        run_comparison(comparison, console)
 
 
 @app.command(help=_OVERLAP_HELP)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from experiments.launch import Send, run_in_torchrun, run_world, torchrun_world
+from experiments.output import REPORT, prepare_folder
 from experiments.report.page import PICTURES, page
 from experiments.report.plots import THEMES, loss_against_bytes, loss_against_time, step_time
 from experiments.report.table import summary_tables
@@ -21,9 +21,6 @@ from experiments.summary import TARGET_RULE, Summary, summarise, total_seconds
 from experiments.tasks import make_task
 from experiments.worker import RunDone, StepDone, train_all
 
-_FOLDERS = ("results", "tensorboard", "plots")
-_REPORT = "report.html"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -31,16 +28,22 @@ class Comparison:
 
     runs: tuple[RunSettings, ...]
     out: Path
+    overwrite: bool = False  # what an earlier comparison wrote there
     target_loss: float | None = None  # None: derived from the first hook's run
     command: str = "commhooks compare"  # how a reader gets the same again
 
 
 def compare(comparison: Comparison, console: Console) -> list[Summary]:
-    """Train every run, write the results, and return their summaries (under torchrun on rank 0, elsewhere none)."""
+    """Train every run, write the results, and return their summaries (under torchrun on rank 0, elsewhere none).
+
+    Raises:
+        ValueError: The folder holds results and may not be overwritten, or something else; see `prepare_folder`.
+
+    """
     world = torchrun_world()
     reports = world is None or world[0] == 0
     if reports:
-        prepare_folder(comparison.out)
+        prepare_folder(comparison.out, overwrite=comparison.overwrite)
     results: list[RunResult] = []
     with _progress(console, disable=not reports or not console.is_terminal) as progress:
         listener = _Listener(comparison, progress, results)
@@ -51,26 +54,6 @@ def compare(comparison: Comparison, console: Console) -> list[Summary]:
     write_report(results, summaries, comparison)
     _print(summaries, comparison, console)
     return summaries
-
-
-def prepare_folder(out: Path) -> None:
-    """Make the folder, and take an earlier report's files out of it.
-
-    Raises:
-        ValueError: The folder holds something that is no earlier report.
-
-    """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out: {out} is a file; name a folder")
-    strangers = [path.name for path in out.iterdir() if path.name not in (*_FOLDERS, _REPORT)] if out.exists() else []
-    if strangers:
-        raise ValueError(
-            f"out: {out} holds files of another kind ({sorted(strangers)[0]}); name a new or an empty folder"
-        )
-    for name in _FOLDERS:
-        shutil.rmtree(out / name, ignore_errors=True)
-        (out / name).mkdir(parents=True)
-    (out / _REPORT).unlink(missing_ok=True)
 
 
 def write_report(results: Sequence[RunResult], summaries: list[Summary], comparison: Comparison) -> Path:
@@ -94,7 +77,7 @@ def write_report(results: Sequence[RunResult], summaries: list[Summary], compari
         else f"a mean training loss of {comparison.target_loss:g}, as asked for"
     )
     text = page(results, summaries, plots, target_rule=rule, command=comparison.command)
-    path = comparison.out / _REPORT
+    path = comparison.out / REPORT
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -167,7 +150,7 @@ def _print(summaries: list[Summary], comparison: Comparison, console: Console) -
     for task, rows in by_task(summaries).items():
         console.print()
         console.print(*summary_tables(rows, f"{task}, {rows[0].steps} steps"), sep="\n")
-    console.print(f"\nreport       {comparison.out / _REPORT}", highlight=False, soft_wrap=True)
+    console.print(f"\nreport       {comparison.out / REPORT}", highlight=False, soft_wrap=True)
     console.print(f"results      {comparison.out / 'results'}", highlight=False, soft_wrap=True)
     console.print(
         f"tensorboard  tensorboard --logdir {comparison.out / 'tensorboard'}", highlight=False, soft_wrap=True

@@ -14,6 +14,7 @@ from typing import Any
 from experiments.link import LinkSettings
 
 FORMAT = 1  # of the result files; higher when a reader must change
+PARTIAL = ".json.part"  # ends the name of a result while it is written
 HookValue = bool | int | float | str
 
 
@@ -141,11 +142,17 @@ class RunResult:
         """Return the result as JSON text."""
         return json.dumps(_strict({"format": FORMAT, **dataclasses.asdict(self)}), indent=1, allow_nan=False)
 
+    @property
+    def file_name(self) -> str:
+        """The name of its file, `<task>.<hook>.json`."""
+        return f"{self.settings.task}.{self.settings.hook.file_name}.json"
+
     def write(self, folder: Path) -> Path:
-        """Write the result as `<task>.<hook>.json`, and return where."""
-        path = folder / f"{self.settings.task}.{self.settings.hook.file_name}.json"
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
-        return path
+        """Write the result under its name, as a whole or not at all, and return where."""
+        path = folder / self.file_name
+        partial = path.with_suffix(PARTIAL)
+        partial.write_text(self.to_json() + "\n", encoding="utf-8")
+        return partial.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> RunResult:

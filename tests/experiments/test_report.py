@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]  # ships no types
 
-from experiments.compare import Comparison, prepare_folder, write_report
+from experiments.compare import Comparison, write_report
+from experiments.output import prepare_folder
 from experiments.report.table import summary_tables
 from experiments.report.tensorboard import write_logs
 from experiments.report.words import bytes_in_words, percent, seconds_in_words, times
@@ -69,6 +71,12 @@ def test_the_pictures_are_files_too(folder: Path) -> None:
     }
 
 
+def test_every_file_of_a_report_is_known_again(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    prepare_folder(copy, overwrite=True)
+    assert [path for path in copy.rglob("*") if path.is_file()] == []
+
+
 def test_the_tables_hold_what_was_asked_for_and_fit_a_terminal() -> None:
     out = StringIO()
     Console(file=out, width=100).print(*summary_tables(summarise(results())[:3], "digits"))
@@ -88,22 +96,6 @@ def test_tensorboard_reads_the_logs(tmp_path: Path) -> None:
     assert losses[-1].value == pytest.approx(run.steps[-1].loss)
     elapsed = losses[-1].wall_time - losses[0].wall_time
     assert elapsed == pytest.approx(sum(step.seconds for step in run.steps[1:]), abs=1e-3)
-
-
-def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"thesis\.tex"):
-        prepare_folder(tmp_path)
-    assert (tmp_path / "thesis.tex").exists()
-
-
-def test_an_earlier_report_makes_room_for_the_next(tmp_path: Path) -> None:
-    prepare_folder(tmp_path)
-    stale = result().write(tmp_path / "results")
-    (tmp_path / "report.html").write_text("old")
-    prepare_folder(tmp_path)
-    assert not stale.exists()
-    assert not (tmp_path / "report.html").exists()
 
 
 def test_numbers_read_well() -> None:
