@@ -14,6 +14,7 @@ nothing, and is compared with its checksums before.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,7 +23,7 @@ import re
 import shutil
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
+from commhooks.disk import flush_to_disk, write_tensors, write_text
 from commhooks.errors import CheckpointError
 from commhooks.snapshot import LoadRules, Snapshot, refuse
 
@@ -95,7 +97,8 @@ def save_checkpoint(
     - `flush`: wait until everything is on the disk, so that the checkpoint survives the machine's sudden end too;
       without, it survives that of processes, and saving takes about half the time.
 
-    Raises `CheckpointError` on every rank, and leaves the other checkpoints alone, if any rank cannot write.
+    Raises `CheckpointError` on every rank if any rank cannot write, with the file and the cause; what was written of
+    this checkpoint is removed, and the other checkpoints stay as they were.
     """
     if keep is not None and keep < 1:
         raise CheckpointError(f"save_checkpoint(keep={keep!r}): keep must be at least 1, or None.")
@@ -105,8 +108,6 @@ def save_checkpoint(
     prepared: list[tuple[int, Any]]
     prepared = ranks.together("prepare", lambda: (step, _prepare(root, step) if ranks.rank == 0 else None))
     steps = [number for number, _ in prepared]
-    if len(set(steps)) > 1:
-        raise CheckpointError(f"save_checkpoint: ranks disagree about the step: by rank {', '.join(map(str, steps))}.")
     names: tuple[str, str] = prepared[0][1]
     name, writing = names
 
@@ -116,22 +117,26 @@ def save_checkpoint(
         if ranks.rank == 0:
             files["shared.pt"] = _shared_part(model, optimizer, scaler, snapshot, extra, step)
             files["shared.pt"]["world_size"] = ranks.world_size
-        return {name: _write(root / writing / name, content, flush) for name, content in files.items()}
-
-    sizes = ranks.together("write", write)
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "world_size": ranks.world_size,
-        "files": {name: size for part in sizes for name, size in part.items()},
-    }
+        return {name: write_tensors(root / writing / name, content, flush=flush) for name, content in files.items()}
 
     def put_in_place() -> None:
         if ranks.rank == 0:
             _finish(root, writing, name, manifest, flush)
             _remove_old(root, keep)
 
-    ranks.together("put in place", put_in_place)
+    with _removed_if_it_fails(root / writing, ranks):
+        if len(set(steps)) > 1:
+            raise CheckpointError(
+                f"save_checkpoint: ranks disagree about the step: by rank {', '.join(map(str, steps))}."
+            )
+        sizes = ranks.together("write", write)
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "world_size": ranks.world_size,
+            "files": {name: size for part in sizes for name, size in part.items()},
+        }
+        ranks.together("put in place", put_in_place)
     return root / name
 
 
@@ -223,6 +228,17 @@ def _prepare(root: Path, step: int) -> tuple[str, str]:
     return name, _WRITING + name
 
 
+@contextlib.contextmanager
+def _removed_if_it_fails(writing: Path, ranks: _Ranks) -> Iterator[None]:
+    """Remove what was written of a checkpoint that cannot be finished: the disk may be full because of it."""
+    try:
+        yield
+    except CheckpointError:  # all ranks raise it, so none of them writes any more
+        if ranks.rank == 0:
+            shutil.rmtree(writing, ignore_errors=True)  # what is left the next save clears away
+        raise
+
+
 def _own_part(model: Module, snapshot: Snapshot | None, step: int) -> dict[str, Any]:
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -279,31 +295,14 @@ def _is_plain_tensor(value: object) -> bool:
     return isinstance(value, Tensor) and type(value) in safe
 
 
-def _write(path: Path, content: dict[str, Any], flush: bool) -> int:
-    torch.save(content, path)
-    if flush:
-        _flush(path)
-    return path.stat().st_size
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _finish(root: Path, writing: str, name: str, manifest: Mapping[str, Any], flush: bool) -> None:
     """Give the checkpoint its name; what is flushed is so before and after."""
-    (root / writing / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    write_text(root / writing / "manifest.json", json.dumps(manifest, indent=1), flush=flush)
     if flush:
-        _flush(root / writing / "manifest.json")
-        _flush(root / writing)
+        flush_to_disk(root / writing)
     (root / writing).rename(root / name)
     if flush:
-        _flush(root)
+        flush_to_disk(root)
 
 
 def _remove_old(root: Path, keep: int | None) -> None:

@@ -360,7 +360,7 @@ def _text_of(act: Callable[[], Any]) -> str:
 
 def _listing(run: Run) -> list[str]:
     dist.barrier()
-    names = sorted(path.name for path in run.directory.iterdir() if not path.name.startswith("."))
+    names = sorted(path.name for path in run.directory.iterdir())
     dist.barrier()
     return names
 

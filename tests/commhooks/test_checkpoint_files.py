@@ -95,7 +95,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(tmp_path: 
 def test_when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay(tmp_path: Path) -> None:
     old, new = "checkpoint-00001-step-3", "checkpoint-00002-step-9"
     causes = {
-        "disk full on rank 1": "could not write the checkpoint. rank 1: OSError: [Errno 28] No space left",
+        "disk full on rank 1": "could not write the checkpoint. rank 1: OSError: [Errno 28] No space left on device (",
         "a folder in the way on rank 1": "could not write the checkpoint. rank 1: ",
         "disk full at the manifest": "could not put in place the checkpoint. rank 0: OSError: [Errno 28] No space left",
         "under a file": "could not prepare the checkpoint. rank 0: ",
@@ -106,6 +106,8 @@ def test_when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay
         assert [name for name, _, _ in failed] == list(causes)
         for name, text, listing in failed:
             assert causes[name] in text and listing == [old], (name, text, listing)
+            if name.startswith("disk full"):
+                assert f"bytes free): '{tmp_path}/run/.writing-{new.replace('9', '4')}/" in text
         assert loading == ("loading", "", ["restored"])
         assert saving == ("saving", "", [old, new])
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from commhooks import ProcessGroupCommunicator
+from commhooks import ProcessGroupCommunicator, checkpoint
 
 
 class Countdown:
@@ -79,17 +79,16 @@ def _start(self: ProcessGroupCommunicator, original: Any, countdown: Countdown, 
 
 
 def _in_writing(name: str, countdown: Countdown) -> None:
-    _patch_function(torch, "save", _save, countdown, name)
+    _patch_function(checkpoint, "write_tensors", _write_tensors, countdown, name)
 
 
-def _save(original: Any, countdown: Countdown, name: str, content: Any, path: Path) -> None:
-    if path.name != name or not countdown.is_over():
-        original(content, path)
-        return
-    whole = io.BytesIO()
-    original(content, whole)
-    path.write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
-    countdown.die()
+def _write_tensors(original: Any, countdown: Countdown, name: str, path: Path, content: Any, *, flush: bool) -> Any:
+    if path.name == name and countdown.is_over():
+        whole = io.BytesIO()
+        torch.save(content, whole)
+        path.write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+        countdown.die()
+    return original(path, content, flush=flush)
 
 
 def _in_writing_manifest(countdown: Countdown) -> None:
@@ -131,11 +130,11 @@ def _in_removal(prefix: str, countdown: Countdown) -> None:
     _patch_function(shutil, "rmtree", _remove, countdown, prefix)
 
 
-def _remove(original: Any, countdown: Countdown, prefix: str, path: Path) -> None:
+def _remove(original: Any, countdown: Countdown, prefix: str, path: Path, **settings: Any) -> None:
     if path.name.startswith(prefix) and countdown.is_over():
         next(path.iterdir()).unlink()
         countdown.die()
-    original(path)
+    original(path, **settings)
 
 
 def _in_loading(countdown: Countdown) -> None:

@@ -1,0 +1,98 @@
+"""Writing files so that an error names the file, and the cause.
+
+The system's own error for a full disk names no file, and `torch.save(content, path)` turns it into "[enforce fail at
+inline_container.cc]", without a cause (tests/commhooks/test_full_disk.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_tensors(path: Path, content: dict[str, Any], *, flush: bool) -> int:
+    """Write `content` by `torch.save`, and return the file's bytes; with `flush`, wait until they are on the disk."""
+    with _named(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            _save(content, _File(descriptor))
+            if flush:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return path.stat().st_size
+
+
+def write_text(path: Path, text: str, *, flush: bool) -> None:
+    """Write a text; with `flush`, wait until it is on the disk."""
+    with _named(path):
+        path.write_text(text)
+    if flush:
+        flush_to_disk(path)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    with _named(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class _File:
+    """A file as `torch.save` needs one. It keeps the error that a write ended with: torch may raise another."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.error: OSError | None = None
+        self._descriptor = descriptor
+
+    def write(self, data: bytes) -> int:
+        left = memoryview(data).cast("B")
+        try:
+            while left:  # a disk that is nearly full takes a part
+                left = left[os.write(self._descriptor, left) :]
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: nothing is buffered here."""
+
+
+def _save(content: dict[str, Any], file: _File) -> None:
+    try:
+        torch.save(content, file)  # type: ignore[arg-type]  # "_File", expected "IO[bytes]"
+    except RuntimeError:
+        if file.error is not None:
+            raise file.error from None
+        raise
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Give an `OSError` from within the path it lacks, and what is left where a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        text = error.strerror or os.strerror(error.errno)
+        with contextlib.suppress(OSError):  # the folder itself may be gone
+            text += f" ({_free(path.parent)} bytes free)" if error.errno in _FULL else ""
+        raise OSError(error.errno, text, str(path)) from error
+
+
+def _free(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize

@@ -1,0 +1,94 @@
+"""A disk that fills up while a checkpoint is written: path and cause in the error, and nothing else on the disk.
+
+That every rank is told, and the checkpoint before it loads, is in test_checkpoint_files.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from commhooks import CheckpointError, load_checkpoint, save_checkpoint
+
+BYTES = 1 << 20
+MODEL = torch.nn.Linear(4, 4)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Give a file system of one MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={BYTES}", "tmpfs", str(disk)]
+    mounted = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], timeout=20, check=True)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let the system refuse to write beyond so many bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def check_nothing_lost(root: Path, error: CheckpointError, name: str, cause: int) -> None:
+    text = str(error)
+    assert f"OSError: [Errno {cause}] {os.strerror(cause)}" in text
+    assert f": '{root}/.writing-checkpoint-00002-step-2/{name}'" in text
+    assert [path.name for path in root.iterdir()] == ["checkpoint-00001-step-1"]
+    loaded = load_checkpoint(root, model=MODEL)
+    assert loaded is not None and loaded.extra == {"first": True}
+
+
+@pytest.mark.parametrize("elements", [10, 10_000])  # of many tensors, or of few: errors come from other places of torch
+def test_a_disk_that_fills_up_is_named_with_what_is_left(small_disk: Path, elements: int) -> None:
+    root = small_disk / "run"
+    save_checkpoint(root, step=1, model=MODEL, extra={"first": True})
+    tensors = [torch.ones(elements) for _ in range(BYTES // (2 * elements))]
+    with pytest.raises(CheckpointError, match="could not write the checkpoint. rank 0: OSError") as caught:
+        save_checkpoint(root, step=2, model=MODEL, extra={"tensors": tensors})
+    check_nothing_lost(root, caught.value, "shared.pt", errno.ENOSPC)
+    free = re.search(r"\((\d+) bytes free\)", str(caught.value))
+    assert free is not None and int(free[1]) < 2 * os.sysconf("SC_PAGE_SIZE")
+    save_checkpoint(root, step=3, model=MODEL)  # there is room again
+
+
+def test_a_write_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, step=1, model=MODEL, extra={"first": True})
+    with largest_file(BYTES), pytest.raises(CheckpointError) as caught:
+        save_checkpoint(tmp_path, step=2, model=MODEL, extra={"tensor": torch.ones(BYTES)})
+    check_nothing_lost(tmp_path, caught.value, "shared.pt", errno.EFBIG)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_disk_that_is_full_only_when_it_flushes_is_named(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, step=1, model=MODEL, extra={"first": True})
+    calls = []
+
+    def flush(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", flush)
+    with pytest.raises(CheckpointError, match=r"\d+ bytes free") as caught:
+        save_checkpoint(tmp_path, step=2, model=MODEL)
+    check_nothing_lost(tmp_path, caught.value, ("rank0.pt", "shared.pt", "manifest.json")[call - 1], errno.ENOSPC)
