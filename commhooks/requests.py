@@ -81,8 +81,9 @@ class AllReduce(Request):
     A sparse one is only read, and the answer is another: autograd lets a sparse gradient's values share memory with
     gradients that are still on their way through the backward pass (tests/commhooks/test_odd_parameters.py).
 
-    With `wire` the payload travels, and is summed, in that dtype; the division of a mean happens before the cast, in
-    the tensor's own dtype, so a mean that the narrow dtype can hold neither overflows nor vanishes on the way.
+    With `wire` the payload travels, and is summed, in that dtype. The division of a mean happens before the cast, in
+    the tensor's own dtype: a sum that the narrow dtype cannot hold does not overflow if the mean fits, but a rank's
+    share (its tensor over the world size) becomes 0 if it is at most half of the narrow dtype's smallest number.
     """
 
     kind: ClassVar[str] = "all-reduce"

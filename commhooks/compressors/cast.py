@@ -2,9 +2,9 @@
 
 Source: PyTorch's fp16_compress_hook and bf16_compress_hook.
 Idea: half the bytes for half the digits. The division by the number of ranks comes first, in the gradient's own
-dtype, so that a mean which fits the narrow dtype does not overflow or vanish on the way there.
+dtype, so what must fit the narrow dtype is each rank's share of the mean, and not the sum of the gradients.
 Bytes on the wire: 2 for each element. Weakness: at most half of dense. What the cast loses is lost, unless
-`ErrorFeedback` keeps it.
+`ErrorFeedback` keeps it; in fp16 a share of at most 2**-25 = 3.0e-8 is lost whole (64 ranks: a gradient of 1.9e-6).
 """
 
 from __future__ import annotations
