@@ -18,11 +18,12 @@ from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.connection import Address, Agreements, WrapCommunicator
 from commhooks.errors import AttachError, CheckpointError, GradientError
 from commhooks.guards import has_joined, keep_what_is_unused, refuse_what_is_not_declared, take_part_with_zeros
+from commhooks.inline import InlineScheduler, SideStream
 from commhooks.journal import Journal
 from commhooks.loss_scale import LossScale
 from commhooks.memory import MemoryReport, memory_report
 from commhooks.replay import Part, parts_of, put_together
-from commhooks.scheduler import InlineScheduler, Scheduler, ThreadScheduler
+from commhooks.scheduler import Scheduler, ThreadScheduler
 from commhooks.snapshot import LoadRules, Snapshot, refuse, settings_of
 from commhooks.state import ParameterState, StateTable
 from commhooks.statistics import ParameterTraffic, Statistics
@@ -361,8 +362,11 @@ class Engine:
             carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
             agreements = Agreements(carrier, self._address, device)
             communicator = self._wrap(carrier) if self._wrap else carrier
-            inline = InlineScheduler(communicator, agreements.agree, device, self._policy)
-            inline.agree(self._terms_with(self.compressor))
+            stream = SideStream(device)
+            inline = InlineScheduler(
+                communicator, agreements.agree, stream, self._policy, self._hook_timeout, self._address.noticeboard()
+            )
+            inline.agree(self._terms_with(self.compressor, self._refusal))
             return inline
         terms = self._terms_with(self.compressor, self._refusal)
         return ThreadScheduler(self._address, terms, self._wrap, self._policy, self._hook_timeout)

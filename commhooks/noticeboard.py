@@ -141,6 +141,10 @@ class Noticeboard:
         done = self._thread.submit(lambda: self._store.compare_set(_FAILURE_KEY, "", cause))
         concurrent.futures.wait([done], ANSWER_SECONDS)
 
+    def close(self) -> None:
+        """Let the store's thread end."""
+        self._thread.close()
+
     def _find(self) -> str | None:
         """Return the reason that was told, and answer a rank that calls the roll; runs on the store's thread."""
         if self._store.check([_FAILURE_KEY]):

@@ -1,7 +1,7 @@
 """The one owner of the order in which collectives are issued, and of failure.
 
 Collectives are issued from one place, in the order that the policy gives. Off NCCL that place is a thread: a hook
-must not hold up the backward pass. On NCCL a stream does the waiting, and requests are issued inline.
+must not hold up the backward pass. On NCCL a stream does the waiting, and requests are issued inline (inline.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from commhooks.communicators import Communicator, Pending, RecordingCommunicator
+from commhooks.communicators import Pending
 from commhooks.connection import Address, Connection, WrapCommunicator, open_connection
 from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
 from commhooks.forked import keep_groups
@@ -357,7 +356,7 @@ class _Desk:
     def _drop_connection(self) -> None:
         connection, self.connection = self.connection, None
         self._waiting_since = None
-        self._address.store_thread.close()
+        self._board.close()
         if connection is not None and not connection.close(PATIENCE_SECONDS):
             self.abandoned = connection
 
@@ -426,68 +425,3 @@ def _stop_all() -> None:
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(1)
-
-
-class InlineScheduler(Scheduler):
-    """Issue requests where the hook is called, on a side stream that waits instead of the host (NCCL)."""
-
-    def __init__(
-        self, communicator: Communicator, agree: Callable[[str], None], device: torch.device, policy: str
-    ) -> None:
-        self.ledger = Ledger()
-        self._communicator = RecordingCommunicator(communicator)
-        self._agree = agree
-        self._stream = torch.cuda.Stream(device)
-        self._policy = POLICIES[policy](self._communicator, _wait_on_stream, self._finish)
-        self._error: CommHooksError | None = None
-
-    @torch.no_grad()
-    def submit(self, task: BucketTask) -> None:
-        """Run the whole exchange; what it computes waits on the side stream for what it asked for."""
-        self._stream.wait_stream(torch.cuda.current_stream(task.memory.device))
-        with torch.cuda.stream(self._stream):
-            self._policy.add(task)
-            try:
-                while self._error is None and self._policy.turn():
-                    pass
-            except Exception as error:
-                blamed = self._policy.touching or task
-                self._error = _as_error(
-                    error, f"{blamed.where(self._communicator.rank)}: {type(error).__name__}: {error}"
-                )
-            if self._error is not None:
-                for unfinished in (*self._policy.unfinished(), task):
-                    unfinished.fail(self._error)
-
-    def wait_until_open(self) -> None:
-        """Return at once: the process group stands already."""
-
-    def agree(self, terms: str) -> None:
-        """Ask the other ranks from here."""
-        self._agree(terms)
-
-    def failure(self) -> CommHooksError | None:
-        """Return the first failure."""
-        return self._error
-
-    def traffic(self) -> Traffic | None:
-        """Return the communicator's counts."""
-        return self._communicator.traffic
-
-    def working_memory(self) -> list[Tensor]:
-        """Return what the policy keeps."""
-        return self._policy.working_memory()
-
-    def stop(self) -> None:
-        """Hold nothing that needs stopping."""
-
-    def _finish(self, task: BucketTask) -> None:
-        assert task.result is not None
-        task.judge()
-        self.ledger.enter(task, self._communicator.traffic)
-        task.future.set_result(task.result.mean)
-
-
-def _wait_on_stream(pending: Pending) -> bool:
-    pending.wait()
-    return True

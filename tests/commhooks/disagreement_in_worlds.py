@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import PowerSGD, make_compressor
+from commhooks import PowerSGD, SettingsError, make_compressor
 from tests.commhooks.hooks_in_worlds import SHAPES, TINY_BUCKETS, Mirrored, backward, largest_error
+from tests.commhooks.inline_on_cpu import as_on_nccl
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.workers import normal, zeros
 
@@ -139,18 +140,32 @@ def _demand_the_means_of_lockstep(both: Mirrored, step: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)), (step, largest_error(ours, expected))
 
 
-def refused_by_one(rank: int, kind: str, when: str) -> Told:
-    """Name a parameter that there is none of, on one rank; then attach, or go on, as if nobody had asked."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Particular(PowerSGD):
+    """Have the same settings on every rank, and refuse the model on one of them."""
+
+    def check_parameters(self, names: Iterable[str]) -> None:
+        if dist.get_rank() == ODD:
+            raise SettingsError("Particular: 'head.*' is missing on this rank.")
+
+
+def refused_by_one(rank: int, kind: str, when: str) -> list[Told]:
+    """Name a parameter that there is none of, on one rank; then attach, or go on, as if nobody had asked.
+
+    Attach also as on NCCL, where the group's own collectives carry what ranks agree on.
+    """
     model = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
     compressor = PowerSGD(rank=2, skip=("head.*",) if rank == ODD else ())
     gradients = normal(zeros(*SHAPES), 2, seed=0)
     if when == "attach":
-        told = told_by(functools.partial(commhooks.attach, model, compressor))
+        told = [told_by(functools.partial(commhooks.attach, model, compressor))]
+        with as_on_nccl():
+            told.append(told_by(functools.partial(commhooks.attach, model, Particular(rank=2))))
         attachment = commhooks.attach(model, "all-reduce")
     else:
         attachment = commhooks.attach(model, "all-reduce")
         backward(model, gradients[rank])
-        told = told_by(functools.partial(attachment.replace, compressor))
+        told = [told_by(functools.partial(attachment.replace, compressor))]
     expected = [(a + b) / 2 for a, b in zip(*gradients, strict=True)]
     assert largest_error(backward(model, gradients[rank]), expected) < 1e-6
     attachment.detach()

@@ -59,7 +59,8 @@ def test_replacing_by_what_differs_on_one_rank_is_refused_and_the_old_compressor
 @both_ddps
 @pytest.mark.parametrize("when", ["attach", "replace"])
 def test_a_setting_that_fits_no_parameter_and_only_one_rank_has_is_an_error_on_every_rank(kind: str, when: str) -> None:
-    for rank, told in enumerate(run_ranks(on_every_rank.refused_by_one, 2, kind, when, check_exit=True, timeout=12.0)):
+    ranks = run_ranks(on_every_rank.refused_by_one, 2, kind, when, check_exit=True, timeout=12.0)
+    for rank, told in [(rank, one) for rank, attempts in enumerate(ranks) for one in attempts]:
         assert told.error == ("SettingsError" if rank == 1 else "AttachError")
         assert "'head.*'" in told.text
         assert told.seconds < 10

@@ -1,0 +1,53 @@
+"""A side stream without a device: the inline scheduler runs over CPU tensors, and marks are reached when told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+
+from commhooks import engine
+from commhooks.inline import SideStream
+
+
+class ToldMark:
+    """A mark that the device has come to when somebody says so."""
+
+    def __init__(self, *, reached: bool) -> None:
+        self.reached = reached
+
+    def query(self) -> bool:
+        return self.reached
+
+
+class HostStream(SideStream):
+    """A stream whose work is done as it is queued; a device that is as far as it is told to be."""
+
+    def __init__(self, device: torch.device | None = None, *, keeps_up: bool = True) -> None:
+        self.keeps_up = keeps_up
+        self.marks: list[ToldMark] = []
+
+    def follow(self) -> None:
+        """Do nothing: there is nothing to wait for."""
+
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def mark(self) -> ToldMark:
+        self.marks.append(ToldMark(reached=self.keeps_up))
+        return self.marks[-1]
+
+    def reach(self, marks: int) -> None:
+        """Let the device come to so many of the marks."""
+        for mark in self.marks[:marks]:
+            mark.reached = True
+
+
+@contextlib.contextmanager
+def as_on_nccl() -> Iterator[None]:
+    """Let what is attached here take the way that it takes on NCCL, over whatever backend there is."""
+    backend = mock.patch.object(engine, "backend_of", return_value="nccl")
+    with backend, mock.patch.object(engine, "SideStream", HostStream):
+        yield
