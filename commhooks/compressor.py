@@ -19,6 +19,7 @@ from torch import Tensor
 from commhooks.errors import SettingsError
 from commhooks.requests import Layout, Request
 from commhooks.state import LocalEntry, ParameterState
+from commhooks.streams import queue_copy
 
 Plan = TypeVar("Plan")
 
@@ -129,9 +130,9 @@ class Context:
             if allowed:
                 memory.copy_(value)
         elif memory.device == value.device:
-            torch.where(allowed, value, memory, out=memory)
+            torch.where(allowed, value.to(memory.dtype), memory, out=memory)  # out takes no other dtype
         else:
-            memory.copy_(torch.where(allowed, value, memory.to(value.device, non_blocking=True)), non_blocking=True)
+            queue_copy(memory, torch.where(allowed, value, memory.to(value.device, non_blocking=True)))
 
 
 class Compressor(ABC):

@@ -14,6 +14,7 @@ from torch import Tensor
 from commhooks.compressor import BucketView, Exchange, carried_by
 from commhooks.journal import Copies
 from commhooks.requests import AllReduce, Layout, Request
+from commhooks.streams import wait_for_copies
 
 _LAYOUTS_TO_KEEP = 4096
 _ELEMENTS_TO_SAMPLE = 1024
@@ -47,6 +48,7 @@ def _is_zero(memory: Tensor) -> bool:
 
 def take_part_with_zeros(bucket: BucketView, exchange: Exchange) -> Exchange:
     """Run for a rank that has run out of inputs: it sends none of its residual and keeps it unchanged."""
+    wait_for_copies(own for slot in bucket.slots for own in slot.state.local.values())
     put_by = [
         {name: own.clone() for name, own in slot.state.local.items() if slot.state.entry(name).kind == "residual"}
         for slot in bucket.slots
@@ -57,6 +59,7 @@ def take_part_with_zeros(bucket: BucketView, exchange: Exchange) -> Exchange:
     try:
         return (yield from exchange)
     finally:
+        wait_for_copies(own for slot in bucket.slots for own in slot.state.local.values())
         for slot, kept in zip(bucket.slots, put_by, strict=True):
             for name, own in kept.items():
                 slot.state.local[name].copy_(own)  # by name: the exchange may have laid residuals together anew

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from commhooks.compressor import BucketView, Exchange, Slot, carried_by
 from commhooks.requests import Request
+from commhooks.streams import queue_copy, wait_for_copies
 
 Place = tuple[int, str, str]
 """Which parameter of a bucket, whether what it remembers is replicated or local, and by which name."""
@@ -36,6 +37,7 @@ class Copies:
     def complete(self) -> None:
         """Copy what there is no copy of yet; write the others back to where it lies now."""
         self._live = self._found()
+        wait_for_copies(self._live.values())
         for place, tensor in self._live.items():
             if place not in self._kept or self._kept[place].shape != tensor.shape:
                 self._kept[place] = tensor.clone()
@@ -47,18 +49,20 @@ class Copies:
             self._kept = {}
             self.complete()
         elif now:
+            wait_for_copies(now.values())
             torch._foreach_copy_([self._kept[place] for place in now], list(now.values()))
 
     def restore(self, wanted: Tensor | None = None) -> None:
         """Write the copies back: always, or where a 0-dim bool says so; on a GPU nobody waits to know."""
         if wanted is None or not wanted.is_cuda:
+            wait_for_copies(self._live.values())
             if self._live and (wanted is None or wanted):
                 torch._foreach_copy_(list(self._live.values()), [self._kept[place] for place in self._live])
             return
         for place, live in self._live.items():
             kept = self._kept[place]
             chosen = torch.where(wanted, kept.to(wanted.device), live.to(wanted.device))
-            live.copy_(chosen, non_blocking=True)
+            queue_copy(live, chosen)
 
     def _found(self) -> dict[Place, Tensor]:
         return {

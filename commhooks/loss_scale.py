@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks.errors import SettingsError
+from commhooks.streams import wait_for_copies
 
 
 class Scaler(Protocol):
@@ -70,6 +71,7 @@ class LossScale:
             ratio = scale / self.value()
         for power, tensors in local.items():
             if power:
+                wait_for_copies(tensors)
                 torch._foreach_mul_(list(tensors), ratio**power)
         self._of_residuals = scale
 

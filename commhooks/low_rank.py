@@ -17,6 +17,7 @@ from commhooks.compressor import BucketView, Slot, add_owed, residual_of
 from commhooks.matrices import MatrixForm
 from commhooks.requests import Layout
 from commhooks.state import RESIDUAL, ParameterState, computing_dtype
+from commhooks.streams import keep_until_read, wait_for_copies
 
 Side = Literal["P", "Q"]
 OTHER: dict[Side, Side] = {"P": "Q", "Q": "P"}
@@ -170,7 +171,12 @@ class LowRankPlan:
 
 def joint_residual(slots: Sequence[Slot]) -> Tensor:
     """Return the residuals of several parameters as one stretch of memory, which theirs are views of from now on."""
-    joint = torch.cat([residual_of(slot) for slot in slots])
+    apart = [residual_of(slot) for slot in slots]
+    wait_for_copies(apart)
+    elements = sum(residual.numel() for residual in apart)
+    joint = torch.empty(elements, dtype=apart[0].dtype, device=apart[0].device, pin_memory=apart[0].is_pinned())
+    torch.cat(apart, out=joint)
+    keep_until_read(apart)
     for slot, part in zip(slots, joint.split([slot.gradient.numel() for slot in slots]), strict=True):
         slot.state.local[RESIDUAL] = part
     return joint

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from commhooks.errors import CheckpointError, CompressorError, SettingsError
 from commhooks.matrices import is_dense
+from commhooks.streams import keep_until_read
 
 RESIDUAL = "residual"
 """The name of what a rank still owes; every compressor with error feedback keeps it, in units of its gradients."""
@@ -71,6 +72,7 @@ class ParameterState:
             fresh = torch.zeros(like.numel(), dtype=dtype, device=device, pin_memory=pinned)
             if kept is not None and kept.numel() == like.numel():
                 fresh.copy_(kept)
+                keep_until_read([kept])
             kept = self.local[name] = fresh
         return kept
 

@@ -30,6 +30,7 @@ class Told:
     """A noticeboard that notes what this rank posts, and whether its future had failed by then."""
 
     heard: str | None = None
+    is_closed: bool = False
     posted: list[tuple[str, bool]] = dataclasses.field(default_factory=list)
     future: torch.futures.Future[Tensor] = dataclasses.field(default_factory=torch.futures.Future)
 
@@ -38,6 +39,9 @@ class Told:
 
     def failure(self) -> str | None:
         return self.heard
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Harness:
