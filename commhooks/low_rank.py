@@ -15,6 +15,7 @@ from torch import Tensor
 
 from commhooks.compressor import BucketView, Slot, add_owed, residual_of
 from commhooks.matrices import MatrixForm
+from commhooks.precision import in_full
 from commhooks.requests import Layout
 from commhooks.state import RESIDUAL, ParameterState, computing_dtype
 from commhooks.streams import keep_until_read, wait_for_copies
@@ -163,9 +164,10 @@ class LowRankPlan:
         """Return a 0-dim bool: the mean is finite in the bucket's own dtype too, which may have too short a range."""
         if not self._narrow_range:
             return self._true
-        largest = [
-            torch.mm(x.P[:, rows].t(), x.Q, out=x.room(rows)).abs().amax() for x in self.matrices for rows in x.blocks
-        ]
+        largest = []
+        for x in self.matrices:
+            P, Q = in_full(x.P.t(), x.Q)
+            largest += [torch.mm(P[rows], Q, out=x.room(rows)).abs().amax() for rows in x.blocks]
         return (torch.stack(largest) <= self._limit).all() & self.messages[first].rest_fits(self._limit)
 
 

@@ -26,6 +26,7 @@ from commhooks.compressor import BucketView, Compressor, Context, Exchange, Resu
 from commhooks.errors import SettingsError
 from commhooks.low_rank import OTHER, LowRankMatrix, LowRankPlan, Side, joint_residual
 from commhooks.matrices import MATRIX_RULES, MatrixForm, MatrixRule, form_of, form_of_bucket
+from commhooks.precision import in_full
 from commhooks.randomness import seeded_normal, stable_seed
 from commhooks.requests import AllReduce
 
@@ -144,6 +145,7 @@ class PowerSGD(Compressor):
         x.factor(side).add_(torch.where(finite, 0.0, torch.nan))  # one bad element spoils the mean, for all to see
         P = x.P.t().contiguous()  # n×r, which products of few columns read faster
         P_sent, Q_sent = (sent.t().contiguous(), x.Q) if side == "P" else (P, sent)
+        (P, Q), (P_sent, Q_sent) = in_full(P, x.Q), in_full(P_sent, Q_sent)  # what they lose nobody would owe
         known_finite = not finite.is_cuda and bool(finite)  # on a GPU nobody waits to know
         for rows in x.blocks:
             if x.residual is not None:
@@ -152,7 +154,7 @@ class PowerSGD(Compressor):
                     torch.addmm(M, P_sent[rows], Q_sent, alpha=-1, out=x.residual[rows])
                 else:
                     context.commit(x.residual[rows], M.addmm_(P_sent[rows], Q_sent, alpha=-1), finite)
-            x.write_mean(rows, torch.mm(P[rows], x.Q, out=x.room(rows)))
+            x.write_mean(rows, torch.mm(P[rows], Q, out=x.room(rows)))
         if self.warm_start:
             self._keep(x, side, context, finite)
 

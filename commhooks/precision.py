@@ -1,0 +1,50 @@
+"""Products in fp32 where PyTorch may use fewer digits.
+
+With `torch.set_float32_matmul_precision("high")`, products on CUDA round their operands to TF32, 11 significant bits;
+with "medium", products on some CPUs to bf16, 8 bits. A low-rank compressor can afford that in what it sends, whatever
+it is: the rest stays in the residual. It cannot in the products that say what was sent, for nobody keeps their error.
+The setting belongs to the whole process, and a backward pass may be running under it, so it is left as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LEADING = -(1 << 16)  # sign, exponent and the first 8 significant bits of an fp32 number, as bf16 has them
+
+
+def in_full(P: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return matrices whose product is that of `P` n×r and `Q` r×m, in fp32 whatever precision is set.
+
+    They are `P` and `Q` themselves where nothing is to be feared. Otherwise each is cut into three parts of 8
+    significant bits, which TF32 and bf16 hold exactly, and all pairs of parts lie side by side: n×9r and 9r×m.
+    """
+    if not is_reduced(P):
+        return P, Q
+    left, right = _parts(P), _parts(Q)
+    return torch.cat([part for part in left for _ in right], dim=1), torch.cat([*right] * len(left), dim=0)
+
+
+def is_reduced(like: Tensor) -> bool:
+    """Return whether products of matrices like this one may be computed with fewer digits than they have."""
+    if like.dtype != torch.float32:
+        return False
+    backend: Any = torch.backends.cuda.matmul if like.is_cuda else getattr(torch.backends.mkldnn, "matmul", None)
+    if not hasattr(backend, "fp32_precision"):  # before PyTorch 2.9
+        return torch.get_float32_matmul_precision() != "highest"
+    return backend.fp32_precision not in ("ieee", "none")
+
+
+def _parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut numbers into three that add up to them, exactly, each of 8 significant bits at most."""
+    first = _leading(matrix)
+    rest = matrix - first
+    second = _leading(rest)
+    return first, second, rest - second
+
+
+def _leading(matrix: Tensor) -> Tensor:
+    return (matrix.view(torch.int32) & _LEADING).view(matrix.dtype)
