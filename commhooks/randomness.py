@@ -19,6 +19,10 @@ def stable_seed(*parts: int | str) -> int:
 
 
 def seeded_normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
-    """Return standard normal numbers, drawn on the CPU in fp32 and moved to the dtype and device of `like`."""
+    """Return standard normal numbers of the dtype and on the device of `like`.
+
+    Drawn on the CPU in fp32, so that they are the same on every device, and copied without anybody waiting for it.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32).to(like)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, pin_memory=like.is_cuda)
+    return drawn.to(like, non_blocking=True)

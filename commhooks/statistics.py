@@ -54,10 +54,16 @@ class Traffic:
 
 @dataclasses.dataclass
 class Statistics:
-    """Report what was done since attaching, or in one step. Bytes are this rank's; seconds are wall-clock."""
+    """Report what was done since attaching, or in one step. Bytes are this rank's; seconds are the host's wall-clock.
+
+    A GPU works later than the host: see `buckets_on_gpu`.
+    """
 
     steps: int = 0
     buckets: int = 0
+    buckets_on_gpu: int = 0
+    """How many of those were in a GPU's memory. For them `seconds_compressing`, and on NCCL all `seconds_*`, end when
+    the host has queued the work, not when the device has done it; a profiler tells how long that takes."""
     collectives: int = 0
     gradient_elements: int = 0
     gradient_bytes: int = 0
@@ -168,6 +174,7 @@ class Ledger:
         """Enter a finished bucket."""
         totals = self._totals
         totals.buckets += 1
+        totals.buckets_on_gpu += int(task.memory.is_cuda)
         totals.gradient_elements += tensor_elements(task.memory)
         totals.gradient_bytes += tensor_bytes(task.memory)
         totals.seconds_compressing += task.seconds_compressing

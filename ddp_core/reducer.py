@@ -59,7 +59,8 @@ class Usage:
     """The ranks that used each parameter, being counted by an all-reduce."""
 
     def __init__(self, used: Sequence[int], group: dist.ProcessGroup, device: torch.device):
-        self.counts = torch.tensor(used, dtype=torch.int32, device=device)
+        counts = torch.tensor(used, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.counts = counts.to(device, non_blocking=True)  # in the backward pass, where the host is not to wait
         self.work = group.allreduce([self.counts])
 
     def unused(self) -> set[int]:
