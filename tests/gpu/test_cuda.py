@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import commhooks
+from ddp_core.reducer import Usage
 from tests.cases import CASES
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import Workers, normal, zeros
+from tests.gpu.late import LATE, late, very_late
 from tests.world import run_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -40,6 +44,29 @@ def test_the_host_does_not_wait_for_the_device_in_a_hook_over_nccl(kind: str, gu
 @pytest.mark.parametrize("residuals", ["fp32", "bf16", "host"])
 def test_state_goes_from_a_gpu_to_the_cpu_and_back(residuals: str) -> None:
     run_world(_there_and_back, 1, residuals, backend="cpu:gloo,cuda:nccl", timeout=120.0)
+
+
+@pytest.mark.parametrize("residuals", ["bf16", "host"])
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+def test_residuals_that_are_kept_otherwise_go_through_steps_on_a_late_device(policy: str, residuals: str) -> None:
+    worst = run_world(_with_other_residuals, 1, policy, residuals, backend="nccl", timeout=240.0)[0]
+    # In the host's memory nothing is rounded; bf16 is held to its rounding in test_streams.py.
+    assert worst == 0 if residuals == "host" else math.isfinite(worst)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+def test_a_collective_that_takes_too_long_on_nccl_is_an_error_that_names_hook_timeout(policy: str) -> None:
+    for text in run_world(_takes_too_long, 1, policy, backend="nccl", timeout=120.0, check_exit=False):
+        assert "a collective was not done after hook_timeout=0.5 s." in text
+        assert "parameters weights." in text
+
+
+def test_with_a_hook_timeout_that_is_kept_nothing_else_changes() -> None:
+    run_world(_takes_not_too_long, 1, backend="nccl", timeout=120.0)
+
+
+def test_counts_of_used_parameters_make_nobody_wait() -> None:
+    run_world(_counts_usage, 1, backend="nccl", timeout=120.0)
 
 
 def _given(kind: str) -> torch.nn.Module:
@@ -104,3 +131,63 @@ def _synchronises_nowhere(rank: int, kind: str, guarded: bool) -> None:
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
         loss.backward()
         torch.cuda.set_sync_debug_mode("default")
+
+
+def _with_other_residuals(rank: int, policy: str, residuals: str) -> float:
+    """Train with residuals in fp32 and with others, in turns; return the largest relative distance of the means."""
+    models = {storage: _given("core") for storage in ("fp32", residuals)}
+    hooks = {
+        storage: commhooks.attach(model, "powersgd", policy=policy, residuals=storage, atomic=True,
+                                  wrap_communicator=late)
+        for storage, model in models.items()
+    }  # fmt: skip
+    worst = 0.0
+    for step in range(STEPS):
+        means = {}
+        for storage, model in models.items():
+            hooks[storage].set_grad_scale(2.0**step)  # exact, so residuals that follow it stay the same
+            model.zero_grad()
+            model(*[gradient.cuda() * 2.0**step for gradient in normal(zeros(*SHAPES), 1, seed=step)[0]]).backward()
+            means[storage] = gradients_of(model)
+        for ours, theirs in zip(means[residuals], means["fp32"], strict=True):
+            distance = (ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)
+            worst = max(worst, float(distance))
+    counted = hooks[residuals].statistics()
+    assert counted.buckets_on_gpu == counted.buckets > 0
+    return worst
+
+
+def _takes_too_long(rank: int, policy: str) -> str:
+    model = _given("core")
+    gradients = [gradient.cuda() for gradient in normal(zeros(*SHAPES), 1, seed=0)[0]]
+    commhooks.attach(model, "powersgd", policy=policy, hook_timeout=0.5, wrap_communicator=very_late)
+    torch.cuda.synchronize()
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        model(*gradients).backward()
+    assert time.monotonic() - begun < 3, "a collective takes longer than that"
+    return str(caught.value)
+
+
+def _takes_not_too_long(rank: int) -> None:
+    watched, plain = _given("core"), _given("core")
+    commhooks.attach(watched, "powersgd", hook_timeout=30.0, wrap_communicator=late)
+    commhooks.attach(plain, "powersgd")
+    for step in range(STEPS):
+        gradients = [gradient.cuda() for gradient in normal(zeros(*SHAPES), 1, seed=step)[0]]
+        for model in (watched, plain):
+            model.zero_grad()
+            model(*gradients).backward()
+        for ours, theirs in zip(gradients_of(watched), gradients_of(plain), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def _counts_usage(rank: int) -> None:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    assert Usage([0, 1, 1], group, torch.device("cuda", 0)).unused() == {0}  # and NCCL is there
+    torch.cuda._sleep(LATE)
+    torch.cuda.set_sync_debug_mode("error")
+    usage = Usage([1, 0, 1], group, torch.device("cuda", 0))
+    torch.cuda.set_sync_debug_mode("default")
+    assert usage.unused() == {1}

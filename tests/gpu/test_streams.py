@@ -1,0 +1,147 @@
+"""Memory that streams work on later than the host: in one process, on a device that comes late.
+
+tests/commhooks/test_streams.py has what can be made up of this without a device.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import BucketView, Context, PowerSGD, Slot, run_lockstep
+from commhooks.guards import keep_what_is_unused, take_part_with_zeros
+from commhooks.journal import Journal
+from commhooks.loss_scale import LossScale
+from commhooks.low_rank import joint_residual
+from commhooks.randomness import seeded_normal
+from commhooks.state import RESIDUAL_STORAGES, ParameterState
+from tests.gpu.late import LATE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+SHAPE = (300, 400)
+ALONE = Context(0, 1, 0)
+DEVICE = "cuda"
+
+
+class Run:
+    """One worker with one matrix on a GPU; every step begins late."""
+
+    def __init__(self, storage: str) -> None:
+        self.gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        self.memory = torch.empty(self.gradient.numel(), device=DEVICE)
+        self.state = ParameterState("weight", storage=storage)
+        self.bucket = BucketView(0, self.memory, [Slot(torch.zeros(SHAPE, device=DEVICE), self.memory, self.state)])
+        self.stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+
+    def step(self, factor: float, guard: str = "") -> Tensor:
+        """Run a step on the side stream with a gradient times `factor`; return its mean."""
+        exchange = PowerSGD(rank=2).compress(self.bucket, ALONE)
+        if guard:
+            exchange = {"joined": take_part_with_zeros, "unused": keep_what_is_unused}[guard](self.bucket, exchange)
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            torch.cuda._sleep(LATE)
+            self.memory.copy_(self.gradient.view(-1) * factor)
+            return run_lockstep([exchange])[0].mean
+
+    def residual(self) -> Tensor:
+        torch.cuda.synchronize()
+        return self.state.local["residual"].cpu().clone()
+
+
+def test_a_narrow_residual_is_committed() -> None:
+    narrow, wide = Run("bf16"), Run("fp32")
+    for run in (narrow, wide):
+        run.step(1.0)
+    assert narrow.state.local["residual"].dtype == torch.bfloat16
+    assert torch.equal(narrow.residual(), wide.residual().bfloat16())
+
+
+@pytest.mark.parametrize("guard", ["joined", "unused"])
+@pytest.mark.parametrize("storage", RESIDUAL_STORAGES)
+def test_a_rank_that_sends_nothing_keeps_its_residual(guard: str, storage: str) -> None:
+    run = Run(storage)
+    run.step(1.0)
+    run.step(0.0, guard)
+    ours, expected = run.residual(), Run(storage)
+    expected.step(1.0)
+    assert torch.equal(ours, expected.residual())
+
+
+@pytest.mark.parametrize("storage", RESIDUAL_STORAGES)
+def test_a_step_that_is_undone_leaves_the_residual_of_the_one_before(storage: str) -> None:
+    run, journal = Run(storage), Journal()
+    for factor in (1.0, float("nan")):
+        journal.begin_step()
+        journal.expect(last=True)
+        exchange = journal.watch(run.bucket, PowerSGD(rank=2).compress(run.bucket, ALONE))
+        with torch.cuda.stream(run.stream), torch.no_grad():
+            torch.cuda._sleep(LATE)
+            run.memory.copy_(run.gradient.view(-1) * factor)
+            journal.judge(run_lockstep([exchange])[0].mean)
+    expected = Run(storage)
+    expected.step(1.0)
+    assert torch.equal(run.residual(), expected.residual())
+
+
+@pytest.mark.parametrize("storage", RESIDUAL_STORAGES)
+def test_the_loss_scale_multiplies_what_was_committed(storage: str) -> None:
+    run, scale = Run(storage), LossScale()
+    run.step(1.0)
+    scale.announce(8.0)
+    torch.cuda.current_stream().wait_stream(run.stream)  # as after a backward pass
+    scale.apply_to([run.state.local["residual"]], torch.device(DEVICE))
+    expected = Run(storage)
+    expected.step(1.0)
+    assert torch.equal(run.residual(), 8 * expected.residual())
+
+
+@pytest.mark.parametrize("how", ["kept otherwise", "laid together"])
+def test_what_was_loaded_is_not_reused_before_it_was_read(how: str) -> None:
+    elements = 1_000_003  # nobody else asks for so many
+    loaded = ParameterState("weight", local={"residual": torch.full((elements,), 3.0, device=DEVICE)})
+    if how == "kept otherwise":
+        loaded.local["residual"] = loaded.local["residual"].bfloat16()
+    gradient = torch.zeros(elements, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(LATE)
+        if how == "kept otherwise":
+            read = loaded.residual(gradient)
+        else:
+            read = joint_residual([Slot(gradient, gradient, loaded)])
+    rubbish = [torch.full((elements,), 7.0, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)]
+    torch.cuda.synchronize()
+    assert set(read.tolist()) == {3.0}
+    assert len(rubbish) == 2
+
+
+def test_a_random_basis_makes_nobody_wait() -> None:
+    like = torch.zeros(1, device=DEVICE)
+    expected = seeded_normal((64, 8), 1, like).cpu()  # and the pinned memory is there
+    torch.cuda._sleep(LATE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = seeded_normal((64, 8), 1, like)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(drawn.cpu(), expected)
+    assert torch.equal(expected, seeded_normal((64, 8), 1, torch.zeros(1)))
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_sent_and_owed_add_up_whether_tf32_is_allowed_or_not(allowed: bool) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        run = Run("fp32")
+        mean = run.step(1.0)
+        residual = run.residual()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    gradient = run.gradient.double().cpu().view(-1)
+    distance = float((gradient - residual.double() - mean.double().cpu()).abs().max())
+    # As in tests/commhooks/test_precision.py, for one rank and r = 2.
+    assert distance <= 2 * (9 * 2 + 2) * 2.0**-24 * float(torch.linalg.matrix_norm(gradient.view(SHAPE), 2))
