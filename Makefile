@@ -17,6 +17,7 @@ help:
 	@echo "make torch-suite  PyTorch's own DDP tests, run against ddp_core"
 	@echo "make soak         a thousand processes that train and end, and other long runs"
 	@echo "make soak-hooks   the hooks' part of that: 300 steps, 20 times, over 1 to 40 buckets on 2 to 4 ranks"
+	@echo "                  (hours; SOAK_REPETITIONS=1 make soak-hooks repeats less)"
 	@echo "make soak-kills   another part: ranks are killed 50 times, in runs that must end as if they had not been"
 	@echo "make soak-network  another: stores that stop answering and cables that are pulled (needs root and iproute2)"
 	@echo "make gpu          the tests that need a CUDA device; they are skipped where there is none"
