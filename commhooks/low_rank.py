@@ -1,8 +1,9 @@
 """What a low-rank compressor lays out for one bucket: its matrices, their two factors, and the messages they lie in.
 
 Legend: M n×m a gradient plus its residual; P r×n the left factor and Q r×m the right one, both kept transposed, for
-products over rows of M are the fast ones; r the rank. Factors have memory of their own and are copied into messages: a
-product's last bits may depend on how its operands are aligned, which in a message would depend on the bucket.
+products over rows of M are the fast ones; r the rank. Factors have memory of their own and are copied into messages. A
+product's last bits depend on where its operands lie, in a way of each processor's own: equal bits are promised for
+buckets that are laid out alike, and nothing more.
 """
 
 from __future__ import annotations
@@ -85,11 +86,8 @@ class LowRankMatrix:
         self.key = key
         self.n, self.m = form.n, form.m
         self.r = min(self.n, self.m, rank)
-        # One row is multiplied as two, the second of zeros: a product of one row is a dot product to the BLAS, whose
-        # last bits depend on how M is aligned, and so on what else is in the bucket (the law "lockstep = Gloo" fails).
-        self._P_rows = memory.new_zeros(max(self.r, 2), self.n, dtype=computing_dtype(memory.dtype))
-        self._Q_rows = memory.new_zeros(max(self.r, 2), self.m, dtype=computing_dtype(memory.dtype))
-        self.P, self.Q = self._P_rows[: self.r], self._Q_rows[: self.r]
+        self.P = memory.new_zeros(self.r, self.n, dtype=computing_dtype(memory.dtype))
+        self.Q = memory.new_zeros(self.r, self.m, dtype=computing_dtype(memory.dtype))
         self.gradient = form.view(memory)
         self.residual = None if residual is None else form.view(residual)
         """What this rank has not got through yet, n×m."""
@@ -105,7 +103,7 @@ class LowRankMatrix:
         """Write this rank's own factor of one side, M times the other side's; `again` if M was formed in this step."""
         if side == "P":
             for rows in self.blocks:
-                torch.mm(self._Q_rows, self.form(rows, again=again).t(), out=self._P_rows[:, rows])  # r×m · m×rows
+                torch.mm(self.Q, self.form(rows, again=again).t(), out=self.P[:, rows])  # r×m · m×rows
         elif again and self.scratch is None:
             torch.mm(self.P, self.gradient, out=self.Q)  # r×n · n×m
         else:

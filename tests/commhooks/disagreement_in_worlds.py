@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import PowerSGD, SettingsError, make_compressor
+from tests import bounds
 from tests.commhooks.hooks_in_worlds import SHAPES, TINY_BUCKETS, Mirrored, backward, largest_error
 from tests.commhooks.inline_on_cpu import as_on_nccl
 from tests.commhooks.models import Given, wrap
-from tests.commhooks.workers import normal, zeros
+from tests.commhooks.workers import largest, normal, zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,8 @@ def refused_attachments(rank: int, kind: str) -> dict[str, Told]:
     for step in range(3):
         gradients = normal(zeros(*SHAPES), dist.get_world_size(), seed=step)
         expected = [torch.stack(of_ranks).double().mean(0) for of_ranks in zip(*gradients, strict=True)]
-        assert largest_error(backward(model, gradients[rank]), expected) < 1e-6  # 3 roundings of elements below 5
+        rounding = bounds.of_mean(len(gradients), torch.float32) * largest(*(g for own in gradients for g in own))
+        assert largest_error(backward(model, gradients[rank]), expected) <= rounding
     assert attachment.steps == 3
     attachment.detach()
     return told
@@ -167,7 +169,7 @@ def refused_by_one(rank: int, kind: str, when: str) -> list[Told]:
         backward(model, gradients[rank])
         told = [told_by(functools.partial(attachment.replace, compressor))]
     expected = [(a + b) / 2 for a, b in zip(*gradients, strict=True)]
-    assert largest_error(backward(model, gradients[rank]), expected) < 1e-6
+    assert largest_error(backward(model, gradients[rank]), expected) == 0  # halves lose no bit, at any time
     attachment.detach()
     return told
 

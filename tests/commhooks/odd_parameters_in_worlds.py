@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
+from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.models import wrap
-from tests.commhooks.workers import relative
+from tests.commhooks.workers import largest
 
 STEPS = 6
 
@@ -62,7 +63,7 @@ def train(rank: int, kind: str, policy: str, dtype: torch.dtype, case: Case, wro
     torch.manual_seed(rank + 1)
     images, words = torch.randn(32, 3, 6, 6).to(dtype), torch.randint(0, 50, (32,))
     labels = torch.randint(0, 40, (32,))
-    losses = []
+    losses, terms = [], [0.0] * len(list(module.parameters()))
     for step in range(STEPS):
         alone.load_state_dict(module.state_dict())
         for net in (alone, model):
@@ -72,7 +73,7 @@ def train(rank: int, kind: str, policy: str, dtype: torch.dtype, case: Case, wro
         own = in_one([p.detach() for p in module.parameters()])
         if not all(torch.equal(own, other) for other in copies(own)):
             wrong.append(f"{case}, step {step}: replicas differ")
-        wrong += [f"{case}, step {step}: {name}" for name in wrong_means(module, alone, case, step)]
+        wrong += [f"{case}, step {step}: {name}" for name in wrong_means(module, alone, case, step, terms)]
         losses.append(loss.item())
         optimizer.step()
     return losses
@@ -90,36 +91,58 @@ def copies(tensor: Tensor) -> list[Tensor]:
     return gathered
 
 
-def means_over_ranks(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the mean of each tensor over the ranks, in float64."""
-    mean = in_one(tensors)
-    dist.all_reduce(mean)
-    mean /= dist.get_world_size()
-    parts = mean.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+def over_ranks(tensors: list[Tensor]) -> tuple[list[Tensor], list[float]]:
+    """Return the mean of each tensor over the ranks, and its largest magnitude on any of them, in float64."""
+    everywhere = torch.stack(copies(in_one(tensors)))
+    sizes = [tensor.numel() for tensor in tensors]
+    means = [part.view(t.shape) for part, t in zip(everywhere.mean(0).split(sizes), tensors, strict=True)]
+    return means, [largest(part) for part in everywhere.split(sizes, dim=1)]
 
 
-def wrong_means(module: Odd, alone: Odd, case: Case, step: int) -> list[str]:
+def wrong_means(module: Odd, alone: Odd, case: Case, step: int, terms: list[float]) -> list[str]:
     """Name the parameters whose gradient is not the mean over the ranks, where it should be.
 
-    A sparse one is averaged by an all-reduce under every case: a row is the sum of at most 64 words' gradients, in any
-    order. Elsewhere residuals of earlier steps may be as large as what a wire's dtype cuts off, and the gradient's own
-    dtype cuts too.
+    A sparse one is averaged by an all-reduce under every case.
+    terms: by parameter, the largest element that any rank has had to send so far; kept up to date here.
     """
     wrong = []
     nobody_uses = (step % 3, (step + 1) % 3).count(0) == 0
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in alone.parameters()]
-    for (name, parameter), mean in zip(module.named_parameters(), means_over_ranks(gradients), strict=True):
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
+    means, _ = over_ranks([gradient.to_dense() for gradient in gradients])
+    _, now = over_ranks([magnitudes(gradient) for gradient in gradients])
+    terms[:] = map(max, terms, now)
+    for (name, parameter), mean, largest_term in zip(module.named_parameters(), means, terms, strict=True):
         if not parameter.requires_grad or (nobody_uses and name.startswith("sometimes")):
             continue
         if parameter.grad is None or parameter.grad.shape != parameter.shape or parameter.grad.dtype != parameter.dtype:
             wrong.append(f"{name} has gradient {parameter.grad}")
         elif case.lossless or parameter.grad.is_sparse:
-            error = relative(parameter.grad.to_dense().double() - mean, mean)
-            eps = torch.finfo(parameter.dtype).eps
-            bound = 64 * eps if parameter.grad.is_sparse else 2 * case.tolerance + 2 * eps
-            wrong += [f"{name} is {error} away"] * (error > bound)
+            error = largest(parameter.grad.to_dense().double() - mean)
+            bound = largest_term * rounding(case, parameter)
+            wrong += [f"{name} is {error} away, of {bound} at most"] * (error > bound)
     return wrong
+
+
+def magnitudes(gradient: Tensor) -> Tensor:
+    """Return the sum of the magnitudes of each element's terms; of a dense gradient there is one."""
+    if not gradient.is_sparse:
+        return gradient.abs()
+    return torch.sparse_coo_tensor(gradient._indices(), gradient._values().abs(), gradient.shape).to_dense()
+
+
+def rounding(case: Case, parameter: nn.Parameter) -> float:
+    """Return how far a mean over two ranks may be off, relative to the largest term.
+
+    A sparse gradient's row is the sum of at most 64 words' own, in any order. With error feedback a mean lacks what a
+    cast has just cut off, and has what the one before did.
+    """
+    assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        return 64 * bounds.unit_roundoff(parameter.dtype)
+    bound = bounds.of_mean(2, parameter.dtype)
+    if case.wire is not None:
+        bound += bounds.of_mean(2, case.wire) + 2 * bounds.unit_roundoff(case.wire) * case.error_feedback
+    return bound
 
 
 class Sharing(nn.Module):

@@ -34,7 +34,7 @@ class Run:
             before = [p.detach().clone() for p in self.ddp.parameters()]
             inputs, targets = batch(rank, step)
             self.optimizer.zero_grad()
-            nn.functional.cross_entropy(self.ddp(inputs), targets).backward()
+            nn.functional.cross_entropy(self.ddp(inputs.to(before[0].dtype)), targets).backward()
             self.optimizer.step()
         return [p.detach() - old for p, old in zip(self.ddp.parameters(), before, strict=True)]
 
@@ -61,8 +61,15 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(6, 1, 6, 6, generator=generator), torch.randint(0, 10, (6,), generator=generator)
 
 
-def begin(kind: str, policy: str, compressor: Compressor, bucket_cap_mb: float = SMALL_BUCKETS, **settings: Any) -> Run:
-    ddp = wrap(kind, network(), bucket_cap_mb=bucket_cap_mb, **settings)
+def begin(
+    kind: str,
+    policy: str,
+    compressor: Compressor,
+    bucket_cap_mb: float = SMALL_BUCKETS,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Run:
+    ddp = wrap(kind, network().to(dtype), bucket_cap_mb=bucket_cap_mb, **settings)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     return Run(ddp, optimizer, commhooks.attach(ddp, compressor, policy=policy))
 
@@ -72,10 +79,18 @@ def late(case: Case) -> Compressor:
     return StartAfter(inner=case.make(), steps=4)
 
 
-def saved_and_whole(rank: int, kind: str, policy: str, folder: str, steps: int, cases: list[str]) -> None:
+def saved_and_whole(
+    rank: int,
+    kind: str,
+    policy: str,
+    folder: str,
+    steps: int,
+    cases: list[str],
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Train every case for `steps` steps, save, and train on for as many; keep what came of it."""
     for case in _chosen(cases):
-        run = begin(kind, policy, case.make())
+        run = begin(kind, policy, case.make(), dtype=dtype)
         run.train(rank, 0, steps)
         commhooks.save_checkpoint(Path(folder) / case.name, step=steps, model=run.ddp, optimizer=run.optimizer,
                                   hooks=run.hooks)  # fmt: skip
@@ -102,13 +117,13 @@ def first_resumed_steps(
 ) -> dict[str, float]:
     """Load every case, run two steps, and return how far what the second changed is from what the same buckets change.
 
-    Relative to the largest change of any element. In the first step buckets are still cut as they were.
+    Relative to the largest change of any element, in float64. In the first step buckets are still cut as they were.
     """
     distances = {}
     for case in _chosen(cases):
         changes = []
         for cap in (SMALL_BUCKETS, bucket_cap_mb):
-            run = begin(kind, policy, case.make(), cap)
+            run = begin(kind, policy, case.make(), cap, torch.float64)
             _load(run, Path(folder) / case.name)
             changes.append(run.train(rank, steps, steps + 2))
             _end(run)
@@ -130,7 +145,8 @@ def resumed_in_place(rank: int, kind: str, folder: str) -> dict[str, float]:
         ("one bucket", 25.0),
         ("static graph", SMALL_BUCKETS),
     ):
-        path, static = Path(folder) / what, {"static_graph": what == "static graph"}
+        path = Path(folder) / what
+        static: dict[str, Any] = {"static_graph": what == "static graph"}
         run = begin(kind, "fifo", commhooks.PowerSGD(rank=1) if what == "replaced" else whole, cap, **static)
         run.train(rank, 0, 3)
         if isinstance(run.hooks, Attachment) and what == "replaced":

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests import bounds
 from tests.cases import BY_NAME
 from tests.commhooks import lockstep_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 
-ROUNDING = 1e-6
-"""A ring and lockstep add up four terms in another order; relative to the largest element that is a few of fp32's 6e-8,
-and a product with an orthonormal basis does not make it more."""
+pytestmark = pytest.mark.kernels
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,10 @@ def test_on_four_ranks_every_step_of_every_case_is_lockstep_but_for_the_order_of
     for name, case in BY_NAME.items():
         compared = [rank[name] for rank in ranks]
         assert len({tuple(one.digests) for one in compared}) == (1 if case.exchanges else 4), name
-        # On a wire of 16 bits the sum itself is rounded to them, after every term, so its order shows.
-        bound = case.tolerance if case.tolerance > 1e-4 else ROUNDING
-        assert max(one.mean for one in compared) <= bound, name
-        assert max(one.state for one in compared) <= bound, name
+        mean, state = max(one.mean for one in compared), max(one.state for one in compared)
+        if case.wire is None:
+            assert max(mean, state) <= bounds.IN_FLOAT64, name
+        elif not case.rank:
+            # A narrow wire rounds after every term, so the order of a sum shows; in no rank's own cast, which is owed.
+            assert mean <= 2 * bounds.of_mean(4, case.wire) and state == 0, name
+        # What a wire rounds of factors is bounded by their conditioning alone. At two ranks no order shows: test_hooks.

@@ -8,13 +8,15 @@ import torch
 import commhooks
 from commhooks import PowerSGD, make_compressor
 from commhooks.memory import memory_report
+from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.ranks import run_ranks
-from tests.commhooks.test_laws import odd_parameters
-from tests.commhooks.workers import Workers, mean_of, normal, relative, zeros
+from tests.commhooks.test_laws import losses_of_a_step, odd_parameters
+from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
 
 FEEDING_BACK = [case for case in CASES if case.error_feedback]
+pytestmark = pytest.mark.kernels
 every_feeding_back_case = pytest.mark.parametrize("case", FEEDING_BACK, ids=str)
 
 
@@ -34,37 +36,44 @@ STORAGES = ("fp32", "host")
 @every_feeding_back_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_residuals_in_bf16_lose_no_more_than_their_rounding(case: Case, dtype: torch.dtype) -> None:
-    """Sent + residual = what was to be sent, up to half of bf16's last digit of the residual, every step."""
+    """Every step: sent + residual = what was to be sent, up to what the step, bf16 and the gradient's dtype round."""
     parameters = zeros((24, 40), (40,), (24, 40), dtype=dtype)
     workers = Workers(case.make(), 2, parameters, storage="bf16")
     for step in range(6):
-        owed = [torch.stack([workers.residual(r, i).double() for r in (0, 1)]).mean(0) for i in range(3)]
+        owed = [[workers.residual(rank, i).double() for i in range(3)] for rank in (0, 1)]
         gradients = normal(parameters, 2, seed=step, scale=0.25)
+        losses = losses_of_a_step(case, gradients, owed)
         means = workers.step(gradients)
         for rank in (0, 1):
             for kept in workers.states[rank].residuals():
                 assert kept.dtype == torch.bfloat16
         for index in range(3):
             left = torch.stack([workers.residual(r, index).double() for r in (0, 1)]).mean(0)
-            to_send = owed[index] + mean_of(gradients, index).double()
-            lost = (to_send - means[0][index].double() - left).abs().max()
-            largest = max(float(workers.residual(r, index).abs().max()) for r in (0, 1))
-            narrow = dtype == torch.float16 or "fp16" in case.name
-            digits = 2**-7 if "bf16" in case.name else 2**-9 if narrow else 1e-5
-            assert float(lost) <= largest * 2**-8 + float(to_send.abs().max()) * digits + 1e-6, (step, index)
+            lost = mean_of(owed, index) + mean_of(gradients, index) - means[0][index].double() - left
+            rounding = losses[index] + largest(means[0][index]) * bounds.unit_roundoff(dtype)
+            kept_in_bf16 = largest(*(workers.residual(rank, index) for rank in (0, 1)))
+            assert largest(lost) <= rounding + kept_in_bf16 * bounds.unit_roundoff(torch.bfloat16), (step, index)
 
 
 @every_feeding_back_case
 def test_with_residuals_in_bf16_the_running_mean_still_converges(case: Case) -> None:
     parameters = zeros((24, 40), (30, 30))
     gradients = normal(parameters, 2, seed=1)
-    errors = {}
+    owed_at_most = {}
     for storage in ("fp32", "bf16"):
         workers, total = Workers(case.make(), 2, parameters, storage=storage), torch.zeros(24, 40, dtype=torch.float64)
+        rounding, owed_at_most[storage] = 0.0, 0.0
         for _ in range(60):
+            before = [[workers.residual(rank, i).double() for i in range(2)] for rank in (0, 1)]
+            rounding += losses_of_a_step(case, gradients, before)[0]
             total += workers.step(gradients)[0][0]
-        errors[storage] = relative(total / 60 - mean_of(gradients, 0), mean_of(gradients, 0))
-    assert errors["bf16"] <= 1.3 * errors["fp32"] + 2e-3
+            kept = largest(*(workers.residual(rank, 0) for rank in (0, 1)))
+            rounding += kept * bounds.unit_roundoff(torch.bfloat16) if storage == "bf16" else 0.0
+            owed_at_most[storage] = max(owed_at_most[storage], kept)
+        owed = torch.stack([workers.residual(rank, 0).double() for rank in (0, 1)]).mean(0)
+        assert largest(total + owed - 60 * mean_of(gradients, 0)) <= rounding
+    # What bf16 rounds is a 256th of what is owed: a perturbation that error feedback damps as it does the rest.
+    assert owed_at_most["bf16"] < 2 * owed_at_most["fp32"]
 
 
 def test_a_report_adds_up_what_is_there() -> None:

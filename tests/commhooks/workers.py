@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 
 import torch
@@ -158,17 +159,20 @@ def normal(parameters: Sequence[Tensor], world_size: int, seed: int, scale: floa
 def low_rank(
     parameters: Sequence[Tensor], world_size: int, rank: int, seed: int, rule: str = "first-dimension"
 ) -> list[list[Tensor]]:
-    """Return gradients whose mean has at most `rank`, as matrices by `rule`: all ranks share a left factor."""
+    """Return gradients whose mean has at most `rank`, as matrices by `rule`: all ranks share a left factor.
+
+    In float64; parameters that are narrower hold them rounded.
+    """
     generator = torch.Generator().manual_seed(seed)
     forms = [form_of(p, rule) for p in parameters]
-    left = [torch.randn(form.n if form else 1, rank, generator=generator) for form in forms]
+    left = [torch.randn(form.n if form else 1, rank, generator=generator).double() for form in forms]
     gradients = []
     for _ in range(world_size):
         row = []
         for p, form, factor in zip(parameters, forms, left, strict=True):
-            memory = torch.randn(p.numel(), generator=generator)
+            memory = torch.randn(p.numel(), generator=generator).double()
             if form:
-                form.view(memory).copy_(factor @ torch.randn(rank, form.m, generator=generator) / rank)
+                form.view(memory).copy_(factor @ torch.randn(rank, form.m, generator=generator).double() / rank)
             row.append(memory.to(p.dtype).as_strided(p.shape, p.stride()))
         gradients.append(row)
     return gradients
@@ -179,8 +183,15 @@ def mean_of(gradients: Sequence[Sequence[Tensor]], index: int) -> Tensor:
     return torch.stack([rank[index].double() for rank in gradients]).mean(0)
 
 
+def largest(*tensors: Tensor) -> float:
+    """Return the largest magnitude of any element; 0 if there are none. NaN, which no comparison finds, is an error."""
+    magnitudes = [float(tensor.double().abs().max()) for tensor in tensors if tensor.numel()]
+    assert not any(map(math.isnan, magnitudes))
+    return max(magnitudes, default=0.0)
+
+
 def relative(error: Tensor, reference: Tensor) -> float:
     """Return the largest error over the largest element."""
     if error.numel() == 0:
         return 0.0
-    return float(error.double().abs().max() / reference.double().abs().max().clamp_min(1e-300))
+    return largest(error) / max(largest(reference), 1e-300)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests import bounds
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Branches, Outputs, Words, grads, ones, scale, wrap
 
@@ -250,15 +251,15 @@ def checkpoints_of_both_forms_give_what_local_training_gives(rank: int) -> None:
         (True, 3, {"static_graph": True, "gradient_as_bucket_view": True}),
     ):
         torch.manual_seed(0)
-        ddp = wrap(Checkpointed(reentrant, times), **options)
-        local = Checkpointed(False, times)
+        ddp = wrap(Checkpointed(reentrant, times).double(), **options)
+        local = Checkpointed(False, times).double()
         local.load_state_dict(ddp.module.state_dict())
-        (sum(local(ones(r)) for r in range(2)) / 2).sum().backward()
+        (sum(local(ones(r).double()) for r in range(2)) / 2).sum().backward()
         for _ in range(4):
             ddp.zero_grad()
-            ddp(ones(rank).requires_grad_()).sum().backward()
+            ddp(ones(rank).double().requires_grad_()).sum().backward()
             for got, wanted in zip(ddp.parameters(), local.parameters(), strict=True):
-                torch.testing.assert_close(got.grad, wanted.grad)
+                bounds.assert_equal_in_float64(got.grad, wanted.grad)
 
 
 @facts
@@ -280,35 +281,35 @@ def a_whole_wrapped_module_may_be_checkpointed(rank: int) -> None:
 @facts
 def a_gradient_penalty_is_averaged(rank: int) -> None:
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
-        ddp = wrap(nn.Sequential(scale(), nn.Tanh()), **options)
+        ddp = wrap(nn.Sequential(scale(), nn.Tanh()).double(), **options)
         weight = ddp.module[0].weight.item()
         expected = 0.0
         for r in range(2):
-            w = torch.tensor(weight, requires_grad=True)
+            w = torch.tensor(weight, dtype=torch.float64, requires_grad=True)
             slope = w * (1 - torch.tanh(w * (r + 1)) ** 2)
             (slope**2 + torch.tanh(w * (r + 1))).backward()
             assert w.grad is not None
             expected += w.grad.item() / 2
         for _ in range(3):
             ddp.zero_grad()
-            x = ones(rank).requires_grad_()
+            x = ones(rank).double().requires_grad_()
             y = ddp(x).sum()
             (slope,) = torch.autograd.grad(y, x, create_graph=True)
             ((slope**2).sum() + y).backward()
-            assert grads(ddp)[0] == pytest.approx([expected]), options
+            assert grads(ddp)[0] == pytest.approx([expected], rel=bounds.IN_FLOAT64), options
 
 
 @facts
 def a_backward_pass_that_keeps_its_graph_is_averaged(rank: int) -> None:
     for view in (False, True):
-        ddp = wrap(nn.Sequential(scale(), nn.Tanh()), gradient_as_bucket_view=view)
-        local = nn.Sequential(scale(), nn.Tanh())
+        ddp = wrap(nn.Sequential(scale(), nn.Tanh()).double(), gradient_as_bucket_view=view)
+        local = nn.Sequential(scale(), nn.Tanh()).double()
         local.load_state_dict(ddp.module.state_dict())
-        (sum(local(ones(r)).sum() for r in range(2)) / 2).backward()
+        (sum(local(ones(r).double()).sum() for r in range(2)) / 2).backward()
         for _ in range(3):
             ddp.zero_grad()
-            ddp(ones(rank)).sum().backward(create_graph=True)
-            torch.testing.assert_close(ddp.module[0].weight.grad.detach(), local[0].weight.grad)
+            ddp(ones(rank).double()).sum().backward(create_graph=True)
+            bounds.assert_equal_in_float64(ddp.module[0].weight.grad.detach(), local[0].weight.grad)
 
 
 @facts
@@ -386,16 +387,16 @@ def sparse_gradients_that_share_memory_are_each_averaged_once(rank: int) -> None
         return torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
 
     for cap, registered in ((None, None), (1e-6, None), (1e-6, hook)):
-        ddp, local = wrap(Sum(sparse=True), bucket_cap_mb=cap), Sum(sparse=False)
+        ddp, local = wrap(Sum(sparse=True).double(), bucket_cap_mb=cap), Sum(sparse=False).double()
         if registered is not None:
             ddp.register_comm_hook(None, registered)
         local.load_state_dict(ddp.module.state_dict())
-        torch.stack([local(ones(r)).square().sum() / 2 for r in range(2)]).sum().backward()
+        torch.stack([local(ones(r).double()).square().sum() / 2 for r in range(2)]).sum().backward()
         for _ in range(10):
             ddp.zero_grad()
-            ddp(ones(rank)).square().sum().backward()
+            ddp(ones(rank).double()).square().sum().backward()
             for got, wanted in zip(ddp.parameters(), local.parameters(), strict=True):
-                torch.testing.assert_close(got.grad.to_dense(), wanted.grad)
+                bounds.assert_equal_in_float64(got.grad.to_dense(), wanted.grad)
 
 
 test_on_two_ranks = facts.tests()
