@@ -6,11 +6,12 @@ STAMP := .venv/.installed
 # The documentation's theme advertises its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test check bench docs soak soak-hooks soak-kills soak-network torch-suite gpu clean
+.PHONY: help demo test test-processors check bench docs soak soak-hooks soak-kills soak-network torch-suite gpu clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
 	@echo "make test         the test suite"
+	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
 	@echo "make check        lint, format, types, and the documentation built strictly"
 	@echo "make docs         build the documentation into site/"
 	@echo "make bench        speed of the DDP and of the hooks, beside PyTorch's own"
@@ -37,6 +38,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-processors: $(STAMP)
+	$(BIN)/python -m tests.processors
 
 check: $(STAMP)
 	$(BIN)/ruff check .
