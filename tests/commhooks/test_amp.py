@@ -33,6 +33,7 @@ def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(kind: str, policy: s
         assert len(set(without_hook)) > 1
 
 
+@pytest.mark.kernels
 @both_ddps
 @pytest.mark.parametrize("how", ["scaler", "announced", "hook"])
 def test_residuals_follow_the_scale_of_the_loss_bit_for_bit(kind: str, how: str) -> None:

@@ -16,10 +16,10 @@ from tests import bounds
 from tests.commhooks import hooks_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 
-pytestmark = pytest.mark.kernels
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 
 
+@pytest.mark.kernels
 @both_ddps
 def test_the_default_hooks_give_pytorchs_mean(kind: str) -> None:
     for worst in run_ranks(on_every_rank.default_hooks_against_pytorchs, 2, kind, check_exit=False):
@@ -35,6 +35,7 @@ def test_the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(kind: str)
         assert dtypes == {torch.float32}
 
 
+@pytest.mark.kernels
 @both_ddps
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(kind: str, policy: str) -> None:

@@ -23,6 +23,7 @@ EVERY = itertools.product(("core", "torch"), ("fifo", "fused"), (torch.float32, 
 REST = [pytest.param(*one, marks=pytest.mark.soak) for one in EVERY if one not in ORDINARY]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("kind", "policy", "dtype"), [*ORDINARY, *REST], ids=str)
 def test_a_model_of_odd_parameters_trains_with_every_case(kind: str, policy: str, dtype: torch.dtype) -> None:
     (one, wrong_on_one), (other, wrong_on_other) = run_ranks(on_every_rank.every_case, 2, kind, policy, dtype)

@@ -21,6 +21,7 @@ LOSS_OF_FP16 = 2**-9
 rank's own cast, so in no residual. (Without error feedback nothing is lost: these gradients are whole 64ths.)"""
 
 
+@pytest.mark.kernels
 @both_ddps
 @both_policies
 def test_compressors_that_take_over_from_each_other_are_what_they_are_in_lockstep_and_lose_nothing(

@@ -13,6 +13,8 @@ import commhooks
 from commhooks.compressors.powersgd import orthonormal_rows
 from tests.commhooks.workers import Workers, zeros
 
+pytestmark = pytest.mark.kernels
+
 RANKS, CLASSES, FEATURES, BATCH, STEPS = 4, 10, 32, 16, 2000
 
 
