@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from commhooks.communicators import Communicator, Pending, ProcessGroupCommunicator, RecordingCommunicator
 from commhooks.errors import AttachError, CollectiveError
 from commhooks.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
+from commhooks.parent_group import name_and_store
 from commhooks.requests import AllGather
 
 WrapCommunicator = Callable[[Communicator], Communicator]
@@ -50,11 +51,15 @@ class Address:
 
     @classmethod
     def under(cls, parent: dist.ProcessGroup, label: str) -> Address:
-        """Take the parent's next number under `label`; every rank of the parent must do so in the same order."""
+        """Take the parent's next number under `label`; every rank of the parent must do so in the same order.
+
+        Raises `AttachError` if the parent has no name, or no store.
+        """
+        parents_name, parents_store = name_and_store(parent)
         numbers = _private_groups.setdefault(parent, Counter())
-        name = f"commhooks/{parent.group_name}/{label}/{numbers[label]}"
+        name = f"commhooks/{parents_name}/{label}/{numbers[label]}"
         numbers[label] += 1
-        store = PrefixStore(name, parent.get_group_store())
+        store = PrefixStore(name, parents_store)
         return cls(store, parent.rank(), parent.size(), _timeout_of(parent), StoreThread(store))
 
     def noticeboard(self) -> Noticeboard:

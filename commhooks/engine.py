@@ -22,6 +22,7 @@ from commhooks.inline import InlineScheduler, SideStream
 from commhooks.journal import Journal
 from commhooks.loss_scale import LossScale
 from commhooks.memory import MemoryReport, memory_report
+from commhooks.parent_group import backend_of, warn_of_bypass
 from commhooks.replay import Part, parts_of, put_together
 from commhooks.scheduler import Scheduler, ThreadScheduler
 from commhooks.snapshot import LoadRules, Snapshot, refuse, settings_of
@@ -52,6 +53,7 @@ class Engine:
         residuals: str = "fp32",
         atomic: bool = False,
         may_be_unused: bool = False,
+        may_bypass: bool = False,
     ) -> None:
         self.compressor = compressor
         self.state = StateTable(residuals)
@@ -72,6 +74,7 @@ class Engine:
         self._refusal = refusal
         self._terms = f"policy {policy!r}\n{terms}"
         self._wrap = wrap_communicator
+        self._may_bypass = may_bypass  # the user knows that a group which is not Gloo's is only asked for its ranks
         self._hook_timeout = hook_timeout
         self._scheduler: Scheduler | None = None
         self._buckets = Buckets(self.state)
@@ -357,7 +360,9 @@ class Engine:
 
     def _make_scheduler(self, device: torch.device) -> Scheduler:
         process_group = self._process_group()
-        if process_group is not None and backend_of(process_group, device) == "nccl":
+        backend = backend_of(process_group, device) if process_group is not None else "gloo"
+        if backend == "nccl":
+            assert process_group is not None, "its backend was just asked for"
             # A proxy: the engine is found by its group, and must not keep it alive.
             carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
             agreements = Agreements(carrier, self._address, device)
@@ -368,14 +373,10 @@ class Engine:
             )
             inline.agree(self._terms_with(self.compressor, self._refusal))
             return inline
+        if process_group is not None and backend != "gloo" and not self._may_bypass:
+            warn_of_bypass(process_group, backend)
         terms = self._terms_with(self.compressor, self._refusal)
         return ThreadScheduler(self._address, terms, self._wrap, self._policy, self._hook_timeout)
-
-
-def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend that a process group uses for a device, such as "gloo"."""
-    by_device = dict(part.split(":", 1) for part in str(dist.get_backend_config(process_group)).split(","))
-    return by_device.get(device.type, "gloo")
 
 
 def _future_for(memory: Tensor) -> torch.futures.Future[Tensor]:

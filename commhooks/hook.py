@@ -175,7 +175,9 @@ def attach(
 
     - `policy` is the order of collectives: "fifo" goes bucket by bucket and overlaps with the backward pass; "fused"
       makes one collective of each round of all buckets, after the last one.
-    - `process_group` is the model's own by default.
+    - `process_group` is the model's own by default. Off NCCL a private Gloo group of the same ranks carries all
+      requests; if the model's own is of another backend, or written in Python, a warning names it, unless this or the
+      next argument is given.
     - `wrap_communicator` may put another communicator round the real one.
     - `hook_timeout`, in seconds, bounds every collective, and under "fused" the wait for a step's next bucket (default:
       the group's timeout).
@@ -185,8 +187,9 @@ def attach(
     - `atomic`: a step whose mean holds an inf or a NaN in any bucket changes no state at all. Costs a second copy of
       the state. Without it "fused" judges all buckets' messages together, and "fifo" each bucket by itself.
 
-    Raises `AttachError` if something is attached or registered already, if the model is no DistributedDataParallel, or
-    if ranks disagree about compressor, policy or parameters; `SettingsError` for settings that cannot work.
+    Raises `AttachError` if something is attached or registered already, if the model is no DistributedDataParallel, if
+    its process group has no name or store, or if ranks disagree about compressor, policy or parameters; `SettingsError`
+    for settings that cannot work.
     """
     inner = getattr(model, "module", None)
     if not hasattr(model, "register_comm_hook") or not isinstance(inner, Module):
@@ -216,6 +219,8 @@ def attach(
         for name, parameter in inner.named_parameters()
         if parameter.requires_grad and name not in getattr(model, "parameters_to_ignore", ())
     ]
+    if not named:
+        raise AttachError("attach: no gradient comes in a bucket: every parameter is ignored or delayed.")
     refusal = refusal_of(compressor, named)
     engine = Engine(
         compressor,
@@ -228,6 +233,7 @@ def attach(
         residuals=residuals,
         atomic=atomic,
         may_be_unused=searches_for_unused(model),
+        may_bypass=process_group is not None or wrap_communicator is not None,
     )
     engine.uncut_steps = uncut_steps(model)
     if scaler is not None:

@@ -25,6 +25,7 @@ from ddp_core.construction import (
     refuse_distributed_autograd,
     sparse_parameters,
 )
+from ddp_core.delayed import DelayedGradients, choose_delay
 from ddp_core.graph import at_end_of_backward, tensors_in, through_sink
 from ddp_core.hooks import CommHook, Hook, check_hook, check_timeout
 from ddp_core.joining import ShadowHook, elect, exchange_sync_flag
@@ -52,7 +53,11 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         gradient_as_bucket_view: ``p.grad`` *is* the bucket's memory: no copy back, no second copy of all gradients.
         static_graph: the same parameters are used, equally often, in every iteration. Allows several reentrant
             checkpoints and learns unused parameters once.
-        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: refused, naming an alternative.
+        delay_all_reduce_named_params: (name, parameter) pairs from ``module`` that are in no bucket. One all-reduce
+            averages their gradients, which always are views of its memory; hooks do not see them.
+        param_to_hook_all_reduce: the parameter whose gradient that all-reduce waits for. It also waits until every
+            delayed gradient is ready and every bucket is on its way.
+        mixed_precision: refused, naming an alternative.
         skip_all_reduce_unused_params: a bucket none of whose parameters was used is not reduced; the same parameters
             must be unused on every rank.
         forward_sync_buffers: copy rank 0's buffers to all ranks before each forward pass (default True).
@@ -91,11 +96,6 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
     ):
         super().__init__()
         Joinable.__init__(self)
-        if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
-            raise NotImplementedError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce are not offered: order buckets by "
-                "bucket_cap_mb_list, or delay their reduction in a communication hook (register_comm_hook)"
-            )
         if mixed_precision is not None:
             raise NotImplementedError(
                 "mixed_precision is not offered: compute in low precision under torch.autocast, and communicate in it "
@@ -107,7 +107,9 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         self.device_mesh = device_mesh
         group = choose_process_group(process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        managed = [parameter for _, parameter in self.managed_parameters()]
+        self._delay = choose_delay(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.parameters_to_ignore |= {name for name, _ in self._delay.named}
+        managed = [parameter for _, parameter in self.replicated_parameters()]
         check_module(module, managed)
         self.device_ids, self.output_device = choose_devices(device_ids, output_device, managed)
         self.device: torch.device = managed[0].device
@@ -127,7 +129,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         self._authoritative_rank = 0  # whose model all had after the latest join()
         self._sink_clones = True
         if init_sync:
-            named = self.managed_parameters() + list(self.module_buffers().items() if sync_buffers_now else [])
+            named = self.replicated_parameters() + list(self.module_buffers().items() if sync_buffers_now else [])
             verify_same_model(named, group, self.device)
             broadcast_coalesced([tensor for _, tensor in named], group, source=0)
         settings = ReducerSettings(
@@ -141,9 +143,10 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
 
     def _build_reducer(self, group: dist.ProcessGroup, settings: ReducerSettings, static_graph: bool) -> None:
         trained = [(name, p) for name, p in self.managed_parameters() if p.requires_grad]
-        self.reducer = Reducer(trained, sparse_parameters(self.module), group, settings)
+        sparse = sparse_parameters(self.module)
+        self.reducer = Reducer(trained, sparse, group, settings, DelayedGradients(self._delay))
         self.reducer.paused = not self.require_backward_grad_sync
-        if static_graph:
+        if static_graph and trained:  # delayed gradients are reduced once, however often they come
             self._set_static_graph()
 
     @property
@@ -152,8 +155,12 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         return self.reducer.process_group
 
     def managed_parameters(self) -> list[tuple[str, Any]]:
-        """Return (name, parameter) for all that are not ignored, each once, frozen ones included."""
+        """Return (name, parameter) for all that are not ignored or delayed, each once, frozen ones included."""
         return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+
+    def replicated_parameters(self) -> list[tuple[str, Any]]:
+        """Return (name, parameter) for all that are the same on every rank: the managed and the delayed ones."""
+        return [*self.managed_parameters(), *self._delay.named]
 
     def module_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are not ignored, by name, as they are now: a module may replace them."""
@@ -190,6 +197,8 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         if not self._buffers_sync_before_forward and self.will_sync_module_buffers():
             self._sync_buffers()
         self.require_forward_param_sync = synchronises
+        if torch.is_grad_enabled():
+            reducer.delayed.lend_memory()
         if synchronises:
             reducer.after_forward(tensors_in(outputs) if reducer.searches_graph else [])
             if reducer.learns_graph:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddp_core.bucket import GradBucket
+from ddp_core.collectives import finish, future_of, result_of
 from ddp_core.errors import HookTimeoutError
 
 Hook = Callable[[Any, Any], Any]
@@ -69,10 +69,13 @@ class Pending(NamedTuple):
         if self.group is not None:
             self._await_future(self.group)
         try:
-            if isinstance(value, dist.Work):
-                value.wait()
+            if isinstance(value, dist.Work) and self.group is not None:
+                finish(value)
                 return buffer
-            if not isinstance(value, Tensor):
+            if isinstance(value, dist.Work):
+                value = result_of(value)
+                value = buffer if value is None else value
+            elif not isinstance(value, Tensor):
                 value = value.wait()
         except Exception as error:
             error.add_note(f"in {_where(self.name, self.bucket)}")
@@ -90,8 +93,7 @@ class Pending(NamedTuple):
         if isinstance(self.returned, torch._C.Future):
             return self.returned
         if isinstance(self.returned, dist.Work):
-            with contextlib.suppress(RuntimeError):  # 'getFuture not implemented': it has its group's timeout
-                return self.returned.get_future()
+            return future_of(self.returned)  # None: it has its group's timeout
         return None
 
     def _await_future(self, group: dist.ProcessGroup) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
+from ddp_core.collectives import all_reduce, finish
 from ddp_core.replicas import broadcast_coalesced
 
 if TYPE_CHECKING:
@@ -43,11 +44,14 @@ class ShadowHook(JoinHook):
         in_flight = [reducer.launch(bucket, bucket.zeros()) for bucket in reducer.buckets]
         if reducer.searches_graph:
             usage = reducer.count_usage(nothing)
+        in_flight += reducer.delayed.launch(
+            reducer.process_group, [bucket.zeros() for bucket in reducer.delayed.buckets]
+        )
         with reducer.fatal(in_flight):
             for pending in in_flight:
                 pending.result()
         if usage is not None:
-            usage.work.wait()
+            finish(usage.work)
         if reducer.learns_graph:
             reducer.learned = True
         elif reducer.wants_order and not reducer.ready_order:
@@ -58,14 +62,14 @@ class ShadowHook(JoinHook):
         ddp = self.ddp
         ddp._authoritative_rank = elect(ddp, candidate=is_last_joiner)
         buffers = ddp.module_buffers() if ddp.forward_sync_buffers else {}
-        tensors = [*(p for _, p in ddp.managed_parameters()), *buffers.values()]
+        tensors = [*(p for _, p in ddp.replicated_parameters()), *buffers.values()]
         broadcast_coalesced(tensors, ddp.process_group, ddp._authoritative_rank)
 
 
 def elect(ddp: DistributedDataParallel, candidate: bool) -> int:
     """Agree on the highest rank among those that are candidates."""
     rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
-    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
+    finish(all_reduce(ddp.process_group, rank, dist.ReduceOp.MAX))
     assert rank.item() >= 0, "some rank has not joined, and it is a candidate"
     return int(rank.item())
 
@@ -73,5 +77,5 @@ def elect(ddp: DistributedDataParallel, candidate: bool) -> int:
 def exchange_sync_flag(ddp: DistributedDataParallel, joined: bool) -> bool:
     """Tell the joined ranks, or as one of them learn, whether this iteration's backward pass synchronises."""
     flag = torch.full((1,), float(not joined and ddp.require_backward_grad_sync), device=ddp.device)
-    dist.all_reduce(flag, group=ddp.process_group)
+    finish(all_reduce(ddp.process_group, flag))
     return bool(flag.item())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch.nn import SyncBatchNorm
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ def describe(ddp: DistributedDataParallel) -> dict[str, Any]:
     data = {
         "world_size": reducer.process_group.size(),
         "rank": reducer.process_group.rank(),
-        "backend_name": dist.get_backend(reducer.process_group),
+        "backend_name": reducer.process_group.name(),
         "iteration": reducer.iteration,
         "find_unused_parameters": int(reducer.settings.find_unused_parameters),
         "gradient_as_bucket_view": int(reducer.settings.gradient_as_bucket_view),

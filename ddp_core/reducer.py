@@ -15,7 +15,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,8 @@ from torch.nn import Parameter
 
 from ddp_core.bucket import Bucket, GradBucket, SparseBucket
 from ddp_core.bucketing import ParameterSpec, Plan, assign_buckets, plan_from_numbers, plan_to_numbers
+from ddp_core.collectives import all_reduce, broadcast, finish, result_of
+from ddp_core.delayed import DelayedGradients
 from ddp_core.errors import (
     broken_promise,
     converted,
@@ -61,11 +63,11 @@ class Usage:
     def __init__(self, used: Sequence[int], group: dist.ProcessGroup, device: torch.device):
         counts = torch.tensor(used, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.counts = counts.to(device, non_blocking=True)  # in the backward pass, where the host is not to wait
-        self.work = group.allreduce([self.counts])
+        self.work = all_reduce(group, self.counts)
 
     def unused(self) -> set[int]:
         """Wait, and return the parameters that no rank used."""
-        self.work.wait()
+        finish(self.work)
         return {index for index, count in enumerate(self.counts.tolist()) if count == 0}
 
 
@@ -78,15 +80,18 @@ class Reducer:
         sparse: set[int],
         process_group: dist.ProcessGroup,
         settings: ReducerSettings,
+        delayed: DelayedGradients,
     ):
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.specs = [ParameterSpec(p.nbytes, (p.dtype, p.device), id(p) in sparse) for p in self.parameters]
         self.process_group = process_group
         self.settings = settings
+        self.delayed = delayed
         self.hook: CommHook | None = None
         self.static_graph = False
-        self.searches_graph = settings.find_unused_parameters  # after every forward pass, for unused parameters
+        # after every forward pass, for unused parameters; not where all gradients are delayed
+        self.searches_graph = settings.find_unused_parameters and bool(self.parameters)
         self.paused = False  # no_sync: gradients accumulate and nothing is counted
         self.promised = False  # joined ranks were told that the coming backward pass synchronises
         self.join_work: dist.Work | None = None  # counts the ranks that still train, if these are to divide
@@ -103,10 +108,22 @@ class Reducer:
         # A node's own hook also fires when its gradient is undefined; a tensor's post-accumulate hook does not
         # (tests/ddp_core: an output left out of the loss). The nodes are ours to keep alive; we are not theirs.
         self.accumulators = {_node_of(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._delayed_nodes = {_node_of(parameter): i for i, (_, parameter) in enumerate(self.delayed.named)}
+        self._trigger_nodes = {_node_of(self.delayed.trigger): 0} if self.delayed.trigger is not None else {}
         myself = weakref.ref(self)
         self._handles = [
-            node.register_hook(functools.partial(_on_node, myself, i)) for node, i in self.accumulators.items()
+            node.register_hook(functools.partial(_on_node, myself, report, index))
+            for report, nodes in (
+                (Reducer.gradient_ready, self.accumulators),
+                (Reducer.delayed_ready, self._delayed_nodes),
+                (Reducer.trigger_ready, self._trigger_nodes),  # last: its gradient is counted by then
+            )
+            for node, index in nodes.items()
         ]
+
+    def all_parameters(self) -> list[Parameter]:
+        """Return the parameters whose gradients are averaged, in buckets or delayed."""
+        return self.parameters + [parameter for _, parameter in self.delayed.named]
 
     def detach(self) -> None:
         """Stop listening to the parameters, so that another wrapper can take the module over."""
@@ -145,6 +162,7 @@ class Reducer:
         self.in_progress = False  # some gradient was counted, and not all buckets were waited for
         self.in_flight: list[Pending | None] = []
         self.usage: Usage | None = None
+        self.delayed.reset()
         self._divisor: int | None = None
 
     # ---------------------------------------------------------------- forward
@@ -161,6 +179,9 @@ class Reducer:
         """Raise RuntimeError if a parameter no longer reports here: a conversion gave it another graph node."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.requires_grad and _node_of(parameter) not in self.accumulators:
+                raise converted(name)
+        for name, parameter in self.delayed.named:
+            if parameter.requires_grad and _node_of(parameter) not in self._delayed_nodes:
                 raise converted(name)
 
     def require_finished(self) -> None:
@@ -190,7 +211,7 @@ class Reducer:
         if self.wants_order and self.ready_order:
             plan = assign_buckets(self.specs, self.settings.rebuilt_limits, self.ready_order)
             numbers = torch.tensor(plan_to_numbers(plan), device=self.parameters[0].device)
-            dist.broadcast(numbers, group=self.process_group, group_src=0)
+            finish(broadcast(self.process_group, numbers, source=0))
             self.rebuild(plan_from_numbers(numbers.tolist()))
 
     def rebuild(self, plan: Plan) -> None:
@@ -205,6 +226,7 @@ class Reducer:
         """Prepare for the backward pass of a module whose outputs hold ``outputs``."""
         self.expecting = True
         self.in_flight = []
+        self.delayed.reset()
         self._order: list[int] = []
         self.remaining = list(self.firings) if self.static_graph else [1] * len(self.parameters)
         for bucket in self.buckets:
@@ -227,7 +249,7 @@ class Reducer:
         if (self.searches_graph or self.static_graph) and self.parameters[index].grad is not None:
             self.used[index] = 1  # also under no_sync: what was used there is reduced later
         if self.paused or not self.expecting:
-            self._pass_over(index)
+            self._pass_over(self.names[index])
             return
         if self.static_graph and not self.learned:
             self.firings[index] += 1
@@ -235,9 +257,7 @@ class Reducer:
             return
         if not self.in_progress:
             self.in_progress = True
-            for unused in self.unused:
-                self.remaining[unused] = 0
-                self._arrive(*self.locations[unused])
+            self._begin()
         left = self.remaining[index] = self.remaining[index] - 1
         if left == 0:
             self._order.append(index)
@@ -246,12 +266,55 @@ class Reducer:
             complaint = static_graph_changed if self.static_graph else marked_twice
             raise self.noted(complaint(index, self.names[index]))
 
-    def _pass_over(self, index: int) -> None:
+    def _begin(self) -> None:
+        """Count what will not fire: the first gradient of the iteration has come."""
+        if self.learns_graph:
+            return
+        for unused in self.unused:
+            self.remaining[unused] = 0
+            self._arrive(*self.locations[unused])
+        if not self.buckets:  # all gradients are delayed: nothing else would ask for the end of the backward pass
+            self._launch_complete_buckets()
+
+    def delayed_ready(self, index: int) -> None:
+        """Take note of the gradient of a delayed parameter."""
+        name = self.delayed.named[index][0]
+        if self.paused or not self.expecting:
+            self._pass_over(name)
+            return
+        if self.delayed.in_flight:
+            raise self.noted(marked_twice(index, name))
+        if not self.in_progress:
+            self.in_progress = True
+            self._begin()
+        self.delayed.missing.discard(index)
+        self._launch_delayed_if_due()
+
+    def trigger_ready(self, _: int) -> None:
+        """Let the delayed gradients go as soon as all of them are there and every bucket is on its way."""
+        if self.expecting and not self.paused:
+            self.delayed.triggered = True
+            self._launch_delayed_if_due()
+
+    def _launch_delayed_if_due(self) -> None:
+        all_launched = len(self.in_flight) == len(self.buckets)
+        if all_launched and self.delayed.complete and not self.static_graph:  # there, another gradient may come
+            self._launch_delayed()
+
+    def _launch_delayed(self) -> None:
+        if self._divisor is None:
+            self._divisor = self._choose_divisor()
+        self.delayed.gather(self._divisor)
+        memories = [bucket.flat for bucket in self.delayed.buckets]
+        with self.fatal(self.in_flight):
+            self.delayed.in_flight = self.delayed.launch(self.process_group, memories)
+
+    def _pass_over(self, name: str) -> None:
         if self.expecting and self.promised:
             raise self.noted(broken_promise())
         if self.reduced and not self.expecting:
             self.reduced, self._warned_late = False, True
-            warnings.warn(late(self.names[index]), stacklevel=2)
+            warnings.warn(late(name), stacklevel=2)
 
     def _arrive(self, bucket: Bucket, place: int) -> None:
         if bucket.eager[place]:
@@ -271,8 +334,8 @@ class Reducer:
     def _choose_divisor(self) -> int:
         if self.join_work is None:
             return self.process_group.size()
-        self.join_work.wait()
-        return int(self.join_work.result()[0].item())
+        ranks = result_of(self.join_work)
+        return int((self.join_work.result() if ranks is None else ranks)[0].item())
 
     def _check_layout(self, bucket: Bucket, places: Sequence[int]) -> None:
         for place in places:
@@ -299,15 +362,16 @@ class Reducer:
             self.in_flight.append(None if skip else self.launch(bucket, bucket.flat))
         if self.searches_graph:
             self.usage = self.count_usage(self.used)
+        self._launch_delayed_if_due()
         at_end_of_backward(self._finish)
 
     def launch(self, bucket: Bucket, memory: Tensor) -> Pending:
         """Begin the reduction of ``memory``, which stands for ``bucket``: through the hook, or by an all-reduce."""
         window = GradBucket(bucket.index, bucket is self.buckets[-1], memory, bucket.members, bucket.names)
-        if self.hook is not None:
-            with self.fatal(self.in_flight):
+        with self.fatal(self.in_flight):
+            if self.hook is not None:
                 return self.hook.start(window, self.process_group)
-        return Pending(self.process_group.allreduce([memory]), window, "all-reduce")
+            return Pending(all_reduce(self.process_group, memory), window, "all-reduce")
 
     @contextmanager
     def fatal(self, in_flight: Iterable[Pending | None]) -> Iterator[None]:
@@ -339,7 +403,9 @@ class Reducer:
     @torch.no_grad()
     def _finish(self) -> None:
         """At the end of the backward pass: wait for every bucket, in order, and give parameters their means."""
-        in_flight, usage = self.in_flight, self.usage
+        if not self.delayed.in_flight:
+            self._launch_delayed()
+        in_flight, delayed, usage = self.in_flight, self.delayed.in_flight, self.usage
         self.buckets_reduced = len(in_flight) - in_flight.count(None)
         self._end_iteration()
         self.reduced = not self._warned_late
@@ -349,21 +415,26 @@ class Reducer:
         elif self.wants_order:
             self.ready_order = self._order + (self.unused if self.static_graph else [])
         with self.fatal(in_flight):
-            self._write_means(in_flight, usage)
+            self._write_means(in_flight, delayed, usage)
         if self.searches_graph:
             self.used = [0] * len(self.parameters)
 
-    def _write_means(self, in_flight: Sequence[Pending | None], usage: Usage | None) -> None:
+    def _write_means(
+        self, in_flight: Sequence[Pending | None], delayed: Sequence[Pending], usage: Usage | None
+    ) -> None:
         for bucket, pending in zip(self.buckets, in_flight, strict=True):
             if pending is not None:
                 mean = pending.result()
                 bucket.scatter(mean, self._untouched(bucket, usage), self.settings.gradient_as_bucket_view)
                 self._step_in_backward(bucket)
+        for bucket, pending in zip(self.delayed.buckets, delayed, strict=True):
+            bucket.scatter(pending.result(), set(), as_views=True)
+            self._step_in_backward(bucket)
         for future in self.buffer_futures:
             future.wait()
         self.buffer_futures = []
         if usage is not None:
-            usage.work.wait()
+            finish(usage.work)
 
     def _untouched(self, bucket: Bucket, usage: Usage | None) -> set[int]:
         """Return what no rank used, and so keeps its gradient; asked only if needed, as it costs a round trip."""
@@ -377,11 +448,12 @@ class Reducer:
 
     def _take_over_optimizers(self) -> None:
         """Let optimisers of ``_apply_optimizer_in_backward`` step on means: until now they step on local gradients."""
-        self._steps = any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.parameters)
+        parameters = self.all_parameters()
+        self._steps = any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters)
         if self._steps:
             from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
-            for parameter in self.parameters:
+            for parameter in parameters:
                 for handle in param_to_optim_hook_handle_map.get(parameter, []):
                     handle.remove()
 
@@ -397,14 +469,16 @@ def _node_of(parameter: Parameter) -> Node:
     return get_gradient_edge(parameter).node
 
 
-def _on_node(reducer: weakref.ref[Reducer], index: int, _inputs: Any, _outputs: Any) -> None:
-    """Tell the reducer, if it still lives: the hook itself must not keep it alive."""
+def _on_node(
+    reducer: weakref.ref[Reducer], report: Callable[[Reducer, int], None], index: int, _inputs: Any, _outputs: Any
+) -> None:
+    """Report to the reducer, if it still lives: the hook itself must not keep it alive."""
     live = reducer()
     if live is None:
         return
     with live._lock:
         if torch.is_grad_enabled():  # create_graph=True: gradients have a history, which is not reduced
             with torch.no_grad():
-                live.gradient_ready(index)
+                report(live, index)
         else:
-            live.gradient_ready(index)
+            report(live, index)

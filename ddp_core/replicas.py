@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flatten  # a third of the time of cat and split: buffers are
 from torch._utils import _unflatten_dense_tensors as unflatten  # copied before every forward pass
 
+from ddp_core.collectives import all_gather, all_gather_object, broadcast, finish
+
 MESSAGE_BYTES = 250 * 1024 * 1024
 MESSAGES_IN_FLIGHT = 2
 
@@ -41,11 +43,8 @@ def verify_same_model(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGr
     mine = [(name, Signature.of(tensor)) for name, tensor in named]
     text = repr([signature for _, signature in mine])
     digest = torch.tensor([int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")], device=device)
-    digests = [torch.zeros_like(digest) for _ in range(group.size())]
-    dist.all_gather(digests, digest, group=group)
-    if len({int(other.item()) for other in digests}) > 1:
-        everyone: list[list[tuple[str, Signature]]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(everyone, mine, group=group)
+    if len({int(other.item()) for other in all_gather(group, digest)}) > 1:
+        everyone: list[list[tuple[str, Signature]]] = all_gather_object(group, mine, device)
         raise RuntimeError(
             "; ".join(d for rank, other in enumerate(everyone) for d in _differences(rank, other, everyone[0]))
         )
@@ -79,13 +78,11 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
     does not see the write, so tensors saved for a backward pass still to come stay valid.
     """
     in_flight: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
-    options = dist.BroadcastOptions()
-    options.rootRank = source
     for chunk in _chunks(tensors):
         if len(in_flight) == MESSAGES_IN_FLIGHT:
             _unpack(*in_flight.pop(0))
         message = torch.cat([flatten(same).view(torch.uint8) for same in _by_dtype(chunk)])
-        in_flight.append((group.broadcast([message], options), message, chunk))
+        in_flight.append((broadcast(group, message, source), message, chunk))
     for sent in in_flight:
         _unpack(*sent)
 
@@ -111,7 +108,7 @@ def _by_dtype(chunk: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _unpack(work: dist.Work, message: Tensor, chunk: list[Tensor]) -> None:
-    work.wait()
+    finish(work)
     start = 0
     for same in _by_dtype(chunk):
         end = start + sum(tensor.nbytes for tensor in same)

@@ -63,7 +63,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
     if busy and torch._C._current_graph_task_id() == -1:  # a step inside a backward pass knows what it does
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for reducer in busy:
-            if not stepped.isdisjoint(map(id, reducer.parameters)):
+            if not stepped.isdisjoint(map(id, reducer.all_parameters())):
                 reducer.require_finished()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
+from ddp_core import DistributedDataParallel
 from tests.ddp_core.facts import Facts
-from tests.ddp_core.models import ones, scale, wrap
+from tests.ddp_core.models import grads, ones, scale, wrap
 
 facts = Facts()
 
@@ -66,13 +69,84 @@ def test_a_module_that_cannot_be_wrapped(model: Callable[[], nn.Module], error: 
         ({"bucket_cap_mb_list": [1, 0]}, ValueError, "must be a positive number"),
         ({"process_group": 3}, ValueError, r"process_group must be.*\(got 3\)"),
         ({"mixed_precision": object()}, NotImplementedError, r"torch\.autocast.*register_comm_hook"),
-        ({"delay_all_reduce_named_params": []}, NotImplementedError, "bucket_cap_mb_list.*register_comm_hook"),
-        ({"param_to_hook_all_reduce": nn.Parameter()}, NotImplementedError, "register_comm_hook"),
+        ({"delay_all_reduce_named_params": []}, ValueError, "need to be set at the same time"),
+        ({"param_to_hook_all_reduce": nn.Parameter()}, ValueError, "need to be set at the same time"),
+        (
+            {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": nn.Parameter(requires_grad=False)},
+            ValueError,
+            r"param_to_hook_all_reduce must be a parameter that requires a gradient \(got one of shape",
+        ),
+        (
+            {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": "weight"},
+            ValueError,
+            r"param_to_hook_all_reduce must be.*\(got 'weight'\)",
+        ),
+        (
+            {
+                "delay_all_reduce_named_params": [("module.weight", nn.Parameter())],
+                "param_to_hook_all_reduce": nn.Parameter(),
+            },
+            ValueError,
+            r"'module\.weight' must come with the parameter of that name.*before wrapping",
+        ),
+        (
+            {
+                "delay_all_reduce_named_params": [("weight", nn.Parameter())],
+                "param_to_hook_all_reduce": nn.Parameter(),
+            },
+            ValueError,
+            "'weight' must come with the parameter of that name",
+        ),
     ],
 )
 def test_an_argument_that_cannot_be_used(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         wrap(scale(), **options)
+
+
+def test_the_arguments_are_those_of_pytorchs_class() -> None:
+    theirs, ours = (
+        [(parameter.name, parameter.default) for parameter in inspect.signature(ddp).parameters.values()]
+        for ddp in (nn.parallel.DistributedDataParallel, DistributedDataParallel)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_argument_of_pytorchs_class_is_accepted_but_mixed_precision() -> None:
+    """Each with another value than its default, where one makes sense on the CPU."""
+    model = nn.Sequential(scale(), scale())
+    values: dict[str, Any] = {
+        "device_ids": [],
+        "dim": 1,
+        "broadcast_buffers": False,
+        "init_sync": False,
+        "process_group": dist.group.WORLD,
+        "bucket_cap_mb": 1,
+        "find_unused_parameters": True,
+        "check_reduction": True,
+        "gradient_as_bucket_view": True,
+        "static_graph": True,
+        "skip_all_reduce_unused_params": True,
+        "bucket_cap_mb_list": [1, 2],
+        "batched_grad_copy": True,
+        "forward_sync_buffers": False,
+        "output_device": None,
+        "device_mesh": dist.device_mesh.init_device_mesh("cpu", (1,)),
+    }
+    delaying = {
+        "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
+        "param_to_hook_all_reduce": model[1].weight,
+    }
+    every = inspect.signature(nn.parallel.DistributedDataParallel).parameters.keys()
+    assert values.keys() | delaying.keys() | {"module", "mixed_precision"} == every
+    for options in (delaying, *({name: value} for name, value in values.items())):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers and check_reduction are deprecated
+            ddp = wrap(model, **options)
+        ddp.zero_grad()
+        ddp(ones()).sum().backward()
+        assert all(gradient is not None for gradient in grads(model))
 
 
 def test_a_process_group_that_is_not_initialised() -> None:

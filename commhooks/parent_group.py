@@ -1,0 +1,75 @@
+"""What must be known of the process group that a hook works for, whoever wrote that group.
+
+Groups of `torch.distributed` know their name and store themselves. A subclass of `ProcessGroup` written in Python (to
+manage ranks that come and go, to count, to log) often knows neither; if it was made with `torch.distributed.new_group`,
+the tables there do.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
+
+from commhooks.errors import AttachError
+
+_REMEDY = (
+    "pass attach(..., process_group=) a group of the same ranks that torch.distributed.new_group made (a hook without "
+    "attach takes it as its state)"
+)
+
+
+def name_and_store(group: dist.ProcessGroup) -> tuple[str, Store]:
+    """Return the name and the store under which the ranks of `group` find each other.
+
+    Raises `AttachError` if the group has none, or only those that `torch.distributed` keeps for other ranks.
+    """
+    tables = distributed_c10d._world
+    name = _own_name(group) or tables.pg_names.get(group)
+    store: Store | None = group.get_group_store()  # None for most groups that are written in Python
+    if store is None and group in tables.pg_map:
+        store = tables.pg_map[group][1]
+        known = tables.pg_group_ranks.get(group, {})
+        if len(known) != group.size():  # a manager of its own: the others would never come to this store
+            raise AttachError(
+                f"{_describe(group)} has {group.size()} ranks, but torch.distributed knows {len(known)} of them, so "
+                f"it has no store in which all could meet: {_REMEDY}."
+            )
+    if name is None or store is None:
+        lacking = " and ".join(what for what, it in (("name", name), ("store", store)) if it is None)
+        raise AttachError(f"{_describe(group)} has no {lacking} under which its ranks could meet: {_REMEDY}.")
+    return name, store
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend that `group` uses for `device`, such as "gloo"; for a Python group, its class."""
+    if type(group) is not dist.ProcessGroup:
+        return f"the Python class {type(group).__qualname__}"
+    by_device = dict(part.split(":", 1) for part in str(dist.get_backend_config(group)).split(","))
+    return by_device.get(device.type, "gloo")
+
+
+def warn_of_bypass(group: dist.ProcessGroup, backend: str) -> None:
+    """Warn that gradients will go over a private Gloo group beside `group`, and not through it."""
+    warnings.warn(
+        f"commhooks: gradients travel over a private Gloo group that bypasses {_describe(group)} and its backend "
+        f"({backend}). If that is what you want, pass a group explicitly with attach(..., process_group=), and this "
+        "warning goes away; to route every request through a manager, pass attach(..., wrap_communicator=).",
+        stacklevel=2,
+    )
+
+
+def _own_name(group: dist.ProcessGroup) -> str | None:
+    try:
+        return str(group.group_name)
+    except (RuntimeError, AttributeError):  # 'ProcessGroup name not set', or an attribute of a getGroupName() in Python
+        return None
+
+
+def _describe(group: dist.ProcessGroup) -> str:
+    name = _own_name(group) or distributed_c10d._world.pg_names.get(group)
+    called = f" named {name!r}" if name is not None else ""
+    return f"the process group {group.name()!r}{called} ({type(group).__qualname__})"

@@ -1,0 +1,74 @@
+"""Collectives as methods of a process group, spelt so that a group written in Python can answer them too.
+
+Such a group (a subclass of ``ProcessGroup``) takes its options as an argument, need not be known to
+``torch.distributed``, whose functions look groups up in tables, and hands out works of its own, whose ``wait`` may ask
+for a timeout. PyTorch's reducer calls both from C++, which passes everything on; these functions do the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+
+def all_reduce(group: dist.ProcessGroup, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
+    """Start to reduce ``tensor`` over the ranks of ``group``, in place."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return group.allreduce([tensor], options)
+
+
+def broadcast(group: dist.ProcessGroup, tensor: Tensor, source: int) -> dist.Work:
+    """Start to overwrite ``tensor`` with that of group rank ``source``."""
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    return group.broadcast([tensor], options)
+
+
+def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    """Return every rank's ``tensor``, in rank order; shapes must be equal."""
+    gathered = [torch.zeros_like(tensor) for _ in range(group.size())]
+    finish(group.allgather([gathered], [tensor], AllgatherOptions()))
+    return gathered
+
+
+def all_gather_object(group: dist.ProcessGroup, value: Any, device: torch.device) -> list[Any]:
+    """Return every rank's ``value``, in rank order: pickled, and padded to the longest."""
+    pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    sizes = [int(size.item()) for size in all_gather(group, torch.tensor([len(pickled)], device=device))]
+    padded = torch.nn.functional.pad(pickled, (0, max(sizes) - len(pickled)))
+    texts = all_gather(group, padded)
+    return [pickle.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+
+def finish(work: dist.Work) -> None:
+    """Return when ``work`` is done; raise what it raises."""
+    # Called "wait", this function would look like a super().wait() to pybind11, which then calls the base class.
+    kind: Any = type(work)
+    if kind.wait is dist.Work.wait and kind.get_future is not dist.Work.get_future:
+        work.get_future().wait()  # its class is written in Python, and tells its end by its future alone
+    else:
+        dist.Work.wait(work)  # not work.wait(): through C++, which hands a timeout to a wait() that asks for one
+
+
+def future_of(work: dist.Work) -> torch._C.Future[Any] | None:
+    """Return the future of ``work``; None if it has none."""
+    with contextlib.suppress(RuntimeError):  # 'getFuture not implemented'
+        return work.get_future()
+    return None
+
+
+def result_of(work: dist.Work) -> Any:
+    """Wait for ``work``, and return what its future holds, as PyTorch's reducer does; None if it holds nothing.
+
+    A group written in Python may deliver its result there and not in place.
+    """
+    finish(work)
+    future = future_of(work)
+    return future.value() if future is not None and future.done() else None

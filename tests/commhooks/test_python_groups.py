@@ -1,0 +1,169 @@
+"""Process groups written in Python: every hook works, or says what it lacks, and bypasses no group silently."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+import commhooks
+from commhooks.communicators import Communicator, RecordingCommunicator
+from commhooks.parent_group import name_and_store
+from tests.ddp_core.facts import Facts
+from tests.ddp_core.models import MEAN, Branches, grads, ones
+from tests.parity.training import ddp_class
+from tests.python_groups import Around, Lonely, made_by_torch
+
+facts = Facts(check_exit=False)  # PyTorch's DDP aborts in about 6 % of exits
+BYPASSED = r"private Gloo group that bypasses the process group 'around' named '\w+' \(Patient\)"
+NO_NAME = r"'around' \(Around\) has no name and store.*process_group="
+
+
+@contextmanager
+def bypass_warned(times: int) -> Iterator[None]:
+    """Expect so many warnings that name a bypassed group, and no others."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield
+    texts = [str(warning.message) for warning in said]
+    assert len(texts) == times, texts
+    for text in texts:
+        assert re.search(BYPASSED, text), text
+
+
+def step(rank: int, ddp: Any) -> None:
+    """Take a step, and see that gradients are means."""
+    ddp.zero_grad()
+    ddp(ones(rank)).backward()
+    assert grads(ddp.module) == [[MEAN], [MEAN]]
+
+
+def in_pytorchs_class_and_ours(group: Any) -> list[Any]:
+    return [ddp_class(which)(Branches(), process_group=group) for which in ("ours", "torch")]
+
+
+@facts
+def without_a_hook_gradients_go_through_the_group(rank: int) -> None:
+    group = made_by_torch("patient")
+    for ddp in in_pytorchs_class_and_ours(group):
+        before = group.calls["allreduce"]
+        step(rank, ddp)
+        assert group.calls["allreduce"] == before + 1
+
+
+def itself(group: Any) -> Any:
+    return group
+
+
+def powersgd_state(group: Any) -> Any:
+    return commhooks.PowerSGDState(group, start_powerSGD_iter=0)
+
+
+@facts
+def a_hook_warns_once_that_it_bypasses_the_group(rank: int) -> None:
+    hooks: list[tuple[Callable[[Any], Any], Any]] = [
+        (itself, commhooks.allreduce_hook),
+        (itself, commhooks.fp16_compress_hook),
+        (powersgd_state, commhooks.powerSGD_hook),
+    ]
+    for state_of, hook in hooks:
+        for which in ("ours", "torch"):
+            group = made_by_torch("patient")
+            ddp: Any = ddp_class(which)(Branches(), process_group=group)
+            ddp.register_comm_hook(state_of(group), hook)
+            with bypass_warned(times=1):
+                step(rank, ddp)
+                step(rank, ddp)
+            assert group.calls["allreduce"] == 0
+
+
+@facts
+def attach_warns_that_it_bypasses_the_group(rank: int) -> None:
+    group = made_by_torch("patient")
+    for ddp in in_pytorchs_class_and_ours(group):
+        with bypass_warned(times=1):
+            attachment = commhooks.attach(ddp, "powersgd")
+            step(rank, ddp)
+        assert group.calls["allreduce"] == 0
+        assert attachment.statistics().collectives > 0
+        attachment.detach()
+
+
+@facts
+def a_group_or_a_manager_named_on_purpose_is_not_warned_of(rank: int) -> None:
+    group = made_by_torch("patient")
+    recorders: list[RecordingCommunicator] = []
+
+    def record(inner: Communicator) -> Communicator:
+        recorders.append(RecordingCommunicator(inner))
+        return recorders[-1]
+
+    options: list[dict[str, Any]] = [
+        {"process_group": group},
+        {"process_group": dist.group.WORLD},
+        {"wrap_communicator": record},
+    ]
+    for ddp in in_pytorchs_class_and_ours(group):
+        for chosen in options:
+            with bypass_warned(times=0):
+                attachment = commhooks.attach(ddp, "powersgd", **chosen)
+                step(rank, ddp)
+                attachment.detach()
+    assert group.calls["allreduce"] == 0
+    assert all(recorder.traffic.collectives for recorder in recorders)
+
+
+@facts
+def a_group_without_name_and_store_is_refused(rank: int) -> None:
+    assert dist.group.WORLD is not None
+    group = Around(dist.group.WORLD)
+    for ddp in in_pytorchs_class_and_ours(group):
+        with pytest.raises(commhooks.AttachError, match=NO_NAME):
+            commhooks.attach(ddp, "powersgd")
+        with bypass_warned(times=0):
+            attachment = commhooks.attach(ddp, "powersgd", process_group=dist.group.WORLD)
+            step(rank, ddp)
+            assert group.calls["allreduce"] == 0
+        attachment.detach()
+    for hook in (commhooks.allreduce_hook, commhooks.fp16_compress_hook):
+        other: Any = ddp_class("ours")(Branches(), process_group=group)
+        other.register_comm_hook(group, hook)
+        with pytest.raises(commhooks.AttachError, match=NO_NAME):
+            step(rank, other)
+    with pytest.raises(commhooks.AttachError, match=NO_NAME):
+        commhooks.PowerSGDState(group)
+
+
+@facts
+def a_group_of_other_ranks_than_torch_knows_is_refused(rank: int) -> None:
+    ddp = ddp_class("ours")(Branches(), process_group=made_by_torch("boastful"), init_sync=False)
+    with pytest.raises(commhooks.AttachError, match=r"has 34 ranks, but torch\.distributed knows 2 .*process_group="):
+        commhooks.attach(ddp, "powersgd")
+
+
+test = facts.tests()
+
+
+class WithNameAndStore(Lonely):
+    """A group that answers to a name, and has a store."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return "mine"
+
+
+def test_a_groups_own_name_and_store_come_first() -> None:
+    store = HashStore()
+    assert name_and_store(WithNameAndStore(store)) == ("mine", store)

@@ -1,0 +1,182 @@
+"""A process group may be a Python class of the user's own, known to nobody but the DDP."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from tests.ddp_core.facts import Facts
+from tests.ddp_core.models import MEAN, Branches, grads, ones, scale, wrap
+from tests.python_groups import WORKS, Around, Lonely
+
+facts = Facts()
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+
+def train(model: Any, inner: nn.Module) -> list[Tensor]:
+    """Return all gradients of three steps."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(6, 4)).square().sum().backward()
+        seen += [p.grad.clone() for p in inner.parameters() if p.grad is not None]
+        optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("works", WORKS)
+def test_training_is_that_of_the_bare_module(works: str, view: bool) -> None:
+    """No process group is initialised, so nothing can go through the tables of torch.distributed."""
+    group, inner, bare = Lonely(works), mlp(), mlp()
+    ddp = wrap(inner, process_group=group, gradient_as_bucket_view=view, bucket_cap_mb=1e-5)
+    expected = train(bare, bare)
+    assert len(expected) == 18
+    assert all(map(torch.equal, train(ddp, inner), expected))
+    assert group.calls["allgather"] == 1
+    assert group.calls["broadcast"] == 1 + 3 + 1  # the model; its buffers, once a step; rank 0's buckets
+    assert group.calls["allreduce"] > 3
+    if works != "wrapper":
+        told_by_future = ["wait"] if works == "wait alone" else ["get_future"] if works == "future alone" else []
+        assert all(group.calls[how] for how in told_by_future or ("wait", "get_future"))
+
+
+@pytest.mark.parametrize("works", WORKS)
+def test_parameters_that_are_not_used_and_delayed_ones(works: str) -> None:
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        model = Branches()
+        ddp = wrap(model, process_group=Lonely(works), **options)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(ones(), "a").backward()
+            assert grads(model) == [[1.0], None]
+    model = Branches()
+    delayed = [("b.weight", model.b.weight)]
+    ddp = wrap(
+        model,
+        process_group=Lonely(works),
+        delay_all_reduce_named_params=delayed,
+        param_to_hook_all_reduce=model.a.weight,
+    )
+    ddp(ones()).backward()
+    assert grads(model) == [[1.0], [1.0]]
+
+
+def test_without_init_sync_nothing_is_sent() -> None:
+    group = Lonely()
+    ddp = wrap(mlp(), process_group=group, init_sync=False)
+    assert not group.calls
+    assert ddp._get_ddp_logging_data()["backend_name"] == "lonely"
+    with pytest.raises(RuntimeError, match="only supported when using DDP with the default process group"):
+        copy.deepcopy(ddp)
+
+
+class Failing(Lonely):
+    """A group that cannot sum the second time."""
+
+    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]  # 'Signature incompatible'
+        if self.calls["allreduce"]:
+            raise ConnectionError("the manager is gone")
+        return super().allreduce(tensors, options)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_group_that_fails_ends_the_training(delayed: bool) -> None:
+    model = nn.Sequential(scale(), scale())
+    options: dict[str, Any] = {}
+    if delayed:
+        options["delay_all_reduce_named_params"] = [("1.weight", model[1].weight)]
+        options["param_to_hook_all_reduce"] = model[0].weight
+    ddp = wrap(model, process_group=Failing(), **options)
+    if not delayed:
+        ddp(ones()).backward()
+    with pytest.raises(ConnectionError, match="manager is gone"):
+        ddp(ones()).backward()
+    for go_on in (functools.partial(ddp, ones()), torch.optim.SGD(model.parameters(), lr=0.1).step):
+        with pytest.raises(RuntimeError, match="interrupted by ConnectionError: the manager is gone"):
+            go_on()
+
+
+def passes_on(group: Any, bucket: Any) -> Any:
+    return group.allreduce([bucket.buffer()], dist.AllreduceOptions())
+
+
+def divides(group: Any, bucket: Any) -> Future[Tensor]:
+    future: Future[Tensor] = passes_on(group, bucket).get_future()
+    return future.then(lambda done: done.value()[0] / group.size())
+
+
+@pytest.mark.parametrize(
+    ("works", "hook"),
+    [("wait alone", passes_on), *((works, hook) for works in ("subclass", "wrapper") for hook in (passes_on, divides))],
+)
+def test_hooks_hand_on_what_such_a_group_returns(works: str, hook: Any) -> None:
+    group, model = Lonely(works), scale()
+    ddp = wrap(model, process_group=group)
+    ddp.register_comm_hook(group, hook)
+    ddp(ones()).backward()
+    assert grads(model) == [[1.0]]
+    assert group.calls["allreduce"] == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_pytorchs_own_hooks_run_on_such_a_group() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
+        group, model = Lonely(), scale()
+        ddp = wrap(model, process_group=group)
+        ddp.register_comm_hook(group, hook)
+        ddp(ones()).backward()
+        assert grads(model) == [[1.0]]
+        assert group.calls["allreduce"] == 1
+
+
+@facts
+def ranks_are_averaged_and_compared(rank: int) -> None:
+    assert dist.group.WORLD is not None
+    group = Around(dist.group.WORLD)
+    for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}):
+        model = Branches()
+        nn.init.constant_(model.a.weight, rank)
+        ddp = wrap(model, process_group=group, **options)
+        assert model.a.weight.item() == 0
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(ones(rank)).backward()
+            assert grads(model) == [[MEAN], [MEAN]]
+    assert {"allreduce", "broadcast", "allgather"} <= group.calls.keys()
+    with pytest.raises(RuntimeError, match=r"\[1\]: params\[0\] \('weight'\) with sizes \(1, 2\)"):
+        wrap(nn.Linear(1 + rank, 1), process_group=group)
+
+
+@facts
+def ranks_may_run_out_of_data(rank: int) -> None:
+    """``Join`` itself looks the group up in the tables of torch.distributed."""
+    from tests.python_groups import made_by_torch
+
+    group, model = made_by_torch("patient"), scale()
+    for divide_by_all in (True, False):
+        ddp = wrap(model, process_group=group)
+        with ddp.join(divide_by_initial_world_size=divide_by_all):
+            for _ in range(1 + rank):
+                ddp.zero_grad()
+                ddp(ones(rank)).backward()
+        if rank == 1:
+            assert grads(model) == [[1.0 if divide_by_all else 2.0]]
+
+
+test = facts.tests()

@@ -1,0 +1,301 @@
+"""``delay_all_reduce_named_params``: PyTorch's numbers, in every way in which a step can be taken."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import commhooks
+from tests.ddp_core.facts import Facts
+from tests.ddp_core.models import MEAN, Branches, Words, grads, ones, scale, wrap
+from tests.parity.training import ddp_class, first_difference, snapshot
+
+facts = Facts(check_exit=False)  # PyTorch's DDP aborts in about 6 % of exits
+
+
+def delaying(module: nn.Module, trigger: str, *names: str) -> dict[str, Any]:
+    """Return the two arguments that delay parameters ``names`` until the gradient of ``trigger`` is ready."""
+    named = dict(module.named_parameters())
+    return {
+        "delay_all_reduce_named_params": [(name, named[name]) for name in names],
+        "param_to_hook_all_reduce": named[trigger],
+    }
+
+
+def delayed(module: nn.Module, trigger: str, *names: str, **options: Any) -> Any:
+    """Wrap the module."""
+    return wrap(module, **delaying(module, trigger, *names), **options)
+
+
+@contextmanager
+def kept_works(works: list[dist.Work]) -> Iterator[None]:
+    """Keep the works of ``dist.all_reduce``: PyTorch's class drops that of its delayed all-reduce."""
+    original = dist.all_reduce
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        works.append(original(*args, **kwargs))
+        return works[-1]
+
+    dist.all_reduce = keeping
+    try:
+        yield
+    finally:
+        dist.all_reduce = original
+
+
+def history(rank: int, which: str, compressor: str | None = None, **options: Any) -> list[dict[str, Tensor]]:
+    """Return parameters and gradients after each of five steps; weights differ by rank before they are wrapped."""
+    torch.manual_seed(7 + rank)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+    some = delaying(module, "0.weight", "4.bias", "2.weight", "4.weight")
+    ddp: Any = ddp_class(which)(module, **some, **options)
+    attachment = commhooks.attach(ddp, compressor) if compressor is not None else None
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(rank)
+    steps, works = [], []  # type: ignore[var-annotated]  # 'Need type annotation': both are filled below
+    for step in range(5):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with kept_works(works):
+            ddp(torch.randn(4, 5)).square().sum().backward()
+        for work in works:
+            work.wait()
+        optimizer.step()
+        steps.append(snapshot(module))
+    if attachment is not None:
+        attachment.detach()
+    return steps
+
+
+@facts
+def every_step_has_the_bits_of_pytorchs_class(rank: int) -> None:
+    every: list[dict[str, Any]] = [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ]
+    for options in every:
+        assert first_difference(history(rank, "torch", **options), history(rank, "ours", **options)) is None, options
+
+
+@facts
+def an_attached_compressor_leaves_them_alone(rank: int) -> None:
+    """At two ranks a mean has the same bits in whichever order it is summed."""
+    plain = history(rank, "ours")
+    for which in ("ours", "torch"):
+        assert first_difference(plain, history(rank, which, "all-reduce")) is None
+        compressed = history(rank, which, "powersgd")
+        first = [f"{name}.grad" for name in ("4.bias", "2.weight", "4.weight")]
+        assert first_difference(*([{n: run[0][n] for n in first}] for run in (plain, compressed))) is None
+
+
+@facts
+def where_all_are_delayed_nothing_can_be_attached(rank: int) -> None:
+    # PyTorch's class wants a parameter that is not delayed, be it a frozen one
+    model = Branches()
+    model.b.requires_grad_(False)
+    for which in ("ours", "torch"):
+        ddp = ddp_class(which)(model, **delaying(model, "a.weight", "a.weight"))
+        with pytest.raises(commhooks.AttachError, match="no gradient comes in a bucket"):
+            commhooks.attach(ddp, "powersgd")
+
+
+@facts
+def gradients_are_means_in_memory_that_stays(rank: int) -> None:
+    model = Branches()
+    ddp = delayed(model, "a.weight", "b.weight")
+    ddp(ones(rank)).backward()
+    assert grads(model) == [[MEAN], [MEAN]]
+    memory: Any = model.b.weight.grad
+    for set_to_none in (True, False):
+        ddp.zero_grad(set_to_none=set_to_none)
+        output = ddp(ones(rank))
+        ddp.zero_grad(set_to_none=set_to_none)  # also in between
+        output.backward()
+        assert grads(model) == [[MEAN], [MEAN]]
+        now: Any = model.b.weight.grad
+        assert now.data_ptr() == memory.data_ptr()
+    ddp(ones(rank)).backward()  # accumulates onto means
+    assert grads(model) == [[2 * MEAN], [2 * MEAN]]
+
+
+@facts
+def replicas_start_equal_and_models_are_compared(rank: int) -> None:
+    model = Branches()
+    nn.init.constant_(model.b.weight, rank)
+    delayed(model, "a.weight", "b.weight")
+    assert model.b.weight.item() == 0
+    model.b = nn.Linear(1 + rank, 1)
+    with pytest.raises(RuntimeError, match=r"'b\.weight'.*sizes"):
+        delayed(model, "a.weight", "b.weight", "b.bias")
+
+
+@facts
+def no_sync_accumulates(rank: int) -> None:
+    model = Branches()
+    ddp = delayed(model, "a.weight", "b.weight")
+    with ddp.no_sync():
+        ddp(ones(rank)).backward()
+    assert grads(model) == [[rank + 1.0], [rank + 1.0]]
+    ddp(ones(rank)).backward()
+    assert grads(model) == [[2 * MEAN], [2 * MEAN]]
+
+
+@facts
+def what_is_not_used_has_a_gradient_of_zeros(rank: int) -> None:
+    """As in PyTorch's class, with or without find_unused_parameters; a trigger that is not used holds nothing up."""
+    for options in ({}, {"find_unused_parameters": True}):
+        model = Branches()
+        ddp = delayed(model, "a.weight", "b.weight", **options)
+        ddp(ones(rank), "a").backward()
+        assert grads(model) == [[MEAN], [0.0]]
+        ddp.zero_grad()
+        ddp(ones(rank), "ab" if rank else "a").backward()
+        assert grads(model) == [[MEAN], [1.0]]
+    ddp.zero_grad()
+    ddp(ones(rank), "b").backward()
+    assert grads(model) == [None, [MEAN]]
+
+
+@facts
+def ranks_may_get_to_the_trigger_in_different_orders(rank: int) -> None:
+    """One rank's last bucket is full before the trigger fires, the other's after it: the order is the same."""
+    model = nn.ModuleDict({name: scale() for name in "abc"})
+    model.forward = lambda x, order: sum(model[name](x) for name in order)
+    ddp = delayed(model, "a.weight", "c.weight", bucket_cap_mb=1e-6)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(ones(rank), "abc" if rank else "cba").backward()
+        assert grads(model) == [[MEAN]] * 3
+
+
+@facts
+def a_hook_does_not_see_them(rank: int) -> None:
+    model, seen = Branches(), []
+    ddp = delayed(model, "a.weight", "b.weight")
+
+    def hook(_: object, bucket: Any) -> Tensor:
+        seen.extend(bucket.names())
+        return torch.full((1,), 7.0)
+
+    ddp.register_comm_hook(None, hook)
+    ddp(ones(rank)).backward()
+    assert seen == ["a.weight"]
+    assert grads(model) == [[7.0], [MEAN]]
+
+
+@facts
+def all_may_be_delayed_and_wait_for_one_of_themselves(rank: int) -> None:
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        model = Branches()
+        ddp = delayed(model, "b.weight", "a.weight", "b.weight", **options)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(ones(rank)).backward()
+            assert grads(model) == [[MEAN], [MEAN]]
+
+
+@facts
+def a_trigger_that_is_ready_too_early_does_no_harm(rank: int) -> None:
+    model = nn.Sequential(scale(), scale())
+    for weight in model.parameters():
+        nn.init.ones_(weight)
+    ddp = delayed(model, "1.weight", "0.weight")
+    ddp(ones(rank)).backward()
+    assert grads(model) == [[MEAN], [MEAN]]
+
+
+class Twice(nn.Module):
+    """Uses weight ``b`` before and after weight ``a``, each time in a checkpoint that makes its gradient on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = scale(), scale()
+        for weight in self.parameters():
+            nn.init.ones_(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(
+            checkpoint(self.b, self.a(checkpoint(self.b, x, use_reentrant=True)), use_reentrant=True)
+        )
+
+
+@facts
+def a_second_gradient_after_the_reduction_is_an_error_unless_the_graph_is_static(rank: int) -> None:
+    model = Twice()
+    ddp = delayed(model, "a.weight", "b.weight", static_graph=True)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(ones(rank).requires_grad_()).backward()
+        assert grads(model) == [[MEAN], [2 * MEAN]]
+    model = Twice()
+    ddp = delayed(model, "a.weight", "b.weight")
+    output = ddp(ones(rank).requires_grad_())
+    with pytest.raises(RuntimeError, match=r"ready only once.*b\.weight"):
+        output.backward()
+    with pytest.raises(RuntimeError, match="finished reduction"):
+        torch.optim.SGD([model.b.weight], lr=1.0).step()
+
+
+@facts
+def a_rank_without_data_takes_part(rank: int) -> None:
+    model = Branches()
+    ddp = delayed(model, "a.weight", "b.weight")
+    with ddp.join(divide_by_initial_world_size=False):
+        for _ in range(2 + rank):
+            ddp.zero_grad()
+            ddp(ones(rank)).backward()
+    if rank == 1:
+        assert grads(model) == [[2.0], [2.0]]
+
+
+@facts
+def kinds_of_gradients_may_be_mixed(rank: int) -> None:
+    model = Words()
+    ddp = delayed(model, "out.weight", "words.weight")
+    for between in (False, True):
+        ddp.zero_grad()
+        output = ddp(rank)
+        if between:  # then the gradient comes as a sparse one
+            ddp.zero_grad()
+        output.backward()
+        assert grads(model)[0] == [0.5] * 4 + [0.0] * 4
+    two = nn.ModuleDict({"a": scale(), "b": scale().double(), "c": scale()})
+    two.forward = lambda x: two["a"](x) + two["b"](x.double()) + two["c"](x)
+    ddp = delayed(two, "a.weight", "b.weight", "c.weight")
+    ddp(ones(rank)).backward()
+    assert grads(two) == [[MEAN]] * 3
+
+
+@facts
+def copies_and_pickles_delay_too(rank: int) -> None:
+    ddp = delayed(Branches(), "a.weight", "b.weight")
+    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        twin(ones(rank)).backward()
+        assert grads(twin.module) == [[MEAN], [MEAN]]
+        assert [bucket.names for bucket in twin.reducer.buckets] == [["a.weight"]]
+    assert grads(ddp.module) == [None, None]
+
+
+@facts
+def an_optimiser_in_the_backward_pass_steps_on_means(rank: int) -> None:
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+
+    model = Branches()
+    nn.init.zeros_(model.b.weight)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    ddp = delayed(model, "a.weight", "b.weight")
+    ddp(ones(rank)).backward()
+    assert model.b.weight.item() == -MEAN
+
+
+test = facts.tests()
