@@ -147,14 +147,14 @@ class PowerSGD(Compressor):
         P_sent, Q_sent = (sent.t().contiguous(), x.Q) if side == "P" else (P, sent)
         (P, Q), (P_sent, Q_sent) = in_full(P, x.Q), in_full(P_sent, Q_sent)  # what they lose nobody would owe
         known_finite = not finite.is_cuda and bool(finite)  # on a GPU nobody waits to know
-        for rows in x.blocks:
-            if x.residual is not None:
-                M = x.form(rows, again=True)
-                if known_finite and x.residual.dtype == M.dtype and x.residual.device == M.device:
-                    torch.addmm(M, P_sent[rows], Q_sent, alpha=-1, out=x.residual[rows])
+        for block, P_rows, sent_rows in zip(x.blocks, P.split(x.block_rows), P_sent.split(x.block_rows), strict=True):
+            if block.residual is not None:
+                M = x.form(block, again=True)
+                if known_finite and block.residual.dtype == M.dtype and block.residual.device == M.device:
+                    torch.addmm(M, sent_rows, Q_sent, alpha=-1, out=block.residual)
                 else:
-                    context.commit(x.residual[rows], M.addmm_(P_sent[rows], Q_sent, alpha=-1), finite)
-            x.write_mean(rows, torch.mm(P[rows], Q, out=x.room(rows)))
+                    context.commit(block.residual, M.addmm_(sent_rows, Q_sent, alpha=-1), finite)
+            x.write_mean(block, torch.mm(P_rows, Q, out=x.room(block)))
         if self.warm_start:
             self._keep(x, side, context, finite)
 
@@ -236,7 +236,11 @@ class PowerSGD(Compressor):
             filled = torch.where(largest > 0, factor, kept)
             context.commit(kept, orthonormal_rows(filled, self.epsilon), allowed)
         else:
-            context.commit(kept, factor / largest, allowed & (largest > 0))
+            allowed = allowed & (largest > 0)
+            if not allowed.is_cuda and bool(allowed.all()):  # as nearly always; on a GPU nobody waits to know
+                torch.div(factor, largest, out=kept)
+            else:
+                context.commit(kept, factor / largest, allowed)
 
     def _name(self, side: Side) -> str:
         return f"{side} of the bucket" if self.matrices == "whole-bucket" else side
