@@ -14,7 +14,7 @@ help:
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
 	@echo "make check        lint, format, types, and the documentation built strictly"
 	@echo "make docs         build the documentation into site/"
-	@echo "make bench        speed of the DDP and of the hooks, beside PyTorch's own"
+	@echo "make bench        speed of the DDP and of the hooks, beside PyTorch's own and beside a copy"
 	@echo "make torch-suite  PyTorch's own DDP tests, run against ddp_core"
 	@echo "make soak         a thousand processes that train and end, and other long runs"
 	@echo "make soak-hooks   the hooks' part of that: 300 steps, 20 times, over 1 to 40 buckets on 2 to 4 ranks"
@@ -53,6 +53,7 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m experiments.bench
+	$(BIN)/python -m pytest -m bench -s tests/commhooks
 
 torch-suite: $(STAMP)
 	$(BIN)/python -m tests.torch_suite

@@ -1,17 +1,18 @@
-"""Speed against PyTorch's own hooks, in turns in one run. Needs a quiet machine: `pytest -m bench`."""
+"""Speed against PyTorch's own hooks and against memory, in turns in one run. Needs a quiet machine: `make bench`."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
@@ -56,13 +57,79 @@ def test_alternating_and_whole_buckets_keep_within_the_bounds_of_powersgd(shapes
         assert _ratios(ours, times[-1], 0)[1] < (0.45 if rank == 1 else 0.65)
 
 
-def _compared(ours: Times, theirs: Times, elements: int) -> str:
+BYTES_AN_ELEMENT = 28
+"""What PowerSGD cannot avoid moving of each element, in fp32. Gradient and residual are read and M is written (12);
+for Q it is read again (4), and once more at the end, where residual and mean are written (12). Factors are small."""
+MOST_OVER_A_COPY = {1: 1.35, 4: 1.6}
+"""By rank. Rank 4 makes 32 floating-point operations of an element besides."""
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside a backward pass", "outside"])
+@pytest.mark.parametrize("rank", [1, 4])
+@every_model
+def test_powersgd_takes_little_longer_than_to_copy_what_it_moves(shapes: list[Shape], rank: int, inside: bool) -> None:
+    """On one thread. This ratio depends less on the processor than that to PyTorch's hook."""
+    ((ours, copy_),) = run_ranks(_powersgd_against_a_copy, 1, shapes, rank, inside, timeout=300.0)
+    elements = sum(math.prod(shape) for shape in shapes)
+    print(
+        f"\nPowerSGD, rank {rank}, {BYTES_AN_ELEMENT} bytes an element:", _compared(ours, copy_, elements, "a copy's")
+    )
+    for clock in (0, 1):
+        assert _ratios(ours, copy_, clock)[1] <= MOST_OVER_A_COPY[rank]
+
+
+def _powersgd_against_a_copy(_: int, shapes: list[Shape], rank: int, inside: bool) -> list[Times]:
+    """Run our hook, and copies that move as many bytes, in turns; return the times of both."""
+    torch.set_num_threads(1)
+    state = commhooks.PowerSGDState(None, rank, start_powerSGD_iter=2)
+    bucket = Bucket([torch.zeros(shape) for shape in shapes])
+    memory = bucket.buffer()
+    gradient, away, again = torch.randn(memory.shape), torch.empty_like(memory), torch.empty_like(memory)
+
+    call = functools.partial(_call, commhooks.powerSGD_hook, state, bucket)
+
+    def copy_() -> None:  # 8 bytes an element each, and 4
+        away.copy_(gradient)
+        again.copy_(away)
+        away.copy_(again)
+        half = memory.numel() // 2
+        again[:half].copy_(gradient[:half])
+
+    return _times_in_turns([_in_a_backward_pass(call) if inside else call, copy_], [memory, memory], gradient)
+
+
+def _in_a_backward_pass(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls another one from within a backward pass, as DDPs call hooks."""
+
+    def backward() -> None:
+        leaf = torch.zeros((), requires_grad=True)
+        leaf.register_hook(lambda _: call())
+        leaf.clone().backward()
+
+    return backward
+
+
+def _times_in_turns(
+    contenders: Sequence[Callable[[], object]], memories: Sequence[Tensor], gradient: Tensor
+) -> list[Times]:
+    """Time contenders in turns; the gradient is in each one's memory when its turn comes. Six rounds do not count."""
+    times: list[Times] = [[] for _ in contenders]
+    for _ in range(26):
+        for contender, memory, seconds in zip(contenders, memories, times, strict=True):
+            memory.copy_(gradient)
+            begun = time.process_time(), time.perf_counter()
+            contender()
+            seconds.append((time.process_time() - begun[0], time.perf_counter() - begun[1]))
+    return [seconds[6:] for seconds in times]
+
+
+def _compared(ours: Times, theirs: Times, elements: int, whose: str = "PyTorch's") -> str:
     lines = []
     for clock, name in enumerate(("processor", "wall-clock")):
         low, middle, high = _ratios(ours, theirs, clock)
         our_time, their_time = (statistics.median(t[clock] for t in ts) / elements * 1e9 for ts in (ours, theirs))
         lines.append(
-            f"{name} {middle:.3f} of PyTorch's (quartiles {low:.3f} to {high:.3f}), "
+            f"{name} {middle:.3f} of {whose} (quartiles {low:.3f} to {high:.3f}), "
             f"{our_time:.2f} and {their_time:.2f} microseconds per 1,000 elements"
         )
     return "; ".join(lines)
@@ -85,14 +152,12 @@ def _powersgd_against_stock(
     ]
     contenders.append((stock.powerSGD_hook, stock.PowerSGDState(None, rank, start_powerSGD_iter=2)))
     buckets = [bucket, *(Bucket(bucket.parameters()) for _ in forms)]
-    times: list[Times] = [[] for _ in contenders]
-    for _ in range(26):
-        for (hook, state), own, seconds in zip(contenders, buckets, times, strict=True):
-            own.buffer().copy_(gradient)
-            begun = time.process_time(), time.perf_counter()
-            hook(state, own).wait()
-            seconds.append((time.process_time() - begun[0], time.perf_counter() - begun[1]))
-    return [seconds[6:] for seconds in times]
+    calls = [functools.partial(_call, *pair, own) for pair, own in zip(contenders, buckets, strict=True)]
+    return _times_in_turns(calls, [own.buffer() for own in buckets], gradient)
+
+
+def _call(hook: Callable[..., Any], state: Any, bucket: Bucket) -> None:
+    hook(state, bucket).wait()
 
 
 @pytest.mark.parametrize("kind", ["core", "torch"])
