@@ -34,6 +34,8 @@ OPENING_SECONDS = 2.0
 """How much longer than the group's timeout opening may take: Gloo, which keeps that timeout, says more."""
 SWAP_SECONDS = 10.0
 """How long ranks that disagree wait for each other's texts."""
+_POLL_SECONDS = 0.01
+"""How often a rank that waits in the store looks for the others."""
 
 _private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """How many private groups each parent has, by label; every rank makes those of one label in the same order."""
@@ -110,18 +112,40 @@ def open_connection(address: Address, wrap: WrapCommunicator | None = None) -> C
     Raises `CollectiveError`, naming the ranks that have not come, or the store if it does not answer.
     """
     limit = address.timeout.total_seconds() + OPENING_SECONDS
+    address.store_thread.call(functools.partial(_meet, address), limit)
     return Connection(address.store_thread.call(functools.partial(_open_group, address), limit), address, wrap)
 
 
-def _open_group(address: Address) -> ProcessGroupGloo:
-    """Rendezvous in the store; runs on the store's thread."""
+def _meet(address: Address) -> None:
+    """Wait for every rank; runs on the store's thread.
+
+    Gloo would wait too, but for one rank after the other and each time as long as the timeout: of a call that takes
+    longer than that nobody could say whether ranks or the store keep it waiting.
+    """
+    board = address.noticeboard()
     address.store.set(_came(address.rank), "")
+    keys = [_came(rank) for rank in range(address.world_size)]
+    deadline = time.monotonic() + address.timeout.total_seconds()
+    while not address.store.check(keys):  # not wait(): one that blocks keeps all others from the store
+        cause = board.look()
+        if cause is not None:
+            raise CollectiveError(f"another rank failed: {cause}")
+        late = time.monotonic() > deadline
+        absent = [rank for rank, key in enumerate(keys) if not address.store.check([key])] if late else []
+        if absent:
+            raise CollectiveError(
+                f"no line to every rank could be opened within {address.timeout.total_seconds():g} s. "
+                f"Not there: rank {', '.join(map(str, absent))}."
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _open_group(address: Address) -> ProcessGroupGloo:
+    """Open the group, when every rank has come; runs on the store's thread."""
     try:
         return ProcessGroupGloo(address.store, address.rank, address.world_size, address.timeout)
     except RuntimeError as error:
-        absent = [rank for rank in range(address.world_size) if not address.store.check([_came(rank)])]
-        who = f" Not there: rank {', '.join(map(str, absent))}." if absent else ""
-        raise CollectiveError(f"no line to every rank could be opened: {error}.{who}") from error
+        raise CollectiveError(f"no line to every rank could be opened: {error}.") from error
 
 
 def _came(rank: int) -> str:
@@ -166,7 +190,7 @@ def _swap_texts(store: Store, own: str, rank: int, world_size: int) -> list[str]
     while not store.check(keys):
         if time.monotonic() > deadline:
             raise AttachError("ranks disagree, and not all of them said what they came with.")
-        time.sleep(0.01)
+        time.sleep(_POLL_SECONDS)
     return [store.get(key).decode() for key in keys]
 
 

@@ -7,12 +7,14 @@ thread and waits for them a bounded time, or not at all.
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import dataclasses
 import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -44,7 +46,7 @@ class StoreThread:
     """A daemon thread that calls `store`, one call after the other; it starts with the first one.
 
     A call that is never answered blocks those behind it, which then time out as well. The thread is left behind where
-    it stands: nothing can wake it, and a daemon does not hold up the end of the process.
+    it stands: nothing can wake it, and a daemon holds up the end of the process no longer than `ANSWER_SECONDS`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -52,6 +54,7 @@ class StoreThread:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
+        _threads.add(self)
 
     def submit(self, run: Callable[[], Answer]) -> concurrent.futures.Future[Answer]:
         """Return the future of `run()`, which the thread calls when it has done what it was given before.
@@ -82,6 +85,11 @@ class StoreThread:
         """Let the thread end after the calls that it was given."""
         self._calls.put(None)
 
+    def join(self, seconds: float) -> None:
+        """Return when the thread has ended, or after `seconds`."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
@@ -98,7 +106,7 @@ class StoreThread:
 class Noticeboard:
     """One attachment's part of the store, where a rank that fails tells the others why.
 
-    Methods return at once, or after `ANSWER_SECONDS` and a little at most; the store itself is called by
+    Methods but `look` return at once, or after `ANSWER_SECONDS` and a little at most; the store itself is called by
     `store_thread`.
     """
 
@@ -116,7 +124,7 @@ class Noticeboard:
         Raises `SilentStoreError` if the store is gone; it may be silent for a while.
         """
         if self._found is None and (self._look is None or self._look.done()):
-            look, self._look = self._look, self._thread.submit(self._find)
+            look, self._look = self._look, self._thread.submit(self.look)
             self._found = look.result() if look is not None else None
         return self._found
 
@@ -124,7 +132,7 @@ class Noticeboard:
         """Look at once, and return why some rank failed; raise `SilentStoreError` if the store does not answer."""
         if self._found is None:
             if self._look is None or self._look.done():  # one under way asks the same question
-                self._look = self._thread.submit(self._find)
+                self._look = self._thread.submit(self.look)
             self._found = self._thread.result(self._look, ANSWER_SECONDS)
         return self._found
 
@@ -141,17 +149,17 @@ class Noticeboard:
         done = self._thread.submit(lambda: self._store.compare_set(_FAILURE_KEY, "", cause))
         concurrent.futures.wait([done], ANSWER_SECONDS)
 
-    def close(self) -> None:
-        """Let the store's thread end."""
-        self._thread.close()
-
-    def _find(self) -> str | None:
-        """Return the reason that was told, and answer a rank that calls the roll; runs on the store's thread."""
+    def look(self) -> str | None:
+        """Return the reason that was told, and answer a rank that calls the roll; for the store's thread alone."""
         if self._store.check([_FAILURE_KEY]):
             return str(self._store.get(_FAILURE_KEY).decode())
         if self._store.check([_ROLL_CALL_KEY]):
             self._store.set(_here(self._rank), "")
         return None
+
+    def close(self) -> None:
+        """Let the store's thread end."""
+        self._thread.close()
 
     def _call_the_roll(self) -> list[int]:
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -160,6 +168,20 @@ class Noticeboard:
         while time.monotonic() < deadline and not self._store.check([_here(rank) for rank in self._ranks]):
             time.sleep(_POLL_SECONDS)
         return [rank for rank in self._ranks if not self._store.check([_here(rank)])]
+
+
+_threads: weakref.WeakSet[StoreThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Let calls come back while the interpreter stands; of one that does so later, the process dies by SIGABRT."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    left = list(_threads)
+    for store_thread in left:
+        store_thread.close()
+    for store_thread in left:
+        store_thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def address_of(store: Store) -> str:

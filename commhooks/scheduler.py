@@ -24,7 +24,7 @@ from commhooks.connection import Address, Connection, WrapCommunicator, open_con
 from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
 from commhooks.forked import keep_groups
 from commhooks.fused import Fused
-from commhooks.noticeboard import SilentStoreError
+from commhooks.noticeboard import ANSWER_SECONDS, SilentStoreError
 from commhooks.policy import Fifo, Policy
 from commhooks.statistics import Ledger, Traffic
 from commhooks.task import BucketTask
@@ -35,8 +35,9 @@ SHORT_SLICE_SECONDS = 0.005
 """How often it looks for the step's next bucket."""
 PATIENCE_SECONDS = 3.0
 """How long the thread, when it ends, waits for work that is still under way."""
-JOIN_SECONDS = 5.0
-"""How long stopping waits for the thread."""
+JOIN_SECONDS = SLICE_SECONDS + 4 * ANSWER_SECONDS + PATIENCE_SECONDS + 1.0
+"""How long stopping waits for the thread: until it looks, for all that it asks of a store that is silent (who failed, a
+roll call of two answers' length, and word of its own end), for its patience, and a little."""
 
 POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "fused": Fused}
 """Orders of collectives, by the name that `attach` takes."""

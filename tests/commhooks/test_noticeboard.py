@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from commhooks import connection, noticeboard
+from commhooks import AllReduceMean, connection, noticeboard
+from commhooks.communicators import Communicator, ProcessGroupCommunicator
+from commhooks.compressor import BucketView, Context
 from commhooks.connection import Address, open_connection
 from commhooks.errors import CollectiveError
 from commhooks.noticeboard import Noticeboard, SilentStoreError, StoreThread, address_of
+from commhooks.requests import Request
+from commhooks.scheduler import ThreadScheduler
+from commhooks.task import BucketTask
+from tests.world.launcher import ROOT
 
+TRUE_ANSWER_SECONDS = noticeboard.ANSWER_SECONDS
 ANSWER_SECONDS = 0.3
 
 
@@ -116,6 +126,86 @@ def test_a_line_is_not_waited_for_longer_than_the_group_s_timeout_if_the_store_i
     with pytest.raises(SilentStoreError, match="does not answer"):
         open_connection(address)
     assert time.monotonic() - begun < 5
+
+
+def test_ranks_that_come_late_are_not_taken_for_a_store_that_is_silent() -> None:
+    """Gloo waits for one rank after the other, each time as long as the timeout: longer than a store may be silent."""
+    store, timeout = HashStore(), timedelta(seconds=1)
+    told: dict[int, str] = {}
+
+    def come(rank: int) -> None:
+        time.sleep(rank * 0.7)
+        try:
+            open_connection(Address(store, rank, 3, timeout, StoreThread(store)))
+        except CollectiveError as error:
+            told[rank] = str(error)
+            Noticeboard(store, StoreThread(store), rank, 3).post(f"rank {rank}: {error}")
+
+    ranks = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    own = "no line to every rank could be opened within 1 s. Not there: rank 2."
+    assert told == {0: own, 1: f"another rank failed: rank 0: {own}"}
+
+
+class NeverDone:
+    """A communicator that starts collectives which never end."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.rank, self.world_size = inner.rank, inner.world_size
+
+    def start(self, request: Request) -> NeverDone:
+        self.result = request.tensor
+        return self
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        time.sleep(timeout_seconds or 0)
+        raise TimeoutError
+
+
+def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store_is_silent(
+    store: Switched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", TRUE_ANSWER_SECONDS)
+    monkeypatch.setattr(ProcessGroupCommunicator, "is_busy", lambda self: True)
+    address = Address(store, 0, 1, timedelta(seconds=30), StoreThread(store))
+    threaded = ThreadScheduler(address, "", NeverDone, "fifo", None)
+    threaded.wait_until_open()
+    bucket = BucketView(0, torch.zeros(4))
+    exchange = AllReduceMean().compress(bucket, Context(0, 1, 0))
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    threaded.submit(BucketTask(exchange, future, bucket.memory, 0, 0, True, lambda: "p", bucket.layout, 1))
+    time.sleep(0.1)
+    store.answers.clear()
+    threaded.stop()
+    assert threaded._desk.abandoned is not None  # so the end of the process knows of it
+    with pytest.raises(CollectiveError, match="the process is ending"):
+        future.wait()
+
+
+AT_EXIT = """
+import time
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+from commhooks.noticeboard import StoreThread
+
+class SlowToGo:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
+
+store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+StoreThread(store).submit(lambda: store.wait(["never"], timedelta(seconds=0.6)))
+left = SlowToGo()
+"""
+
+
+def test_a_call_that_comes_back_while_the_process_ends_does_not_kill_it() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_store_is_called_by_its_address() -> None:
