@@ -65,6 +65,5 @@ class WireDtype(Compressor):
                 f"WireDtype({self.dtype}): only sums can be cast on the wire, "
                 f"and {self.inner} asked for an {request.kind}."
             )
-        if request.tensor.dtype.itemsize <= self.dtype.itemsize:
-            return request
-        return dataclasses.replace(request, wire=self.dtype)
+        casts = request.tensor.dtype.itemsize > self.dtype.itemsize
+        return dataclasses.replace(request, wire=self.dtype if casts else None)  # a nested one's may be narrower
