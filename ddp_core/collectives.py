@@ -67,8 +67,8 @@ def future_of(work: dist.Work) -> torch._C.Future[Any] | None:
 def result_of(work: dist.Work) -> Any:
     """Wait for ``work``, and return what its future holds, as PyTorch's reducer does; None if it holds nothing.
 
-    A group written in Python may deliver its result there and not in place.
+    A group written in Python may deliver its result there and not in place, and later than its ``wait`` returns.
     """
     finish(work)
     future = future_of(work)
-    return future.value() if future is not None and future.done() else None
+    return None if future is None else future.wait()

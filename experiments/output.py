@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from experiments.report.page import HEAD as TITLE
 from experiments.report.page import PICTURES
-from experiments.runs import PARTIAL, RunResult
-from experiments.tasks import task_names
+from experiments.runs import HEAD, PARTIAL, RunResult
 
 REPORT = "report.html"
 _FOLDERS = ("results", "tensorboard", "plots")
@@ -17,9 +17,17 @@ def prepare_folder(out: Path, *, overwrite: bool = False) -> None:
     """Make the folder; with `overwrite`, remove from it what an earlier comparison wrote, and nothing else.
 
     Raises:
-        ValueError: The folder holds results and `overwrite` is off, or it holds anything that no comparison wrote.
+        ValueError: The folder holds results and `overwrite` is off, or it holds anything that no comparison wrote, or
+            it cannot be read or written.
 
     """
+    try:
+        _prepare(out, overwrite)
+    except OSError as error:
+        raise ValueError(f"out: {out} cannot be used as a folder for results ({error}); name another one") from error
+
+
+def _prepare(out: Path, overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: {out} is a file; name a folder")
     written = _written(out) if out.exists() else []
@@ -37,36 +45,50 @@ def prepare_folder(out: Path, *, overwrite: bool = False) -> None:
 
 
 def _written(out: Path) -> list[Path]:
-    """Return the files in `out`, all of which a comparison wrote; raise ValueError if some other thing is there."""
+    """Return the files in `out`, all of which a comparison wrote; raise ValueError if some other thing is there.
+
+    Results come last: they tell what else is a comparison's, also to one that follows an interrupted removal.
+    """
     strangers = [path for path in out.iterdir() if path.name not in (*_FOLDERS, REPORT) or path.is_symlink()]
     if not strangers:  # another folder, somebody's home for one, is not searched to its depths
-        files = sorted(path for path in out.rglob("*") if path.is_symlink() or not path.is_dir())
-        runs = {path.stem for path in files if _is_result(path)}
-        strangers = [path for path in files if not _is_own(path, path.relative_to(out).parts, runs)]
+        paths = sorted(out.rglob("*"), key=lambda path: (path.parent == out / "results", path))
+        runs = {path.stem for path in paths if _is_result(path)}
+        strangers = [path for path in paths if not _is_own(path, path.relative_to(out).parts, runs)]
     if strangers:
         raise ValueError(
             f"out: {out} holds files of another kind ({_some(strangers, out)}); name a new or empty folder"
         )
-    return files
+    return [path for path in paths if path.is_file()]
 
 
 def _is_own(path: Path, parts: tuple[str, ...], runs: set[str]) -> bool:
-    """Return whether a comparison wrote this file: its name says so, and a result's content too."""
+    """Return whether a comparison wrote this file, by its name and content, or made this folder."""
+    if path.is_dir():
+        return parts in ((name,) for name in _FOLDERS) or (parts[0] == "tensorboard" and len(parts) == 2)
+    if path.is_symlink() or not path.is_file():
+        return False
     match parts:
         case (name,):
-            return name == REPORT
+            return name == REPORT and _begins(path, TITLE)
         case ("results", name):
-            return _is_result(path) or name.endswith(PARTIAL)
+            return _is_result(path) or (name.endswith(PARTIAL) and _begins(path, HEAD))
         case ("plots", name):
-            return name in {f"{task}.{picture}.png" for task in task_names() for picture in PICTURES}
+            tasks = {run.partition(".")[0] for run in runs}
+            return name in {f"{task}.{picture}.png" for task in tasks for picture in PICTURES}
         case ("tensorboard", run, name):
             return run in runs and name.startswith(_EVENTS)
     return False
 
 
+def _begins(path: Path, text: str) -> bool:
+    """Return whether the file begins with `text`, or was cut before that: a process may have been killed."""
+    with path.open("rb") as file:
+        return text.encode().startswith(file.read(len(text.encode())))
+
+
 def _is_result(path: Path) -> bool:
     """Return whether a file is a result under its own name: a copy that somebody put by has another."""
-    if path.parent.name != "results" or path.suffix != ".json" or path.is_symlink():
+    if path.parent.name != "results" or path.suffix != ".json" or path.is_symlink() or not path.is_file():
         return False
     try:
         return RunResult.read(path).file_name == path.name

@@ -15,6 +15,7 @@ from experiments.link import LinkSettings
 
 FORMAT = 1  # of the result files; higher when a reader must change
 PARTIAL = ".json.part"  # ends the name of a result while it is written
+HEAD = '{\n "format": '  # begins its text
 HookValue = bool | int | float | str
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # 'has no attribute': not in its stub
 from torch.futures import Future
 
-WORKS = ("subclass", "wrapper", "wait alone", "future alone", "elsewhere")
+WORKS = ("subclass", "wrapper", "wait alone", "future alone", "elsewhere", "later")
 """Ways in which a group hands its results over; see `Lonely`."""
 
 
@@ -64,11 +65,25 @@ class FutureAlone(dist.Work):
         return _completed(self._result)
 
 
+class Later(Done):
+    """A work whose ``wait`` returns before its result, which is in its future alone, is there."""
+
+    def __init__(self, result: Any, calls: Counter[str]) -> None:
+        super().__init__(result, calls)
+        self._future: Future[Any] = torch.futures.Future()
+        threading.Timer(0.02, self._future.set_result, [result]).start()
+
+    def get_future(self) -> Future[Any]:
+        self._calls["get_future"] += 1
+        return self._future
+
+
 class Lonely(dist.ProcessGroup):
     """A group of one rank that `torch.distributed` knows nothing of.
 
     ``works``: "subclass" hands out works of a Python class, "wrapper" such as C++ makes of a future, "wait alone" and
-    "future alone" works that have nothing else; "elsewhere" leaves a dense all-reduce's result in the future alone.
+    "future alone" works that have nothing else; "elsewhere" leaves a dense all-reduce's result in the future alone, and
+    "later" completes that future only after ``wait`` has returned.
     """
 
     def __init__(self, works: str = "subclass") -> None:
@@ -82,12 +97,13 @@ class Lonely(dist.ProcessGroup):
             return work
         if self.works == "wait alone":
             return WaitAlone(tensors, self.calls)
-        return (FutureAlone if self.works == "future alone" else Done)(result, self.calls)
+        kinds = {"future alone": FutureAlone, "later": Later}
+        return kinds.get(self.works, Done)(result, self.calls)
 
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]  # 'Signature incompatible'
         self.calls["allreduce"] += 1
         result = tensors
-        if self.works == "elsewhere" and tensors[0].is_floating_point():
+        if self.works in ("elsewhere", "later") and tensors[0].is_floating_point():
             result = [tensor.clone() for tensor in tensors]
             for tensor in tensors:
                 tensor.fill_(-1)

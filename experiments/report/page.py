@@ -24,6 +24,13 @@ from experiments.runs import RunResult
 from experiments.summary import SMOOTHING_STEPS, Summary
 
 Plots = Mapping[tuple[str, str, str], bytes]  # (task, picture, theme) -> PNG
+HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>commhooks compare: """  # begins every report
 PICTURES = ("step-time", "loss-bytes", "loss-time")
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from experiments import compare
 from experiments.cli import app
 from experiments.launch import Send
 from experiments.output import prepare_folder
+from experiments.report.page import HEAD
 from experiments.report.tensorboard import write_logs
 from experiments.runs import RunSettings
 from experiments.worker import RunDone
@@ -31,7 +33,7 @@ def out(tmp_path: Path) -> Path:
         one.write(folder / "results")
         write_logs(one, folder / "tensorboard")
         (folder / "plots" / f"{one.settings.task}.step-time.png").write_bytes(b"a picture")
-    (folder / "report.html").write_text("old")
+    (folder / "report.html").write_text(HEAD + "old</title>")
     return folder
 
 
@@ -66,7 +68,7 @@ def test_results_are_not_deleted_unasked(out: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_overwrite_replaces_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (out / "results" / "gpt.fp16.json.part").write_text('{"form')  # a process that was killed while it wrote
+    (out / "results" / "gpt.fp16.json.part").write_text('{\n "for')  # a process that was killed while it wrote
     ended, trained = run(monkeypatch, "--out", str(out), "--overwrite")
     assert (ended.exit_code, trained) == (0, True), ended.output
     assert [path.name for path in (out / "results").iterdir()] == ["digits.bf16.json"]
@@ -88,6 +90,8 @@ def test_the_demo_runs_a_second_time(out: Path, monkeypatch: pytest.MonkeyPatch)
     "foreign",
     [
         "thesis.tex",
+        "report.html",
+        "results/digits.mine.json.part",
         "results/notes.txt",
         "results/digits.fp16-put-by.json",
         "results/digits.json",
@@ -110,6 +114,60 @@ def test_a_folder_with_other_files_is_left_alone(
     assert (ended.exit_code, trained) == (2, False)
     assert f"{out} holds files of another kind ({foreign})" in ended.output
     assert files(out) == before
+
+
+def test_files_that_only_have_a_comparisons_names_are_left_alone(tmp_path: Path) -> None:
+    """No result is there, so nothing says whose they are."""
+    for name in ("plots/digits.step-time.png", "tensorboard/digits.fp16/events.out.tfevents.1.host"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("years of work")
+        with pytest.raises(ValueError, match="files of another kind"):
+            prepare_folder(tmp_path, overwrite=True)
+        (tmp_path / name).unlink()
+
+
+def test_a_removal_that_was_interrupted_can_be_gone_on_with(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink, count = Path.unlink, len(files(out))
+
+    def interrupted(path: Path) -> None:
+        if len(files(out)) == kept:
+            raise KeyboardInterrupt
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", interrupted)
+        for kept in range(count - 1, 0, -1):  # one file more each time
+            with pytest.raises(KeyboardInterrupt):
+                prepare_folder(out, overwrite=True)
+    prepare_folder(out, overwrite=True)
+    assert not files(out)
+
+
+def _make_a_dangling_link(path: Path) -> None:
+    path.symlink_to(path.with_name("nowhere"))
+
+
+def _make_a_pipe_among_results(path: Path) -> None:
+    (path / "results").mkdir(parents=True)
+    os.mkfifo(path / "results" / "digits.fp16.json")
+
+
+def _make_a_folder_where_a_file_belongs(path: Path) -> None:
+    (path / "report.html").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    "make", [Path.touch, _make_a_dangling_link, _make_a_pipe_among_results, _make_a_folder_where_a_file_belongs]
+)
+@pytest.mark.timeout(20)
+def test_what_cannot_be_written_to_is_refused_before_training(
+    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "out")
+    for folder in (tmp_path / "out", *([tmp_path / "out" / "below"] if make is Path.touch else [])):
+        ended, trained = run(monkeypatch, "--out", str(folder), "--overwrite")
+        assert (ended.exit_code, trained) == (2, False)
+        assert f"error: out: {folder} " in ended.output
 
 
 @pytest.mark.parametrize("link", ["results", "report.html", "results/digits.fp16.json"])

@@ -73,6 +73,9 @@ def test_the_pictures_are_files_too(folder: Path) -> None:
 
 def test_every_file_of_a_report_is_known_again(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
+    for one in results():
+        one.write(copy / "results")
+        write_logs(one, copy / "tensorboard")
     prepare_folder(copy, overwrite=True)
     assert [path for path in copy.rglob("*") if path.is_file()] == []
 
