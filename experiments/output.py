@@ -64,7 +64,7 @@ def _written(out: Path) -> list[Path]:
 def _is_own(path: Path, parts: tuple[str, ...], runs: set[str]) -> bool:
     """Return whether a comparison wrote this file, by its name and content, or made this folder."""
     if path.is_dir():
-        return parts in ((name,) for name in _FOLDERS) or (parts[0] == "tensorboard" and len(parts) == 2)
+        return parts[0] in _FOLDERS and len(parts) <= (2 if parts[0] == "tensorboard" else 1)
     if path.is_symlink() or not path.is_file():
         return False
     match parts:

@@ -127,16 +127,15 @@ def test_files_that_only_have_a_comparisons_names_are_left_alone(tmp_path: Path)
 
 
 def test_a_removal_that_was_interrupted_can_be_gone_on_with(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unlink, count = Path.unlink, len(files(out))
+    unlink = Path.unlink
 
-    def interrupted(path: Path) -> None:
-        if len(files(out)) == kept:
-            raise KeyboardInterrupt
+    def removed_and_interrupted(path: Path) -> None:
         unlink(path)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", interrupted)
-        for kept in range(count - 1, 0, -1):  # one file more each time
+        patch.setattr(Path, "unlink", removed_and_interrupted)
+        for _ in range(len(files(out)) - 1):
             with pytest.raises(KeyboardInterrupt):
                 prepare_folder(out, overwrite=True)
     prepare_folder(out, overwrite=True)
