@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -139,6 +140,20 @@ def test_sent_plus_residual_is_what_was_to_be_sent(case: Case) -> None:
             to_send = mean_of(gradients, index) + mean_of(before, index)
             left = torch.stack([workers.residual(rank, index).double() for rank in range(3)]).mean(0)
             assert largest(means[0][index] + left - to_send) <= allowed
+
+
+@every_feeding_back_case
+def test_on_one_rank_all_that_a_wire_rounds_away_is_owed(case: Case) -> None:
+    """Nothing is summed there, so a narrow wire loses nothing of a matrix: fp32's rounding is the bound."""
+    workers = Workers(case.make(), 1, zeros((24, 40), (12, 30)))
+    for step in range(5):
+        before = [[workers.residual(0, i).double() for i in range(2)]]
+        gradients = normal(workers.parameters, 1, seed=step)
+        means = workers.step(gradients)
+        losses = losses_of_a_step(dataclasses.replace(case, wire=None), gradients, before)
+        for index, allowed in enumerate(losses):
+            left = workers.residual(0, index).double()
+            assert largest(means[0][index] + left - gradients[0][index] - before[0][index]) <= allowed
 
 
 @every_feeding_back_case
