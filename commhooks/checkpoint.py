@@ -98,7 +98,8 @@ def save_checkpoint(
       without, it survives that of processes, and saving takes about half the time.
 
     Raises `CheckpointError` on every rank if any rank cannot write, with the file and the cause; what was written of
-    this checkpoint is removed, and the other checkpoints stay as they were.
+    this checkpoint is removed, and the other checkpoints stay as they were. If only an older checkpoint cannot be
+    removed ("could not remove those before the checkpoint"), the new one is whole, and stays.
     """
     if keep is not None and keep < 1:
         raise CheckpointError(f"save_checkpoint(keep={keep!r}): keep must be at least 1, or None.")
@@ -122,6 +123,9 @@ def save_checkpoint(
     def put_in_place() -> None:
         if ranks.rank == 0:
             _finish(root, writing, name, manifest, flush)
+
+    def remove_old() -> None:
+        if ranks.rank == 0:
             _remove_old(root, keep)
 
     with _removed_if_it_fails(root / writing, ranks):
@@ -137,6 +141,7 @@ def save_checkpoint(
             "files": {name: size for part in sizes for name, size in part.items()},
         }
         ranks.together("put in place", put_in_place)
+    ranks.together("remove those before", remove_old)
     return root / name
 
 
@@ -220,7 +225,7 @@ def _prepare(root: Path, step: int) -> tuple[str, str]:
     """Return the new checkpoint's name, and the one under which it is written; clear away what a killed run left."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.iterdir():
-        if left.name.startswith((_WRITING, _REMOVING)):
+        if left.name.startswith((_WRITING, _REMOVING)) and _NAME.fullmatch(left.name.partition("-")[2]):
             shutil.rmtree(left)
     numbers = [int(match[1]) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
     name = f"checkpoint-{max(numbers, default=0) + 1:05d}-step-{step}"
@@ -302,7 +307,11 @@ def _finish(root: Path, writing: str, name: str, manifest: Mapping[str, Any], fl
         flush_to_disk(root / writing)
     (root / writing).rename(root / name)
     if flush:
-        flush_to_disk(root)
+        try:
+            flush_to_disk(root)
+        except OSError:  # nobody is to find what save_checkpoint says that it could not save
+            (root / name).rename(root / writing)
+            raise
 
 
 def _remove_old(root: Path, keep: int | None) -> None:

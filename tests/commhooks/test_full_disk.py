@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import resource
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ def test_a_write_that_the_system_refuses_is_named(tmp_path: Path) -> None:
     check_nothing_lost(tmp_path, caught.value, "shared.pt", errno.EFBIG)
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5])  # the last two: its folder, and the folder that it is in
 def test_a_disk_that_is_full_only_when_it_flushes_is_named(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,4 +92,34 @@ def test_a_disk_that_is_full_only_when_it_flushes_is_named(
     monkeypatch.setattr(os, "fsync", flush)
     with pytest.raises(CheckpointError, match=r"\d+ bytes free") as caught:
         save_checkpoint(tmp_path, step=2, model=MODEL)
-    check_nothing_lost(tmp_path, caught.value, ("rank0.pt", "shared.pt", "manifest.json")[call - 1], errno.ENOSPC)
+    assert f"[Errno {errno.ENOSPC}]" in str(caught.value) and str(tmp_path) in str(caught.value)
+    if call <= 3:
+        check_nothing_lost(tmp_path, caught.value, ("rank0.pt", "shared.pt", "manifest.json")[call - 1], errno.ENOSPC)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00001-step-1"]
+
+
+def test_where_only_an_old_checkpoint_cannot_be_removed_the_new_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, step=1, model=MODEL)
+
+    def keep(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", keep)
+        with pytest.raises(CheckpointError, match="could not remove those before the checkpoint. rank 0: PermissionE"):
+            save_checkpoint(tmp_path, step=2, model=MODEL, keep=1)
+    loaded = load_checkpoint(tmp_path, model=MODEL)
+    assert loaded is not None and loaded.step == 2
+    save_checkpoint(tmp_path, step=3, model=MODEL, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00003-step-3"]
+
+
+def test_only_what_a_save_left_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".writing-checkpoint-00001-step-1").mkdir()
+    for name in (".writing-notes.txt", ".removing-"):
+        (tmp_path / name).write_text("years of work")
+    save_checkpoint(tmp_path, step=1, model=MODEL)
+    names = {".writing-notes.txt", ".removing-", "checkpoint-00001-step-1"}
+    assert {path.name for path in tmp_path.iterdir()} == names
