@@ -35,7 +35,9 @@ OPENING_SECONDS = 2.0
 SWAP_SECONDS = 10.0
 """How long ranks that disagree wait for each other's texts."""
 _POLL_SECONDS = 0.01
-"""How often a rank that waits in the store looks for the others."""
+"""How often a rank that waits in the store looks for the others, at first."""
+_LONGEST_POLL_SECONDS = 0.2
+"""And if it takes them long: the store answers many ranks."""
 
 _private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """How many private groups each parent has, by label; every rank makes those of one label in the same order."""
@@ -126,6 +128,7 @@ def _meet(address: Address) -> None:
     address.store.set(_came(address.rank), "")
     keys = [_came(rank) for rank in range(address.world_size)]
     deadline = time.monotonic() + address.timeout.total_seconds()
+    pause = _POLL_SECONDS
     while not address.store.check(keys):  # not wait(): one that blocks keeps all others from the store
         cause = board.look()
         if cause is not None:
@@ -137,7 +140,8 @@ def _meet(address: Address) -> None:
                 f"no line to every rank could be opened within {address.timeout.total_seconds():g} s. "
                 f"Not there: rank {', '.join(map(str, absent))}."
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)
 
 
 def _open_group(address: Address) -> ProcessGroupGloo:
