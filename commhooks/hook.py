@@ -42,7 +42,7 @@ from commhooks.statistics import ParameterTraffic, Statistics
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
-COLLECTIVES_A_BUCKET = 8
+COLLECTIVES_A_BUCKET = 16
 """How many collectives a bucket may take, each as long as its limit allows, before ddp_core gives the hook up."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import time
 import weakref
@@ -239,6 +240,7 @@ class _Watch:
         self._stages: deque[_Stage] = deque()
         self._changed = threading.Condition()
         self._stopping = False
+        self._process = os.getpid()
         self._thread: threading.Thread | None = None
 
     def expect(self, stage: _Stage) -> None:
@@ -254,7 +256,9 @@ class _Watch:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; what is under way fails."""
+        """End the thread; what is under way fails. A fork has no thread, and may have inherited a lock that is held."""
+        if os.getpid() != self._process:
+            return
         with self._changed:
             self._stopping = True
             self._changed.notify()

@@ -53,6 +53,7 @@ class StoreThread:
         self._where = address_of(store)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._process = os.getpid()
         _threads.add(self)
 
@@ -63,9 +64,10 @@ class StoreThread:
         """
         if os.getpid() != self._process:  # a fork has no thread, and shares its parent's connection to the store
             raise SilentStoreError("this process was forked from the one that opened the store.")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="commhooks store", daemon=True)
-            self._thread.start()
+        with self._starting:  # on NCCL the training thread and the watch both call
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="commhooks store", daemon=True)
+                self._thread.start()
         answer: concurrent.futures.Future[Answer] = concurrent.futures.Future()
         self._calls.put(_Call(run, answer))
         return answer

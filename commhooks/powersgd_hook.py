@@ -253,6 +253,7 @@ class PowerSGDState:
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before compression, elements sent) of the steps since warm-up, as PyTorch's does.
 
+        What is sent includes one count for each parameter if some may be unused, which PyTorch's hook does not send.
         Loading a state begins the count anew. `statistics()` counts all steps.
         """
         if self._warm_up is None:
