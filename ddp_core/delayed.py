@@ -1,8 +1,9 @@
 """``delay_all_reduce_named_params``: gradients outside of the buckets, averaged together by one all-reduce.
 
 They accumulate in a memory of their own. The all-reduce starts once all of them and the gradient of one chosen
-parameter are ready, and every bucket has been launched; at the latest, at the end of the backward pass. It is the
-iteration's last collective whatever becomes ready when, so ranks always issue their collectives in the same order.
+parameter are ready, and every bucket has been launched; at the latest, at the end of the backward pass. With a
+communication hook it starts there, when all that the hook returned is done: its callbacks may issue collectives too. So
+it is the iteration's last collective whatever becomes ready when, and ranks always issue theirs in the same order.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         delay_all_reduce_named_params: (name, parameter) pairs from ``module`` that are in no bucket. One all-reduce
             averages their gradients, which always are views of its memory; hooks do not see them.
         param_to_hook_all_reduce: the parameter whose gradient that all-reduce waits for. It also waits until every
-            delayed gradient is ready and every bucket is on its way.
+            delayed gradient is ready and every bucket is on its way; with a communication hook, until it is done.
         mixed_precision: refused, naming an alternative.
         skip_all_reduce_unused_params: a bucket none of whose parameters was used is not reduced; the same parameters
             must be unused on every rank.

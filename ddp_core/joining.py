@@ -44,6 +44,7 @@ class ShadowHook(JoinHook):
         in_flight = [reducer.launch(bucket, bucket.zeros()) for bucket in reducer.buckets]
         if reducer.searches_graph:
             usage = reducer.count_usage(nothing)
+        reducer.await_hook(in_flight)
         in_flight += reducer.delayed.launch(
             reducer.process_group, [bucket.zeros() for bucket in reducer.delayed.buckets]
         )

@@ -297,9 +297,21 @@ class Reducer:
             self._launch_delayed_if_due()
 
     def _launch_delayed_if_due(self) -> None:
-        all_launched = len(self.in_flight) == len(self.buckets)
-        if all_launched and self.delayed.complete and not self.static_graph:  # there, another gradient may come
+        early = self.hook is None and not self.static_graph  # with the latter, another gradient may come
+        if early and len(self.in_flight) == len(self.buckets) and self.delayed.complete:
             self._launch_delayed()
+
+    def await_hook(self, in_flight: Sequence[Pending | None]) -> None:
+        """Wait for what a hook returned, if gradients are delayed.
+
+        Callbacks of its futures may issue collectives of their own, at any time, as those of PyTorch's PowerSGD do; the
+        delayed all-reduce would get between them, elsewhere on every rank.
+        """
+        if self.hook is not None and self.delayed.buckets:
+            with self.fatal(in_flight):
+                for pending in in_flight:
+                    if pending is not None:
+                        pending.result()
 
     def _launch_delayed(self) -> None:
         if self._divisor is None:
@@ -404,6 +416,7 @@ class Reducer:
     def _finish(self) -> None:
         """At the end of the backward pass: wait for every bucket, in order, and give parameters their means."""
         if not self.delayed.in_flight:
+            self.await_hook(self.in_flight)
             self._launch_delayed()
         in_flight, delayed, usage = self.in_flight, self.delayed.in_flight, self.usage
         self.buckets_reduced = len(in_flight) - in_flight.count(None)

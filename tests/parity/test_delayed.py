@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -191,6 +192,32 @@ def a_hook_does_not_see_them(rank: int) -> None:
     ddp(ones(rank)).backward()
     assert seen == ["a.weight"]
     assert grads(model) == [[7.0], [MEAN]]
+
+
+@facts
+def a_hook_may_issue_collectives_until_its_future_is_done(rank: int) -> None:
+    """As PyTorch's PowerSGD does, in callbacks. The delayed sum must not pair up with one of these."""
+    model = Branches()
+    ddp = delayed(model, "a.weight", "b.weight")
+
+    def sum_of_sevens() -> Tensor:
+        sevens = torch.full((1,), 7.0)
+        dist.all_reduce(sevens)
+        return sevens
+
+    def hook(_: object, _bucket: Any) -> Any:
+        if rank == 0:
+            return sum_of_sevens()
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        threading.Timer(0.1, lambda: future.set_result(sum_of_sevens())).start()
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    with ddp.join():
+        for step in range(2 + rank):
+            ddp.zero_grad()
+            ddp(ones(rank)).backward()
+            assert grads(model) == [[14.0], [MEAN if step < 2 else 1.0]]
 
 
 @facts
