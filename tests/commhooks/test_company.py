@@ -24,7 +24,6 @@ def check(kind: str, policy: str, world: str, steps: int) -> None:
         assert differ == []
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("kind", "policy", "world"),
     [

@@ -21,7 +21,6 @@ ways = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.kernels
 @both_ddps
 @ways
 def test_a_parameter_that_no_rank_uses_keeps_its_state_and_nothing_is_lost(kind: str, how: str, case: str) -> None:
