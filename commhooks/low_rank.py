@@ -17,7 +17,7 @@ from torch import Tensor
 from commhooks.compressor import BucketView, Slot, add_owed, residual_of
 from commhooks.matrices import MatrixForm
 from commhooks.precision import in_full
-from commhooks.requests import Layout
+from commhooks.requests import AllReduce, Layout
 from commhooks.state import RESIDUAL, ParameterState, computing_dtype
 from commhooks.streams import keep_until_read, wait_for_copies
 
@@ -46,24 +46,28 @@ class Message:
         self._rest = [memory for _, memory in rest]
         keys, sizes = tuple(x.key for x in matrices), tuple(factor.numel() for factor in self._factors)
         rest_keys, rest_sizes = tuple(key for key, _ in rest), tuple(memory.numel() for memory in self._rest)
-        self.layout = Layout(keys, sizes) if by_parameter else None
-        self.layout_with_rest = Layout(keys + rest_keys, sizes + rest_sizes) if by_parameter else None
+        self._layout = Layout(keys, sizes) if by_parameter else None
+        self._layout_with_rest = Layout(keys + rest_keys, sizes + rest_sizes) if by_parameter else None
         self.with_rest = like.new_empty(sum(sizes) + sum(rest_sizes))
         self.factors = self.with_rest[: sum(sizes)]
-        self._factor_parts = [
+        self.parts = [
             part.view(factor.shape) for part, factor in zip(self.factors.split(sizes), self._factors, strict=True)
         ]
+        """What each matrix's factor is in the message: after the request, the mean over the ranks."""
         self._rest_parts = list(self.with_rest[sum(sizes) :].split(rest_sizes)) if rest else []
 
-    def pack(self, *, with_rest: bool) -> None:
-        """Copy the factors in, and what is not compressed."""
-        torch._foreach_copy_(self._factor_parts, self._factors)
-        if with_rest and self._rest:
+    def pack(self, *, with_rest: bool, last: bool) -> AllReduce:
+        """Copy the factors in, and what is not compressed; return the request for their mean."""
+        torch._foreach_copy_(self.parts, self._factors)
+        if not with_rest:
+            return AllReduce(self.factors, average=True, last=last, layout=self._layout)
+        if self._rest:
             torch._foreach_copy_(self._rest_parts, self._rest)
+        return AllReduce(self.with_rest, average=True, last=last, layout=self._layout_with_rest)
 
     def unpack(self) -> None:
         """Copy the factors that came back to where they are worked with."""
-        torch._foreach_copy_(self._factors, self._factor_parts)
+        torch._foreach_copy_(self._factors, self.parts)
 
     def rest_fits(self, limit: float) -> Tensor:
         """Return a 0-dim bool: no element of the mean of what is not compressed is beyond `limit`."""
@@ -181,13 +185,13 @@ class LowRankPlan:
             for x in matrices:
                 x.scratch = scratch[: x.block_rows * x.m].view(x.block_rows, x.m)
 
-    def fits(self, first: Side) -> Tensor:
+    def fits(self, first: Side, last: Side) -> Tensor:
         """Return a 0-dim bool: the mean is finite in the bucket's own dtype too, which may have too short a range."""
         if not self._narrow_range:
             return self._true
         largest = []
-        for x in self.matrices:
-            P, Q = in_full(x.P.t(), x.Q)
+        for x, mean in zip(self.matrices, self.messages[last].parts, strict=True):
+            P, Q = in_full(*((mean.t(), x.Q) if last == "P" else (x.P.t(), mean)))
             of_blocks = zip(P.split(x.block_rows), x.blocks, strict=True)
             largest += [torch.mm(rows, Q, out=x.room(block)).abs().amax() for rows, block in of_blocks]
         return (torch.stack(largest) <= self._limit).all() & self.messages[first].rest_fits(self._limit)

@@ -122,41 +122,41 @@ class PowerSGD(Compressor):
                 basis = x.factor(OTHER[side])
                 basis.copy_(orthonormal_rows(basis, self.epsilon) if turn else self._basis(x, OTHER[side], context))
                 x.multiply(side, again=turn > 0)
-            own = [_as_sent(x.factor(side), context.wire, context.world_size) for x in plan.matrices]
             message, is_last = plan.messages[side], turn == len(sides) - 1
-            message.pack(with_rest=turn == 0)
-            if turn == 0:
-                request = AllReduce(message.with_rest, average=True, last=is_last, layout=message.layout_with_rest)
-            else:
-                request = AllReduce(message.factors, average=True, last=is_last, layout=message.layout)
-            received = yield request
-            message.unpack()
+            received = yield message.pack(with_rest=turn == 0, last=is_last)
             checks.append(context.all_finite(received))
+            if not is_last:  # the last side's factors stay this rank's own: its residual is what they miss
+                message.unpack()
 
-        checks.append(plan.fits(sides[0]))
+        checks.append(plan.fits(sides[0], side))
         finite = torch.stack(checks).all()
-        for x, sent in _there_and_back(list(zip(plan.matrices, own, strict=True)), len(sides)):
-            self._finish(x, sides[-1], sent, context, finite)
+        if not _surely(finite):
+            message.factors.add_(torch.where(finite, 0.0, torch.nan))  # one bad element spoils the mean, for all to see
+        for x, mean in _there_and_back(list(zip(plan.matrices, message.parts, strict=True)), len(sides)):
+            sent = _as_sent(x.factor(side), context.wire, context.world_size)
+            self._finish(x, side, mean, sent, context, finite)
+            if self.warm_start:
+                self._keep(x, side, mean, context, finite)
         plan.messages[sides[0]].unpack_rest()
         return Result(bucket.memory)
 
-    def _finish(self, x: LowRankMatrix, side: Side, sent: Tensor, context: Context, finite: Tensor) -> None:
-        """Write the mean, keep the factor of the last side, and what this rank's own (`sent`) did not get through."""
-        x.factor(side).add_(torch.where(finite, 0.0, torch.nan))  # one bad element spoils the mean, for all to see
-        P = x.P.t().contiguous()  # n×r, which products of few columns read faster
-        P_sent, Q_sent = (sent.t().contiguous(), x.Q) if side == "P" else (P, sent)
-        (P, Q), (P_sent, Q_sent) = in_full(P, x.Q), in_full(P_sent, Q_sent)  # what they lose nobody would owe
-        known_finite = not finite.is_cuda and bool(finite)  # on a GPU nobody waits to know
+    def _finish(
+        self, x: LowRankMatrix, side: Side, mean: Tensor, sent: Tensor, context: Context, finite: Tensor
+    ) -> None:
+        """Write the mean, by the last side's `mean` factor, and what this rank's own (`sent`) did not get through."""
+        P, Q = (mean, x.Q) if side == "P" else (x.P, mean)
+        P = P.t().contiguous()  # n×r, which products of few columns read faster
+        P_sent, Q_sent = (sent.t().contiguous(), Q) if side == "P" else (P, sent)
+        (P, Q), (P_sent, Q_sent) = in_full(P, Q), in_full(P_sent, Q_sent)  # what they lose nobody would owe
+        surely_finite = _surely(finite)
         for block, P_rows, sent_rows in zip(x.blocks, P.split(x.block_rows), P_sent.split(x.block_rows), strict=True):
             if block.residual is not None:
                 M = x.form(block, again=True)
-                if known_finite and block.residual.dtype == M.dtype and block.residual.device == M.device:
+                if surely_finite and block.residual.dtype == M.dtype and block.residual.device == M.device:
                     torch.addmm(M, sent_rows, Q_sent, alpha=-1, out=block.residual)
                 else:
                     context.commit(block.residual, M.addmm_(sent_rows, Q_sent, alpha=-1), finite)
             x.write_mean(block, torch.mm(P_rows, Q, out=x.room(block)))
-        if self.warm_start:
-            self._keep(x, side, context, finite)
 
     def compresses(self, parameter: Tensor, name: str = "") -> bool:
         """Say whether a parameter's gradient is sent as factors; with "whole-bucket" no parameter is by itself."""
@@ -228,16 +228,16 @@ class PowerSGD(Compressor):
             x.home.replicated[name] = basis
         return basis
 
-    def _keep(self, x: LowRankMatrix, side: Side, context: Context, allowed: Tensor) -> None:
+    def _keep(self, x: LowRankMatrix, side: Side, factor: Tensor, context: Context, allowed: Tensor) -> None:
         """Keep a factor for the next step; a row of zeros would never recover, so the old one stays in its place."""
-        kept, factor = self._basis(x, side, context), x.factor(side)
+        kept = self._basis(x, side, context)
         largest = factor.abs().amax(dim=1, keepdim=True)  # r×1
         if self.alternating:  # the next product is the last one too, and needs an orthonormal basis
             filled = torch.where(largest > 0, factor, kept)
             context.commit(kept, orthonormal_rows(filled, self.epsilon), allowed)
         else:
             allowed = allowed & (largest > 0)
-            if not allowed.is_cuda and bool(allowed.all()):  # as nearly always; on a GPU nobody waits to know
+            if _surely(allowed):
                 torch.div(factor, largest, out=kept)
             else:
                 context.commit(kept, factor / largest, allowed)
@@ -261,10 +261,15 @@ def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
 
 
 def _as_sent(factor: Tensor, wire: torch.dtype | None, world_size: int) -> Tensor:
-    """Return a copy of this rank's own factor, or what the wire makes of it: what that rounds away is still owed."""
+    """Return this rank's own factor, or what the wire makes of it: what that rounds away is still owed."""
     if wire is None or wire.itemsize >= factor.element_size():
-        return factor.clone()
+        return factor
     return (factor / world_size).to(wire).to(factor.dtype).mul_(world_size)
+
+
+def _surely(mask: Tensor) -> bool:
+    """Say whether all of a mask holds and is known to, which on a GPU nobody waits for."""
+    return not mask.is_cuda and bool(mask.all())
 
 
 def _there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:
