@@ -227,8 +227,7 @@ def add_owed(memories: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
 
 def _is_finite(tensor: Tensor) -> Tensor:
     """Return a 0-dim bool. The extremes tell of inf and NaN, in one pass and without a mask of all elements."""
-    values = tensor._values() if tensor.is_sparse else tensor
-    if values.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=values.device)
-    extremes = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
+    if tensor.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    extremes = torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     return torch.isfinite(torch.stack(extremes)).all()

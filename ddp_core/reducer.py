@@ -43,6 +43,7 @@ from ddp_core.errors import (
 )
 from ddp_core.graph import at_end_of_backward, unreachable
 from ddp_core.hooks import CommHook, Pending
+from ddp_core.sparse import SparseSum
 from ddp_core.watch import give_up, watch
 
 
@@ -383,7 +384,8 @@ class Reducer:
         with self.fatal(self.in_flight):
             if self.hook is not None:
                 return self.hook.start(window, self.process_group)
-            return Pending(all_reduce(self.process_group, memory), window, "all-reduce")
+            start = SparseSum if memory.is_sparse else all_reduce
+            return Pending(start(self.process_group, memory), window, "all-reduce")
 
     @contextmanager
     def fatal(self, in_flight: Iterable[Pending | None]) -> Iterator[None]:

@@ -97,7 +97,8 @@ def run_world(
     """Run a module-level `function(rank, *args, **kwargs)` on every rank of a new world; return the results in order.
 
     timeout: seconds until every rank still running is killed; also the process group's own timeout.
-    backend: None leaves the process group to the function.
+    backend: None leaves the process group to the function; "gloo in turn" runs one collective at a time, without which
+        PyTorch's own sums of sparse tensors corrupt the heap now and then.
     check_exit: False lets ranks end by `os._exit`, for PyTorch's own DDP, which aborts in about 6 % of exits.
     destroy_group: False leaves the process group to the end of the process, as many scripts do.
     store: "file", or "tcp" (a TCPStore in rank 0, on a port that the system chose).

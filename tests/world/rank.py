@@ -12,19 +12,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore, set_debug_level_from_env
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store, TCPStore, set_debug_level_from_env
 
 PR_SET_PDEATHSIG = 1
 STACK_SIGNAL = signal.SIGUSR1
+IN_TURN = "gloo in turn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class Options:
     """How a world is set up; see `run_world`."""
 
     timeout: float  # seconds
-    backend: str | None  # None: no process group
+    backend: str | None  # None: no process group; IN_TURN: Gloo, of which one collective runs at a time
     check_exit: bool
     destroy_group: bool
     store: str  # "file" or "tcp"
@@ -115,16 +118,27 @@ def _run(assignment: Assignment) -> Any:
     function, args, kwargs = _unpickled_call(assignment.call)
     if assignment.options.backend is None:
         return function(assignment.rank, *args, **kwargs)
-    dist.init_process_group(
-        assignment.options.backend,
-        store=_open_store(assignment),
-        rank=assignment.rank,
-        world_size=assignment.world_size,
-        timeout=timedelta(seconds=assignment.options.timeout),
-    )
+    in_turn = assignment.options.backend == IN_TURN
+    with mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", _GlooInTurn) if in_turn else nullcontext():
+        dist.init_process_group(
+            "gloo" if in_turn else assignment.options.backend,
+            store=_open_store(assignment),
+            rank=assignment.rank,
+            world_size=assignment.world_size,
+            timeout=timedelta(seconds=assignment.options.timeout),
+        )
     value = function(assignment.rank, *args, **kwargs)
     gc.collect()  # a model in a reference cycle must go before its process group does
     return value
+
+
+class _GlooInTurn(ProcessGroupGloo):
+    """A group of one thread, not two: Gloo's own sum of sparse tensors is safe there (ddp_core/sparse.py)."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
+        options._devices, options._timeout, options._threads = [self.create_default_device()], timeout, 1
+        super().__init__(store, rank, size, options)
 
 
 def _unpickled_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
