@@ -25,7 +25,7 @@ Side = Literal["P", "Q"]
 OTHER: dict[Side, Side] = {"P": "Q", "Q": "P"}
 
 BLOCK_ELEMENTS = 1 << 18
-"""Large matrices are worked on in blocks of rows of at most so many elements, unless a row has more."""
+"""Large matrices are worked on in blocks of rows of at most so many elements a thread, unless a row has more."""
 TILE_ROWS = 16
 """The rows that a BLAS multiplies at once, or a multiple of them."""
 
@@ -106,7 +106,8 @@ class LowRankMatrix:
         self.P = memory.new_zeros(self.r, self.n, dtype=computing_dtype(memory.dtype))
         self.Q = memory.new_zeros(self.r, self.m, dtype=computing_dtype(memory.dtype))
         self.home = home
-        self.block_rows = min(self.n, rows_of_a_block(self.m, 1 if memory.is_cuda else self.r))
+        threads = 1 if memory.is_cuda else torch.get_num_threads()
+        self.block_rows = min(self.n, rows_of_a_block(self.m, 1 if memory.is_cuda else self.r, threads))
         gradients = form.view(memory).split(self.block_rows)
         residuals = [None] * len(gradients) if residual is None else form.view(residual).split(self.block_rows)
         self.blocks = list(map(Block, gradients, residuals, self.P.split(self.block_rows, dim=1)))
@@ -146,15 +147,16 @@ class LowRankMatrix:
             block.gradient.copy_(mean)
 
 
-def rows_of_a_block(m: int, r: int) -> int:
-    """Return how many rows of a matrix of width m are worked on at a time, which a core then keeps in its caches.
+def rows_of_a_block(m: int, r: int, threads: int) -> int:
+    """Return how many rows of a matrix of width m are worked on at a time, which the cores then keep in their caches.
 
-    Products with one row or column stream through memory. Those with more go through a block a few columns at a time:
+    Several threads share a block's rows or columns as their BLAS decides, and each needs enough of them. On one thread,
+    products with one row or column stream through memory; those with more go through a block a few columns at a time:
     if it has few rows, a multiple of those that a BLAS takes at once, they are read like so many streams. (All rows of
     a 768×3072 matrix at once took 1.8 times as long at rank 4.)
     """
-    most = max(1, BLOCK_ELEMENTS // m)
-    if r == 1:
+    most = max(1, threads * BLOCK_ELEMENTS // m)
+    if r == 1 or threads > 1:
         return most
     return min(most, max(TILE_ROWS, BLOCK_ELEMENTS // 4 // m // TILE_ROWS * TILE_ROWS))
 
