@@ -60,8 +60,11 @@ def of_conservation(
 
 
 def of_orthonormal_rows(rank: int, width: int, dtype: torch.dtype) -> float:
-    """Return how far rows r×n that Householder QR made are from orthonormal, and their span from that of the input.
+    """Return how far, in norm, the basis r×n that Householder QR makes is from that of a matrix close to the input.
 
-    Relative to the input's norm; r reflections of n elements each, applied to r columns (Higham, theorem 19.4).
+    The input itself is off by as much, relative to its norm (Higham, theorem 19.4; the constant is ours). A reflection
+    b - v·(vᵀ·b) of n elements, |v|² = 2: the dot product is off by n·u·|v|·|b|, so the product by 2n·u·|b|; v, a norm
+    and a scaling, is off by (n + 4)·u·|v| and comes in twice, so 4(n + 4)·u·|b| more; and two roundings of each
+    element make it 6(n + 3)·u. There are r of them, applied to r columns.
     """
-    return float(rank**1.5) * width * unit_roundoff(dtype)
+    return float(rank**1.5) * 6 * (width + 3) * unit_roundoff(dtype)

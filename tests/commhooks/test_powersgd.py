@@ -233,8 +233,8 @@ def test_orthonormal_rows_are_orthonormal_whatever_comes(kind: str, rank: int) -
         P = torch.randn(rank, rank, generator=torch.Generator().manual_seed(0))
     basis, P = orthonormal_rows(P).double(), P.double()
     bound = bounds.of_orthonormal_rows(rank, P.shape[1], torch.float32)
-    assert largest(basis @ basis.t() - torch.eye(rank)) <= bound
-    assert largest(P @ basis.t() @ basis - P) <= float(P.norm()) * bound
+    assert largest(basis @ basis.t() - torch.eye(rank)) <= 2 * bound
+    assert largest(P @ basis.t() @ basis - P) <= float(P.norm()) * 3 * bound  # the basis's error twice, and the input's
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -156,7 +156,8 @@ def run_step(case: Case, ddp: Any, optimizers: list[torch.optim.Optimizer], batc
 def make_optimizers(name: str, model: nn.Module, case: Case) -> list[torch.optim.Optimizer]:
     """Return SGD with momentum or AdamW over all parameters but those with sparse gradients.
 
-    Those get plain SGD (a sparse momentum grows by a gradient a step) or SparseAdam.
+    Those get plain SGD (a sparse momentum grows by a gradient a step) or SparseAdam. What is zero but for its rounding,
+    as an attention's key bias is, moves by no more than that over eps.
     """
     sparse = [m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
     dense = [p for p in model.parameters() if all(p is not other for other in sparse)]
@@ -167,7 +168,11 @@ def make_optimizers(name: str, model: nn.Module, case: Case) -> list[torch.optim
             torch.optim.SGD(sparse or [torch.empty(0)], lr=0.05),
         ]
     else:
-        optimizers = [torch.optim.AdamW(dense, lr=0.01), torch.optim.SparseAdam(sparse or [torch.empty(0)], lr=0.01)]
+        settings: dict[str, Any] = {"lr": 0.01, "eps": 1e-4}
+        optimizers = [
+            torch.optim.AdamW(dense, **settings),
+            torch.optim.SparseAdam(sparse or [torch.empty(0)], **settings),
+        ]
     return optimizers if case.sparse else optimizers[:1]
 
 
