@@ -5,6 +5,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # The documentation's theme advertises its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
+# Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
+TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-processors check bench docs soak soak-hooks soak-kills soak-network torch-suite gpu clean
 
@@ -37,7 +39,7 @@ demo: $(STAMP)
 	$(BIN)/commhooks compare --out runs/demo --overwrite
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO_AT_ONCE)
 
 test-processors: $(STAMP)
 	$(BIN)/python -m tests.processors

@@ -17,8 +17,13 @@ hypothesis.settings.load_profile("repeatable")
 torch.set_num_threads(1)
 
 
+LONG_ONES_FIRST = {"torch_suite", "parity", "experiments", "soak"}
+"""With several workers, one that ends with a long file keeps the others waiting."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu`, saying why, where there is no CUDA device."""
+    """Put folders of long tests first; skip tests marked `gpu`, saying why, where there is no CUDA device."""
+    items.sort(key=lambda item: LONG_ONES_FIRST.isdisjoint(item.path.parts))
     if torch.cuda.is_available():
         return
     for item in items:
