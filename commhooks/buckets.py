@@ -17,7 +17,7 @@ Key = tuple[int, ...]
 
 
 class Bucket(Protocol):
-    """Be what both DDPs hand to a hook, as far as an engine needs it."""
+    """What an engine needs of the buckets that both DDPs hand to a hook."""
 
     def index(self) -> int: ...  # noqa: D102
     def buffer(self) -> Tensor: ...  # noqa: D102
@@ -26,7 +26,7 @@ class Bucket(Protocol):
 
 
 class Buckets:
-    """Know the buckets of the step under way and of the last one; those that neither has are forgotten."""
+    """The buckets of the current step and of the last one; any that neither step has are forgotten."""
 
     def __init__(self, table: StateTable) -> None:
         self.are_one_models = False
@@ -60,9 +60,10 @@ class Buckets:
             self._table.bind(zip(names(), parameters, strict=True))
 
     def come_again_with(self, bucket: Bucket, last_index: int) -> bool:
-        """Say whether a bucket cannot belong to the step that is under way.
+        """Return whether a bucket cannot belong to the current step.
 
-        In a static graph's first iteration PyTorch's DDP calls every bucket number 0 and none the last one.
+        The index alone cannot tell: in a static graph's first iteration PyTorch's DDP numbers every bucket 0, and marks
+        none as the last one.
         """
         if bucket.index() != last_index:
             return bucket.index() < last_index
@@ -88,7 +89,7 @@ class Buckets:
 
     @property
     def have_all_state(self) -> bool:
-        """Say whether every parameter whose name is known was in a step's buckets, with what is laid out now."""
+        """Whether the last step's buckets held every parameter with a known name, and ran with the current views."""
         met = set(itertools.chain(*self._before))
         return self._steps_with_views > 0 and all(id(parameter) in met for parameter in self._table.named().values())
 
@@ -117,9 +118,9 @@ class Buckets:
         return [Slot(*pair, self._table.of(pair[0])) for pair in zip(parameters, parts, strict=True)]
 
     def _refuse_a_second_model(self, step: int) -> None:
-        """Raise if this step's parameters have none in common with the last one's.
+        """Raise `SettingsError` if this step has no parameter in common with the last one.
 
-        Parameters of a model whose names are known are known to belong together.
+        Not raised once the names of one model's parameters are known: those belong together.
         """
         if self._now and self._before and self._now.keys().isdisjoint(self._before):
             now, before = (set(itertools.chain(*keys)) for keys in (self._now, self._before))

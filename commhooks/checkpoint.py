@@ -49,14 +49,14 @@ Value = TypeVar("Value")
 
 
 class Saved(Protocol):
-    """Be a `torch.optim.Optimizer`, a `torch.amp.GradScaler`, a learning-rate scheduler, ..."""
+    """Anything with a `state_dict`: a `torch.optim.Optimizer`, `torch.amp.GradScaler`, learning-rate scheduler, ..."""
 
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...  # noqa: D102
 
 
 class HookState(Protocol):
-    """Be an `Attachment` or a `PowerSGDState`."""
+    """An `Attachment` or a `PowerSGDState`."""
 
     def snapshot(self) -> Snapshot: ...  # noqa: D102
     def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]: ...  # noqa: D102
@@ -67,7 +67,7 @@ class HookState(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Say what was loaded."""
+    """What `load_checkpoint` loaded, and from where."""
 
     path: Path
     step: int
@@ -186,7 +186,7 @@ def load_checkpoint(
 
 
 class _Ranks:
-    """Do something on every rank, and let all know if one fails."""
+    """The ranks of a model's process group: if something fails on one of them, it raises on all."""
 
     def __init__(self, model: Module) -> None:
         group: Any = getattr(model, "process_group", None)
@@ -195,7 +195,7 @@ class _Ranks:
         self.world_size = 1 if self._group is None else dist.get_world_size(self._group)
 
     def together(self, what: str, act: Callable[[], Value]) -> list[Any]:
-        """Return what `act` returned on every rank, by rank."""
+        """Return what `act` returned on every rank, by rank; if it fails on any, raise `CheckpointError` on all."""
         done: tuple[Any, str | None]
         error: Exception | None = None
         try:
@@ -212,7 +212,7 @@ class _Ranks:
         return [value for value, _ in told]
 
     def gather_failures(self, what: str, act: Callable[[], Value]) -> Value:
-        """Return what `act` returned here, if it failed nowhere; it is not sent round."""
+        """Return what `act` returned on this rank, without sending it; failures raise as in `together`."""
         kept: list[Value] = []
         self.together(what, lambda: kept.append(act()))
         return kept[0]
@@ -301,7 +301,7 @@ def _is_plain_tensor(value: object) -> bool:
 
 
 def _finish(root: Path, writing: str, name: str, manifest: Mapping[str, Any], flush: bool) -> None:
-    """Give the checkpoint its name; what is flushed is so before and after."""
+    """Write the manifest and rename the checkpoint to its final name; with `flush`, flush before and after renaming."""
     write_text(root / writing / "manifest.json", json.dumps(manifest, indent=1), flush=flush)
     if flush:
         flush_to_disk(root / writing)
@@ -326,7 +326,7 @@ def _remove_old(root: Path, keep: int | None) -> None:
 
 @dataclasses.dataclass
 class _Contents:
-    """Hold what was read: nothing of it is loaded before all of it is known to fit."""
+    """What was read from a checkpoint; none of it is loaded before all of it is known to fit."""
 
     shared: dict[str, Any]
     own: dict[str, Any] | None

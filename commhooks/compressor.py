@@ -33,7 +33,7 @@ Carry = Callable[[Request], Generator[Request, Tensor, Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Say what was left in the bucket's memory."""
+    """What `Compressor.compress` returns: the mean, left in the bucket's memory, and what was not sent."""
 
     mean: Tensor
     """The mean of the gradient over the ranks, as the compressor could tell it; the bucket's own memory."""
@@ -43,7 +43,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slot:
-    """Be one parameter's place in a bucket."""
+    """One parameter's place in a bucket."""
 
     parameter: Tensor
     gradient: Tensor
@@ -53,7 +53,7 @@ class Slot:
 
 @dataclasses.dataclass(eq=False)
 class BucketView:
-    """Be what a compressor sees of a bucket: flat memory, and which parameter owns which part of it."""
+    """What a compressor sees of a bucket: flat memory, and which parameter owns which part of it."""
 
     index: int
     memory: Tensor
@@ -99,7 +99,7 @@ class StepVerdict:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Tell a compressor where it runs."""
+    """Where a compressor runs: its rank and step, and what the policy and wrappers around it set."""
 
     rank: int
     world_size: int
@@ -125,7 +125,7 @@ class Context:
         return torch.stack(checks).all()
 
     def commit(self, memory: Tensor, value: Tensor, allowed: Tensor) -> None:
-        """Write `value` into `memory` where `allowed` (a broadcastable bool) holds; memory may be narrower, or away."""
+        """Write `value` into `memory` where `allowed` (a broadcastable bool) holds; dtype and device may differ."""
         if allowed.numel() == 1 and not allowed.is_cuda:
             if allowed:
                 memory.copy_(value)
@@ -144,23 +144,23 @@ class Compressor(ABC):
 
     @property
     def fixes_wire(self) -> bool:
-        """Say whether `compress` says in which dtype its sums travel, so that nobody else may."""
+        """Whether `compress` chooses the dtype in which its sums travel, so that no wrapper may change it."""
         return False
 
     @property
     def tells_unsent(self) -> bool:
-        """Say whether `compress` can tell what it left out, which is what `ErrorFeedback` needs."""
+        """Whether `compress` can return what it left out, which `ErrorFeedback` needs."""
         return False
 
     def takes(self, gradient: Tensor) -> bool:
-        """Say whether `compress` can handle this kind of gradient; the others are averaged by a plain all-reduce."""
+        """Return whether `compress` can handle this kind of gradient; the others are averaged by a plain all-reduce."""
         return not gradient.is_sparse and gradient.is_floating_point()
 
     def check_parameters(self, names: Iterable[str]) -> None:  # noqa: B027 "empty method": most have nothing to check
         """Raise `SettingsError` if a setting does not fit a model with parameters of these names."""
 
     def first_steps(self) -> tuple[int, ...]:
-        """Return steps by whose first requests all state is made that is ever kept; none if buckets decide what."""
+        """Return the steps that create all lasting state, before their first requests; none if buckets decide what."""
         return (0,)
 
     def remembers(self, step: int) -> bool:
@@ -171,7 +171,7 @@ class Compressor(ABC):
         return True
 
     def local_entries(self) -> Mapping[str, LocalEntry]:
-        """Return how the entries of `ParameterState.local` that this compressor keeps behave, but for the residual."""
+        """Return, by name, how this compressor's `ParameterState.local` entries behave, except for the residual."""
         return {}
 
     @abstractmethod

@@ -26,7 +26,7 @@ KeyPath = tuple[str | int, ...]
 
 
 class HookState(Protocol):
-    """Be an `Attachment` or a `PowerSGDState`."""
+    """An `Attachment` or a `PowerSGDState`."""
 
     @property
     def rank_and_world_size(self) -> tuple[int, int]: ...  # noqa: D102

@@ -32,7 +32,7 @@ def run_foreign(hook: AnyHook, state: Any, bucket: GradBucket, dtype: torch.dtyp
 
 
 def _narrows(own: Tensor, dtype: torch.dtype) -> bool:
-    """Say whether a cast makes the bucket smaller, and keeps what is in it."""
+    """Return whether a cast makes the bucket smaller and keeps its content."""
     # Cast to a real dtype, a complex number loses a half; sparse fp16 cannot be added on the CPU.
     return not own.is_sparse and not own.is_complex() and dtype.itemsize < own.element_size()
 
@@ -67,7 +67,7 @@ def completed(value: Tensor) -> torch.futures.Future[Tensor]:
 
 
 class _BufferOf:
-    """Give the bucket's buffer when a Work is done; a class, so that nothing is defined inside a function."""
+    """Returns the bucket's buffer when a Work is done; a class, so that no function is defined inside another."""
 
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
@@ -78,7 +78,7 @@ class _BufferOf:
 
 
 class _WriteBack:
-    """Write a future's value into the bucket's own memory, and give the bucket that memory back."""
+    """Writes a future's value into the bucket's own memory, and gives the bucket that memory back."""
 
     def __init__(self, hook: AnyHook, own: Tensor, bucket: GradBucket) -> None:
         self._hook = hook
@@ -109,7 +109,7 @@ def _mean_in(value: Any, own: Tensor) -> Tensor:
 
 
 def _fills(value: Tensor, own: Tensor) -> bool:
-    """Say whether `value` has an element for each of `own`'s; `copy_` alone would stretch a single one over all."""
+    """Return whether `value` matches `own` element for element; `copy_` alone would broadcast a single one to all."""
     size = value.shape == own.shape if own.is_sparse else value.numel() == own.numel()
     layout = value.layout == own.layout and value.is_complex() == own.is_complex()
     return size and layout and value.device == own.device

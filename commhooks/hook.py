@@ -50,7 +50,7 @@ COLLECTIVES_A_BUCKET = 16
 
 
 class Attachment:
-    """Be the handle on a compressor that works for a model: read its statistics, detach it."""
+    """A handle on the compressor that works for a model: read its statistics, detach it."""
 
     def __init__(self, engine: Engine, socket: "_Socket", named: list[tuple[str, Tensor]], model: Module) -> None:
         self._engine = engine
@@ -107,7 +107,7 @@ class Attachment:
         return snapshot_of(self._engine, self._model())
 
     def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]:
-        """Name everything in which a snapshot does not fit, so that loading it would be refused."""
+        """List every difference between a snapshot and this run that would make loading the snapshot raise."""
         return self._engine.differences(snapshot, rules)
 
     def load_state_dict(
@@ -128,7 +128,7 @@ class Attachment:
         load_state(self._engine, state, rules, self._model())
 
     def set_grad_scale(self, scale: float) -> None:
-        """Say what the loss is multiplied by from the next step on: residuals follow. See `scaler` of `attach` too."""
+        """Set the loss scale from the next step on; residuals are rescaled to it. See also `scaler` of `attach`."""
         self._engine.loss_scale.announce(scale)
 
     def replace(self, compressor: Compressor | str) -> None:
@@ -147,8 +147,8 @@ class Attachment:
     def detach(self) -> None:
         """Give the model back its plain all-reduce, and end the scheduler. A second call does nothing.
 
-        Every rank must detach between the same two steps. PyTorch's DistributedDataParallel takes only one hook for
-        ever: it can be attached to again, and `register_comm_hook` stays closed.
+        Every rank must detach between the same two steps. PyTorch's DistributedDataParallel accepts one hook, ever:
+        afterwards `attach` works again on the same model, but `register_comm_hook` does not.
         """
         try:
             if self._socket.attachment is self:
@@ -298,7 +298,7 @@ def _numbers_no_bucket_last(model: Module) -> bool:
 
 
 class _Socket:
-    """Be what is registered on a model; PyTorch's DDP can be given one only once, so attachments come and go in it."""
+    """What is registered on a model; attachments come and go in it, as PyTorch's DDP accepts one hook, ever."""
 
     def __init__(self) -> None:
         self.attachment: Attachment | None = None
@@ -314,8 +314,8 @@ class _Socket:
     def plug_into(self, model: Module, seconds: float) -> None:
         """Register on the model, unless that was done before and cannot be undone.
 
-        A DDP that limits its wait for a hook, as ddp_core's does, gets a limit beyond the scheduler's `seconds`. Those
-        are for one collective, and the DDP's are for a bucket; only a scheduler that hangs itself should meet them.
+        A DDP that limits its wait for a hook, as ddp_core's does, gets a longer limit than the scheduler's `seconds`:
+        those bound one collective, the DDP's limit a whole bucket. Only a scheduler that itself hangs should reach it.
         """
         if self._registered:
             return

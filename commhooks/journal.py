@@ -120,6 +120,6 @@ class Journal:
 
 
 def _complete(copies: Copies, request: Request) -> Generator[Request, Tensor, Tensor]:
-    """Copy what the exchange has made by its first request: all state is there, and as it is at first."""
+    """Copy state that the exchange created before its first request: all of it exists now, and is unchanged so far."""
     copies.complete()
     return (yield request)

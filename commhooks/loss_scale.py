@@ -14,7 +14,7 @@ from commhooks.streams import wait_for_copies
 
 
 class Scaler(Protocol):
-    """Be a `torch.amp.GradScaler`, as far as it is needed here."""
+    """The part of `torch.amp.GradScaler` that is needed here."""
 
     def scale(self, outputs: Tensor) -> Tensor:
         """Return the outputs times the scale."""
@@ -26,7 +26,7 @@ class Scaler(Protocol):
 
 
 class LossScale:
-    """Know the scale that the next gradients come in, and the one that residuals are in."""
+    """The scale of the next gradients, and the scale that residuals are in."""
 
     def __init__(self) -> None:
         self._scaler: Scaler | None = None
@@ -40,7 +40,7 @@ class LossScale:
         self._scaler = scaler
 
     def announce(self, scale: float) -> None:
-        """Take the scale as said, from the next step on; raise `SettingsError` where a scaler says it."""
+        """Use this scale from the next step on; raise `SettingsError` if a scaler already provides it."""
         if self._scaler is not None:
             raise SettingsError(f"set_grad_scale({scale!r}): the scale is that of the scaler that was handed over.")
         if not 0 < scale < math.inf:
@@ -52,14 +52,14 @@ class LossScale:
         return float(self._of_residuals)
 
     def load(self, scale: float) -> None:
-        """Say that residuals which were just loaded are in this scale."""
+        """Set the scale of residuals that were just loaded."""
         self._of_residuals = scale
 
     @torch.no_grad()
     def apply_to(self, local: Mapping[int, Sequence[Tensor]], device: torch.device) -> None:
-        """Bring local state, by the power of the scale that it is in, to the scale of the coming gradients.
+        """Rescale local state, given by the power of the scale that it follows, to the scale of the coming gradients.
 
-        On a GPU nobody waits for it.
+        If everything is on a GPU, the host does not wait for it.
         """
         on_host = any(not kept.is_cuda for tensors in local.values() for kept in tensors)
         scale = self._coming(device, wait=device.type != "cuda" or on_host)

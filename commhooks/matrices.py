@@ -13,7 +13,7 @@ MATRIX_RULES: tuple[str, ...] = get_args(MatrixRule)
 
 
 class MatrixForm(NamedTuple):
-    """Say how a stretch of memory is a matrix n×m: rows one after the other or, if `transposed`, columns."""
+    """How a stretch of memory forms a matrix n×m: row after row or, if `transposed`, column after column."""
 
     n: int
     m: int
@@ -69,7 +69,7 @@ def _memory_order(parameter: Tensor) -> Sequence[int]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Say whether the elements fill a stretch of memory without gaps and overlaps."""
+    """Return whether the elements fill a stretch of memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -173,7 +173,7 @@ class PowerSGDState:
         return snapshot_of(self._ready_engine(), self._model())
 
     def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]:
-        """Name everything in which a snapshot does not fit, so that loading it would be refused."""
+        """List every difference between a snapshot and this run that would make loading the snapshot raise."""
         if self._engine is None:
             self._engine = self._make_engine()
         self._take_form_of(snapshot.settings)
@@ -197,7 +197,7 @@ class PowerSGDState:
             self._load_what_waits()
 
     def set_grad_scale(self, scale: float) -> None:
-        """Say what the loss is multiplied by from the next step on: residuals follow. See `scaler` of `bind` too."""
+        """Set the loss scale from the next step on; residuals are rescaled to it. See also `scaler` of `bind`."""
         if self._engine is None:
             self._engine = self._make_engine()
         self._engine.loss_scale.announce(scale)

@@ -21,7 +21,7 @@ from commhooks.state import StateTable
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """Be a part of a bucket as if it were one, with memory of its own."""
+    """A part of a bucket that acts as a bucket itself, with memory of its own."""
 
     whole: Bucket
     memory: Tensor
@@ -44,7 +44,7 @@ class Part:
         return self.members
 
     def is_last(self) -> bool:
-        """Say whether no other part, and no other bucket, follows in this step."""
+        """Return whether this is the last part of the step's last bucket."""
         return self.ends and self.whole.is_last()
 
     @torch.no_grad()

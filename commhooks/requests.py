@@ -18,9 +18,9 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Say which parameter owns which stretch of a 1-D tensor, from its first element to its last.
+    """Which parameter owns which stretch of a 1-D tensor, from its first element to its last.
 
-    Compared by identity, so that counters and caches find one again at once.
+    Compared by identity, so that counters and caches look one up quickly.
     """
 
     keys: tuple[str, ...]
@@ -36,7 +36,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request(ABC):
-    """Ask for one collective over `tensor`, which every rank brings in the same shape and dtype."""
+    """A request for one collective over `tensor`, which has the same shape and dtype on every rank."""
 
     kind: ClassVar[str]
     answers_alike: ClassVar[bool] = True
@@ -78,7 +78,7 @@ class Request(ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllReduce(Request):
-    """Ask for the sum over ranks, or with `average` for the mean, written into `tensor` itself.
+    """A request for the sum over ranks, or with `average` for the mean, written into `tensor` itself.
 
     With `wire` the payload travels, and is summed, in that dtype. The division of a mean happens before the cast, in
     the tensor's own dtype: a sum that the narrow dtype cannot hold does not overflow if the mean fits, but a rank's
@@ -120,7 +120,7 @@ class AllReduce(Request):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllGather(Request):
-    """Ask for every rank's tensor, stacked in rank order: world size × the tensor's shape."""
+    """A request for every rank's tensor, stacked in rank order: world size × the tensor's shape."""
 
     kind: ClassVar[str] = "all-gather"
 
@@ -135,7 +135,7 @@ class AllGather(Request):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllToAll(Request):
-    """Ask for an exchange: row i of `tensor` goes to rank i, and row i of the result came from rank i.
+    """A request for an exchange: row i of `tensor` goes to rank i, and row i of the result came from rank i.
 
     The tensor's first dimension is the world size.
     """

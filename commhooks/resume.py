@@ -55,7 +55,7 @@ def sparse_parameters(model: Module) -> set[Tensor]:
 
 
 def searches_for_unused(model: Module) -> bool:
-    """Say whether a DDP leaves alone the gradients of parameters that no rank used."""
+    """Return whether a DDP leaves a gradient unchanged if no rank used its parameter."""
     return bool(getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False))
 
 

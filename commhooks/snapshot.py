@@ -49,7 +49,7 @@ _LINES_TO_LIST = 12
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadRules:
-    """Say which differences between a checkpoint and the run that loads it are wanted."""
+    """Which differences between a checkpoint and the run that loads it are allowed."""
 
     world_size: str = "refuse"
     """For another world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks, right where the
@@ -75,13 +75,13 @@ class LoadRules:
 
     @property
     def spreads(self) -> bool:
-        """Say whether another world size takes over what all ranks owe, so that each needs to read all."""
+        """Whether another world size takes over the residuals of all ranks, so that each rank must read all of them."""
         return self.world_size in ("spread", "spread-mean")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Hold the state of a hook at one step, as one or several ranks have it; see the module's text for the fields."""
+    """The state of a hook at one step, on one or several ranks; the module's docstring describes the fields."""
 
     step: int
     world_size: int
@@ -131,7 +131,7 @@ class Snapshot:
     def differences(
         self, compressor: Compressor, shapes: Mapping[str, Sequence[int]], world_size: int, rank: int, rules: LoadRules
     ) -> list[str]:
-        """Name everything in which this does not fit a run and is not wanted to differ."""
+        """List every difference from a run that `rules` do not allow."""
         found = []
         if rules.settings == "refuse":
             found += _settings_that_differ(self.settings, settings_of(compressor))
@@ -154,7 +154,7 @@ class Snapshot:
         return found + self._ranks_missing(world_size, rank, rules)
 
     def entries_for(self, rank: int, world_size: int, rules: LoadRules) -> Entries:
-        """Return what `rank` of so many is to remember by itself; `differences` has found nothing to object to."""
+        """Return the local state of `rank` among `world_size` ranks; call it only if `differences` found none."""
         if world_size == self.world_size and rank in self.local:
             return self.local[rank]
         if not rules.spreads:

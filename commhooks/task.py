@@ -19,7 +19,7 @@ from commhooks.requests import Layout, Request
 
 @dataclasses.dataclass(eq=False)
 class BucketTask:
-    """Hold a bucket's exchange, the request that it waits on, and the future that waits for its mean."""
+    """A bucket's exchange, the request that it waits on, and the future that waits for its mean."""
 
     exchange: Exchange
     future: torch.futures.Future[Tensor]
@@ -79,7 +79,7 @@ class BucketTask:
         self.exchange.close()
 
     def where(self, rank: int) -> str:
-        """Say which rank, step and bucket this is, for messages."""
+        """Name the rank, step and bucket, for messages."""
         try:
             parameters = self.parameters()
         except Exception as error:  # a message about a failure must not fail

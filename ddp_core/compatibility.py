@@ -54,7 +54,7 @@ class PyTorchNames:
         self.reducer.searches_graph = False
 
     def _set_ddp_sink_clone(self: Any, val: bool) -> None:
-        """Say whether outputs are copied at the sink: False saves memory, and forbids changing them in place."""
+        """Set whether outputs are copied at the sink: False saves memory, and forbids changing them in place."""
         self._sink_clones = val
 
     @property

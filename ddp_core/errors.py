@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 
 class HookTimeoutError(RuntimeError, TimeoutError):
-    """Report a communication hook whose future was not completed in time."""
+    """A communication hook's future was not completed in time."""
 
 
 def unfinished(
     missing: Sequence[int], names: Sequence[str], rank: int, searching: bool, static_graph: bool
 ) -> RuntimeError:
-    """Say that a backward pass left parameters without a gradient, so that its reduction never ended."""
+    """Return the error for a backward pass that left parameters without a gradient, so its reduction never ended."""
     text = "Expected to have finished reduction in the prior iteration before starting a new one. "
     if static_graph:
         text += (
@@ -40,7 +40,7 @@ def unfinished(
 
 
 def interrupted(failure: str) -> RuntimeError:
-    """Say that a reduction was begun and could not be ended: a hook, or the wait for what it began, raised."""
+    """Return the error for a reduction cut short because a hook, or the wait for what it began, raised."""
     return RuntimeError(
         "Expected to have finished reduction in the prior iteration before starting a new one: it was interrupted by "
         f"{failure.rstrip('.')}. Gradients may differ between ranks; load a checkpoint and wrap again."
@@ -48,7 +48,7 @@ def interrupted(failure: str) -> RuntimeError:
 
 
 def marked_twice(index: int, name: str) -> RuntimeError:
-    """Say that one parameter's gradient was reported a second time in one iteration."""
+    """Return the error for a parameter whose gradient was reported a second time in one iteration."""
     return RuntimeError(
         f"Expected to mark a variable ready only once. Parameter at index {index} with name {name} got a second "
         "gradient in one iteration. Usual causes: 1) it is used outside `forward`, or by several forward passes before "
@@ -58,7 +58,7 @@ def marked_twice(index: int, name: str) -> RuntimeError:
 
 
 def static_graph_changed(index: int, name: str) -> RuntimeError:
-    """Say that a parameter got more gradients than in the first iteration of a static graph."""
+    """Return the error for a parameter with more gradients than in the first iteration of a static graph."""
     return RuntimeError(
         "Your training graph has changed in this iteration, which static_graph=True promised not to happen: parameter "
         f"at index {index} with name {name} was used less often, or not at all, in the first iteration."
@@ -66,7 +66,7 @@ def static_graph_changed(index: int, name: str) -> RuntimeError:
 
 
 def unseen_outputs() -> RuntimeError:
-    """Say that the first backward pass of a static graph did not come through the module's outputs."""
+    """Return the error for a first backward pass of a static graph that did not come through the module's outputs."""
     return RuntimeError(
         "static_graph=True: gradients came, but not through the outputs of the wrapped module, so they were not "
         "reduced. Return the tensors that the loss is computed from in lists, tuples, dicts or dataclasses."
@@ -74,7 +74,7 @@ def unseen_outputs() -> RuntimeError:
 
 
 def broken_promise() -> RuntimeError:
-    """Say that no_sync() round the backward pass alone cannot work inside join()."""
+    """Return the error for no_sync() around only the backward pass, which cannot work inside join()."""
     return RuntimeError(
         "no_sync() round the backward pass alone cannot work inside join(): ranks that have joined were told in the "
         "forward pass that gradients would be reduced. Put the forward pass inside no_sync() too."
@@ -82,7 +82,7 @@ def broken_promise() -> RuntimeError:
 
 
 def converted(name: str) -> RuntimeError:
-    """Say that a parameter's graph node is no longer the one that was listened to."""
+    """Return the error for a parameter whose graph node is no longer the one the reducer listens to."""
     return RuntimeError(
         f"parameter {name!r} was converted or moved after the module was wrapped, and its gradients would not be "
         "reduced: call .to(...), .half() and the like first, and wrap then"
@@ -90,7 +90,7 @@ def converted(name: str) -> RuntimeError:
 
 
 def unannounced_sparse(name: str) -> RuntimeError:
-    """Say that a sparse gradient came for a parameter whose bucket holds dense ones."""
+    """Return the error for a sparse gradient of a parameter whose bucket holds dense ones."""
     return RuntimeError(
         f"parameter {name!r} got a sparse gradient, which only nn.Embedding and nn.EmbeddingBag with sparse=True "
         "announce: use one of them, or make the gradient dense"
@@ -98,7 +98,7 @@ def unannounced_sparse(name: str) -> RuntimeError:
 
 
 def late(name: str) -> str:
-    """Warn of a gradient that comes after its iteration's gradients were reduced."""
+    """Return the warning about a gradient that came after its iteration's gradients were reduced."""
     return (
         f"parameter {name!r} got a gradient after this iteration's gradients were reduced: it stays on this rank. Run "
         "one forward pass per backward pass, or add the losses up. (Harmless if gradients of gradients were meant to "

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class LockstepGroup:
-    """Stand for `world_size` workers that live in this process."""
+    """`world_size` workers that live in this process."""
 
     def __init__(self, world_size: int) -> None:
         if world_size < 1:
@@ -43,7 +43,7 @@ class LockstepGroup:
 
 
 class LockstepCommunicator:
-    """Be one worker's end of a `LockstepGroup`."""
+    """One worker's end of a `LockstepGroup`."""
 
     def __init__(self, group: LockstepGroup, rank: int) -> None:
         self.rank = rank
@@ -60,7 +60,7 @@ class LockstepCommunicator:
 
 
 class LockstepPending:
-    """Wait for the other workers, which must have brought their requests by then."""
+    """One worker's request, to be waited for only once all workers have brought theirs."""
 
     def __init__(self, request: Request, rank: int) -> None:
         self.request = request

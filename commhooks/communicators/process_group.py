@@ -14,9 +14,9 @@ from commhooks.requests import AllGather, AllReduce, AllToAll, Request
 
 
 class ProcessGroupCommunicator:
-    """Carry requests out over `process_group` (default: the default group).
+    """Runs requests over `process_group` (default: the default group).
 
-    A `ProcessGroup` and a bare backend (`ProcessGroupGloo`) spell these calls alike; either may be handed in.
+    A `ProcessGroup` and a bare backend (`ProcessGroupGloo`) have the same methods for this, so either may be passed.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -40,7 +40,7 @@ class ProcessGroupCommunicator:
         return pending
 
     def is_busy(self) -> bool:
-        """Say whether a collective that was started has not ended, well or badly."""
+        """Return whether a collective that was started has not ended yet, successfully or not."""
         return any(not pending.is_completed() for pending in self._under_way)
 
     def release(self) -> None:
@@ -69,7 +69,7 @@ class ProcessGroupCommunicator:
 
 
 class WorkPending:
-    """Wait for a c10d Work, then hand its result back."""
+    """A c10d Work, and its result once it is done."""
 
     def __init__(self, work: dist.Work, request: Request, output: Tensor) -> None:
         self._work: dist.Work | None = work
@@ -83,7 +83,7 @@ class WorkPending:
         return self._output
 
     def is_completed(self) -> bool:
-        """Say whether the backend has finished with this collective, well or badly."""
+        """Return whether the backend has finished this collective, successfully or not."""
         return self._work is None or self._work.is_completed()
 
     def release(self) -> None:

@@ -35,12 +35,12 @@ class Cast(Compressor):
 
     @property
     def fixes_wire(self) -> bool:
-        """Say in which dtype the sum travels."""
+        """Always True: the sum travels in `dtype`."""
         return True
 
     @property
     def tells_unsent(self) -> bool:
-        """Tell what the cast rounds away."""
+        """Always True: what the cast rounds away is known."""
         return True
 
     def remembers(self, step: int) -> bool:
@@ -55,7 +55,7 @@ class Cast(Compressor):
         return Result(mean, unsent)
 
     def _narrows(self, memory: Tensor) -> bool:
-        """Say whether the cast saves anything; fp16 for bf16 would save nothing, and overflow."""
+        """Return whether the cast saves anything; fp16 for bf16 would save nothing, and overflow."""
         return memory.element_size() // (2 if memory.is_complex() else 1) > self.dtype.itemsize
 
     def _rounded_away(self, memory: Tensor, world_size: int) -> Tensor:

@@ -84,7 +84,7 @@ class PowerSGD(Compressor):
             )
 
     def check_parameters(self, names: Iterable[str]) -> None:
-        """Refuse a pattern to skip that fits no parameter: it is misspelt."""
+        """Raise `SettingsError` for a pattern in `skip` that matches no parameter: it is misspelt."""
         known = list(names)
         for pattern in self.skip:
             if not fnmatch.filter(known, pattern):
@@ -143,7 +143,7 @@ class PowerSGD(Compressor):
     def _finish(
         self, x: LowRankMatrix, side: Side, mean: Tensor, sent: Tensor, context: Context, finite: Tensor
     ) -> None:
-        """Write the mean, by the last side's `mean` factor, and what this rank's own (`sent`) did not get through."""
+        """Write the mean, from the last side's `mean` factor, and the residual, from this rank's own factor `sent`."""
         P, Q = (mean, x.Q) if side == "P" else (x.P, mean)
         P = P.t().contiguous()  # n×r, which products of few columns read faster
         P_sent, Q_sent = (sent.t().contiguous(), Q) if side == "P" else (P, sent)
@@ -159,7 +159,7 @@ class PowerSGD(Compressor):
             x.write_mean(block, torch.mm(P_rows, Q, out=x.room(block)))
 
     def compresses(self, parameter: Tensor, name: str = "") -> bool:
-        """Say whether a parameter's gradient is sent as factors; with "whole-bucket" no parameter is by itself."""
+        """Return whether a parameter's gradient is sent as factors of its own; always False with "whole-bucket"."""
         form = self._form(parameter, name)
         return form is not None and self._pays(form)
 
@@ -178,7 +178,7 @@ class PowerSGD(Compressor):
         return form_of(parameter, self.matrices)
 
     def _pays(self, form: MatrixForm) -> bool:
-        """Say whether a step's factors are smaller than the matrix, `min_compression_rate` times so."""
+        """Return whether a step's factors are more than `min_compression_rate` times smaller than the matrix."""
         n, m = form.n, form.m
         pairs = (len(self.sides(0)) + 1) // 2
         return (n + m) * min(n, m, self.rank) * pairs * max(self.min_compression_rate, 1.0) < n * m
@@ -261,19 +261,19 @@ def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
 
 
 def _as_sent(factor: Tensor, wire: torch.dtype | None, world_size: int) -> Tensor:
-    """Return this rank's own factor, or what the wire makes of it: what that rounds away is still owed."""
+    """Return this rank's own factor as the wire rounds it, so that what is rounded away stays in the residual."""
     if wire is None or wire.itemsize >= factor.element_size():
         return factor
     return (factor / world_size).to(wire).to(factor.dtype).mul_(world_size)
 
 
 def _surely(mask: Tensor) -> bool:
-    """Say whether all of a mask holds and is known to, which on a GPU nobody waits for."""
+    """Return whether all of a mask is known to hold; always False on a GPU, where finding out would mean waiting."""
     return not mask.is_cuda and bool(mask.all())
 
 
 def _there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:
-    """Return the items in an order that starts with those that the turn before ended with, which are still cached."""
+    """Return the items, reversed every other turn, so that those used last, which are still cached, come first."""
     return items[::-1] if turn % 2 else items
 
 

@@ -30,7 +30,7 @@ class StartAfter(Compressor):
 
     @property
     def fixes_wire(self) -> bool:
-        """Say whether either compressor does."""
+        """Whether either compressor chooses its wire dtype itself."""
         return self.inner.fixes_wire or self.before.fixes_wire
 
     def takes(self, gradient: Tensor) -> bool:
