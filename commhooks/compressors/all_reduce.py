@@ -23,11 +23,11 @@ class AllReduceMean(Compressor):
     """Average the gradient as it is: one collective a bucket. Takes complex and sparse gradients (three) too."""
 
     def takes(self, gradient: Tensor) -> bool:
-        """Take every gradient, sparse and complex ones too."""
+        """Return True: sparse and complex gradients are fine too."""
         return True
 
     def remembers(self, step: int) -> bool:
-        """Keep nothing."""
+        """Return False: no state is kept."""
         return False
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:

@@ -30,7 +30,7 @@ class Cast(Compressor):
         check_wire_dtype("Cast", self.dtype)
 
     def takes(self, gradient: Tensor) -> bool:
-        """Take every dense gradient, complex ones too (as pairs of reals)."""
+        """Return whether the gradient is dense; complex ones travel as pairs of reals."""
         return not gradient.is_sparse
 
     @property
@@ -44,7 +44,7 @@ class Cast(Compressor):
         return True
 
     def remembers(self, step: int) -> bool:
-        """Keep nothing."""
+        """Return False: no state is kept."""
         return False
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:

@@ -20,11 +20,11 @@ class NoOp(Compressor):
     """Leave every rank's gradient as it is, without a collective."""
 
     def takes(self, gradient: Tensor) -> bool:
-        """Take every gradient, sparse and complex ones too."""
+        """Return True: sparse and complex gradients are fine too."""
         return True
 
     def remembers(self, step: int) -> bool:
-        """Keep nothing."""
+        """Return False: no state is kept."""
         return False
 
     def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:

@@ -106,7 +106,7 @@ class PowerSGD(Compressor):
         return tuple("P" if turn % 2 == 0 else "Q" for turn in range(first, first + self.iterations))
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Exchange one factor after the other, each computed from the last; the uncompressed rest rides in front."""
+        """Exchange the factors in turn, each computed from the last; what is not compressed goes with the first."""
         plan = bucket.plan(self, lambda: self._plan(bucket))
         if not plan.matrices:
             mean = yield AllReduce(bucket.memory, average=True, last=True, layout=bucket.layout)
