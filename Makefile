@@ -42,7 +42,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(TWO_AT_ONCE)
 
 test-processors: $(STAMP)
-	$(BIN)/python -m tests.processors
+	$(BIN)/python -m tests.processors $(TWO_AT_ONCE)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Ranks share few cores: read by torch in this process when it is imported, and in every rank that is spawned from it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,6 +11,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+
+# A shell lets what it starts in the background ignore Ctrl-C, and what a test starts inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run: a failure seen in CI is the failure seen at home. No deadline: machines are busy.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
