@@ -33,10 +33,11 @@ Carry = Callable[[Request], Generator[Request, Tensor, Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `Compressor.compress` returns: the mean, left in the bucket's memory, and what was not sent."""
+    """What `Compressor.compress` returns: the mean, and what was not sent."""
 
     mean: Tensor
-    """The mean of the gradient over the ranks, as the compressor could tell it; the bucket's own memory."""
+    """The mean of the gradient over the ranks, as the compressor could tell it: the bucket's own memory, or for a sparse
+    bucket another tensor."""
     unsent: Tensor | None = None
     """Where the bucket `wants_unsent`: what this rank's own contribution left out, shaped like the bucket's memory."""
 
@@ -227,7 +228,8 @@ def add_owed(memories: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
 
 def _is_finite(tensor: Tensor) -> Tensor:
     """Return a 0-dim bool. The extremes tell of inf and NaN, in one pass and without a mask of all elements."""
-    if tensor.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    extremes = torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    values = tensor._values() if tensor.is_sparse else tensor
+    if values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    extremes = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
     return torch.isfinite(torch.stack(extremes)).all()

@@ -74,8 +74,14 @@ class Address:
 class Connection:
     """A private Gloo group that carries requests, and the noticeboard beside it."""
 
-    def __init__(self, group: ProcessGroupGloo, address: Address, wrap: WrapCommunicator | None = None) -> None:
-        self._carrier: ProcessGroupCommunicator | None = ProcessGroupCommunicator(group)
+    def __init__(
+        self,
+        group: ProcessGroupGloo,
+        address: Address,
+        wrap: WrapCommunicator | None = None,
+        open_for_sparse: Callable[[], ProcessGroupGloo] | None = None,
+    ) -> None:
+        self._carrier: ProcessGroupCommunicator | None = ProcessGroupCommunicator(group, open_for_sparse)
         self._agreements: Agreements | None = Agreements(self._carrier, address)
         wrapped = self._carrier if wrap is None else wrap(self._carrier)
         self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
@@ -108,46 +114,68 @@ class Connection:
         return True
 
 
-def open_connection(address: Address, wrap: WrapCommunicator | None = None) -> Connection:
+def open_connection(
+    address: Address, wrap: WrapCommunicator | None = None, hook_timeout: float | None = None
+) -> Connection:
     """Open a private Gloo group at `address`; blocks until every rank has come, or the address's timeout has passed.
 
-    Raises `CollectiveError`, naming the ranks that have not come, or the store if it does not answer.
+    The group for sparse sums is opened by the first of them, and may take `hook_timeout`. Raises `CollectiveError`,
+    naming the ranks that have not come, or the store if it does not answer.
     """
-    limit = address.timeout.total_seconds() + OPENING_SECONDS
-    address.store_thread.call(functools.partial(_meet, address), limit)
-    return Connection(address.store_thread.call(functools.partial(_open_group, address), limit), address, wrap)
+    patience = address.timeout.total_seconds()
+    group = _open_group(address, patience)
+    settings: Any = group.options
+    open_for_sparse = functools.partial(_open_group, address, hook_timeout or patience, settings._devices)
+    return Connection(group, address, wrap, open_for_sparse)
 
 
-def _meet(address: Address) -> None:
+def _open_group(address: Address, patience: float, devices: list[Any] | None = None) -> ProcessGroupGloo:
+    """Return a group when every rank has come; with `devices` the one for sparse sums, beside an open one."""
+    store = address.store if devices is None else PrefixStore("sparse", address.store)
+    limit = patience + OPENING_SECONDS
+    address.store_thread.call(functools.partial(_meet, address, store, patience), limit)
+    return address.store_thread.call(functools.partial(_make_group, address, store, devices), limit)
+
+
+def _meet(address: Address, store: Store, patience: float) -> None:
     """Wait for every rank; runs on the store's thread.
 
     Gloo would wait too, but for one rank after the other and each time as long as the timeout: of a call that takes
     longer than that nobody could say whether ranks or the store keep it waiting.
     """
     board = address.noticeboard()
-    address.store.set(_came(address.rank), "")
+    store.set(_came(address.rank), "")
     keys = [_came(rank) for rank in range(address.world_size)]
-    deadline = time.monotonic() + address.timeout.total_seconds()
+    deadline = time.monotonic() + patience
     pause = _POLL_SECONDS
-    while not address.store.check(keys):  # not wait(): one that blocks keeps all others from the store
+    while not store.check(keys):  # not wait(): one that blocks keeps all others from the store
         cause = board.look()
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
         late = time.monotonic() > deadline
-        absent = [rank for rank, key in enumerate(keys) if not address.store.check([key])] if late else []
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])] if late else []
         if absent:
             raise CollectiveError(
-                f"no line to every rank could be opened within {address.timeout.total_seconds():g} s. "
+                f"no line to every rank could be opened within {patience:g} s. "
                 f"Not there: rank {', '.join(map(str, absent))}."
             )
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)
 
 
-def _open_group(address: Address) -> ProcessGroupGloo:
-    """Open the group, when every rank has come; runs on the store's thread."""
+def _make_group(address: Address, store: Store, devices: list[Any] | None) -> ProcessGroupGloo:
+    """Make the group, when every rank has come; runs on the store's thread.
+
+    The one for sparse sums runs one collective at a time: Gloo's sum of sparse tensors corrupts the heap if another
+    collective of its group ends at the same moment. A group's threads write the name of what ended into one string,
+    without a lock, and this name alone is too long to lie in place (PyTorch 2.13; tests/commhooks/test_sparse.py).
+    """
     try:
-        return ProcessGroupGloo(address.store, address.rank, address.world_size, address.timeout)
+        if devices is None:
+            return ProcessGroupGloo(store, address.rank, address.world_size, address.timeout)
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
+        options._devices, options._timeout, options._threads = devices, address.timeout, 1
+        return ProcessGroupGloo(store, address.rank, address.world_size, options)
     except RuntimeError as error:
         raise CollectiveError(f"no line to every rank could be opened: {error}.") from error
 

@@ -276,7 +276,7 @@ def bundles(tasks: Sequence[BucketTask], packings: Packings) -> list[Bundle]:
 
 def _bundle(kind: Hashable, tasks: Sequence[BucketTask], packings: Packings) -> Bundle:
     first = _request_of(tasks[0])
-    if isinstance(first, AllReduce):
+    if isinstance(first, AllReduce) and not first.tensor.is_sparse:
         in_order = first.layout is None or list(first.layout.keys) == sorted(first.layout.keys)
         if len(tasks) > 1 or not in_order:
             return _Sum(tasks, packings.of(kind, tasks))
@@ -284,10 +284,10 @@ def _bundle(kind: Hashable, tasks: Sequence[BucketTask], packings: Packings) -> 
 
 
 def _kind_of(task: BucketTask) -> Hashable:
-    """Return what must be the same for requests to travel together; foreign ones travel alone."""
+    """Return what must be the same for requests to travel together; sparse and foreign ones travel alone."""
     request = _request_of(task)
     device, dtype = request.tensor.device, request.tensor.dtype
-    if isinstance(request, AllReduce):
+    if isinstance(request, AllReduce) and not request.tensor.is_sparse:
         return AllReduce, dtype, device, request.average, request.wire
     if isinstance(request, (AllGather, AllToAll)):
         return type(request), dtype, device

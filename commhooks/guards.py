@@ -92,7 +92,7 @@ class _Rider:
         if self._copies is not None:
             return (yield request)
         self._copies = {number: Copies([self._slots[number]]) for number in self._candidates()}
-        if not isinstance(request, AllReduce) or request.tensor.is_complex():
+        if not isinstance(request, AllReduce) or request.tensor.is_sparse or request.tensor.is_complex():
             self._counts = yield AllReduce(self._counts, average=True, layout=self._layout)
             return (yield request)
         own = request.tensor

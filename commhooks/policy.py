@@ -117,6 +117,9 @@ class Fifo(Policy):
 
 
 def answer_empty_requests(task: BucketTask) -> None:
-    """Answer requests that nothing would travel for, until the task asks for something else or is done."""
-    while task.request is not None and task.request.tensor.numel() == 0:
+    """Answer requests that nothing would travel for, until the task asks for something else or is done.
+
+    An empty sparse tensor may meet other ranks' full ones, so it travels.
+    """
+    while task.request is not None and not task.request.tensor.is_sparse and task.request.tensor.numel() == 0:
         task.resume(task.request.room_for_answer(task.world_size))

@@ -49,9 +49,7 @@ class Request(ABC):
     """Whose elements these are, for accounting, and for packing in an order that no bucket decides."""
 
     def __post_init__(self) -> None:
-        if self.tensor.is_sparse:
-            raise ValueError(f"{type(self).__name__}: a sparse tensor travels as dense ones (see `sparse_mean`).")
-        if self.layout is not None and self.layout.elements != self.tensor.numel():
+        if self.layout is not None and not self.tensor.is_sparse and self.layout.elements != self.tensor.numel():
             raise ValueError(
                 f"{type(self).__name__}: the layout must describe the tensor's {self.tensor.numel()} elements "
                 f"(got {self.layout.elements})."
@@ -78,7 +76,10 @@ class Request(ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllReduce(Request):
-    """A request for the sum over ranks, or with `average` for the mean, written into `tensor` itself.
+    """A request for the sum over ranks, or with `average` the mean, written into `tensor` itself if that is dense.
+
+    A sparse one is only read, and the answer is another: autograd lets a sparse gradient's values share memory with
+    gradients that are still on their way through the backward pass (tests/commhooks/test_odd_parameters.py).
 
     With `wire` the payload travels, and is summed, in that dtype. The division of a mean happens before the cast, in
     the tensor's own dtype: a sum that the narrow dtype cannot hold does not overflow if the mean fits, but a rank's
@@ -96,25 +97,32 @@ class AllReduce(Request):
         return tensor_bytes(self.tensor, self.wire)
 
     def ring_bytes(self, world_size: int) -> int:
-        """Bytes that one rank sends: a reduce-scatter and an all-gather round the ring."""
+        """Bytes that one rank sends: a reduce-scatter and an all-gather round the ring (an all-gather if sparse)."""
+        if self.tensor.is_sparse:
+            return (world_size - 1) * self.payload_bytes
         return 2 * (world_size - 1) * self.payload_bytes // world_size
 
     def to_wire(self, world_size: int) -> Tensor:
-        """Return the tensor to sum over the ranks; `tensor` itself where nothing is cast."""
+        """Return the tensor to sum over the ranks; `tensor` itself where it is dense and nothing is cast."""
         divisor = world_size if self.average else 1
-        own = self.tensor.div_(divisor) if divisor > 1 else self.tensor
-        payload = torch.view_as_real(own) if own.is_complex() else own
+        if self.tensor.is_sparse:
+            payload = self.tensor / divisor
+        else:
+            own = self.tensor.div_(divisor) if divisor > 1 else self.tensor
+            payload = torch.view_as_real(own) if own.is_complex() else own
         return payload if self.wire is None else payload.to(self.wire)
 
     def from_wire(self, summed: Tensor) -> Tensor:
-        """Write what came back into `tensor`, and return it."""
+        """Write what came back into `tensor`, and return it; return what came back if it is sparse."""
+        if summed.is_sparse:
+            return summed.to(self.tensor.dtype)
         target = torch.view_as_real(self.tensor) if self.tensor.is_complex() else self.tensor
         if summed.data_ptr() != target.data_ptr():
             target.copy_(summed)
         return self.tensor
 
     def room_for_answer(self, world_size: int) -> Tensor:
-        """Return the tensor itself, which the sum is written into."""
+        """Return the tensor itself, which a dense sum is written into."""
         return self.tensor
 
 

@@ -223,7 +223,7 @@ class _Desk:
     def _serve(self) -> None:
         policy: Policy | None = None
         try:
-            self.connection = open_connection(self._address, self._wrap)
+            self.connection = open_connection(self._address, self._wrap, self._hook_timeout)
             assert self.connection.communicator is not None
             self.connection.agree(self._first_terms, self._wait)
             self._is_open = True

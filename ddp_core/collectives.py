@@ -31,16 +31,10 @@ def broadcast(group: dist.ProcessGroup, tensor: Tensor, source: int) -> dist.Wor
     return group.broadcast([tensor], options)
 
 
-def start_all_gather(group: dist.ProcessGroup, tensor: Tensor) -> tuple[dist.Work, list[Tensor]]:
-    """Start to gather every rank's ``tensor``, in rank order; shapes must be equal."""
-    gathered = [torch.zeros_like(tensor) for _ in range(group.size())]
-    return group.allgather([gathered], [tensor], AllgatherOptions()), gathered
-
-
 def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
     """Return every rank's ``tensor``, in rank order; shapes must be equal."""
-    work, gathered = start_all_gather(group, tensor)
-    finish(work)
+    gathered = [torch.zeros_like(tensor) for _ in range(group.size())]
+    finish(group.allgather([gathered], [tensor], AllgatherOptions()))
     return gathered
 
 

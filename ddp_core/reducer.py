@@ -43,7 +43,7 @@ from ddp_core.errors import (
 )
 from ddp_core.graph import at_end_of_backward, unreachable
 from ddp_core.hooks import CommHook, Pending
-from ddp_core.sparse import SparseSum
+from ddp_core.sparse import group_for_sparse_sums
 from ddp_core.watch import give_up, watch
 
 
@@ -87,6 +87,9 @@ class Reducer:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.specs = [ParameterSpec(p.nbytes, (p.dtype, p.device), id(p) in sparse) for p in self.parameters]
         self.process_group = process_group
+        self.group_for_sparse = process_group
+        if sparse:
+            self.group_for_sparse = group_for_sparse_sums(process_group, self.parameters[0].device)
         self.settings = settings
         self.delayed = delayed
         self.hook: CommHook | None = None
@@ -384,8 +387,8 @@ class Reducer:
         with self.fatal(self.in_flight):
             if self.hook is not None:
                 return self.hook.start(window, self.process_group)
-            start = SparseSum if memory.is_sparse else all_reduce
-            return Pending(start(self.process_group, memory), window, "all-reduce")
+            group = self.group_for_sparse if memory.is_sparse else self.process_group
+            return Pending(all_reduce(group, memory), window, "all-reduce")
 
     @contextmanager
     def fatal(self, in_flight: Iterable[Pending | None]) -> Iterator[None]:

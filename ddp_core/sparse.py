@@ -1,47 +1,39 @@
-"""The sum of sparse gradients, by gathering every rank's rows.
+"""Where sums of sparse gradients travel: over a group that runs one collective at a time.
 
-Gloo has such a sum of its own, which corrupts the heap when another collective ends at the same moment: two threads of
-its process group write the name of what ended last without a lock, and of all names that DDP causes only this one's is
-too long to lie in place (PyTorch 2.13; docs/guide/ddp_core.md). NCCL has none.
+Gloo's sum of sparse tensors corrupts the heap if another collective of its process group ends at the same moment: the
+group's two threads write the name of what ended into one string, without a lock, and of all names only this one is too
+long to lie in place (PyTorch 2.13; docs/guide/ddp_core.md).
 """
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from ddp_core.collectives import all_gather, finish, start_all_gather
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
 
-class SparseSum:
-    """A sum under way: how many rows each rank brings travels at once, the rows themselves when it is waited for."""
+def group_for_sparse_sums(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return a Gloo group of one thread over the ranks of ``group``, the same one every time.
 
-    def __init__(self, group: dist.ProcessGroup, gradient: Tensor):
-        self.group = group
-        self.own = gradient.coalesce()
-        form = torch.tensor([self.own._nnz(), self.own.sparse_dim()], device=gradient.device)
-        self.work, self.forms = start_all_gather(group, form)
-
-    def wait(self) -> Tensor:
-        """Return the sum, coalesced; every rank must ask for it after the same collectives.
-
-        Raises RuntimeError, on every rank, if ranks differ in which dimensions are sparse.
-        """
-        finish(self.work)
-        forms = [form.tolist() for form in self.forms]
-        sparse_dims = {dims for rows, dims in forms if rows} or {self.own.sparse_dim()}
-        if len(sparse_dims) > 1:
-            raise RuntimeError(f"ranks bring sparse gradients with {forms} [rows, sparse dimensions]: make these alike")
-        (sparse_dim,) = sparse_dims
-        most = max(rows for rows, _ in forms)
-        indices = self.own.indices().new_zeros(most, sparse_dim)
-        values = self.own.values().new_zeros(most, *self.own.shape[sparse_dim:])
-        if self.own._nnz():
-            indices[: self.own._nnz()] = self.own.indices().t()
-            values[: self.own._nnz()] = self.own.values()
-        all_indices, all_values = (all_gather(self.group, padded) for padded in (indices, values))
-        total = torch.zeros_like(self.own)
-        for (rows, _), index, value in zip(forms, all_indices, all_values, strict=True):
-            total += torch.sparse_coo_tensor(index[:rows].t(), value[:rows], total.shape, check_invariants=False)
-        return total.coalesce()
+    Every rank must ask; the first time blocks until all have. ``group`` itself is returned if another backend reduces
+    what is on ``device``, if it is written in Python, has one thread already, or no store in which ranks could meet.
+    """
+    if group in _opened:
+        return _opened[group]
+    store = group.get_group_store() if type(group) is dist.ProcessGroup else None
+    if store is None:
+        return group
+    backend: Any = group._get_backend(device)
+    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    settings: Any = backend.options
+    if not isinstance(backend, ProcessGroupGloo) or settings._threads == 1:
+        return group
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
+    options._devices, options._timeout, options._threads = settings._devices, settings._timeout, 1
+    _opened[group] = ProcessGroupGloo(PrefixStore("ddp_core/sparse", store), group.rank(), group.size(), options)
+    return _opened[group]

@@ -27,7 +27,7 @@ LONG_ONES_FIRST = {"torch_suite", "parity", "experiments", "soak"}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put folders of long tests first; skip tests marked `gpu`, saying why, where there is no CUDA device."""
-    items.sort(key=lambda item: LONG_ONES_FIRST.isdisjoint(item.path.parts))
+    items.sort(key=lambda item: LONG_ONES_FIRST.isdisjoint(item.nodeid.split("/")))
     if torch.cuda.is_available():
         return
     for item in items:

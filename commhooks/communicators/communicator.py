@@ -14,7 +14,7 @@ class Pending(Protocol):
 
     @property
     def result(self) -> Tensor:
-        """The answer: the request's own tensor for an all-reduce, a new one otherwise. Valid after `wait`."""
+        """The answer: the request's own tensor for a dense all-reduce, a new one otherwise. Valid after `wait`."""
         ...
 
     def wait(self, timeout_seconds: float | None = None) -> None:

@@ -134,5 +134,6 @@ def _check_alike(requests: Sequence[Request]) -> None:
 
 
 def _describe(request: Request) -> str:
+    shape = "sparse" if request.tensor.is_sparse else tuple(request.tensor.shape)
     manner = (request.average, request.wire) if isinstance(request, AllReduce) else ()
-    return f"{request.kind} {tuple(request.tensor.shape)} {request.tensor.dtype} {manner}"
+    return f"{request.kind} {shape} {request.tensor.dtype} {manner}"

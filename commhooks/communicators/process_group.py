@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +18,11 @@ class ProcessGroupCommunicator:
     """Runs requests over `process_group` (default: the default group).
 
     A `ProcessGroup` and a bare backend (`ProcessGroupGloo`) have the same methods for this, so either may be passed.
+    `open_for_sparse` returns another group of the same ranks, for sums of sparse tensors: over a Gloo group with two
+    threads these corrupt the heap now and then. Without it they go over `process_group`.
     """
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any = None, open_for_sparse: Callable[[], Any] | None = None) -> None:
         group = dist.group.WORLD if process_group is None else process_group
         if group is None:
             raise CollectiveError(
@@ -27,6 +30,8 @@ class ProcessGroupCommunicator:
                 "call torch.distributed.init_process_group first."
             )
         self.group: Any = group
+        self._open_for_sparse = open_for_sparse
+        self._for_sparse: Any = None
         self.rank: int = self.group.rank()
         self.world_size: int = self.group.size()
         self._under_way: deque[WorkPending] = deque()
@@ -51,12 +56,13 @@ class ProcessGroupCommunicator:
         for pending in self._under_way:
             pending.release()
         self._under_way.clear()
-        self.group = None
+        self.group = self._for_sparse = self._open_for_sparse = None
 
     def _start(self, request: Request) -> WorkPending:
         if isinstance(request, AllReduce):
             wire = request.to_wire(self.world_size)
-            return WorkPending(self.group.allreduce([wire]), request, wire)
+            group = self._group_for_sparse() if wire.is_sparse else self.group
+            return WorkPending(group.allreduce([wire]), request, wire)
         if isinstance(request, AllGather):
             gathered = request.room_for_answer(self.world_size)
             return WorkPending(self.group.allgather([list(gathered.unbind(0))], [request.tensor]), request, gathered)
@@ -66,6 +72,13 @@ class ProcessGroupCommunicator:
         raise CollectiveError(
             f"ProcessGroupCommunicator: expected an AllReduce, AllGather or AllToAll (got {type(request).__name__})."
         )
+
+    def _group_for_sparse(self) -> Any:
+        if self._open_for_sparse is None:
+            return self.group
+        if self._for_sparse is None:
+            self._for_sparse = self._open_for_sparse()
+        return self._for_sparse
 
 
 class WorkPending:

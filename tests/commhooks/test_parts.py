@@ -44,6 +44,8 @@ from tests.commhooks.workers import Workers, normal, zeros
         (AllReduce(torch.zeros(100), wire=torch.float16), 200, 200, 300),
         (AllReduce(torch.zeros(100, dtype=torch.complex64)), 800, 800, 1200),
         (AllReduce(torch.zeros(100, dtype=torch.complex64), wire=torch.float16), 400, 400, 600),
+        (AllReduce(torch.zeros(10, 8).to_sparse()), 0, 0, 0),
+        (AllReduce(torch.eye(4).to_sparse()), 4 * 2 * 8 + 4 * 4, 80, 240),
         (AllGather(torch.zeros(25, dtype=torch.int8)), 25, 25, 75),
         (AllToAll(torch.zeros(4, 5, dtype=torch.float64)), 160, 80, 120),
         (AllReduce(torch.zeros(0)), 0, 0, 0),
@@ -64,9 +66,9 @@ def test_a_mean_that_fits_the_wire_survives_it(mean: float) -> None:
     assert torch.tensor(4 * mean).half().div_(4).item() in (0.0, float("inf"))
 
 
-def test_a_sparse_tensor_does_not_travel_as_it_is() -> None:
-    with pytest.raises(ValueError, match=r"AllGather: a sparse tensor travels as dense ones \(see `sparse_mean`\)"):
-        AllGather(torch.eye(4).to_sparse())
+def test_the_elements_of_a_sparse_payload_are_those_of_its_values() -> None:
+    rows = torch.ones(10, 16).to_sparse(1).index_select(0, torch.tensor([1, 4, 7]))
+    assert AllReduce(rows).payload_elements == 48
 
 
 def test_a_layout_must_describe_the_tensor() -> None:
@@ -103,6 +105,7 @@ def _requests(rank: int, world_size: int) -> dict[str, Request]:
         "gather": AllGather(base.clone()),
         "gather bytes": AllGather(base.to(torch.uint8)),
         "swap": AllToAll(base.clone()),
+        "sparse": AllReduce(torch.eye(4)[[rank]].to_sparse(), average=True),
     }
 
 
@@ -284,6 +287,7 @@ def test_only_requests_of_one_kind_dtype_and_purpose_travel_together() -> None:
         AllReduce(tensor, average=True),
         AllReduce(tensor, average=True, wire=torch.float16),
         AllReduce(tensor.double(), average=True),
+        AllReduce(tensor.to_sparse(), average=True),
         AllGather(tensor),
         AllToAll(tensor),
     )
@@ -292,7 +296,7 @@ def test_only_requests_of_one_kind_dtype_and_purpose_travel_together() -> None:
     for task in tasks:
         task.begin()
     made = bundles(tasks, Packings())
-    assert sorted(len(bundle.tasks) for bundle in made) == [2, 2, 2, 2, 2, 2]
+    assert sorted(len(bundle.tasks) for bundle in made) == [1, 1, 2, 2, 2, 2, 2, 2]  # the sparse ones travel alone
     assert sum(bundle.request.payload_bytes for bundle in made) == sum(r.payload_bytes for r in asks.requests)
 
 

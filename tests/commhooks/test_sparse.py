@@ -1,52 +1,53 @@
-"""The mean of sparse gradients, whose rows are gathered: in lockstep, and many at once over Gloo."""
+"""The mean of sparse gradients over Gloo: many at once, over a group of their own."""
 
 from __future__ import annotations
+
+import time
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.communicators import run_lockstep
-from commhooks.compressor import Context
-from commhooks.compressors.all_reduce import sparse_mean
+from commhooks import AllReduce, ProcessGroupCommunicator
 from tests.commhooks.models import wrap
 from tests.commhooks.ranks import run_ranks
 
 
-def rows(numbers: list[int], scale: float) -> Tensor:
-    """Return a sparse (6, 2) tensor with these rows, each as often as it is named."""
-    values = torch.arange(1.0, 2 * len(numbers) + 1, dtype=torch.float64).view(-1, 2) * scale
-    return torch.sparse_coo_tensor(torch.tensor([numbers], dtype=torch.long), values, (6, 2), check_invariants=False)
+class Counting:
+    """A process group that counts its all-reduces, and does nothing."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+    def allreduce(self, tensors: list[Tensor]) -> Any:
+        self.calls += 1
+        return torch.futures.Future[None]()
 
 
-def means(gradients: list[Tensor]) -> list[Tensor]:
-    exchanges = [sparse_mean(one, Context(rank, len(gradients), 0)) for rank, one in enumerate(gradients)]
-    return [result.mean for result in run_lockstep(exchanges)]
+def test_the_group_for_sparse_sums_is_opened_by_the_first_of_them_and_takes_only_these() -> None:
+    opened: list[Counting] = []
 
+    def open_another() -> Counting:
+        opened.append(Counting())
+        return opened[-1]
 
-@pytest.mark.parametrize(
-    "brought",
-    [[[0, 5, 0], [3]], [[], [1, 1]], [[], []], [[5, 4, 3, 2], [5], [], [0, 5]]],
-    ids=str,
-)
-def test_ranks_bring_different_numbers_of_rows(brought: list[list[int]]) -> None:
-    gradients = [rows(numbers, 4.0 * (rank + 1)) for rank, numbers in enumerate(brought)]
-    before = [one.clone() for one in gradients]
-    expected = torch.stack([one.to_dense() for one in gradients]).sum(0) / len(gradients)
-    for mean in means(gradients):
-        assert mean.is_coalesced()
-        assert torch.equal(mean.to_dense(), expected)
-    assert all(torch.equal(a._values(), b._values()) for a, b in zip(gradients, before, strict=True))
-
-
-def test_a_rank_without_rows_follows_the_others_and_those_who_disagree_hear_of_it() -> None:
-    entries = torch.eye(4, dtype=torch.float64).to_sparse()
-    nothing = torch.sparse_coo_tensor(torch.empty(1, 0), torch.empty(0, 4).double(), (4, 4), check_invariants=False)
-    for mean in means([nothing, entries]):
-        assert torch.equal(mean.to_dense(), torch.eye(4, dtype=torch.float64) / 2)
-    with pytest.raises(commhooks.GradientError, match=r"\[\[4, 2\], \[4, 1\]\] \(rows, sparse dimensions\)"):
-        means([entries, torch.eye(4, dtype=torch.float64).to_sparse(1)])
+    group = Counting()
+    communicator = ProcessGroupCommunicator(group, open_another)
+    communicator._start(AllReduce(torch.ones(3)))
+    assert not opened
+    for _ in range(2):
+        communicator._start(AllReduce(torch.eye(3).to_sparse()))
+    assert (group.calls, [another.calls for another in opened]) == (1, [2])
+    communicator.release()
+    assert communicator._for_sparse is None
 
 
 class Tables(nn.ModuleList):
@@ -60,7 +61,7 @@ class Tables(nn.ModuleList):
 
 
 def many_tables(rank: int, kind: str, policy: str) -> bool:
-    """Train; Gloo's own sums of sparse gradients, so many at a time, corrupt the heap of PyTorch 2.13 in seconds."""
+    """Train; over one group of two threads, so many sums at a time corrupt the heap of PyTorch 2.13 in seconds."""
     module = Tables()
     model = wrap(kind, module)
     handle = commhooks.attach(model, "all-reduce", policy=policy)
@@ -72,6 +73,26 @@ def many_tables(rank: int, kind: str, policy: str) -> bool:
         gradients = [parameter.grad for parameter in module.parameters()]
         right &= all(grad is not None and torch.equal(grad.to_dense(), expected) for grad in gradients)
     return right and handle.statistics().collectives > 0
+
+
+def late_for_the_first_sparse_sum(rank: int, kind: str) -> str:
+    """Keep rank 1 away where the group for sparse sums is opened; return what rank 0 heard."""
+    model = wrap(kind, Tables())
+    commhooks.attach(model, "powersgd", hook_timeout=1.0)
+    loss = model(torch.tensor([rank]))
+    if rank == 1:
+        time.sleep(4.0)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["core", "torch"])
+def test_a_rank_that_is_late_for_the_first_sparse_sum_is_named_after_hook_timeout(kind: str) -> None:
+    heard, _ = run_ranks(late_for_the_first_sparse_sum, 2, kind, check_exit=False)
+    assert "no line to every rank could be opened within 1 s. Not there: rank 1" in heard
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fused"])

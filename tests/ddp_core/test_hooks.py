@@ -16,7 +16,7 @@ from torch.futures import Future
 
 import ddp_core
 from ddp_core import GradBucket
-from ddp_core.sparse import SparseSum
+from ddp_core.sparse import group_for_sparse_sums
 from tests import bounds
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Words, grads, ones, scale, wrap
@@ -282,8 +282,9 @@ def a_hook_sees_a_sparse_gradient_alone(rank: int) -> None:
     def look(state: object, bucket: GradBucket) -> Any:
         assert bucket.gradients()[0] is bucket.buffer() or not bucket.buffer().is_sparse
         seen.append((" ".join(bucket.names()), bucket.buffer().is_sparse))
-        if bucket.buffer().is_sparse:  # Gloo's own sum is not safe beside another collective
-            return SparseSum(dist.distributed_c10d._get_default_group(), bucket.buffer() / dist.get_world_size()).wait()
+        if bucket.buffer().is_sparse:  # a sum of these is not safe beside another collective of the group
+            alone = group_for_sparse_sums(dist.distributed_c10d._get_default_group(), bucket.buffer().device)
+            return alone.allreduce([bucket.buffer().div_(dist.get_world_size())], dist.AllreduceOptions())
         return plain(state, bucket)
 
     ddp = wrap(Words())
