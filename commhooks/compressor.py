@@ -36,8 +36,8 @@ class Result:
     """What `Compressor.compress` returns: the mean, and what was not sent."""
 
     mean: Tensor
-    """The mean of the gradient over the ranks, as the compressor could tell it: the bucket's own memory, or for a sparse
-    bucket another tensor."""
+    """The mean of the gradient over the ranks, as the compressor could tell it: the bucket's own memory, or another
+    tensor for a sparse bucket."""
     unsent: Tensor | None = None
     """Where the bucket `wants_unsent`: what this rank's own contribution left out, shaped like the bucket's memory."""
 
