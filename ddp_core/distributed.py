@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree  # see ddp_core/graph.py
@@ -222,6 +223,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         else:  # in join(), rank 0 may have run out of inputs, and its buffers are then out of date
             self.broadcast_module_buffers(elect(self, candidate=True) if self._join_config.enable else 0)
 
+    @_disable_dynamo  # as in Reducer.rebuild_if_due
     def broadcast_module_buffers(self, source: int, buffers: Sequence[Tensor] | None = None) -> None:
         """Overwrite every rank's buffers (None: all that are not ignored) with those of group rank ``source``."""
         broadcast_coalesced(buffers or list(self.module_buffers().values()), self.process_group, source)

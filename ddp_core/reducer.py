@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
@@ -209,6 +210,7 @@ class Reducer:
         """True while the order of readiness is to be learned (never where unused parameters are searched for)."""
         return not self.rebuilt and not self.searches_graph
 
+    @_disable_dynamo  # torch.compile cannot trace a process group's methods (tests/torch_suite)
     def rebuild_if_due(self) -> None:
         """Once, after the first backward pass: bucket again, in the order in which rank 0's gradients became ready."""
         self.require_finished()
