@@ -223,7 +223,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         else:  # in join(), rank 0 may have run out of inputs, and its buffers are then out of date
             self.broadcast_module_buffers(elect(self, candidate=True) if self._join_config.enable else 0)
 
-    @_disable_dynamo  # as in Reducer.rebuild_if_due
+    @_disable_dynamo  # as in Reducer._rebuild_in_order
     def broadcast_module_buffers(self, source: int, buffers: Sequence[Tensor] | None = None) -> None:
         """Overwrite every rank's buffers (None: all that are not ignored) with those of group rank ``source``."""
         broadcast_coalesced(buffers or list(self.module_buffers().values()), self.process_group, source)

@@ -210,15 +210,18 @@ class Reducer:
         """True while the order of readiness is to be learned (never where unused parameters are searched for)."""
         return not self.rebuilt and not self.searches_graph
 
-    @_disable_dynamo  # torch.compile cannot trace a process group's methods (tests/torch_suite)
     def rebuild_if_due(self) -> None:
         """Once, after the first backward pass: bucket again, in the order in which rank 0's gradients became ready."""
         self.require_finished()
         if self.wants_order and self.ready_order:
-            plan = assign_buckets(self.specs, self.settings.rebuilt_limits, self.ready_order)
-            numbers = torch.tensor(plan_to_numbers(plan), device=self.parameters[0].device)
-            finish(broadcast(self.process_group, numbers, source=0))
-            self.rebuild(plan_from_numbers(numbers.tolist()))
+            self._rebuild_in_order()
+
+    @_disable_dynamo  # torch.compile cannot trace a process group's methods (tests/torch_suite)
+    def _rebuild_in_order(self) -> None:
+        plan = assign_buckets(self.specs, self.settings.rebuilt_limits, self.ready_order)
+        numbers = torch.tensor(plan_to_numbers(plan), device=self.parameters[0].device)
+        finish(broadcast(self.process_group, numbers, source=0))
+        self.rebuild(plan_from_numbers(numbers.tolist()))
 
     def rebuild(self, plan: Plan) -> None:
         """Bucket as ``plan`` says, for good: no order is learned any more."""

@@ -30,8 +30,10 @@ def group_for_sparse_sums(group: dist.ProcessGroup, device: torch.device) -> Any
         return group
     backend: Any = group._get_backend(device)
     backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    if not isinstance(backend, ProcessGroupGloo):
+        return group
     settings: Any = backend.options
-    if not isinstance(backend, ProcessGroupGloo) or settings._threads == 1:
+    if settings._threads == 1:
         return group
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
     options._devices, options._timeout, options._threads = settings._devices, settings._timeout, 1
