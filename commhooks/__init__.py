@@ -1,6 +1,7 @@
 """Gradient compression for data-parallel PyTorch: communication hooks that run on ddp_core's DDP and on PyTorch's."""
 
-from commhooks.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from commhooks.checkpoints.distributed import load_distributed
+from commhooks.checkpoints.files import Checkpoint, load_checkpoint, save_checkpoint
 from commhooks.communicators import (
     Communicator,
     LockstepCommunicator,
@@ -10,18 +11,7 @@ from commhooks.communicators import (
     RecordingCommunicator,
     run_lockstep,
 )
-from commhooks.compressor import BucketView, Compressor, Context, Result, Slot, StepVerdict
 from commhooks.compressors import COMPRESSORS, AllReduceMean, Cast, NoOp, PowerSGD, make_compressor
-from commhooks.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
-from commhooks.default_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-    bf16_compress_wrapper,
-    fp16_compress_hook,
-    fp16_compress_wrapper,
-    noop_hook,
-)
-from commhooks.distributed_checkpoint import load_distributed
 from commhooks.errors import (
     AttachError,
     CheckpointError,
@@ -32,13 +22,23 @@ from commhooks.errors import (
     HookTypeError,
     SettingsError,
 )
-from commhooks.hook import Attachment, attach, hook_statistics
-from commhooks.memory import MemoryReport
-from commhooks.powersgd_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from commhooks.requests import AllGather, AllReduce, AllToAll, Layout, Request
-from commhooks.snapshot import LoadRules, Snapshot, merge_state_dicts
-from commhooks.state import LocalEntry
-from commhooks.statistics import ParameterTraffic, Statistics
+from commhooks.hooks.attach import Attachment, attach, hook_statistics
+from commhooks.hooks.by_name import DDPCommHookType, register_ddp_comm_hook
+from commhooks.hooks.default import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    noop_hook,
+)
+from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from commhooks.language.compressor import BucketView, Compressor, Context, Result, Slot, StepVerdict
+from commhooks.language.requests import AllGather, AllReduce, AllToAll, Layout, Request
+from commhooks.scheduling.ledger import ParameterTraffic, Statistics
+from commhooks.state.memory import MemoryReport
+from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
+from commhooks.state.table import LocalEntry
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import commhooks
-from commhooks.compressor import Compressor
 from commhooks.compressors import COMPRESSORS
-from commhooks.scheduler import POLICIES
+from commhooks.language.compressor import Compressor
+from commhooks.scheduling.thread import POLICIES
 from experiments.runs import HookSpec
 
 _DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}

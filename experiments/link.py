@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from commhooks.requests import AllReduce, Request
+from commhooks.language.requests import AllReduce, Request
 
 if TYPE_CHECKING:
     from commhooks.communicators import Communicator, Pending

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from commhooks.communicators import Communicator, Pending
-    from commhooks.requests import Request
+    from commhooks.language.requests import Request
 
 Interval = tuple[float, float]
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import commhooks
 from commhooks.communicators import Communicator, Pending, ProcessGroupCommunicator
-from commhooks.requests import AllReduce, Request
+from commhooks.language.requests import AllReduce, Request
 from experiments.launch import Send, run_world
 from experiments.link import EmulatedLink, LinkSettings, format_rate
 from experiments.report.words import spread_in_words

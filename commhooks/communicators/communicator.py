@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from commhooks.requests import Request
+from commhooks.language.requests import Request
 
 
 class Pending(Protocol):

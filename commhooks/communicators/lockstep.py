@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commhooks.errors import CollectiveError
-from commhooks.requests import AllGather, AllReduce, AllToAll, Request
+from commhooks.language.requests import AllGather, AllReduce, AllToAll, Request
 
 Result = TypeVar("Result")
 

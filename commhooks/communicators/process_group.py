@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.errors import CollectiveError
-from commhooks.requests import AllGather, AllReduce, AllToAll, Request
+from commhooks.language.requests import AllGather, AllReduce, AllToAll, Request
 
 
 class ProcessGroupCommunicator:

@@ -7,8 +7,8 @@ import time
 from torch import Tensor
 
 from commhooks.communicators.communicator import Communicator, Pending
-from commhooks.requests import Request
-from commhooks.statistics import Traffic
+from commhooks.language.requests import Request
+from commhooks.scheduling.ledger import Traffic
 
 
 class RecordingCommunicator:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from commhooks.compressor import Compressor
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.compressors.cast import Cast
 from commhooks.compressors.noop import NoOp
 from commhooks.compressors.powersgd import PowerSGD
 from commhooks.errors import SettingsError
+from commhooks.language.compressor import Compressor
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 
 __all__ = ["AllReduceMean", "COMPRESSORS", "Cast", "NoOp", "PowerSGD", "make_compressor"]

@@ -11,8 +11,8 @@ import dataclasses
 
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Compressor, Context, Exchange, Result
-from commhooks.requests import AllReduce
+from commhooks.language.compressor import BucketView, Compressor, Context, Exchange, Result
+from commhooks.language.requests import AllReduce
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Compressor, Context, Exchange, Result
 from commhooks.errors import SettingsError
-from commhooks.requests import AllReduce
+from commhooks.language.compressor import BucketView, Compressor, Context, Exchange, Result
+from commhooks.language.requests import AllReduce
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from collections.abc import Generator
 
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Compressor, Context, Result
-from commhooks.requests import Request
+from commhooks.language.compressor import BucketView, Compressor, Context, Result
+from commhooks.language.requests import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from commhooks.compressor import (
+from commhooks.errors import CompressorError, SettingsError
+from commhooks.language.compressor import (
     BucketView,
     Compressor,
     Context,
@@ -23,8 +24,8 @@ from commhooks.compressor import (
     check_inner,
     residual_of,
 )
-from commhooks.errors import CompressorError, SettingsError
-from commhooks.state import LocalEntry, computing_dtype
+from commhooks.state.table import LocalEntry
+from commhooks.tensors import computing_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

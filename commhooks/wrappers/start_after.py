@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Compressor, Context, Exchange, check_inner
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
-from commhooks.state import LocalEntry
+from commhooks.language.compressor import BucketView, Compressor, Context, Exchange, check_inner
+from commhooks.state.table import LocalEntry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

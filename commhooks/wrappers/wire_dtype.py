@@ -8,11 +8,11 @@ from collections.abc import Generator, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from commhooks.compressor import BucketView, Compressor, Context, Exchange, carried_by, check_inner
 from commhooks.compressors.cast import check_wire_dtype
 from commhooks.errors import CompressorError, SettingsError
-from commhooks.requests import AllReduce, Request
-from commhooks.state import LocalEntry
+from commhooks.language.compressor import BucketView, Compressor, Context, Exchange, carried_by, check_inner
+from commhooks.language.requests import AllReduce, Request
+from commhooks.state.table import LocalEntry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

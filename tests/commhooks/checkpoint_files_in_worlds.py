@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import CheckpointError, Compressor, PowerSGD, PowerSGDState, checkpoint
+from commhooks import CheckpointError, Compressor, PowerSGD, PowerSGDState
+from commhooks.checkpoints import files as checkpoint
 from tests.commhooks.models import wrap
 
 FILES = ["manifest.json", "shared.pt", "rank0.pt", "rank1.pt"]

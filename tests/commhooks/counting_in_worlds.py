@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks import PowerSGD
-from commhooks.statistics import ParameterTraffic, Statistics
+from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from tests.cases import LowRankBytes
 from tests.commhooks.hooks_in_worlds import backward
 from tests.commhooks.models import Given, Shape, wrap

@@ -20,7 +20,7 @@ from torch import Tensor
 import commhooks
 import ddp_core
 from commhooks import AllReduce, BucketView, Compressor, Context, Request, Result
-from commhooks.hook import COLLECTIVES_A_BUCKET
+from commhooks.hooks.attach import COLLECTIVES_A_BUCKET
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock
 
 import commhooks
 from commhooks import BucketView, Compressor, Context
-from commhooks.compressor import Exchange
+from commhooks.language.compressor import Exchange
 from tests import bounds
 from tests.cases import CASES
 from tests.commhooks.models import Given, Shape, gradients_of, wrap

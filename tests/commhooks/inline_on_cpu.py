@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 
-from commhooks import engine
-from commhooks.inline import SideStream
+from commhooks.engine import engine
+from commhooks.scheduling.inline import SideStream
 
 
 class ToldMark:

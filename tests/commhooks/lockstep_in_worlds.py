@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.state import StateTable
+from commhooks.state.table import StateTable
 from tests.cases import CASES
 from tests.commhooks.hooks_in_worlds import Mirrored, backward, largest_error
 from tests.commhooks.replicas_in_worlds import digest_of

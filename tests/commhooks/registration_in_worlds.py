@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock
 from torch.futures import Future
 
 import commhooks
-from commhooks.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+from commhooks.hooks.by_name import DDPCommHookType, register_ddp_comm_hook
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 
 SHAPES: list[Shape] = [(30, 50), (50,), (40, 30), (), (60, 60), (7,)]

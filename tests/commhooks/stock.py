@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
 import commhooks
-from commhooks.state import StateTable
+from commhooks.state.table import StateTable
 
 
 class Bucket:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks import AllGather, AllReduce, AllToAll, BucketView, Compressor, Context, Request, Result
-from commhooks.compressor import Exchange
+from commhooks.language.compressor import Exchange
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commhooks.statistics import KindTraffic
+from commhooks.scheduling.ledger import KindTraffic
 from tests.commhooks import counting_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import BucketView, Context, Slot, StepVerdict, run_lockstep, streams
-from commhooks.compressor import Result
-from commhooks.randomness import seeded_normal
-from commhooks.state import RESIDUAL_STORAGES, StateTable
-from commhooks.statistics import Ledger, Traffic
+from commhooks.language.compressor import Result
+from commhooks.language.randomness import seeded_normal
+from commhooks.scheduling.ledger import Ledger, Traffic
+from commhooks.state.table import RESIDUAL_STORAGES, StateTable
 from tests.cases import CASES, Case
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

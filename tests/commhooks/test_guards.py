@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import Cast, ErrorFeedback, NoOp, PowerSGD, StartAfter, WireDtype, make_compressor
-from commhooks.guards import has_joined
+from commhooks.engine.guards import has_joined
 from tests.commhooks import guards_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from commhooks import AllReduceMean, BucketView, CollectiveError, Compressor, CompressorError, Context, LockstepGroup
-from commhooks.compressor import Exchange
-from commhooks.inline import InlineScheduler
-from commhooks.requests import AllReduce
-from commhooks.task import BucketTask
+from commhooks.language.compressor import Exchange
+from commhooks.language.requests import AllReduce
+from commhooks.scheduling.inline import InlineScheduler
+from commhooks.scheduling.task import BucketTask
 from tests.commhooks.inline_on_cpu import HostStream
 
 LIMIT = 0.3

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks import Context, LoadRules, Snapshot
-from commhooks.state import StateTable
+from commhooks.state.table import StateTable
 from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.workers import Workers, largest, low_rank, mean_of, normal, zeros

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import commhooks
 from commhooks import Context, LoadRules, LocalEntry, Snapshot, run_lockstep
-from commhooks.guards import refuse_what_is_not_declared, take_part_with_zeros
-from commhooks.loss_scale import LossScale
-from commhooks.memory import memory_report
-from commhooks.snapshot import settings_of
-from commhooks.state import StateTable
+from commhooks.engine.guards import refuse_what_is_not_declared, take_part_with_zeros
+from commhooks.state.loss_scale import LossScale
+from commhooks.state.memory import memory_report
+from commhooks.state.snapshot import settings_of
+from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
 from tests.commhooks.ranks import run_ranks
 from tests.commhooks.two_hops import SERVER_ERROR, TwoHops

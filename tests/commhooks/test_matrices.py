@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commhooks.matrices import form_of, form_of_bucket, is_dense
+from commhooks.compressors.powersgd.matrices import form_of, form_of_bucket
+from commhooks.tensors import is_dense
 
 RULES = ["first-dimension", "most-square"]
 

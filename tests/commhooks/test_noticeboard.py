@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from commhooks import AllReduceMean, connection, noticeboard
-from commhooks.communicators import Communicator, ProcessGroupCommunicator
-from commhooks.compressor import BucketView, Context
-from commhooks.connection import Address, open_connection
+from commhooks import AllReduceMean
+from commhooks.communicators import Communicator, ProcessGroupCommunicator, connection, noticeboard
+from commhooks.communicators.connection import Address, open_connection
+from commhooks.communicators.noticeboard import Noticeboard, SilentStoreError, StoreThread, address_of
 from commhooks.errors import CollectiveError
-from commhooks.noticeboard import Noticeboard, SilentStoreError, StoreThread, address_of
-from commhooks.requests import Request
-from commhooks.scheduler import ThreadScheduler
-from commhooks.task import BucketTask
+from commhooks.language.compressor import BucketView, Context
+from commhooks.language.requests import Request
+from commhooks.scheduling.task import BucketTask
+from commhooks.scheduling.thread import ThreadScheduler
 from tests.world.launcher import ROOT
 
 TRUE_ANSWER_SECONDS = noticeboard.ANSWER_SECONDS
@@ -189,7 +189,7 @@ AT_EXIT = """
 import time
 from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
-from commhooks.noticeboard import StoreThread
+from commhooks.communicators.noticeboard import StoreThread
 
 class SlowToGo:
     def __del__(self, sleep=time.sleep):

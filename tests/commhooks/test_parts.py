@@ -25,12 +25,12 @@ from commhooks import (
 )
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.communicators.lockstep import answer_requests
-from commhooks.fused import Fused, Packings, bundles
-from commhooks.matrices import form_of
-from commhooks.policy import Fifo
-from commhooks.state import StateTable
-from commhooks.statistics import Ledger, Traffic
-from commhooks.task import BucketTask
+from commhooks.compressors.powersgd.matrices import form_of
+from commhooks.scheduling.fused import Fused, Packings, bundles
+from commhooks.scheduling.ledger import Ledger, Traffic
+from commhooks.scheduling.policy import Fifo
+from commhooks.scheduling.task import BucketTask
+from commhooks.state.table import StateTable
 from tests.commhooks.ranks import run_ranks
 from tests.commhooks.workers import Workers, normal, zeros
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
 import commhooks
-from commhooks.compressors.powersgd import orthonormal_rows
-from commhooks.randomness import stable_seed
+from commhooks.compressors.powersgd.powersgd import orthonormal_rows
+from commhooks.language.randomness import stable_seed
 from tests import bounds
 from tests.commhooks.models import Given, Shape, lstm_shapes, resnet18_shapes, wrap
 from tests.commhooks.ranks import run_ranks

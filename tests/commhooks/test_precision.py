@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks import PowerSGD, precision
-from commhooks.precision import in_full, is_reduced
+from commhooks import PowerSGD
+from commhooks.compressors.powersgd import precision
+from commhooks.compressors.powersgd.precision import in_full, is_reduced
 from tests.commhooks.workers import Workers, normal
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 import commhooks
 from commhooks.communicators import Communicator, RecordingCommunicator
-from commhooks.parent_group import name_and_store
+from commhooks.communicators.parent_group import name_and_store
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Branches, grads, ones
 from tests.parity.training import ddp_class

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.algorithms import ddp_comm_hooks as pytorchs
 
 import commhooks
-from commhooks import default_hooks
-from commhooks.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+from commhooks.hooks import default as default_hooks
+from commhooks.hooks.by_name import DDPCommHookType, register_ddp_comm_hook
 from tests.commhooks import registration_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.compressors.powersgd import orthonormal_rows
+from commhooks.compressors.powersgd.powersgd import orthonormal_rows
 from tests.commhooks.workers import Workers, zeros
 
 pytestmark = pytest.mark.kernels

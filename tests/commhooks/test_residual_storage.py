@@ -7,7 +7,7 @@ import torch
 
 import commhooks
 from commhooks import PowerSGD, make_compressor
-from commhooks.memory import memory_report
+from commhooks.state.memory import memory_report
 from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.models import Given, wrap

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from commhooks import BucketView, Compressor, Context, Slot, run_lockstep, streams
-from commhooks.compressor import Exchange, Result, residual_of
-from commhooks.guards import keep_what_is_unused, take_part_with_zeros
-from commhooks.journal import Journal
-from commhooks.loss_scale import LossScale
-from commhooks.low_rank import joint_residual
-from commhooks.requests import AllReduce
-from commhooks.state import ParameterState
+from commhooks.compressors.powersgd.low_rank import joint_residual
+from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
+from commhooks.engine.undo import Journal
+from commhooks.language.compressor import Exchange, Result, residual_of
+from commhooks.language.requests import AllReduce
+from commhooks.state.loss_scale import LossScale
+from commhooks.state.table import ParameterState
 
 ALONE = Context(0, 1, 0)
 

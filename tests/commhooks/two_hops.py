@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commhooks import AllGather, AllToAll, BucketView, Compressor, Context, LocalEntry, Result
-from commhooks.compressor import Exchange, residual_of
+from commhooks.language.compressor import Exchange, residual_of
 
 SERVER_ERROR = "server error"
 

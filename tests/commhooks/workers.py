@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from commhooks import BucketView, Compressor, Context, LockstepGroup, RecordingCommunicator, Slot, StepVerdict
-from commhooks.fused import Fused
-from commhooks.matrices import form_of
-from commhooks.scheduler import POLICIES
-from commhooks.state import StateTable
-from commhooks.statistics import Ledger, Traffic
-from commhooks.task import BucketTask
+from commhooks.compressors.powersgd.matrices import form_of
+from commhooks.scheduling.fused import Fused
+from commhooks.scheduling.ledger import Ledger, Traffic
+from commhooks.scheduling.task import BucketTask
+from commhooks.scheduling.thread import POLICIES
+from commhooks.state.table import StateTable
 
 
 class Workers:

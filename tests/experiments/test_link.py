@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commhooks.requests import AllGather, AllReduce, AllToAll, Request
+from commhooks.language.requests import AllGather, AllReduce, AllToAll, Request
 from experiments.link import EmulatedLink, LinkSettings, format_rate, parse_latency, parse_rate
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from commhooks import Communicator
 from commhooks.communicators import Pending
-from commhooks.requests import Request
+from commhooks.language.requests import Request
 
 LATE = 200_000_000
 """Cycles of about a tenth of a second."""

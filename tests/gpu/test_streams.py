@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from commhooks import BucketView, Context, PowerSGD, Slot, run_lockstep
-from commhooks.guards import keep_what_is_unused, take_part_with_zeros
-from commhooks.journal import Journal
-from commhooks.loss_scale import LossScale
-from commhooks.low_rank import joint_residual
-from commhooks.randomness import seeded_normal
-from commhooks.state import RESIDUAL_STORAGES, ParameterState
+from commhooks.compressors.powersgd.low_rank import joint_residual
+from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
+from commhooks.engine.undo import Journal
+from commhooks.language.randomness import seeded_normal
+from commhooks.state.loss_scale import LossScale
+from commhooks.state.table import RESIDUAL_STORAGES, ParameterState
 from tests.gpu.late import LATE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from commhooks import CheckpointError, LoadRules
-from commhooks.checkpoint import _all_in, _read
+from commhooks.checkpoints.files import _all_in, _read
 from tests.commhooks.ranks import run_ranks
 from tests.soak.places import PLACES
 from tests.soak.train_and_resume import read_arguments, train

@@ -1,0 +1,247 @@
+"""One attachment's own line to the other ranks: a private process group, and where it is opened.
+
+Collectives pair up across ranks by the order in which they are issued, so nobody else may issue any on this group:
+not a second model, not the user's own backward pass. Nobody else holds a reference to it either, for dropping the
+last one is what wakes the peers when this rank fails (`abort` and `shutdown` wake nobody on Gloo).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from commhooks.communicators import Communicator, Pending, ProcessGroupCommunicator, RecordingCommunicator
+from commhooks.communicators.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
+from commhooks.communicators.parent_group import name_and_store
+from commhooks.errors import AttachError, CollectiveError
+from commhooks.language.requests import AllGather
+
+WrapCommunicator = Callable[[Communicator], Communicator]
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+OPENING_SECONDS = 2.0
+"""How much longer than the group's timeout opening may take: Gloo, which keeps that timeout, says more."""
+SWAP_SECONDS = 10.0
+"""How long ranks that disagree wait for each other's texts."""
+_POLL_SECONDS = 0.01
+"""How often a rank that waits in the store looks for the others, at first."""
+_LONGEST_POLL_SECONDS = 0.2
+"""And if it takes them long: the store answers many ranks."""
+
+_private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+"""How many private groups each parent has, by label; every rank makes those of one label in the same order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Hold what a private group is made from, without holding the parent group itself."""
+
+    store: Store
+    rank: int
+    world_size: int
+    timeout: timedelta
+    store_thread: StoreThread
+
+    @classmethod
+    def under(cls, parent: dist.ProcessGroup, label: str) -> Address:
+        """Take the parent's next number under `label`; every rank of the parent must do so in the same order.
+
+        Raises `AttachError` if the parent has no name, or no store.
+        """
+        parents_name, parents_store = name_and_store(parent)
+        numbers = _private_groups.setdefault(parent, Counter())
+        name = f"commhooks/{parents_name}/{label}/{numbers[label]}"
+        numbers[label] += 1
+        store = PrefixStore(name, parents_store)
+        return cls(store, parent.rank(), parent.size(), _timeout_of(parent), StoreThread(store))
+
+    def noticeboard(self) -> Noticeboard:
+        """Return the noticeboard of the ranks that meet here."""
+        return Noticeboard(self.store, self.store_thread, self.rank, self.world_size)
+
+
+class Connection:
+    """A private Gloo group that carries requests, and the noticeboard beside it."""
+
+    def __init__(
+        self,
+        group: ProcessGroupGloo,
+        address: Address,
+        wrap: WrapCommunicator | None = None,
+        open_for_sparse: Callable[[], ProcessGroupGloo] | None = None,
+    ) -> None:
+        self._carrier: ProcessGroupCommunicator | None = ProcessGroupCommunicator(group, open_for_sparse)
+        self._agreements: Agreements | None = Agreements(self._carrier, address)
+        wrapped = self._carrier if wrap is None else wrap(self._carrier)
+        self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
+        self.timeout = address.timeout.total_seconds()
+
+    def agree(self, terms: str, wait: Callable[[Pending], None]) -> None:
+        """Return if every rank comes with the same terms; see `Agreements.agree`."""
+        assert self._agreements is not None, "the connection was closed"
+        self._agreements.agree(terms, wait)
+
+    @property
+    def group(self) -> object:
+        """The private group; None when it was dropped."""
+        return self._carrier.group if self._carrier is not None else None
+
+    def close(self, patience_seconds: float) -> bool:
+        """Drop the group, which wakes every peer that waits for this rank; return False if its work does not end.
+
+        A Gloo group's destructor waits for its pending work, so a group with some left is kept.
+        """
+        if self._carrier is None:
+            return True
+        deadline = time.monotonic() + patience_seconds
+        while self._carrier.is_busy():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        self._carrier.release()
+        self._carrier = self._agreements = self.communicator = None
+        return True
+
+
+def open_connection(
+    address: Address, wrap: WrapCommunicator | None = None, hook_timeout: float | None = None
+) -> Connection:
+    """Open a private Gloo group at `address`; blocks until every rank has come, or the address's timeout has passed.
+
+    The group for sparse sums is opened by the first of them, and may take `hook_timeout`. Raises `CollectiveError`,
+    naming the ranks that have not come, or the store if it does not answer.
+    """
+    patience = address.timeout.total_seconds()
+    group = _open_group(address, patience)
+    settings: Any = group.options
+    open_for_sparse = functools.partial(_open_group, address, hook_timeout or patience, settings._devices)
+    return Connection(group, address, wrap, open_for_sparse)
+
+
+def _open_group(address: Address, patience: float, devices: list[Any] | None = None) -> ProcessGroupGloo:
+    """Return a group when every rank has come; with `devices` the one for sparse sums, beside an open one."""
+    store = address.store if devices is None else PrefixStore("sparse", address.store)
+    limit = patience + OPENING_SECONDS
+    address.store_thread.call(functools.partial(_meet, address, store, patience), limit)
+    return address.store_thread.call(functools.partial(_make_group, address, store, devices), limit)
+
+
+def _meet(address: Address, store: Store, patience: float) -> None:
+    """Wait for every rank; runs on the store's thread.
+
+    Gloo would wait too, but for one rank after the other and each time as long as the timeout: of a call that takes
+    longer than that nobody could say whether ranks or the store keep it waiting.
+    """
+    board = address.noticeboard()
+    store.set(_came(address.rank), "")
+    keys = [_came(rank) for rank in range(address.world_size)]
+    deadline = time.monotonic() + patience
+    pause = _POLL_SECONDS
+    while not store.check(keys):  # not wait(): one that blocks keeps all others from the store
+        cause = board.look()
+        if cause is not None:
+            raise CollectiveError(f"another rank failed: {cause}")
+        late = time.monotonic() > deadline
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])] if late else []
+        if absent:
+            raise CollectiveError(
+                f"no line to every rank could be opened within {patience:g} s. "
+                f"Not there: rank {', '.join(map(str, absent))}."
+            )
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)
+
+
+def _make_group(address: Address, store: Store, devices: list[Any] | None) -> ProcessGroupGloo:
+    """Make the group, when every rank has come; runs on the store's thread.
+
+    The one for sparse sums runs one collective at a time: Gloo's sum of sparse tensors corrupts the heap if another
+    collective of its group ends at the same moment. A group's threads write the name of what ended into one string,
+    without a lock, and this name alone is too long to lie in place (PyTorch 2.13; tests/commhooks/test_sparse.py).
+    """
+    try:
+        if devices is None:
+            return ProcessGroupGloo(store, address.rank, address.world_size, address.timeout)
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
+        options._devices, options._timeout, options._threads = devices, address.timeout, 1
+        return ProcessGroupGloo(store, address.rank, address.world_size, options)
+    except RuntimeError as error:
+        raise CollectiveError(f"no line to every rank could be opened: {error}.") from error
+
+
+def _came(rank: int) -> str:
+    return f"came/{rank}"
+
+
+def _wait_without_limit(pending: Pending) -> None:
+    pending.wait()
+
+
+class Agreements:
+    """Compare texts that must be the same on every rank: digests over `carrier`, on `device`.
+
+    Only if digests differ do the texts themselves travel, through the store.
+    """
+
+    def __init__(self, carrier: ProcessGroupCommunicator, address: Address, device: torch.device | None = None) -> None:
+        self._carrier = carrier
+        self._address = address
+        self._device = device
+        self._asked = 0
+
+    def agree(self, terms: str, wait: Callable[[Pending], None] = _wait_without_limit) -> None:
+        """Return if every rank comes with the same `terms`; raise `AttachError`, saying who differs in what."""
+        store = PrefixStore(f"terms {self._asked}", self._address.store)
+        self._asked += 1
+        digest = torch.tensor(list(hashlib.blake2b(terms.encode(), digest_size=32).digest()), dtype=torch.uint8)
+        pending = self._carrier.start(AllGather(digest.to(self._device)))
+        wait(pending)
+        if bool((pending.result.cpu() == digest).all()):
+            return
+        swap = functools.partial(_swap_texts, store, terms, self._carrier.rank, self._carrier.world_size)
+        theirs = self._address.store_thread.call(swap, SWAP_SECONDS + ANSWER_SECONDS)
+        raise AttachError("ranks disagree. " + _first_difference(theirs))
+
+
+def _swap_texts(store: Store, own: str, rank: int, world_size: int) -> list[str]:
+    """Return every rank's text; runs on the store's thread."""
+    keys = [str(other) for other in range(world_size)]
+    store.set(keys[rank], own)
+    deadline = time.monotonic() + SWAP_SECONDS
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            raise AttachError("ranks disagree, and not all of them said what they came with.")
+        time.sleep(_POLL_SECONDS)
+    return [store.get(key).decode() for key in keys]
+
+
+def _first_difference(terms: list[str]) -> str:
+    for rank, text in enumerate(terms):
+        if text != terms[0]:
+            ours, theirs = terms[0].splitlines(), text.splitlines()
+            line = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+            )
+            first, other = (lines[line] if line < len(lines) else "nothing more" for lines in (ours, theirs))
+            return f"Rank 0 has: {first}. Rank {rank} has: {other}."
+    raise AssertionError("digests differ but texts do not")
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    try:
+        options: Any = group._get_backend(torch.device("cpu")).options
+        timeout: timedelta = options._timeout
+        return timeout
+    except (RuntimeError, AttributeError):  # a backend that has no CPU side, or keeps its timeout to itself
+        return _DEFAULT_TIMEOUT

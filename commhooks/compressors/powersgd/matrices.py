@@ -1,0 +1,70 @@
+"""How a bucket of gradients becomes matrices: the rules, as pure functions of shapes and strides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+from commhooks.tensors import is_dense
+
+MatrixRule = Literal["first-dimension", "most-square", "whole-bucket"]
+MATRIX_RULES: tuple[str, ...] = get_args(MatrixRule)
+
+
+class MatrixForm(NamedTuple):
+    """How a stretch of memory forms a matrix n×m: row after row or, if `transposed`, column after column."""
+
+    n: int
+    m: int
+    transposed: bool = False
+
+    def view(self, memory: Tensor) -> Tensor:
+        """View 1-D memory of n·m elements as the matrix, without copying."""
+        return memory.view(self.m, self.n).t() if self.transposed else memory.view(self.n, self.m)
+
+
+def form_of(parameter: Tensor, rule: str) -> MatrixForm | None:
+    """Return the form in which a parameter's gradient, as it lies in memory, is a matrix; None for a vector.
+
+    "first-dimension" is the first dimension against the rest. Columns come in memory order, so a channels-last tensor
+    is a matrix too; where the first dimension is neither the outermost nor the innermost in memory, the outermost one
+    stands in for it. "most-square" splits the dimensions, in memory order, where n + m is smallest.
+    """
+    shape, elements = parameter.shape, parameter.numel()
+    if len(shape) < 2 or elements == 0:
+        return None
+    order = _memory_order(parameter)
+    sizes = [shape[dimension] for dimension in order]
+    if rule == "most-square":
+        splits = [math.prod(sizes[:split]) for split in range(len(sizes))]
+        rows = min(splits, key=lambda n: n + elements // n, default=1)
+        return MatrixForm(rows, elements // rows)
+    if shape[0] == 1 or order[0] == 0:
+        return MatrixForm(shape[0], elements // shape[0])
+    if order[-1] == 0:
+        return MatrixForm(shape[0], elements // shape[0], transposed=True)
+    return MatrixForm(sizes[0], elements // sizes[0])
+
+
+def form_of_bucket(elements: int, rank: int) -> MatrixForm:
+    """Return the nearly square matrix that holds most of so many elements; fewer than `m` are left over at the end.
+
+    Of the widths a little below the square root the one is taken whose factors of this rank and left-over elements are
+    fewest, so no bucket is padded or copied.
+    """
+    root = max(1, math.isqrt(elements))
+    widths = range(max(1, root - root // 8), root + 1)
+    m = min(widths, key=lambda width: (elements // width + width) * rank + elements % width)
+    return MatrixForm(elements // m, m)
+
+
+def _memory_order(parameter: Tensor) -> Sequence[int]:
+    """Return the dimensions of more than one element, from the outermost in memory to the innermost."""
+    strides = parameter.stride()
+    dimensions = [dimension for dimension, size in enumerate(parameter.shape) if size > 1]
+    if not is_dense(parameter):  # a gradient has no gaps: its memory is laid out anew, in the order of dimensions
+        return dimensions
+    return sorted(dimensions, key=lambda dimension: -strides[dimension])

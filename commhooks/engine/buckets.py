@@ -1,0 +1,137 @@
+"""Which buckets steps are made of: their views, kept from step to step, and who is in them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from commhooks.errors import GradientError, SettingsError
+from commhooks.language.compressor import BucketView, Slot
+from commhooks.state.table import StateTable
+
+Key = tuple[int, ...]
+"""A bucket is known again by the identities of its parameters."""
+
+
+class Bucket(Protocol):
+    """What an engine needs of the buckets that both DDPs hand to a hook."""
+
+    def index(self) -> int: ...  # noqa: D102
+    def buffer(self) -> Tensor: ...  # noqa: D102
+    def parameters(self) -> list[Tensor]: ...  # noqa: D102
+    def is_last(self) -> bool: ...  # noqa: D102
+
+
+class Buckets:
+    """The buckets of the current step and of the last one; any that neither step has are forgotten."""
+
+    def __init__(self, table: StateTable) -> None:
+        self.are_one_models = False
+        """The names of one model's parameters are known."""
+        self._table = table
+        self._views: dict[Key, BucketView] = {}
+        self._parameters: dict[Key, list[Tensor]] = {}  # while they live, no other object has their identity
+        self._now: dict[Key, None] = {}
+        self._before: dict[Key, None] = {}
+        self._steps_with_views = 0
+
+    def view(self, bucket: Bucket, memory: Tensor) -> BucketView:
+        """Return a bucket's view, the one of the last step if parameters and memory are the same."""
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        self._now[key] = None
+        known = self._views.get(key)
+        if known is not None and _is_same_memory(known.memory, memory):
+            return known
+        self.learn_names(bucket, parameters)
+        view = self._views[key] = BucketView(bucket.index(), memory, self._slots(memory, parameters))
+        self._parameters[key] = parameters
+        if known is not None:
+            view.layout = known.layout
+        return view
+
+    def learn_names(self, bucket: Bucket, parameters: list[Tensor]) -> None:
+        """Learn parameters' names from a bucket that tells them, as ddp_core's do."""
+        names: Callable[[], list[str]] | None = getattr(bucket, "names", None)
+        if names is not None and any(self._table.name_of(parameter) is None for parameter in parameters):
+            self._table.bind(zip(names(), parameters, strict=True))
+
+    def come_again_with(self, bucket: Bucket, last_index: int) -> bool:
+        """Return whether a bucket cannot belong to the current step.
+
+        The index alone cannot tell: in a static graph's first iteration PyTorch's DDP numbers every bucket 0, and marks
+        none as the last one.
+        """
+        if bucket.index() != last_index:
+            return bucket.index() < last_index
+        return not set(map(id, bucket.parameters())).isdisjoint(itertools.chain(*self._now))
+
+    def end_step(self, step: int) -> None:
+        """Let the step under way become the last one; raise `SettingsError` if two models take turns."""
+        self._refuse_a_second_model(step)
+        for key in self._parameters.keys() - self._now.keys():
+            del self._parameters[key]
+            self._views.pop(key, None)
+        self._before, self._now = self._now, {}
+        self._steps_with_views += 1
+
+    def forget_views(self) -> None:
+        """Forget what compressors laid out; who was in the last step's buckets stays known, for checkpoints name it."""
+        self._views.clear()
+        self._steps_with_views = 0
+
+    def forget_last_step(self) -> None:
+        """Forget who was in the last step's buckets."""
+        self._before = {}
+
+    @property
+    def have_all_state(self) -> bool:
+        """Whether the last step's buckets held every parameter with a known name, and ran with the current views."""
+        met = set(itertools.chain(*self._before))
+        return self._steps_with_views > 0 and all(id(parameter) in met for parameter in self._table.named().values())
+
+    def names(self) -> list[list[str]]:
+        """Return the names in the last step's buckets, in order."""
+        return [
+            [self._table.of(parameter).key for parameter in self._parameters[key]]
+            for key in self._before
+            if key in self._parameters
+        ]
+
+    def views(self) -> list[BucketView]:
+        """Return the views that are kept."""
+        return list(self._views.values())
+
+    def _slots(self, memory: Tensor, parameters: list[Tensor]) -> list[Slot]:
+        # PyTorch's DDP hands in complex gradients as pairs of reals.
+        as_pairs = not memory.is_complex()
+        sizes = [parameter.numel() * (2 if as_pairs and parameter.is_complex() else 1) for parameter in parameters]
+        if sum(sizes) != memory.numel():
+            raise GradientError(
+                f"a bucket of {memory.numel()} elements was handed in for parameters of {sum(sizes)} elements "
+                f"({self._table.describe(parameters)})."
+            )
+        parts = [memory] if memory.is_sparse else memory.detach().split(sizes)
+        return [Slot(*pair, self._table.of(pair[0])) for pair in zip(parameters, parts, strict=True)]
+
+    def _refuse_a_second_model(self, step: int) -> None:
+        """Raise `SettingsError` if this step has no parameter in common with the last one.
+
+        Not raised once the names of one model's parameters are known: those belong together.
+        """
+        if self._now and self._before and self._now.keys().isdisjoint(self._before):
+            now, before = (set(itertools.chain(*keys)) for keys in (self._now, self._before))
+            if now.isdisjoint(before) and not self.are_one_models:
+                raise SettingsError(
+                    f"step {step} brought gradients of a model that has no parameter in common with that of step "
+                    f"{step - 1}; make one state for each model, or bind the one whose parameters take turns."
+                )
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    if one.is_sparse or other.is_sparse:
+        return one is other
+    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype

@@ -1,0 +1,84 @@
+"""Cut a resumed run's first buckets as those of the run before were.
+
+A DistributedDataParallel begins with one bucket, and cuts it up only after its first step (in a static graph, its
+second). Those steps of a resumed run would have another layout than the run before, so with three ranks or more the
+sums would have other last bits, and a compressor that takes a whole bucket for one matrix another matrix. Off GPUs the
+one bucket is cut up here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.engine.buckets import Bucket
+from commhooks.state.table import StateTable
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a bucket that acts as a bucket itself, with memory of its own."""
+
+    whole: Bucket
+    memory: Tensor
+    members: list[Tensor]
+    places: Sequence[Tensor]
+    """Where in the whole bucket's memory its parameters' gradients lie."""
+    ends: bool
+    """It is the whole bucket's last part."""
+
+    def index(self) -> int:
+        """Return the whole bucket's number."""
+        return self.whole.index()
+
+    def buffer(self) -> Tensor:
+        """Return the memory."""
+        return self.memory
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters, in the order of the memory."""
+        return self.members
+
+    def is_last(self) -> bool:
+        """Return whether this is the last part of the step's last bucket."""
+        return self.ends and self.whole.is_last()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Copy the memory back to where it came from."""
+        parts = self.memory.split([place.numel() for place in self.places])
+        torch._foreach_copy_(list(self.places), list(parts))
+
+
+def parts_of(bucket: Bucket, plan: Sequence[Sequence[str]], table: StateTable) -> list[Part]:
+    """Return a bucket's parts by a plan of names; none where the plan has it as it is, or it is not to be cut.
+
+    A part may be the whole bucket, with its parameters in another order: that of their first backward pass.
+    """
+    memory, parameters = bucket.buffer(), bucket.parameters()
+    if memory.is_sparse or memory.is_cuda or sum(p.numel() for p in parameters) != memory.numel():
+        return []
+    names = [table.name_of(parameter) for parameter in parameters]
+    within = [names_of_one for names_of_one in plan if set(names_of_one) <= set(names)]
+    if within == [names] or sorted(name for one in within for name in one) != sorted(map(str, names)):
+        return []
+    places = memory.detach().split([parameter.numel() for parameter in parameters])
+    found: dict[Any, tuple[Tensor, Tensor]] = dict(zip(names, zip(parameters, places, strict=True), strict=True))
+    parts = []
+    for one in within:
+        members, own = zip(*(found[name] for name in one), strict=True)
+        parts.append(Part(bucket, torch.cat(own), list(members), own, ends=one is within[-1]))
+    return parts
+
+
+def put_together(parts: Sequence[Part], memory: Tensor, done: torch.futures.Future[Any]) -> Tensor:
+    """Return the whole bucket's mean, or raise what a part of it failed with."""
+    for future in done.value():
+        future.value()
+    for part in parts:
+        part.put_back()
+    return memory

@@ -1,0 +1,1 @@
+"""What PyTorch's contract for communication hooks dictates."""

@@ -1,0 +1,75 @@
+"""Hooks by name, under PyTorch's names: `register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, model)`."""
+
+import dataclasses
+import enum
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn import Module
+
+from commhooks.errors import HookTypeError
+from commhooks.hooks.default import allreduce_hook, bf16_compress_hook, fp16_compress_hook, noop_hook
+from commhooks.hooks.foreign import AnyHook
+from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+
+
+@dataclasses.dataclass(frozen=True)
+class _Registration:
+    """Register one hook; called as the values of PyTorch's `DDPCommHookType` are, `(model=model, state=group)`."""
+
+    hook: AnyHook
+    rank: int | None = None
+    """PowerSGD's; None for the hooks whose state is the process group itself. Lower: smaller messages."""
+
+    def __call__(self, model: Module, state: dist.ProcessGroup | None = None) -> None:
+        if not hasattr(model, "register_comm_hook"):
+            raise HookTypeError(
+                "register_ddp_comm_hook: model must be a DistributedDataParallel, ddp_core's or PyTorch's "
+                f"(got {type(model).__name__}); wrap the model first."
+            )
+        if state is not None and not isinstance(state, dist.ProcessGroup):
+            raise HookTypeError(
+                f"register_ddp_comm_hook: state must be a process group, or None for the default one (got {state!r}); "
+                "for a hook with a state of its own, call model.register_comm_hook(state, hook)."
+            )
+        register: Any = model.register_comm_hook
+        register(state if self.rank is None else PowerSGDState(state, self.rank), self.hook)
+
+
+class DDPCommHookType(enum.Enum):
+    """Name the hooks that `register_ddp_comm_hook` registers: those of PyTorch's enumeration but two.
+
+    QUANTIZE_PER_TENSOR and QUANTIZE_PER_CHANNEL are missing, since there is no quantising compressor here yet.
+    PowerSGD has its defaults but for the rank, so its first 1,000 steps are a plain all-reduce.
+    """
+
+    ALLREDUCE = _Registration(allreduce_hook)
+    FP16_COMPRESS = _Registration(fp16_compress_hook)
+    BF16_COMPRESS = _Registration(bf16_compress_hook)
+    POWER_SGD = _Registration(powerSGD_hook, rank=1)
+    POWER_SGD_RANK2 = _Registration(powerSGD_hook, rank=2)
+    BATCHED_POWER_SGD = _Registration(batched_powerSGD_hook, rank=1)
+    BATCHED_POWER_SGD_RANK2 = _Registration(batched_powerSGD_hook, rank=2)
+    NOOP = _Registration(noop_hook)
+
+
+def register_ddp_comm_hook(
+    comm_hook_type: DDPCommHookType, model: Module, state: dist.ProcessGroup | None = None
+) -> None:
+    """Register a hook by name on a DistributedDataParallel, ddp_core's or PyTorch's, before the first backward pass.
+
+    `state` is the process group to average over, None for the default one; PowerSGD's own state is made from it.
+    Raises `HookTypeError`, a `TypeError`, if one of the three is of another type.
+    """
+    _check_type(comm_hook_type)
+    comm_hook_type.value(model=model, state=state)
+
+
+def _check_type(given: object) -> None:
+    if not isinstance(given, DDPCommHookType):
+        kind = type(given)
+        raise HookTypeError(
+            "register_ddp_comm_hook: comm_hook_type must be a member of commhooks.DDPCommHookType "
+            f"(got {given!r} of type {kind.__module__}.{kind.__qualname__}); "
+            f"there are {', '.join(DDPCommHookType.__members__)}."
+        )

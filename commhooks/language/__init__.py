@@ -1,0 +1,1 @@
+"""What the author of a compressor reads: compressors, requests, entries of state, random numbers."""

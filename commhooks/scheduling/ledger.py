@@ -1,0 +1,214 @@
+"""What an attachment counts: bytes, collectives, seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, TypeVar
+
+from commhooks.language.requests import Layout, Request
+from commhooks.tensors import tensor_bytes, tensor_elements
+
+if TYPE_CHECKING:
+    from commhooks.scheduling.task import BucketTask
+
+Counts = TypeVar("Counts", "Statistics", "KindTraffic")
+
+_LAYOUTS_TO_KEEP = 1000
+"""More are divided at once, so that one whose buckets' memory moves every step does not grow the books."""
+
+
+@dataclasses.dataclass
+class KindTraffic:
+    """Count the requests of one kind."""
+
+    collectives: int = 0
+    payload_bytes: int = 0
+    moved_bytes: int = 0
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Count what a communicator carried, in total and for each kind of request."""
+
+    collectives: int = 0
+    payload_elements: int = 0
+    payload_bytes: int = 0
+    moved_bytes: int = 0
+    seconds_waiting: float = 0.0
+    by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
+
+    def count(self, request: Request, world_size: int) -> None:
+        """Add one request."""
+        payload, moved = request.payload_bytes, request.ring_bytes(world_size)
+        self.collectives += 1
+        self.payload_elements += request.payload_elements
+        self.payload_bytes += payload
+        self.moved_bytes += moved
+        kind = self.by_kind.setdefault(request.kind, KindTraffic())
+        kind.collectives += 1
+        kind.payload_bytes += payload
+        kind.moved_bytes += moved
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Report what was done since attaching, or in one step. Bytes are this rank's; seconds are the host's wall-clock.
+
+    A GPU works later than the host: see `buckets_on_gpu`.
+    """
+
+    steps: int = 0
+    buckets: int = 0
+    buckets_on_gpu: int = 0
+    """How many of those were in a GPU's memory. For them `seconds_compressing`, and on NCCL all `seconds_*`, end when
+    the host has queued the work, not when the device has done it; a profiler tells how long that takes."""
+    collectives: int = 0
+    gradient_elements: int = 0
+    gradient_bytes: int = 0
+    """What the gradients take before compression."""
+    payload_elements: int = 0
+    payload_bytes: int = 0
+    """What this rank put into collectives."""
+    moved_bytes: int = 0
+    """What this rank sends for those, as a ring or an all-to-all moves it."""
+    seconds_compressing: float = 0.0
+    seconds_waiting: float = 0.0
+    """How long the scheduler stood waiting for collectives."""
+    seconds_exposed: float = 0.0
+    """From the hand-in of each step's last bucket to the completion of its future: what backward could not hide."""
+    by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Gradient bytes over payload bytes: how many times smaller the messages were (0.0 before any was sent)."""
+        return self.gradient_bytes / self.payload_bytes if self.payload_bytes else 0.0
+
+    def take(self, traffic: Traffic) -> None:
+        """Take over a communicator's counts."""
+        self.collectives = traffic.collectives
+        self.payload_elements = traffic.payload_elements
+        self.payload_bytes = traffic.payload_bytes
+        self.moved_bytes = traffic.moved_bytes
+        self.seconds_waiting = traffic.seconds_waiting
+        self.by_kind = {kind: dataclasses.replace(counts) for kind, counts in traffic.by_kind.items()}
+
+    def copy(self) -> Statistics:
+        """Return an independent copy."""
+        kinds = {kind: dataclasses.replace(traffic) for kind, traffic in self.by_kind.items()}
+        return dataclasses.replace(self, by_kind=kinds)
+
+    def since(self, earlier: Statistics) -> Statistics:
+        """Return what was added after `earlier` was copied."""
+        difference = _subtract(self, earlier)
+        for kind, traffic in self.by_kind.items():
+            difference.by_kind[kind] = _subtract(traffic, earlier.by_kind.get(kind, KindTraffic()))
+        return difference
+
+
+@dataclasses.dataclass
+class ParameterTraffic:
+    """Count one parameter's share. Seconds are not split: a bucket's parameters are worked on together."""
+
+    steps: int = 0
+    """How often its gradient was handed in."""
+    collectives: int = 0
+    """How many collectives carried something of it."""
+    gradient_bytes: int = 0
+    payload_bytes: int = 0
+    """Its share of the messages; where one does not say whose it is, by the parameter's elements in the bucket."""
+    moved_bytes: int = 0
+    """What this rank sends for that."""
+
+    @property
+    def ratio(self) -> float:
+        """Gradient bytes over payload bytes (0.0 before any was sent)."""
+        return self.gradient_bytes / self.payload_bytes if self.payload_bytes else 0.0
+
+
+class _Shares:
+    """Share out bytes among parameters: noted per layout, which is cheap, and divided when somebody asks."""
+
+    def __init__(self) -> None:
+        self._noted: dict[Layout, Counter[str]] = {}
+        self._divided: dict[str, defaultdict[str, float]] = {}
+        self._lock = threading.Lock()
+
+    def note(self, layout: Layout, **counts: int) -> None:
+        """Add counts to a layout's."""
+        with self._lock:
+            self._noted.setdefault(layout, Counter()).update(counts)
+            if len(self._noted) > _LAYOUTS_TO_KEEP:
+                self._divide()
+
+    def by_parameter(self) -> dict[str, ParameterTraffic]:
+        """Return what falls to each parameter: whole counts of steps and collectives, shares of bytes."""
+        with self._lock:
+            self._divide()
+            rounded = {
+                key: {name: round(count) for name, count in counts.items()} for key, counts in self._divided.items()
+            }
+        return {key: ParameterTraffic(**counts) for key, counts in rounded.items()}
+
+    def _divide(self) -> None:
+        for layout, counts in self._noted.items():
+            for key, size in zip(layout.keys, layout.sizes, strict=True):
+                mine = self._divided.setdefault(key, defaultdict(float))
+                share = size / layout.elements if layout.elements else 0.0
+                for name, count in counts.items():
+                    mine[name] += count if name in ("steps", "collectives") else count * share
+        self._noted.clear()
+
+
+class Ledger:
+    """Keep the books of one attachment: totals, the last whole step, and each parameter's share."""
+
+    def __init__(self) -> None:
+        self._shares = _Shares()
+        self._totals = Statistics()
+        self._before_step = Statistics()
+        self._last_step = Statistics()
+
+    def enter(self, task: BucketTask, traffic: Traffic) -> None:
+        """Enter a finished bucket."""
+        totals = self._totals
+        totals.buckets += 1
+        totals.buckets_on_gpu += int(task.memory.is_cuda)
+        totals.gradient_elements += tensor_elements(task.memory)
+        totals.gradient_bytes += tensor_bytes(task.memory)
+        totals.seconds_compressing += task.seconds_compressing
+        self._shares.note(task.layout, steps=1, gradient_bytes=tensor_bytes(task.memory))
+        for layout, payload_bytes, moved_bytes in task.asked:
+            self._shares.note(layout, collectives=1, payload_bytes=payload_bytes, moved_bytes=moved_bytes)
+        if task.is_last:
+            totals.steps += 1
+            totals.seconds_exposed += time.perf_counter() - task.handed_in
+            totals.take(traffic)
+            self._last_step = totals.since(self._before_step)
+            self._before_step = totals.copy()
+
+    def totals(self, traffic: Traffic | None) -> Statistics:
+        """Return a copy of what was counted since attaching."""
+        totals = self._totals.copy()
+        if traffic is not None:
+            totals.take(traffic)
+        return totals
+
+    def by_parameter(self) -> dict[str, ParameterTraffic]:
+        """Return each parameter's share of all finished buckets, by name."""
+        return self._shares.by_parameter()
+
+    def last_step(self) -> Statistics:
+        """Return a copy of what the last whole step added."""
+        return self._last_step.copy()
+
+
+def _subtract(later: Counts, earlier: Counts) -> Counts:
+    numbers = {}
+    for field in dataclasses.fields(later):
+        value = getattr(later, field.name)
+        if not isinstance(value, dict):
+            numbers[field.name] = value - getattr(earlier, field.name)
+    return type(later)(**numbers)

@@ -1,0 +1,428 @@
+"""The one owner of the order in which collectives are issued, and of failure.
+
+Collectives are issued from one place, in the order that the policy gives. Off NCCL that place is a thread: a hook
+must not hold up the backward pass. On NCCL a stream does the waiting, and requests are issued inline (inline.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import os
+import sys
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from commhooks.communicators import Pending
+from commhooks.communicators.connection import Address, Connection, WrapCommunicator, open_connection
+from commhooks.communicators.forked import keep_groups
+from commhooks.communicators.noticeboard import ANSWER_SECONDS, SilentStoreError
+from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
+from commhooks.scheduling.fused import Fused
+from commhooks.scheduling.ledger import Ledger, Traffic
+from commhooks.scheduling.policy import Fifo, Policy
+from commhooks.scheduling.task import BucketTask
+
+SLICE_SECONDS = 0.2
+"""How often a waiting rank looks whether another one has reported a failure, or whether it is to stop."""
+SHORT_SLICE_SECONDS = 0.005
+"""How often it looks for the step's next bucket."""
+PATIENCE_SECONDS = 3.0
+"""How long the thread, when it ends, waits for work that is still under way."""
+JOIN_SECONDS = SLICE_SECONDS + 4 * ANSWER_SECONDS + PATIENCE_SECONDS + 1.0
+"""How long stopping waits for the thread: until it looks, for all that it asks of a store that is silent (who failed, a
+roll call of two answers' length, and word of its own end), for its patience, and a little."""
+
+POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "fused": Fused}
+"""Orders of collectives, by the name that `attach` takes."""
+
+
+class Scheduler(ABC):
+    """Run bucket tasks, and complete their futures."""
+
+    ledger: Ledger
+
+    @abstractmethod
+    def submit(self, task: BucketTask) -> None:
+        """Take a task; its future is completed with the mean, or with the error, sooner or later."""
+
+    @abstractmethod
+    def wait_until_open(self) -> None:
+        """Return when the line to the other ranks stands; raise what kept it from standing."""
+
+    @abstractmethod
+    def agree(self, terms: str) -> None:
+        """Return when every rank has come with the same terms; raise `AttachError`, or what kept one from coming.
+
+        Called by every rank between the same two steps. Nothing is counted in the statistics.
+        """
+
+    @abstractmethod
+    def failure(self) -> CommHooksError | None:
+        """Return what ended the work, other than being told to; None while it goes on."""
+
+    @abstractmethod
+    def traffic(self) -> Traffic | None:
+        """Return the communicator's counts; None before there is a communicator."""
+
+    @abstractmethod
+    def working_memory(self) -> list[Tensor]:
+        """Return the tensors that are kept from step to step."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End, and drop what is held. Tasks that are not done fail."""
+
+
+class ThreadScheduler(Scheduler):
+    """Run tasks on one thread, over a connection of its own, opened when every rank comes with the same `terms`.
+
+    The thread is a daemon that is stopped at exit, never a plain thread: those are joined before `atexit` runs. It
+    holds no reference to this object, so that an attachment nobody uses any more is collected, and its thread with
+    it.
+    """
+
+    def __init__(
+        self, address: Address, terms: str, wrap: WrapCommunicator | None, policy: str, hook_timeout: float | None
+    ) -> None:
+        self.ledger = Ledger()
+        self._desk = _Desk(address, terms, wrap, POLICIES[policy], hook_timeout, self.ledger)
+        self._stop_when_collected = weakref.finalize(self, _Desk.stop, self._desk)
+        self._stop_when_collected.atexit = False
+        _running.add(self._desk)
+
+    def submit(self, task: BucketTask) -> None:
+        """Hand a task to the thread, which is started by the first one."""
+        self._desk.hand_in(task)
+
+    def wait_until_open(self) -> None:
+        """Return when every rank has come."""
+        self._desk.start()
+        self._desk.opened.wait()
+        if self._desk.error is not None:
+            raise self._desk.error
+
+    def agree(self, terms: str) -> None:
+        """Let the thread ask the other ranks."""
+        agreement: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._desk.hand_in_terms(terms, agreement)
+        agreement.result()
+
+    def failure(self) -> CommHooksError | None:
+        """Return what ended the thread."""
+        error = self._desk.error
+        return None if error is None or isinstance(error.__cause__, _StopOrderError) else error
+
+    def traffic(self) -> Traffic | None:
+        """Return the communicator's counts."""
+        return self._desk.traffic
+
+    def working_memory(self) -> list[Tensor]:
+        """Return what the policy keeps."""
+        policy = self._desk.policy() if self._desk.policy is not None else None
+        return [] if policy is None else policy.working_memory()
+
+    def stop(self) -> None:
+        """Stop the thread."""
+        self._stop_when_collected()
+
+
+class _Desk:
+    """Share between the training thread and the scheduler's: tasks go in, futures are completed."""
+
+    def __init__(
+        self,
+        address: Address,
+        terms: str,
+        wrap: WrapCommunicator | None,
+        policy: type[Policy],
+        hook_timeout: float | None,
+        ledger: Ledger,
+    ) -> None:
+        self.opened = threading.Event()
+        self.error: CommHooksError | None = None
+        self.traffic: Traffic | None = None
+        self.abandoned: Connection | None = None
+        self.policy: weakref.ref[Policy] | None = None
+        self._address = address
+        self._board = address.noticeboard()
+        self._first_terms = terms
+        self._wrap = wrap
+        self._rank = address.rank
+        self._process = os.getpid()
+        self._make_policy = policy
+        self._hook_timeout = hook_timeout
+        self._ledger = ledger
+        self._tasks: deque[BucketTask] = deque()
+        self._terms: deque[tuple[str, concurrent.futures.Future[None]]] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.connection: Connection | None = None
+        self._is_open = False
+        self._more_to_come = False
+        self._waiting_since: tuple[Pending, float] | None = None
+        self._looked_for_failure = 0.0
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy of the real one in a forked process: no thread runs, and its locks may be held."""
+        return os.getpid() != self._process
+
+    def start(self) -> None:
+        """Start the thread, once."""
+        with self._changed:
+            if self._thread is None and not self._stopping:
+                self._thread = threading.Thread(target=self._serve, name="commhooks", daemon=True)
+                self._thread.start()
+
+    def hand_in(self, task: BucketTask) -> None:
+        """Put a task into the queue, or fail it at once if the scheduler has failed or stopped."""
+        if self.is_forked:
+            task.fail(CollectiveError(f"{task.where(self._rank)}: {_FORKED}"))
+            return
+        self.start()
+        with self._changed:
+            if self.error is None and not self._stopping:
+                self._tasks.append(task)
+                self._changed.notify()
+                return
+        earlier = self.error or CollectiveError("the attachment was stopped")
+        task.fail(type(earlier)(f"{task.where(self._rank)}: not started, because of an earlier failure: {earlier}"))
+
+    def hand_in_terms(self, terms: str, agreement: concurrent.futures.Future[None]) -> None:
+        """Put terms into the queue, or refuse them at once if the scheduler has failed or stopped."""
+        if self.is_forked:
+            agreement.set_exception(CollectiveError(f"rank {self._rank}: {_FORKED}"))
+            return
+        self.start()
+        with self._changed:
+            if self.error is None and not self._stopping:
+                self._terms.append((terms, agreement))
+                self._changed.notify()
+                return
+        agreement.set_exception(self.error or CollectiveError("the attachment was stopped"))
+
+    def stop(self) -> None:
+        """Tell the thread to end, and wait for it a bounded time."""
+        if self.is_forked:
+            return
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_SECONDS)
+
+    @torch.no_grad()  # a gradient may require one itself: double backward
+    def _serve(self) -> None:
+        policy: Policy | None = None
+        try:
+            self.connection = open_connection(self._address, self._wrap, self._hook_timeout)
+            assert self.connection.communicator is not None
+            self.connection.agree(self._first_terms, self._wait)
+            self._is_open = True
+            self.traffic = self.connection.communicator.traffic
+            policy = self._make_policy(self.connection.communicator, self._wait_slice, self._finish)
+            self.policy = weakref.ref(policy)
+            self.opened.set()
+            busy = False
+            while not self._stopping:
+                self._admit(policy, block=not busy)
+                busy = policy.turn()
+        except BaseException as error:  # whatever it is: the futures must hear of it, or the backward pass hangs
+            self._fail(policy, error)
+        else:
+            self._fail(policy, _StopOrderError("the attachment was stopped"))
+        finally:
+            policy = None
+            self.opened.set()
+            self._drop_connection()
+
+    def _admit(self, policy: Policy, *, block: bool) -> None:
+        """Give the policy what was handed in; with `block`, wait for that."""
+        with self._changed:
+            limit = self.connection.timeout if self._hook_timeout is None and self.connection else self._hook_timeout
+            while block and not self._tasks and not self._terms and not self._stopping:
+                if not self._changed.wait(limit if policy.unfinished() else None):
+                    raise CollectiveError(f"the step's next bucket did not come within {limit:g} s.")
+            tasks, terms = list(self._tasks), list(self._terms)
+            self._tasks.clear()
+            self._terms.clear()
+        for text, agreement in terms:
+            self._agree(text, agreement)
+        for task in tasks:
+            if task.ready is not None:
+                _use_side_stream(task.memory.device)
+            self._more_to_come = not task.is_last
+            policy.add(task)
+
+    def _agree(self, terms: str, agreement: concurrent.futures.Future[None]) -> None:
+        assert self.connection is not None, "terms are compared over a connection"
+        try:
+            self.connection.agree(terms, self._wait)
+        except AttachError as error:  # said by every rank, and what was attached before stays so
+            agreement.set_exception(error)
+        except BaseException as error:
+            self._terms.appendleft((terms, agreement))  # it fails with everything else that waits
+            raise error
+        else:
+            agreement.set_result(None)
+
+    def _finish(self, task: BucketTask) -> None:
+        assert task.result is not None and self.traffic is not None
+        task.judge()
+        self._ledger.enter(task, self.traffic)
+        task.future.set_result(task.result.mean)
+
+    def _wait_slice(self, pending: Pending) -> bool:
+        """Wait a little for a collective; raise if this rank is to stop, or another has failed, or it took too long."""
+        try:
+            pending.wait(SHORT_SLICE_SECONDS if self._more_to_come else SLICE_SECONDS)
+        except TimeoutError:
+            self._look_around(pending)
+            return False
+        self._waiting_since = None
+        return True
+
+    def _wait(self, pending: Pending) -> None:
+        """Wait for a collective, however many slices that takes."""
+        while not self._wait_slice(pending):
+            pass
+
+    def _look_around(self, pending: Pending) -> None:
+        if self._stopping:
+            raise _StopOrderError(
+                "the attachment was stopped, or the process is ending, while a collective was under way"
+            )
+        now = time.monotonic()
+        if self._waiting_since is None or self._waiting_since[0] is not pending:
+            self._waiting_since = (pending, now)
+        limit = self._hook_timeout if self._is_open else None  # opening has the group's timeout
+        if limit is not None and now - self._waiting_since[1] > limit:
+            raise CollectiveError(f"a collective was not done after hook_timeout={limit} s.")
+        if now - self._looked_for_failure < SLICE_SECONDS:
+            return
+        self._looked_for_failure = now
+        cause = self._board.failure()
+        if cause is not None:
+            raise CollectiveError(f"another rank failed: {cause}")
+
+    def _fail(self, policy: Policy | None, error: BaseException) -> None:
+        """Fail every future that waits here, then tell the other ranks.
+
+        In this order: the store, by which they are told, may not answer. The line to them is dropped after both, so
+        that whoever is woken by that finds the reason.
+        """
+        blamed = policy.touching if policy is not None else None
+        here = blamed.where(self._rank) if blamed is not None else f"rank {self._rank}"
+        idle = (policy is None or not policy.unfinished()) and not self._tasks
+        is_news = not (idle and isinstance(error, _StopOrderError))
+        cause = self._explained(here, error) if is_news else f"{here}: {error}"
+        with self._changed:
+            self.error = _as_error(error, cause)
+            tasks = [*(policy.unfinished() if policy is not None else []), *self._tasks]
+            agreements = [agreement for _, agreement in self._terms]
+            self._tasks.clear()
+            self._terms.clear()
+        self.error.__cause__ = error
+        for agreement in agreements:
+            agreement.set_exception(self.error)
+        if blamed is not None and blamed not in tasks:
+            tasks.append(blamed)
+        for task in tasks:
+            _fail_task(task, error, self.error)
+        if is_news:
+            self._board.post(cause)
+
+    def _explained(self, here: str, error: BaseException) -> str:
+        """Return why this rank fails, with what the other ranks tell; within a few seconds, whatever they do."""
+        own = f"{here}: {type(error).__name__}: {error}"
+        if isinstance(error, (SilentStoreError, AttachError)):  # there is nobody to ask, or they all know
+            return own
+        try:
+            first = self._board.failure_now()
+            if first is not None:
+                return f"{here}: stopped, because this failed first: {first}"
+            silent = self._board.silent_ranks() if isinstance(error, CollectiveError) else []
+        except SilentStoreError as silence:
+            return f"{own} {_capitalized(str(silence))}"
+        return f"{own} No answer from rank {', '.join(map(str, silent))}." if silent else own
+
+    def _drop_connection(self) -> None:
+        connection, self.connection = self.connection, None
+        self._waiting_since = None
+        self._board.close()
+        if connection is not None and not connection.close(PATIENCE_SECONDS):
+            self.abandoned = connection
+
+
+class _StopOrderError(CommHooksError):
+    """End the thread because it was told to, not because something failed."""
+
+
+_FORKED = (
+    "this process was forked from the one that attached, and has no line to the other ranks; "
+    "train in the process that attached, or attach in this one."
+)
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _as_error(error: BaseException, message: str) -> CommHooksError:
+    if isinstance(error, AttachError):
+        return AttachError(message)
+    if isinstance(error, (CollectiveError, _StopOrderError)):
+        return CollectiveError(message)
+    return CompressorError(message)
+
+
+def _fail_task(task: BucketTask, cause: BaseException, error: CommHooksError) -> None:
+    task.throw(cause)
+    task.fail(error)
+    task.pending = None
+
+
+def _use_side_stream(device: torch.device) -> None:
+    """Give this thread a stream of its own, once."""
+    if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
+_running: weakref.WeakSet[_Desk] = weakref.WeakSet()
+
+
+def _keep_groups_of_the_parent() -> None:
+    connections = [desk.connection for desk in list(_running)]
+    keep_groups(connection.group for connection in connections if connection is not None)
+
+
+os.register_at_fork(after_in_child=_keep_groups_of_the_parent)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop every thread, and drop every group, while the interpreter still stands.
+
+    A group with pending work cannot be destroyed, and a process that ends with one may hang or abort; such a process
+    says so and leaves at once.
+    """
+    desks = [desk for desk in _running if not desk.is_forked]
+    for desk in desks:
+        desk.stop()
+    left = [desk.abandoned for desk in desks if desk.abandoned is not None]
+    if any(not connection.close(0.0) for connection in left):
+        print(
+            "commhooks: a collective is still under way at exit, for another rank never came; leaving.", file=sys.stderr
+        )
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(1)

@@ -1,0 +1,1 @@
+"""What compressors remember, by parameter; how it is saved, and taken up again."""

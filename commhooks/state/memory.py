@@ -1,0 +1,96 @@
+"""How much memory an attachment takes, and for what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from commhooks.language.compressor import BucketView, Slot
+from commhooks.state.table import StateTable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Report bytes on this rank. Memory that several things share is counted once, as the first of them."""
+
+    gradients: int
+    """What the DDP's buckets of the last step take; not part of the total, for they are there without a hook too."""
+    residuals: int
+    """What ranks keep each for itself, as what they owe, on the gradients' own device."""
+    residuals_on_host: int
+    """The same in the host's memory, where residuals="host" put it."""
+    bases: int
+    """Whatever else is remembered, such as PowerSGD's Q."""
+    copies: int
+    """The second copy of the state that atomic=True keeps."""
+    working: int
+    """Factors, messages and scratch memory, kept from step to step."""
+    by_parameter: dict[str, int]
+    """What is remembered for each parameter, by name."""
+
+    @property
+    def total(self) -> int:
+        """All that the hook takes."""
+        return self.residuals + self.residuals_on_host + self.bases + self.copies + self.working
+
+
+def memory_report(
+    table: StateTable, views: Sequence[BucketView], copies: Sequence[Tensor], packed: Sequence[Tensor]
+) -> MemoryReport:
+    """Add up state, the buckets' plans, a journal's copies, and packed messages."""
+    counter, states = _Counter(), table.states()
+    owed = [kept for one in states for kept in one.local.values()]
+    return MemoryReport(  # in this order: what comes first counts what is shared
+        gradients=counter.add(view.memory for view in views),
+        residuals_on_host=counter.add(kept for kept in owed if table.storage == "host" and not kept.is_cuda),
+        residuals=counter.add(owed),
+        bases=counter.add(kept for one in states for kept in one.replicated.values()),
+        copies=counter.add(copies),
+        working=counter.add(_tensors_within([view.plans for view in views])) + counter.add(packed),
+        by_parameter={one.key: one.memory_bytes() for one in states},
+    )
+
+
+class _Counter:
+    """Add up the bytes of tensors' memory, that of each stretch only once."""
+
+    def __init__(self) -> None:
+        self._counted: set[tuple[str, int]] = set()
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes of the tensors' memory that was not counted before."""
+        added = 0
+        for tensor in tensors:
+            if tensor.is_sparse:
+                added += self.add((tensor._indices(), tensor._values()))
+                continue
+            storage = tensor.untyped_storage()
+            key = (str(tensor.device), storage.data_ptr())
+            if key not in self._counted:
+                self._counted.add(key)
+                added += storage.nbytes()
+        return added
+
+
+def _tensors_within(root: Any) -> Iterator[Tensor]:
+    """Yield every tensor that a structure of lists, dictionaries and objects of this package holds."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif isinstance(value, Slot):
+            waiting.append(value.gradient)  # its parameter is the model's, and its state is counted by itself
+        elif type(value).__module__.startswith("commhooks."):
+            waiting += vars(value).values()

@@ -1,0 +1,44 @@
+"""Facts about tensors that several rooms need."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill a stretch of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def computing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which state is kept and mathematics is done for a gradient of `dtype`: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def tensor_elements(tensor: Tensor) -> int:
+    """Return the elements of a dense or sparse tensor's payload; indices do not count."""
+    return tensor._values().numel() if tensor.is_sparse else tensor.numel()
+
+
+def tensor_bytes(tensor: Tensor, wire: torch.dtype | None = None) -> int:
+    """Return the bytes of a dense or sparse tensor's payload, its values in `wire` where that is given."""
+    value_bytes = tensor.element_size() if wire is None else wire.itemsize * (2 if tensor.is_complex() else 1)
+    if tensor.is_sparse:
+        indices, values = tensor._indices(), tensor._values()
+        return indices.numel() * indices.element_size() + values.numel() * value_bytes
+    return tensor.numel() * value_bytes
+
+
+def is_finite(tensor: Tensor) -> Tensor:
+    """Return a 0-dim bool. The extremes tell of inf and NaN, in one pass and without a mask of all elements."""
+    values = tensor._values() if tensor.is_sparse else tensor
+    if values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    extremes = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
+    return torch.isfinite(torch.stack(extremes)).all()
