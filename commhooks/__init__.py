@@ -3,15 +3,27 @@
 from commhooks.checkpoints.distributed import load_distributed
 from commhooks.checkpoints.files import Checkpoint, load_checkpoint, save_checkpoint
 from commhooks.communicators import (
+    Collective,
     Communicator,
     LockstepCommunicator,
     LockstepGroup,
     Pending,
     ProcessGroupCommunicator,
     RecordingCommunicator,
-    run_lockstep,
 )
-from commhooks.compressors import COMPRESSORS, AllReduceMean, Cast, NoOp, PowerSGD, make_compressor
+from commhooks.compressors import (
+    COMPRESSORS,
+    AllReduceMean,
+    Cast,
+    Codec,
+    Int4,
+    NoOp,
+    PowerSGD,
+    Sign,
+    TopK,
+    TwoHop,
+    make_compressor,
+)
 from commhooks.errors import (
     AttachError,
     CheckpointError,
@@ -33,12 +45,13 @@ from commhooks.hooks.default import (
     noop_hook,
 )
 from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from commhooks.language.compressor import BucketView, Compressor, Context, Result, Slot, StepVerdict
-from commhooks.language.requests import AllGather, AllReduce, AllToAll, Layout, Request
+from commhooks.language.bucket import BucketView, Slot, Tile
+from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.entries import Entry
+from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part, ReduceScatter, Request
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
-from commhooks.state.table import LocalEntry
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 
 __all__ = [
@@ -53,6 +66,8 @@ __all__ = [
     "Cast",
     "Checkpoint",
     "CheckpointError",
+    "Codec",
+    "Collective",
     "CollectiveError",
     "CommHooksError",
     "Communicator",
@@ -60,30 +75,37 @@ __all__ = [
     "CompressorError",
     "Context",
     "DDPCommHookType",
+    "Entry",
     "ErrorFeedback",
+    "Exchange",
     "GradientError",
     "HookTypeError",
+    "Int4",
+    "Judge",
     "Layout",
     "LoadRules",
-    "LocalEntry",
     "LockstepCommunicator",
     "LockstepGroup",
     "MemoryReport",
     "NoOp",
     "ParameterTraffic",
+    "Part",
     "Pending",
     "PowerSGD",
     "PowerSGDState",
     "ProcessGroupCommunicator",
     "RecordingCommunicator",
+    "ReduceScatter",
     "Request",
-    "Result",
     "SettingsError",
+    "Sign",
     "Slot",
     "Snapshot",
     "StartAfter",
     "Statistics",
-    "StepVerdict",
+    "Tile",
+    "TopK",
+    "TwoHop",
     "WireDtype",
     "allreduce_hook",
     "attach",
@@ -100,6 +122,5 @@ __all__ = [
     "noop_hook",
     "powerSGD_hook",
     "register_ddp_comm_hook",
-    "run_lockstep",
     "save_checkpoint",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -35,10 +38,17 @@ def tensor_bytes(tensor: Tensor, wire: torch.dtype | None = None) -> int:
     return tensor.numel() * value_bytes
 
 
-def is_finite(tensor: Tensor) -> Tensor:
-    """Return a 0-dim bool. The extremes tell of inf and NaN, in one pass and without a mask of all elements."""
-    values = tensor._values() if tensor.is_sparse else tensor
-    if values.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=values.device)
-    extremes = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
-    return torch.isfinite(torch.stack(extremes)).all()
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a 0-dim bool: no element of any of them is inf or NaN. Integers are finite."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    device = None
+    for tensor in tensors:
+        values = tensor._values() if tensor.is_sparse else tensor
+        device = values.device
+        if values.numel() and (values.is_floating_point() or values.is_complex()):
+            by_dtype.setdefault(values.dtype, []).append(values)
+    # The largest magnitude tells of inf and NaN, in one pass and without a mask of all elements.
+    norms = [torch.stack(torch._foreach_norm(alike, math.inf)) for alike in by_dtype.values()]
+    if not norms:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return torch.cat([torch.isfinite(of_dtype) for of_dtype in norms]).all()

@@ -1,4 +1,4 @@
-"""The interface between the scheduler and whatever carries out its requests."""
+"""The interface between the scheduler and whatever carries out its collectives."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from commhooks.language.requests import Request
+from commhooks.communicators.collective import Collective
 
 
 class Pending(Protocol):
-    """Stand for a collective that has been started."""
+    """A collective that has been started."""
 
     @property
     def result(self) -> Tensor:
-        """The answer: the request's own tensor for a dense all-reduce, a new one otherwise. Valid after `wait`."""
+        """The answer: the collective's own tensor for a dense all-reduce, a new one otherwise. Valid after `wait`."""
         ...
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -27,10 +27,10 @@ class Pending(Protocol):
 
 
 class Communicator(Protocol):
-    """Turn requests into collectives.
+    """Start collectives.
 
-    Collectives are started by one thread, in the same order on every rank. Several may be under way at once: the next
-    bucket's may start before the last of this bucket is waited for.
+    One thread does, in the same order on every rank. Several may be under way at once: the next bucket's may start
+    before the last of this bucket is waited for.
     """
 
     @property
@@ -43,6 +43,6 @@ class Communicator(Protocol):
         """The number of workers."""
         ...
 
-    def start(self, request: Request) -> Pending:
-        """Start the collective that `request` asks for, and return without waiting for it."""
+    def start(self, collective: Collective) -> Pending:
+        """Start a collective, and return without waiting for it."""
         ...

@@ -1,20 +1,17 @@
-"""N workers in one process: requests are answered when every worker has brought its own.
+"""N workers in one process: a collective runs when every worker has brought its own.
 
 Sums run in rank order, so at two workers they are, bit for bit, what a ring computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from commhooks.communicators.collective import Collective
 from commhooks.errors import CollectiveError
-from commhooks.language.requests import AllGather, AllReduce, AllToAll, Request
-
-Result = TypeVar("Result")
 
 
 class LockstepGroup:
@@ -31,14 +28,14 @@ class LockstepGroup:
         return [LockstepCommunicator(self, rank) for rank in range(self.world_size)]
 
     def join(self, round_number: int, rank: int, pending: LockstepPending) -> None:
-        """Bring one worker's request to a round; the last worker to come carries the round out."""
+        """Bring one worker's collective to a round; the last worker to come carries the round out."""
         present = self._rounds.setdefault(round_number, {})
         present[rank] = pending
         if len(present) < self.world_size:
             return
         del self._rounds[round_number]
         workers = [present[rank] for rank in range(self.world_size)]
-        for worker, answer in zip(workers, answer_requests([worker.request for worker in workers]), strict=True):
+        for worker, answer in zip(workers, run_collective([one.collective for one in workers]), strict=True):
             worker.answer = answer
 
 
@@ -51,25 +48,25 @@ class LockstepCommunicator:
         self._group = group
         self._round = 0
 
-    def start(self, request: Request) -> LockstepPending:
-        """Bring this worker's request to its next round."""
-        pending = LockstepPending(request, self.rank)
+    def start(self, collective: Collective) -> LockstepPending:
+        """Bring this worker's collective to its next round."""
+        pending = LockstepPending(collective, self.rank)
         self._group.join(self._round, self.rank, pending)
         self._round += 1
         return pending
 
 
 class LockstepPending:
-    """One worker's request, to be waited for only once all workers have brought theirs."""
+    """One worker's collective, to be waited for only once all workers have brought theirs."""
 
-    def __init__(self, request: Request, rank: int) -> None:
-        self.request = request
+    def __init__(self, collective: Collective, rank: int) -> None:
+        self.collective = collective
         self.rank = rank
         self.answer: Tensor | None = None
 
     @property
     def result(self) -> Tensor:
-        """The answer to the request."""
+        """The answer."""
         if self.answer is None:
             raise CollectiveError(
                 f"lockstep: rank {self.rank} asked for a result before every worker brought its request."
@@ -81,59 +78,31 @@ class LockstepPending:
         _ = self.result
 
 
-def run_lockstep(exchanges: Sequence[Generator[Request, Tensor, Result]]) -> list[Result]:
-    """Drive one exchange per worker, round by round, and return what each of them returned, in rank order."""
-    results: dict[int, Result] = {}
-    requests = [_advance(exchange, None, rank, results) for rank, exchange in enumerate(exchanges)]
-    while not results:
-        answers = answer_requests([request for request in requests if request is not None])
-        requests = [_advance(exchanges[rank], answer, rank, results) for rank, answer in enumerate(answers)]
-    if len(results) != len(exchanges):
-        raise CollectiveError(
-            f"lockstep: ranks {sorted(results)} were done while the others still asked for collectives."
-        )
-    return [results[rank] for rank in range(len(exchanges))]
+def run_collective(collectives: Sequence[Collective]) -> list[Tensor]:
+    """Carry out one collective that every worker, in rank order, has brought; return each worker's answer."""
+    expected = _describe(collectives[0])
+    for rank, one in enumerate(collectives):
+        if _describe(one) != expected:
+            raise CollectiveError(f"lockstep: rank 0 asked for {expected}, rank {rank} for {_describe(one)}.")
+    kind, ranks = collectives[0].kind, range(len(collectives))
+    tensors = [one.tensor for one in collectives]
+    if kind == "all-reduce":
+        total = _sum(tensors)
+        return [total if tensor.is_sparse else tensor.copy_(total) for tensor in tensors]
+    if kind == "all-gather":
+        return [torch.stack(tensors) for _ in ranks]
+    if kind == "all-to-all":
+        return [torch.stack([tensor[rank] for tensor in tensors]) for rank in ranks]
+    return [_sum([tensor[rank] for tensor in tensors]) for rank in ranks]
 
 
-def _advance(
-    exchange: Generator[Request, Tensor, Result], answer: Tensor | None, rank: int, results: dict[int, Result]
-) -> Request | None:
-    try:
-        return next(exchange) if answer is None else exchange.send(answer)
-    except StopIteration as stop:
-        results[rank] = stop.value
-        return None
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total.add_(tensor)
+    return total
 
 
-def answer_requests(requests: Sequence[Request]) -> list[Tensor]:
-    """Carry out one collective for which every worker, in rank order, brought its request."""
-    _check_alike(requests)
-    first = requests[0]
-    if isinstance(first, AllReduce):
-        return _sum([request for request in requests if isinstance(request, AllReduce)])
-    if isinstance(first, AllGather):
-        return [torch.stack([request.tensor for request in requests]) for _ in requests]
-    if isinstance(first, AllToAll):
-        return [torch.stack([request.tensor[rank] for request in requests]) for rank in range(len(requests))]
-    raise CollectiveError(f"lockstep: expected an AllReduce, AllGather or AllToAll (got {type(first).__name__}).")
-
-
-def _sum(requests: Sequence[AllReduce]) -> list[Tensor]:
-    payloads = [request.to_wire(len(requests)) for request in requests]
-    total = payloads[0].clone()
-    for payload in payloads[1:]:
-        total.add_(payload)
-    return [request.from_wire(total) for request in requests]
-
-
-def _check_alike(requests: Sequence[Request]) -> None:
-    expected = _describe(requests[0])
-    for rank, request in enumerate(requests):
-        if _describe(request) != expected:
-            raise CollectiveError(f"lockstep: rank 0 asked for {expected}, rank {rank} for {_describe(request)}.")
-
-
-def _describe(request: Request) -> str:
-    shape = "sparse" if request.tensor.is_sparse else tuple(request.tensor.shape)
-    manner = (request.average, request.wire) if isinstance(request, AllReduce) else ()
-    return f"{request.kind} {shape} {request.tensor.dtype} {manner}"
+def _describe(one: Collective) -> str:
+    shape = "sparse" if one.tensor.is_sparse else tuple(one.tensor.shape)
+    return f"{one.kind} {shape} {one.tensor.dtype}{'' if one.group is None else f' in group {one.group!r}'}"

@@ -1,4 +1,4 @@
-"""Requests over a torch.distributed process group, or over a bare backend such as ProcessGroupGloo."""
+"""Collectives over a torch.distributed process group, or over a bare backend such as ProcessGroupGloo."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.communicators.collective import Collective
 from commhooks.errors import CollectiveError
-from commhooks.language.requests import AllGather, AllReduce, AllToAll, Request
 
 
 class ProcessGroupCommunicator:
-    """Runs requests over `process_group` (default: the default group).
+    """Runs collectives over `process_group` (default: the default group).
 
     A `ProcessGroup` and a bare backend (`ProcessGroupGloo`) have the same methods for this, so either may be passed.
     `open_for_sparse` returns another group of the same ranks, for sums of sparse tensors: over a Gloo group with two
@@ -36,9 +36,9 @@ class ProcessGroupCommunicator:
         self.world_size: int = self.group.size()
         self._under_way: deque[WorkPending] = deque()
 
-    def start(self, request: Request) -> WorkPending:
-        """Start the collective of `request`."""
-        pending = self._start(request)
+    def start(self, collective: Collective) -> WorkPending:
+        """Start a collective."""
+        pending = self._start(collective)
         while self._under_way and self._under_way[0].is_completed():
             self._under_way.popleft()
         self._under_way.append(pending)
@@ -58,20 +58,20 @@ class ProcessGroupCommunicator:
         self._under_way.clear()
         self.group = self._for_sparse = self._open_for_sparse = None
 
-    def _start(self, request: Request) -> WorkPending:
-        if isinstance(request, AllReduce):
-            wire = request.to_wire(self.world_size)
-            group = self._group_for_sparse() if wire.is_sparse else self.group
-            return WorkPending(group.allreduce([wire]), request, wire)
-        if isinstance(request, AllGather):
-            gathered = request.room_for_answer(self.world_size)
-            return WorkPending(self.group.allgather([list(gathered.unbind(0))], [request.tensor]), request, gathered)
-        if isinstance(request, AllToAll):
-            received = request.room_for_answer(self.world_size)
-            return WorkPending(self.group.alltoall_base(received, request.tensor, [], []), request, received)
-        raise CollectiveError(
-            f"ProcessGroupCommunicator: expected an AllReduce, AllGather or AllToAll (got {type(request).__name__})."
-        )
+    def _start(self, collective: Collective) -> WorkPending:
+        if collective.group is not None:
+            raise CollectiveError(f"this run has no group {collective.group!r} of ranks, which a request names.")
+        tensor, room = collective.tensor, collective.room_for_answer(self.world_size)
+        if collective.kind == "all-reduce":
+            group = self._group_for_sparse() if tensor.is_sparse else self.group
+            work = group.allreduce([tensor])
+        elif collective.kind == "all-gather":
+            work = self.group.allgather([list(room.unbind(0))], [tensor])
+        elif collective.kind == "all-to-all":
+            work = self.group.alltoall_base(room, tensor, [], [])
+        else:
+            work = self.group.reduce_scatter([room], [list(tensor.unbind(0))])
+        return WorkPending(work, collective, room)
 
     def _group_for_sparse(self) -> Any:
         if self._open_for_sparse is None:
@@ -84,15 +84,15 @@ class ProcessGroupCommunicator:
 class WorkPending:
     """A c10d Work, and its result once it is done."""
 
-    def __init__(self, work: dist.Work, request: Request, output: Tensor) -> None:
+    def __init__(self, work: dist.Work, collective: Collective, output: Tensor) -> None:
         self._work: dist.Work | None = work
-        self._request = request
+        self._collective = collective
         self._output = output
         self._done = False
 
     @property
     def result(self) -> Tensor:
-        """The answer to the request."""
+        """The answer."""
         return self._output
 
     def is_completed(self) -> bool:
@@ -111,11 +111,9 @@ class WorkPending:
             self._wait_for_work(timeout_seconds)
         except RuntimeError as error:
             raise CollectiveError(
-                f"{self._request.kind} of {self._request.payload_bytes} bytes failed: {error}"
+                f"{self._collective.kind} of {self._collective.payload_bytes} bytes failed: {error}"
             ) from error
         self._done = True
-        if isinstance(self._request, AllReduce):
-            self._output = self._request.from_wire(self._output)
 
     def _wait_for_work(self, timeout_seconds: float | None) -> None:
         if self._work is None:
@@ -128,5 +126,5 @@ class WorkPending:
         except RuntimeError:
             # Gloo reports the end of a slice and the failure of the work alike.
             if not self._work.is_completed():
-                raise TimeoutError(f"{self._request.kind} is not done after {timeout_seconds} s") from None
+                raise TimeoutError(f"{self._collective.kind} is not done after {timeout_seconds} s") from None
             self._work.wait()

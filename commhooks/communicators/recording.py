@@ -6,13 +6,13 @@ import time
 
 from torch import Tensor
 
+from commhooks.communicators.collective import Collective
 from commhooks.communicators.communicator import Communicator, Pending
-from commhooks.language.requests import Request
-from commhooks.scheduling.ledger import Traffic
+from commhooks.communicators.traffic import Traffic
 
 
 class RecordingCommunicator:
-    """Pass every request to `inner`, and count it in `traffic`."""
+    """Pass every collective to `inner`, and count it in `traffic`."""
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
@@ -20,10 +20,10 @@ class RecordingCommunicator:
         self.world_size = inner.world_size
         self.traffic = Traffic()
 
-    def start(self, request: Request) -> RecordedPending:
-        """Start the collective of `request`, counted."""
-        self.traffic.count(request, self.world_size)
-        return RecordedPending(self.inner.start(request), self.traffic)
+    def start(self, collective: Collective) -> RecordedPending:
+        """Start a collective, counted."""
+        self.traffic.count(collective, self.world_size)
+        return RecordedPending(self.inner.start(collective), self.traffic)
 
 
 class RecordedPending:

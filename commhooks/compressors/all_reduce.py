@@ -11,7 +11,8 @@ import dataclasses
 
 from torch import Tensor
 
-from commhooks.language.compressor import BucketView, Compressor, Context, Exchange, Result
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.requests import AllReduce
 
 
@@ -29,5 +30,6 @@ class AllReduceMean(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Ask for the mean of the bucket's memory."""
-        mean = yield AllReduce(bucket.memory, average=True, last=True, layout=bucket.layout)
-        return Result(mean)
+        means = yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, last=True)
+        for tile, mean in zip(bucket.tiles, means, strict=True):
+            tile.write(mean)

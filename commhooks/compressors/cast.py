@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from commhooks.errors import SettingsError
-from commhooks.language.compressor import BucketView, Compressor, Context, Exchange, Result
-from commhooks.language.requests import AllReduce
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.requests import AllReduce, Judge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +39,13 @@ class Cast(Compressor):
         """Always True: the sum travels in `dtype`."""
         return True
 
-    @property
-    def tells_unsent(self) -> bool:
-        """Always True: what the cast rounds away is known."""
-        return True
+    def loses(self, name: str, parameter: Tensor) -> bool:
+        """Return whether the cast saves anything, and so rounds."""
+        return self._narrows(parameter)
+
+    def relative_error(self, elements: int) -> float:
+        """Return the square of the dtype's unit roundoff; an element that becomes 0 loses more, and is small."""
+        return float((torch.finfo(self.dtype).eps / 2) ** 2)
 
     def remembers(self, step: int) -> bool:
         """Return False: no state is kept."""
@@ -49,10 +53,22 @@ class Cast(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Ask for the mean of the bucket's memory, cast on the wire."""
-        unsent = self._rounded_away(bucket.memory, context.world_size) if bucket.wants_unsent else None
-        wire = self.dtype if self._narrows(bucket.memory) else None
-        mean = yield AllReduce(bucket.memory, average=True, wire=wire, last=True, layout=bucket.layout)
-        return Result(mean, unsent)
+        formed = [tile.form() for tile in bucket.tiles]
+        # What the wire makes of it is known before it travels, and the memory is overwritten by the answer.
+        unsent = [
+            self._rounded_away(M, context.world_size) if tile.keeps else M
+            for tile, M in zip(bucket.tiles, formed, strict=True)
+        ]
+        parts = [
+            tile.part(M, self.dtype if self._narrows(M) else None) for tile, M in zip(bucket.tiles, formed, strict=True)
+        ]
+        means = yield AllReduce(*parts, average=True, last=True)
+        for tile, mean in zip(bucket.tiles, means, strict=True):
+            tile.write(mean)
+        if any(tile.keeps for tile in bucket.tiles):
+            finite = yield Judge(*(tile.gradient for tile in bucket.tiles))
+            for tile, left in zip(bucket.tiles, unsent, strict=True):
+                tile.keep(left, finite)
 
     def _narrows(self, memory: Tensor) -> bool:
         """Return whether the cast saves anything; fp16 for bf16 would save nothing, and overflow."""

@@ -7,12 +7,11 @@ Bytes on the wire: none. Weakness: replicas drift apart.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
 
 from torch import Tensor
 
-from commhooks.language.compressor import BucketView, Compressor, Context, Result
-from commhooks.language.requests import Request
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Compressor, Context, Exchange
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,6 @@ class NoOp(Compressor):
         """Return False: no state is kept."""
         return False
 
-    def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Ask for nothing."""
         yield from ()
-        return Result(bucket.memory)

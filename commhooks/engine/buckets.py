@@ -9,7 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from commhooks.errors import GradientError, SettingsError
-from commhooks.language.compressor import BucketView, Slot
+from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.compressor import Compressor
 from commhooks.state.table import StateTable
 
 Key = tuple[int, ...]
@@ -28,30 +29,47 @@ class Bucket(Protocol):
 class Buckets:
     """The buckets of the current step and of the last one; any that neither step has are forgotten."""
 
-    def __init__(self, table: StateTable) -> None:
+    def __init__(self, table: StateTable, *, by_parameter: bool) -> None:
         self.are_one_models = False
         """The names of one model's parameters are known."""
         self._table = table
+        self._by_parameter = by_parameter
         self._views: dict[Key, BucketView] = {}
         self._parameters: dict[Key, list[Tensor]] = {}  # while they live, no other object has their identity
+        self._laid_out: dict[Key, Compressor] = {}
         self._now: dict[Key, None] = {}
         self._before: dict[Key, None] = {}
-        self._steps_with_views = 0
+        self._last_index = -1
 
     def view(self, bucket: Bucket, memory: Tensor) -> BucketView:
         """Return a bucket's view, the one of the last step if parameters and memory are the same."""
+        if not self._by_parameter:
+            return BucketView(bucket.index(), memory)
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
         self._now[key] = None
         known = self._views.get(key)
         if known is not None and _is_same_memory(known.memory, memory):
+            known.scratch.turn += 1
             return known
         self.learn_names(bucket, parameters)
         view = self._views[key] = BucketView(bucket.index(), memory, self._slots(memory, parameters))
         self._parameters[key] = parameters
+        self._laid_out.pop(key, None)
         if known is not None:
             view.layout = known.layout
         return view
+
+    def lay_out(self, view: BucketView, compressor: Compressor) -> bool:
+        """Lay out what a compressor remembers for a bucket, unless that is done; return whether it was not."""
+        key = tuple(id(slot.parameter) for slot in view.slots)
+        if self._laid_out.get(key) is compressor or not view.slots:
+            return False
+        view.plans.clear()  # made for another compressor, they may refer to memory that is not the table's any more
+        self._table.lay_out(view.slots, compressor)
+        self._table.lay_out_entries(view.slots[0], compressor.bucket_state(view))
+        self._laid_out[key] = compressor
+        return True
 
     def learn_names(self, bucket: Bucket, parameters: list[Tensor]) -> None:
         """Learn parameters' names from a bucket that tells them, as ddp_core's do."""
@@ -59,39 +77,51 @@ class Buckets:
         if names is not None and any(self._table.name_of(parameter) is None for parameter in parameters):
             self._table.bind(zip(names(), parameters, strict=True))
 
-    def come_again_with(self, bucket: Bucket, last_index: int) -> bool:
-        """Return whether a bucket cannot belong to the current step.
+    @property
+    def is_step_under_way(self) -> bool:
+        """Whether a bucket came, and the step's last one has not."""
+        return self._last_index >= 0
+
+    def follow(self, bucket: Bucket) -> None:
+        """Count a bucket as one of the step that is under way."""
+        self._last_index = bucket.index()
+
+    def cannot_contain(self, bucket: Bucket) -> bool:
+        """Return whether a bucket cannot belong to the step that is under way, so that the next one begins.
 
         The index alone cannot tell: in a static graph's first iteration PyTorch's DDP numbers every bucket 0, and marks
         none as the last one.
         """
-        if bucket.index() != last_index:
-            return bucket.index() < last_index
+        if not self._by_parameter or not self.is_step_under_way:
+            return False
+        if bucket.index() != self._last_index:
+            return bucket.index() < self._last_index
         return not set(map(id, bucket.parameters())).isdisjoint(itertools.chain(*self._now))
+
+    def are_of_another_model(self, bucket: Bucket) -> bool:
+        """Return whether a bucket begins a step and has no parameter that was met or named before."""
+        begins = not self.is_step_under_way or self.cannot_contain(bucket)
+        return begins and self._table.knows_none_of(bucket.parameters())
 
     def end_step(self, step: int) -> None:
         """Let the step under way become the last one; raise `SettingsError` if two models take turns."""
+        self._last_index = -1
         self._refuse_a_second_model(step)
         for key in self._parameters.keys() - self._now.keys():
             del self._parameters[key]
             self._views.pop(key, None)
+            self._laid_out.pop(key, None)
         self._before, self._now = self._now, {}
-        self._steps_with_views += 1
-
-    def forget_views(self) -> None:
-        """Forget what compressors laid out; who was in the last step's buckets stays known, for checkpoints name it."""
-        self._views.clear()
-        self._steps_with_views = 0
 
     def forget_last_step(self) -> None:
         """Forget who was in the last step's buckets."""
         self._before = {}
 
     @property
-    def have_all_state(self) -> bool:
-        """Whether the last step's buckets held every parameter with a known name, and ran with the current views."""
+    def had_every_parameter(self) -> bool:
+        """Whether the last step's buckets held every parameter with a known name."""
         met = set(itertools.chain(*self._before))
-        return self._steps_with_views > 0 and all(id(parameter) in met for parameter in self._table.named().values())
+        return all(id(parameter) in met for parameter in self._table.named().values())
 
     def names(self) -> list[list[str]]:
         """Return the names in the last step's buckets, in order."""

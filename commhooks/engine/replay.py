@@ -19,6 +19,28 @@ from commhooks.engine.buckets import Bucket
 from commhooks.state.table import StateTable
 
 
+class Resumed:
+    """What a run goes on from: how its first steps' buckets are to be cut, and what ranks compare."""
+
+    def __init__(self, fingerprint: str = "", plan: Sequence[Sequence[str]] = (), steps: int = 0) -> None:
+        self.fingerprint = fingerprint
+        self.plan = plan
+        self._steps_left = steps
+
+    def end_step(self) -> None:
+        """Count a step; after the last one buckets are taken as they come."""
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self.plan = ()
+
+    def parts_of(self, bucket: Bucket, table: StateTable) -> list[Part]:
+        """Return a bucket's parts; none if the plan has it as it is, or it is not to be cut.
+
+        A part may be the whole bucket, with its parameters in another order: that of their first backward pass.
+        """
+        return _parts_of(bucket, self.plan, table) if self.plan else []
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """A part of a bucket that acts as a bucket itself, with memory of its own."""
@@ -54,11 +76,7 @@ class Part:
         torch._foreach_copy_(list(self.places), list(parts))
 
 
-def parts_of(bucket: Bucket, plan: Sequence[Sequence[str]], table: StateTable) -> list[Part]:
-    """Return a bucket's parts by a plan of names; none where the plan has it as it is, or it is not to be cut.
-
-    A part may be the whole bucket, with its parameters in another order: that of their first backward pass.
-    """
+def _parts_of(bucket: Bucket, plan: Sequence[Sequence[str]], table: StateTable) -> list[Part]:
     memory, parameters = bucket.buffer(), bucket.parameters()
     if memory.is_sparse or memory.is_cuda or sum(p.numel() for p in parameters) != memory.numel():
         return []

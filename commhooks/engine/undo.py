@@ -2,78 +2,44 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from commhooks.language.compressor import BucketView, Exchange, Slot, carried_by
-from commhooks.language.requests import Request
+from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.compressor import Exchange
 from commhooks.streams import queue_copy, wait_for_copies
-
-Place = tuple[int, str, str]
-"""Which parameter of a bucket, whether what it remembers is replicated or local, and by which name."""
+from commhooks.tensors import all_finite
 
 
 class Copies:
-    """Hold copies of what a bucket's parameters remember, to write back.
+    """Copies of what is remembered for some slots, to write back."""
 
-    By name: an exchange may put another tensor in the place of one, with the same in it.
-    """
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
-        self._live: dict[Place, Tensor] = {}
-        self._kept: dict[Place, Tensor] = {}
-        self.complete()
-
-    @property
-    def kept(self) -> list[Tensor]:
-        """The copies."""
-        return list(self._kept.values())
-
-    def complete(self) -> None:
-        """Copy what there is no copy of yet; write the others back to where it lies now."""
-        self._live = self._found()
-        wait_for_copies(self._live.values())
-        for place, tensor in self._live.items():
-            if place not in self._kept or self._kept[place].shape != tensor.shape:
-                self._kept[place] = tensor.clone()
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._live = [tensor for slot in slots for tensor in slot.remembered.tensors.values()]
+        self.kept = [torch.empty_like(tensor) for tensor in self._live]
+        self.refresh()
 
     def refresh(self) -> None:
-        """Copy what is there now instead, into the memory of the last copies if that lies where it did."""
-        now = self._found()
-        if {place: id(tensor) for place, tensor in now.items()} != {p: id(tensor) for p, tensor in self._live.items()}:
-            self._kept = {}
-            self.complete()
-        elif now:
-            wait_for_copies(now.values())
-            torch._foreach_copy_([self._kept[place] for place in now], list(now.values()))
+        """Copy what is there now instead."""
+        if self._live:
+            wait_for_copies(self._live)
+            torch._foreach_copy_(self.kept, self._live)
 
     def restore(self, wanted: Tensor | None = None) -> None:
-        """Write the copies back: always, or where a 0-dim bool says so; on a GPU nobody waits to know."""
+        """Write the copies back: always, or if a 0-dim bool is true; on a GPU nobody waits to know."""
         if wanted is None or not wanted.is_cuda:
-            wait_for_copies(self._live.values())
+            wait_for_copies(self._live)
             if self._live and (wanted is None or wanted):
-                torch._foreach_copy_(list(self._live.values()), [self._kept[place] for place in self._live])
+                torch._foreach_copy_(self._live, self.kept)
             return
-        for place, live in self._live.items():
-            kept = self._kept[place]
-            chosen = torch.where(wanted, kept.to(wanted.device), live.to(wanted.device))
-            queue_copy(live, chosen)
-
-    def _found(self) -> dict[Place, Tensor]:
-        return {
-            (number, kind, name): tensor
-            for number, slot in enumerate(self._slots)
-            for kind, held in (("replicated", slot.state.replicated), ("local", slot.state.local))
-            for name, tensor in held.items()
-        }
+        for live, kept in zip(self._live, self.kept, strict=True):
+            queue_copy(live, torch.where(wanted, kept.to(wanted.device), live.to(wanted.device)))
 
 
-class Journal:
+class UndoLog:
     """Undo what a step's buckets committed if the mean of any of them is not finite.
 
     Judged on the means themselves, which are alike on every rank, and which a gradient scaler looks at too. Costs a
@@ -96,6 +62,13 @@ class Journal:
         self._buckets += 1
         self._complete = last
 
+    def forget(self, bucket: BucketView | None = None) -> None:
+        """Forget which memory to copy, for one bucket or all, since state was laid out anew."""
+        if bucket is None:
+            self._copies.clear()
+        else:
+            self._copies.pop(bucket, None)
+
     def watch(self, bucket: BucketView, exchange: Exchange) -> Exchange:
         """Run an exchange; copy the bucket's state before anything is written to it."""
         copies = self._copies.get(bucket)
@@ -104,22 +77,16 @@ class Journal:
         else:
             copies.refresh()
         self._of_step.append(copies)
-        return (yield from carried_by(functools.partial(_complete, copies), exchange))
+        yield from exchange
 
     def tensors(self) -> list[Tensor]:
         """Return the copies that are kept."""
         return [kept for copies in self._copies.values() for kept in copies.kept]
 
-    def judge(self, mean: Tensor) -> None:
-        """Take a bucket's mean into account, and after the step's last one undo the step if one was not finite."""
-        self._finite.append(torch.isfinite(mean._values() if mean.is_sparse else mean).all())
+    def settle(self, mean: Tensor) -> None:
+        """Take a bucket's mean into account; after the step's last one, undo the step if one was not finite."""
+        self._finite.append(all_finite([mean]))
         if self._complete and len(self._finite) == self._buckets:
             spoilt = ~torch.stack(self._finite).all()
             for copies in self._of_step:
                 copies.restore(spoilt)
-
-
-def _complete(copies: Copies, request: Request) -> Generator[Request, Tensor, Tensor]:
-    """Copy state that the exchange created before its first request: all of it exists now, and is unchanged so far."""
-    copies.complete()
-    return (yield request)

@@ -1,21 +1,20 @@
 """What a compressor may ask for. A request is asked for; a collective is what then runs.
 
-A request knows its bytes: the payload, and what one rank moves (sends) for it. It also knows how its tensor becomes the
-tensor on the wire, so the division of an average and the cast to a narrow dtype are written here, once, for every
-communicator.
+A request is made of parts: tensors of any dtype, each with the names of the parameters whose elements it holds. The
+answer is a list with one tensor for each part, of the part's own dtype. Who carries a request out lays its parts out in
+messages: a compressor packs nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from abc import ABC, abstractmethod
+from abc import ABC
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-
-from commhooks.tensors import tensor_bytes, tensor_elements
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,7 +27,7 @@ class Layout:
     keys: tuple[str, ...]
     """Parameters' names, or what stands for one; a name may come twice."""
     sizes: tuple[int, ...]
-    """Elements of each stretch."""
+    """Elements of each stretch; of a tensor that no one splits, how its elements are shared among the names."""
 
     @functools.cached_property
     def elements(self) -> int:
@@ -37,122 +36,114 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Request(ABC):
-    """A request for one collective over `tensor`, which has the same shape and dtype on every rank."""
-
-    kind: ClassVar[str]
-    answers_alike: ClassVar[bool] = True
-    """Every rank gets the same answer, so that what is judged on it is judged alike."""
+class Part:
+    """A tensor to send, which is only read unless `in_place`; of the same shape and dtype on every rank."""
 
     tensor: Tensor
-    last: bool = dataclasses.field(default=False, kw_only=True)
-    """No further request follows for this bucket: the next bucket may begin before this one is answered."""
-    layout: Layout | None = dataclasses.field(default=None, kw_only=True)
-    """Whose elements these are, for accounting, and for packing in an order that no bucket decides."""
+    layout: Layout | None = None
+    """Whose elements these are; None: those of the bucket's parameters, in the proportion of their sizes."""
+    wire: torch.dtype | None = None
+    """The dtype in which a sum travels; None: the tensor's own."""
+    in_place: bool = False
+    """A sum may be written into the tensor, which is then the answer: nothing is copied if it travels alone."""
 
     def __post_init__(self) -> None:
-        if self.layout is not None and not self.tensor.is_sparse and self.layout.elements != self.tensor.numel():
+        if self.in_place and self.layout is not None and self.layout.elements != self.tensor.numel():
             raise ValueError(
-                f"{type(self).__name__}: the layout must describe the tensor's {self.tensor.numel()} elements "
+                f"Part: the layout must describe the tensor's {self.tensor.numel()} elements "
                 f"(got {self.layout.elements})."
             )
 
     @property
-    def payload_bytes(self) -> int:
-        """Bytes that this rank puts in."""
-        return tensor_bytes(self.tensor)
+    def on_wire(self) -> torch.dtype:
+        """The dtype in which it travels."""
+        return self.tensor.dtype if self.wire is None else self.wire
+
+
+class Request(ABC):
+    """A request for one collective over `parts`."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, *parts: Part, last: bool = False, group: str | None = None) -> None:
+        if not parts or not all(isinstance(part, Part) for part in parts):
+            raise TypeError(
+                f"{type(self).__name__}: expected one Part or more, such as slot.part(tensor) (got {parts!r})."
+            )
+        self.parts = parts
+        self.last = last
+        """No further collective follows for this bucket: the next bucket may begin before this one is answered."""
+        self.group = group
+        """Which of the ranks take part: None for all, or the name of a group of a hierarchy, "inner" or "outer"."""
+
+    def with_parts(self, parts: Sequence[Part]) -> Request:
+        """Return the same request for other parts."""
+        return type(self)(*parts, last=self.last, group=self.group)
 
     @property
-    def payload_elements(self) -> int:
-        """Elements that this rank puts in."""
-        return tensor_elements(self.tensor)
-
-    @abstractmethod
-    def ring_bytes(self, world_size: int) -> int:
-        """Bytes that one rank sends for this request, on average over the ranks."""
-
-    def room_for_answer(self, world_size: int) -> Tensor:
-        """Return memory of the answer's shape; for an empty request that is the answer."""
-        return torch.empty_like(self.tensor)
+    def is_empty(self) -> bool:
+        """Whether nothing would travel. An empty sparse tensor may meet other ranks' full ones, so it travels."""
+        return not any(part.tensor.is_sparse or part.tensor.numel() for part in self.parts)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class AllReduce(Request):
-    """A request for the sum over ranks, or with `average` the mean, written into `tensor` itself if that is dense.
+    """A request for each part's sum over the ranks or, with `average`, its mean.
 
-    A sparse one is only read, and the answer is another: autograd lets a sparse gradient's values share memory with
-    gradients that are still on their way through the backward pass (tests/commhooks/test_odd_parameters.py).
-
-    With `wire` the payload travels, and is summed, in that dtype. The division of a mean happens before the cast, in
-    the tensor's own dtype: a sum that the narrow dtype cannot hold does not overflow if the mean fits, but a rank's
-    share (its tensor over the world size) becomes 0 if it is at most half of the narrow dtype's smallest number.
+    The division of a mean comes before a cast to `Part.wire`, in the part's own dtype: a sum that the narrow dtype
+    cannot hold does not overflow if the mean does not, but a rank's share (its tensor over the world size) becomes 0 if
+    it is at most half of the narrow dtype's smallest number. A sparse tensor is the only part of its request, and its
+    answer is another tensor: autograd lets a sparse gradient's values share memory with gradients that are still on
+    their way through the backward pass (tests/commhooks/test_odd_parameters.py).
     """
 
     kind: ClassVar[str] = "all-reduce"
 
-    average: bool = False
-    wire: torch.dtype | None = dataclasses.field(default=None, kw_only=True)
+    def __init__(self, *parts: Part, average: bool = False, last: bool = False, group: str | None = None) -> None:
+        super().__init__(*parts, last=last, group=group)
+        self.average = average
 
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes that this rank puts in: those of the wire's dtype."""
-        return tensor_bytes(self.tensor, self.wire)
-
-    def ring_bytes(self, world_size: int) -> int:
-        """Bytes that one rank sends: a reduce-scatter and an all-gather round the ring (an all-gather if sparse)."""
-        if self.tensor.is_sparse:
-            return (world_size - 1) * self.payload_bytes
-        return 2 * (world_size - 1) * self.payload_bytes // world_size
-
-    def to_wire(self, world_size: int) -> Tensor:
-        """Return the tensor to sum over the ranks; `tensor` itself where it is dense and nothing is cast."""
-        divisor = world_size if self.average else 1
-        if self.tensor.is_sparse:
-            payload = self.tensor / divisor
-        else:
-            own = self.tensor.div_(divisor) if divisor > 1 else self.tensor
-            payload = torch.view_as_real(own) if own.is_complex() else own
-        return payload if self.wire is None else payload.to(self.wire)
-
-    def from_wire(self, summed: Tensor) -> Tensor:
-        """Write what came back into `tensor`, and return it; return what came back if it is sparse."""
-        if summed.is_sparse:
-            return summed.to(self.tensor.dtype)
-        target = torch.view_as_real(self.tensor) if self.tensor.is_complex() else self.tensor
-        if summed.data_ptr() != target.data_ptr():
-            target.copy_(summed)
-        return self.tensor
-
-    def room_for_answer(self, world_size: int) -> Tensor:
-        """Return the tensor itself, which a dense sum is written into."""
-        return self.tensor
+    def with_parts(self, parts: Sequence[Part]) -> AllReduce:
+        """Return the same request for other parts."""
+        return type(self)(*parts, average=self.average, last=self.last, group=self.group)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class AllGather(Request):
-    """A request for every rank's tensor, stacked in rank order: world size × the tensor's shape."""
+    """A request for every rank's parts, stacked in rank order: each answer is [world size, *the part's shape]."""
 
     kind: ClassVar[str] = "all-gather"
 
-    def ring_bytes(self, world_size: int) -> int:
-        """Bytes that one rank sends: its own payload and those that it passes on."""
-        return (world_size - 1) * self.payload_bytes
 
-    def room_for_answer(self, world_size: int) -> Tensor:
-        """Return memory for one tensor of each rank."""
-        return self.tensor.new_empty((world_size, *self.tensor.shape))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class AllToAll(Request):
-    """A request for an exchange: row i of `tensor` goes to rank i, and row i of the result came from rank i.
+    """A request for an exchange: row i of a part goes to rank i, and row i of its answer came from rank i.
 
-    The tensor's first dimension is the world size.
+    Every part is [world size, ...]. Ranks get different answers, so `Judge` must not be asked about them.
     """
 
     kind: ClassVar[str] = "all-to-all"
-    answers_alike: ClassVar[bool] = False
 
-    def ring_bytes(self, world_size: int) -> int:
-        """Bytes that one rank sends: every row but its own."""
-        return (world_size - 1) * self.payload_bytes // world_size
+
+class ReduceScatter(Request):
+    """A request for sums of which each rank gets one: rank r's answer is the sum, over the ranks, of row r.
+
+    Every part is [world size, ...]. Ranks get different answers, so `Judge` must not be asked about them.
+    """
+
+    kind: ClassVar[str] = "reduce-scatter"
+
+
+class Judge:
+    """A request for one verdict: a 0-dim bool, true if no element of these tensors is inf or NaN.
+
+    It is the last thing that an exchange may ask for, and nothing travels. Under "fused" all buckets of a step get one
+    verdict, when all of them have come to it; under "fifo" each bucket is judged by itself. Ask only about what every
+    rank has received alike, in the form in which inf and NaN show: a mean in the bucket's own dtype, a code's scales.
+    """
+
+    kind: ClassVar[str] = "judge"
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+
+Asked = Request | Judge | tuple[Request, ...]
+"""What may be yielded: a request, several at once (answered together by a list of answers), or the request to judge."""

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators import Communicator, Pending, RecordingCommunicator
+from commhooks.communicators.traffic import Traffic
 from commhooks.errors import CollectiveError, CommHooksError, CompressorError
-from commhooks.scheduling.ledger import Ledger, Traffic
+from commhooks.scheduling.ledger import Ledger
+from commhooks.scheduling.scheduler import POLICIES, Scheduler
 from commhooks.scheduling.task import BucketTask
-from commhooks.scheduling.thread import JOIN_SECONDS, POLICIES, SLICE_SECONDS, Scheduler
+from commhooks.scheduling.thread import JOIN_SECONDS, SLICE_SECONDS
 
 POLL_SECONDS = 0.0005
 """How often the watch looks at the device, while something is under way."""
@@ -119,9 +121,9 @@ class InlineScheduler(Scheduler):
     def wait_until_open(self) -> None:
         """Return at once: the process group stands already."""
 
-    def agree(self, terms: str) -> None:
+    def agree(self, fingerprint: str) -> None:
         """Ask the other ranks from here."""
-        self._agree(terms)
+        self._agree(fingerprint)
 
     def failure(self) -> CommHooksError | None:
         """Return the first failure."""
@@ -151,11 +153,10 @@ class InlineScheduler(Scheduler):
         return True
 
     def _finish(self, task: BucketTask) -> None:
-        assert task.result is not None
-        task.judge()
+        task.settle()
         self.ledger.enter(task, self._communicator.traffic)
         if self._watch is None:
-            task.future.set_result(task.result.mean)
+            task.succeed()
         else:
             self._watch.expect(_Stage(task, None, self._stream.mark()))
 
@@ -303,7 +304,6 @@ class _Watch:
             time.sleep(POLL_SECONDS)
 
     def _deliver(self, task: BucketTask) -> None:
-        assert task.result is not None, "a task is delivered that has no mean"
         if not task.future.done():
             with self._stream.entered():  # where the mean was written, and so where its readers wait
-                task.future.set_result(task.result.mean)
+                task.succeed()

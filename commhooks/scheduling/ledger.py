@@ -6,51 +6,17 @@ import dataclasses
 import threading
 import time
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from commhooks.language.requests import Layout, Request
+from commhooks.communicators.traffic import KindTraffic, Traffic
+from commhooks.language.requests import Layout
+from commhooks.scheduling.task import BucketTask
 from commhooks.tensors import tensor_bytes, tensor_elements
-
-if TYPE_CHECKING:
-    from commhooks.scheduling.task import BucketTask
 
 Counts = TypeVar("Counts", "Statistics", "KindTraffic")
 
 _LAYOUTS_TO_KEEP = 1000
 """More are divided at once, so that one whose buckets' memory moves every step does not grow the books."""
-
-
-@dataclasses.dataclass
-class KindTraffic:
-    """Count the requests of one kind."""
-
-    collectives: int = 0
-    payload_bytes: int = 0
-    moved_bytes: int = 0
-
-
-@dataclasses.dataclass
-class Traffic:
-    """Count what a communicator carried, in total and for each kind of request."""
-
-    collectives: int = 0
-    payload_elements: int = 0
-    payload_bytes: int = 0
-    moved_bytes: int = 0
-    seconds_waiting: float = 0.0
-    by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
-
-    def count(self, request: Request, world_size: int) -> None:
-        """Add one request."""
-        payload, moved = request.payload_bytes, request.ring_bytes(world_size)
-        self.collectives += 1
-        self.payload_elements += request.payload_elements
-        self.payload_bytes += payload
-        self.moved_bytes += moved
-        kind = self.by_kind.setdefault(request.kind, KindTraffic())
-        kind.collectives += 1
-        kind.payload_bytes += payload
-        kind.moved_bytes += moved
 
 
 @dataclasses.dataclass
@@ -128,18 +94,22 @@ class ParameterTraffic:
         return self.gradient_bytes / self.payload_bytes if self.payload_bytes else 0.0
 
 
+Shares = tuple[tuple[Layout, ...], tuple[int, ...]]
+"""Layouts of a request's parts, and what each part weighs."""
+
+
 class _Shares:
-    """Share out bytes among parameters: noted per layout, which is cheap, and divided when somebody asks."""
+    """Shares of bytes, by parameter: noted per request's layouts, which is cheap, and divided when somebody asks."""
 
     def __init__(self) -> None:
-        self._noted: dict[Layout, Counter[str]] = {}
+        self._noted: dict[Shares, Counter[str]] = {}
         self._divided: dict[str, defaultdict[str, float]] = {}
         self._lock = threading.Lock()
 
-    def note(self, layout: Layout, **counts: int) -> None:
-        """Add counts to a layout's."""
+    def note(self, shares: Shares, **counts: int) -> None:
+        """Add counts to those of the same layouts."""
         with self._lock:
-            self._noted.setdefault(layout, Counter()).update(counts)
+            self._noted.setdefault(shares, Counter()).update(counts)
             if len(self._noted) > _LAYOUTS_TO_KEEP:
                 self._divide()
 
@@ -153,10 +123,14 @@ class _Shares:
         return {key: ParameterTraffic(**counts) for key, counts in rounded.items()}
 
     def _divide(self) -> None:
-        for layout, counts in self._noted.items():
-            for key, size in zip(layout.keys, layout.sizes, strict=True):
+        for (layouts, weights), counts in self._noted.items():
+            total, of_keys = sum(weights), defaultdict[str, float](float)
+            for layout, weight in zip(layouts, weights, strict=True):
+                unit = weight / total / layout.elements if total and layout.elements else 0.0
+                for key, size in zip(layout.keys, layout.sizes, strict=True):
+                    of_keys[key] += size * unit
+            for key, share in of_keys.items():
                 mine = self._divided.setdefault(key, defaultdict(float))
-                share = size / layout.elements if layout.elements else 0.0
                 for name, count in counts.items():
                     mine[name] += count if name in ("steps", "collectives") else count * share
         self._noted.clear()
@@ -175,13 +149,17 @@ class Ledger:
         """Enter a finished bucket."""
         totals = self._totals
         totals.buckets += 1
-        totals.buckets_on_gpu += int(task.memory.is_cuda)
-        totals.gradient_elements += tensor_elements(task.memory)
-        totals.gradient_bytes += tensor_bytes(task.memory)
+        memory = task.bucket.memory
+        totals.buckets_on_gpu += int(memory.is_cuda)
+        totals.gradient_elements += tensor_elements(memory)
+        totals.gradient_bytes += tensor_bytes(memory)
         totals.seconds_compressing += task.seconds_compressing
-        self._shares.note(task.layout, steps=1, gradient_bytes=tensor_bytes(task.memory))
-        for layout, payload_bytes, moved_bytes in task.asked:
-            self._shares.note(layout, collectives=1, payload_bytes=payload_bytes, moved_bytes=moved_bytes)
+        own = (task.bucket.layout,), (1,)
+        self._shares.note(own, steps=1, gradient_bytes=tensor_bytes(memory))
+        for request in task.asked:
+            shares = request.layouts, request.part_bytes
+            counts = {"payload_bytes": request.payload_bytes, "moved_bytes": request.moved_bytes}
+            self._shares.note(shares, collectives=1, **counts)
         if task.is_last:
             totals.steps += 1
             totals.seconds_exposed += time.perf_counter() - task.handed_in

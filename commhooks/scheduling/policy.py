@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
 from commhooks.communicators import Communicator, Pending
-from commhooks.scheduling.task import BucketTask
+from commhooks.scheduling.packing import Packer
+from commhooks.scheduling.task import BucketTask, judge
 
 Wait = Callable[[Pending], bool]
-"""Wait a slice of time for a collective, and say whether it is done."""
+"""Wait a slice of time for a collective, and return whether it is done."""
 Finish = Callable[[BucketTask], None]
 """Give a task's mean to its future."""
 
 
 class Policy(ABC):
-    """Decide the order of collectives: a function of step, bucket and round, whatever the timing.
+    """The order of collectives: a function of step, bucket and round, whatever the timing.
 
     `touching` is the task that the policy is at work on, the one to blame when a turn raises.
     """
 
     touching: BucketTask | None = None
+    packs_by_name: ClassVar[bool] = False
+    """Whether messages carry what many buckets ask for."""
 
     def __init__(self, communicator: Communicator, wait: Wait, finish: Finish) -> None:
         self.communicator = communicator
         self.wait = wait
         self.finish = finish
+        self._packer = Packer(communicator.world_size, by_name=self.packs_by_name)
 
     @abstractmethod
     def add(self, task: BucketTask) -> None:
@@ -43,12 +49,41 @@ class Policy(ABC):
         """Return every task whose future is not completed."""
 
     def working_memory(self) -> list[Tensor]:
-        """Return the tensors that are kept from step to step: none, unless a policy says otherwise."""
-        return []
+        """Return the memory of messages, which is kept from step to step."""
+        return self._packer.memories()
+
+    def start(self, tasks: Sequence[BucketTask]) -> None:
+        """Start what the tasks have asked for, in as few collectives as possible.
+
+        A collective that carries parts of several tasks is waited for by the first of them, which hands out all its
+        answers.
+        """
+        begun = time.perf_counter()
+        asked = [(task, number) for task in tasks for number in range(len(task.requests))]
+        shipments = self._packer.ship([task.requests[number] for task, number in asked])
+        tasks[0].seconds_compressing += time.perf_counter() - begun
+        for shipment in shipments:
+            self.touching = asked[shipment.places[0].request][0]
+            pending = self.communicator.start(shipment.collective)
+            self.touching.under_way.append((pending, shipment, asked))
+
+    def take_answer_if_there(self, task: BucketTask) -> bool:
+        """Wait a slice for the oldest collective of a task; return whether all of them are answered."""
+        self.touching = task
+        pending, shipment, asked = task.under_way[0]
+        if not self.wait(pending):
+            return False
+        task.under_way.popleft()
+        begun = time.perf_counter()
+        for place, answer in zip(shipment.places, shipment.answers(pending.result), strict=True):
+            taker, number = asked[place.request]
+            taker.take(number, place.number, answer)
+        task.seconds_compressing += time.perf_counter() - begun
+        return not task.under_way
 
 
 class Fifo(Policy):
-    """Go bucket by bucket: all rounds of one, then all rounds of the next.
+    """Bucket by bucket: all rounds of one, then all rounds of the next.
 
     While a bucket's collective is under way, the next bucket is compressed up to its first request, which is local work
     and issues nothing; and once a bucket's last request is issued, the next bucket's first one follows at once.
@@ -76,7 +111,9 @@ class Fifo(Policy):
         oldest = self._in_last_round[0] if self._in_last_round else self._issuing
         if oldest is None:
             return False
-        self._answer_if_done(oldest)
+        if self.take_answer_if_there(oldest):
+            oldest.resume()
+            self._go_on(oldest)
         return True
 
     def unfinished(self) -> list[BucketTask]:
@@ -88,38 +125,21 @@ class Fifo(Policy):
         self.touching = task
         task.begin()
 
-    def _answer_if_done(self, task: BucketTask) -> None:
-        self.touching = task
-        assert task.pending is not None, "a task waits for a collective that was never started"
-        if not self.wait(task.pending):
-            return
-        task.resume(task.pending.result)
-        self._go_on(task)
-
     def _go_on(self, task: BucketTask) -> None:
-        """Issue what the task asks for now, or finish it."""
-        answer_empty_requests(task)
-        if task.request is None:
-            self._remove(task)
-            self.finish(task)
-            self.touching = None  # a finished task, and through it the attachment, may be collected now
+        """Issue what the task asks for now; if that is nothing but a verdict, judge it, and finish it."""
+        if task.requests:
+            self.start([task])
+            if task is self._issuing and all(request.last for request in task.requests):
+                self._in_last_round.append(task)
+                self._issuing = None
             return
-        task.pending = self.communicator.start(task.request)
-        if task.request.last:
-            self._in_last_round.append(task)
-            self._issuing = None
-
-    def _remove(self, task: BucketTask) -> None:
+        if task.judge is not None:
+            judge([task])
         if task is self._issuing:
             self._issuing = None
         else:
             self._in_last_round.remove(task)
-
-
-def answer_empty_requests(task: BucketTask) -> None:
-    """Answer requests that nothing would travel for, until the task asks for something else or is done.
-
-    An empty sparse tensor may meet other ranks' full ones, so it travels.
-    """
-    while task.request is not None and not task.request.tensor.is_sparse and task.request.tensor.numel() == 0:
-        task.resume(task.request.room_for_answer(task.world_size))
+        if task.is_last:
+            self._packer.end_step()
+        self.finish(task)
+        self.touching = None  # a finished task, and through it the attachment, may be collected now

@@ -4,74 +4,106 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from commhooks.communicators import Pending
-from commhooks.engine.undo import Journal
+from commhooks.communicators.collective import ring_bytes
 from commhooks.errors import CompressorError
-from commhooks.language.compressor import Exchange, Result, StepVerdict
-from commhooks.language.requests import Layout, Request
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Exchange
+from commhooks.language.requests import AllReduce, Judge, Layout, Part, ReduceScatter, Request
+from commhooks.scheduling.packing import Shipment, empty_answers
+from commhooks.tensors import all_finite, tensor_bytes
+
+
+class Asking(NamedTuple):
+    """The bytes of one request, and whose they are."""
+
+    layouts: tuple[Layout, ...]
+    """Of its parts."""
+    part_bytes: tuple[int, ...]
+    payload_bytes: int
+    moved_bytes: int
+    """What this rank sends for that."""
+
+
+class Undo(Protocol):
+    """What looks at the means of a step's buckets, and may undo the step."""
+
+    def settle(self, mean: Tensor) -> None:
+        """Take a bucket's mean into account; after the step's last one, undo the step if one was not finite."""
+        ...
 
 
 @dataclasses.dataclass(eq=False)
 class BucketTask:
-    """A bucket's exchange, the request that it waits on, and the future that waits for its mean."""
+    """A bucket's exchange, what it has asked for, and the future that waits for its mean."""
 
     exchange: Exchange
+    bucket: BucketView
     future: torch.futures.Future[Tensor]
-    memory: Tensor
     step: int
-    index: int
     is_last: bool
     parameters: Callable[[], str]
     """Names the bucket's parameters, for messages; not called unless something fails."""
-    layout: Layout
-    """Whose elements the bucket's are."""
     world_size: int
-    verdict: StepVerdict | None = None
-    """What the buckets of one step judge together, where the policy lets them."""
-    journal: Journal | None = None
+    undo: Undo | None = None
     """Where the means of one step's buckets are judged together."""
     ready: Any = None
     """On a GPU, the event recorded when the bucket was handed in."""
     handed_in: float = dataclasses.field(default_factory=time.perf_counter)
-    request: Request | None = None
-    pending: Pending | None = None
-    result: Result | None = None
-    begun: bool = False
+    judge: Judge | None = None
+    """What it has asked to be judged."""
+    requests: tuple[Request, ...] = ()
+    """What it has asked for otherwise, and waits for."""
+    under_way: deque[tuple[Pending, Shipment, Sequence[tuple[BucketTask, int]]]] = dataclasses.field(
+        default_factory=deque
+    )
+    """Collectives that this task waits for; with each, the tasks and the numbers of their requests in it."""
     seconds_compressing: float = 0.0
-    asked: list[tuple[Layout, int, int]] = dataclasses.field(default_factory=list)
-    """For every request so far: whose it was, its payload's bytes, and the bytes that this rank moves for it."""
+    asked: list[Asking] = dataclasses.field(default_factory=list)
+    """Whose all requests so far were, and how large."""
+    is_done: bool = False
+    _answers: list[list[Tensor]] = dataclasses.field(default_factory=list)
+    _wants_one: bool = False
+    """It asked for one request, and not for a tuple of them."""
 
     def begin(self) -> None:
         """Run the compressor up to its first request; a second call does nothing."""
-        if self.begun:
+        if self.is_done or self.requests or self.judge is not None:
             return
-        self.begun = True
         if self.ready is not None:
             self.ready.wait()
         self._run(None)
 
-    def resume(self, answer: Tensor) -> None:
-        """Hand the compressor its answer, and run it up to its next request or its end."""
-        if self.request is None:
-            raise CompressorError("a compressor was answered that had not asked: a bug in commhooks.")
-        was_last = self.request.last
-        self._run(answer)
-        if was_last and self.request is not None:
-            raise CompressorError(f"the compressor asked for an {self.request.kind} after a request marked last=True.")
+    def take(self, number: int, position: int, answer: Tensor) -> None:
+        """Take the answer to one part of one of the requests."""
+        self._answers[number][position] = answer
 
-    def judge(self) -> None:
-        """Let the journal, if there is one, look at the mean; after the step's last bucket it may undo the step."""
-        if self.journal is not None and self.result is not None:
-            self.journal.judge(self.result.mean)
+    def resume(self) -> None:
+        """Hand the compressor its answers, and run it up to its next request or its end."""
+        was_last = all(request.last for request in self.requests)
+        answers, self._answers = self._answers, []
+        self._run(answers[0] if self._wants_one else answers)
+        if was_last and self.requests:
+            raise CompressorError(
+                f"the compressor asked for an {self.requests[0].kind} after a request marked last=True."
+            )
+
+    def answer_verdict(self, finite: Tensor) -> None:
+        """Hand the compressor the verdict that it has asked for, and run it to its end."""
+        self._run(finite)
+        if not self.is_done:
+            raise CompressorError("the compressor asked for something after Judge, which must be the last.")
 
     def throw(self, error: BaseException) -> None:
         """Throw a failure into the compressor at its `yield`, so that it can clean up; it cannot go on."""
+        self.under_way.clear()
         try:
             self.exchange.throw(error)
         except BaseException:  # its own, or the one thrown in: either way the exchange is over
@@ -84,30 +116,71 @@ class BucketTask:
             parameters = self.parameters()
         except Exception as error:  # a message about a failure must not fail
             parameters = f"parameters that cannot be named: {error}"
-        return f"rank {rank}, step {self.step}, bucket {self.index} ({parameters})"
+        return f"rank {rank}, step {self.step}, bucket {self.bucket.index} ({parameters})"
+
+    def settle(self) -> None:
+        """Let the undo log, if there is one, look at the mean; after the step's last bucket it may undo the step."""
+        if self.undo is not None:
+            self.undo.settle(self.bucket.mean)
+
+    def succeed(self) -> None:
+        """Give the mean to whoever waits for it."""
+        self.future.set_result(self.bucket.mean)
 
     def fail(self, error: Exception) -> None:
         """Give the error to whoever waits for the mean."""
         if not self.future.done():
             self.future.set_exception(error)  # type: ignore[arg-type]  # torch declares "expected Tensor"
 
-    def _run(self, answer: Tensor | None) -> None:
+    def _run(self, answer: Any) -> None:
+        self.requests, self.judge = (), None
         started = time.perf_counter()
         try:
-            self.request = next(self.exchange) if answer is None else self.exchange.send(answer)
-        except StopIteration as stop:
-            self.request, self.result = None, self._checked(stop.value)
-        else:
-            request = self.request
-            moved = request.ring_bytes(self.world_size)
-            self.asked.append((request.layout or self.layout, request.payload_bytes, moved))
+            while True:
+                self._note(next(self.exchange) if answer is None else self.exchange.send(answer))
+                # What nothing would travel for is answered at once, until the compressor asks for something else.
+                if not self.requests or not all(request.is_empty for request in self.requests):
+                    return
+                answers = [empty_answers(request, self.world_size) for request in self.requests]
+                answer = answers[0] if self._wants_one else answers
+        except StopIteration:
+            self.requests, self.is_done = (), True
         finally:
             self.seconds_compressing += time.perf_counter() - started
 
-    def _checked(self, result: object) -> Result:
-        if not isinstance(result, Result) or result.mean.shape != self.memory.shape:
-            raise CompressorError(
-                f"the compressor must return a Result whose mean has the bucket's shape {tuple(self.memory.shape)} "
-                f"(got {result!r})."
-            )
-        return result
+    def _note(self, asked: Any) -> None:
+        if isinstance(asked, Judge):
+            self.requests, self.judge = (), asked
+            return
+        self._wants_one = not isinstance(asked, tuple)
+        requests = asked if isinstance(asked, tuple) else (asked,)
+        if not requests or not all(isinstance(request, Request) for request in requests):
+            raise CompressorError(f"the compressor asked for something that is no request (got {asked!r}).")
+        self.requests = tuple(self._complete(request) for request in requests)
+        self._answers = [[part.tensor for part in request.parts] for request in self.requests]
+        self.asked += [self._asking(request) for request in self.requests]
+
+    def _complete(self, request: Request) -> Request:
+        """Return a request whose every part has a layout: the bucket's, if it had none."""
+        if all(part.layout is not None for part in request.parts):
+            return request
+        layout = self.bucket.layout
+        return request.with_parts(
+            [part if part.layout else Part(part.tensor, layout, part.wire) for part in request.parts]
+        )
+
+    def _asking(self, request: Request) -> Asking:
+        is_sum = isinstance(request, (AllReduce, ReduceScatter))
+        sizes = tuple(tensor_bytes(part.tensor, part.wire if is_sum else None) for part in request.parts)
+        is_sparse = request.parts[0].tensor.is_sparse
+        moved = ring_bytes(request.kind, sum(sizes), self.world_size, is_sparse=is_sparse)
+        return Asking(tuple(part.layout or self.bucket.layout for part in request.parts), sizes, sum(sizes), moved)
+
+
+def judge(tasks: Sequence[BucketTask]) -> None:
+    """Answer several tasks that have asked for a verdict by one that they share."""
+    begun = time.perf_counter()
+    finite = all_finite(tensor for task in tasks if task.judge is not None for tensor in task.judge.tensors)
+    tasks[0].seconds_compressing += time.perf_counter() - begun
+    for task in tasks:
+        task.answer_verdict(finite)

@@ -1,7 +1,7 @@
-"""The one owner of the order in which collectives are issued, and of failure.
+"""The scheduler off NCCL: a worker thread issues collectives and waits for them, so that the backward pass need not.
 
-Collectives are issued from one place, in the order that the policy gives. Off NCCL that place is a thread: a hook
-must not hold up the backward pass. On NCCL a stream does the waiting, and requests are issued inline (inline.py).
+Futures are completed by that thread, too. It owns the line to the other ranks, and when it fails, or another rank
+does, it is the one who says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 
 import torch
@@ -23,10 +22,11 @@ from commhooks.communicators import Pending
 from commhooks.communicators.connection import Address, Connection, WrapCommunicator, open_connection
 from commhooks.communicators.forked import keep_groups
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, SilentStoreError
+from commhooks.communicators.traffic import Traffic
 from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
-from commhooks.scheduling.fused import Fused
-from commhooks.scheduling.ledger import Ledger, Traffic
-from commhooks.scheduling.policy import Fifo, Policy
+from commhooks.scheduling.ledger import Ledger
+from commhooks.scheduling.policy import Policy
+from commhooks.scheduling.scheduler import POLICIES, Scheduler
 from commhooks.scheduling.task import BucketTask
 
 SLICE_SECONDS = 0.2
@@ -39,49 +39,9 @@ JOIN_SECONDS = SLICE_SECONDS + 4 * ANSWER_SECONDS + PATIENCE_SECONDS + 1.0
 """How long stopping waits for the thread: until it looks, for all that it asks of a store that is silent (who failed, a
 roll call of two answers' length, and word of its own end), for its patience, and a little."""
 
-POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "fused": Fused}
-"""Orders of collectives, by the name that `attach` takes."""
-
-
-class Scheduler(ABC):
-    """Run bucket tasks, and complete their futures."""
-
-    ledger: Ledger
-
-    @abstractmethod
-    def submit(self, task: BucketTask) -> None:
-        """Take a task; its future is completed with the mean, or with the error, sooner or later."""
-
-    @abstractmethod
-    def wait_until_open(self) -> None:
-        """Return when the line to the other ranks stands; raise what kept it from standing."""
-
-    @abstractmethod
-    def agree(self, terms: str) -> None:
-        """Return when every rank has come with the same terms; raise `AttachError`, or what kept one from coming.
-
-        Called by every rank between the same two steps. Nothing is counted in the statistics.
-        """
-
-    @abstractmethod
-    def failure(self) -> CommHooksError | None:
-        """Return what ended the work, other than being told to; None while it goes on."""
-
-    @abstractmethod
-    def traffic(self) -> Traffic | None:
-        """Return the communicator's counts; None before there is a communicator."""
-
-    @abstractmethod
-    def working_memory(self) -> list[Tensor]:
-        """Return the tensors that are kept from step to step."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """End, and drop what is held. Tasks that are not done fail."""
-
 
 class ThreadScheduler(Scheduler):
-    """Run tasks on one thread, over a connection of its own, opened when every rank comes with the same `terms`.
+    """Run tasks on one thread, over a connection of its own, opened when every rank comes with the same `fingerprint`.
 
     The thread is a daemon that is stopped at exit, never a plain thread: those are joined before `atexit` runs. It
     holds no reference to this object, so that an attachment nobody uses any more is collected, and its thread with
@@ -89,43 +49,43 @@ class ThreadScheduler(Scheduler):
     """
 
     def __init__(
-        self, address: Address, terms: str, wrap: WrapCommunicator | None, policy: str, hook_timeout: float | None
+        self, address: Address, fingerprint: str, wrap: WrapCommunicator | None, policy: str, hook_timeout: float | None
     ) -> None:
         self.ledger = Ledger()
-        self._desk = _Desk(address, terms, wrap, POLICIES[policy], hook_timeout, self.ledger)
-        self._stop_when_collected = weakref.finalize(self, _Desk.stop, self._desk)
+        self._worker = _Worker(address, fingerprint, wrap, POLICIES[policy], hook_timeout, self.ledger)
+        self._stop_when_collected = weakref.finalize(self, _Worker.stop, self._worker)
         self._stop_when_collected.atexit = False
-        _running.add(self._desk)
+        _running.add(self._worker)
 
     def submit(self, task: BucketTask) -> None:
         """Hand a task to the thread, which is started by the first one."""
-        self._desk.hand_in(task)
+        self._worker.hand_in(task)
 
     def wait_until_open(self) -> None:
         """Return when every rank has come."""
-        self._desk.start()
-        self._desk.opened.wait()
-        if self._desk.error is not None:
-            raise self._desk.error
+        self._worker.start()
+        self._worker.opened.wait()
+        if self._worker.error is not None:
+            raise self._worker.error
 
-    def agree(self, terms: str) -> None:
+    def agree(self, fingerprint: str) -> None:
         """Let the thread ask the other ranks."""
         agreement: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._desk.hand_in_terms(terms, agreement)
+        self._worker.hand_in_fingerprint(fingerprint, agreement)
         agreement.result()
 
     def failure(self) -> CommHooksError | None:
         """Return what ended the thread."""
-        error = self._desk.error
+        error = self._worker.error
         return None if error is None or isinstance(error.__cause__, _StopOrderError) else error
 
     def traffic(self) -> Traffic | None:
         """Return the communicator's counts."""
-        return self._desk.traffic
+        return self._worker.traffic
 
     def working_memory(self) -> list[Tensor]:
         """Return what the policy keeps."""
-        policy = self._desk.policy() if self._desk.policy is not None else None
+        policy = self._worker.policy() if self._worker.policy is not None else None
         return [] if policy is None else policy.working_memory()
 
     def stop(self) -> None:
@@ -133,13 +93,13 @@ class ThreadScheduler(Scheduler):
         self._stop_when_collected()
 
 
-class _Desk:
-    """Share between the training thread and the scheduler's: tasks go in, futures are completed."""
+class _Worker:
+    """What the training thread and the worker thread share: tasks go in, futures are completed."""
 
     def __init__(
         self,
         address: Address,
-        terms: str,
+        fingerprint: str,
         wrap: WrapCommunicator | None,
         policy: type[Policy],
         hook_timeout: float | None,
@@ -152,7 +112,7 @@ class _Desk:
         self.policy: weakref.ref[Policy] | None = None
         self._address = address
         self._board = address.noticeboard()
-        self._first_terms = terms
+        self._fingerprint = fingerprint
         self._wrap = wrap
         self._rank = address.rank
         self._process = os.getpid()
@@ -160,7 +120,7 @@ class _Desk:
         self._hook_timeout = hook_timeout
         self._ledger = ledger
         self._tasks: deque[BucketTask] = deque()
-        self._terms: deque[tuple[str, concurrent.futures.Future[None]]] = deque()
+        self._agreements: deque[tuple[str, concurrent.futures.Future[None]]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -196,15 +156,15 @@ class _Desk:
         earlier = self.error or CollectiveError("the attachment was stopped")
         task.fail(type(earlier)(f"{task.where(self._rank)}: not started, because of an earlier failure: {earlier}"))
 
-    def hand_in_terms(self, terms: str, agreement: concurrent.futures.Future[None]) -> None:
-        """Put terms into the queue, or refuse them at once if the scheduler has failed or stopped."""
+    def hand_in_fingerprint(self, fingerprint: str, agreement: concurrent.futures.Future[None]) -> None:
+        """Put a fingerprint into the queue, or refuse them at once if the scheduler has failed or stopped."""
         if self.is_forked:
             agreement.set_exception(CollectiveError(f"rank {self._rank}: {_FORKED}"))
             return
         self.start()
         with self._changed:
             if self.error is None and not self._stopping:
-                self._terms.append((terms, agreement))
+                self._agreements.append((fingerprint, agreement))
                 self._changed.notify()
                 return
         agreement.set_exception(self.error or CollectiveError("the attachment was stopped"))
@@ -225,7 +185,7 @@ class _Desk:
         try:
             self.connection = open_connection(self._address, self._wrap, self._hook_timeout)
             assert self.connection.communicator is not None
-            self.connection.agree(self._first_terms, self._wait)
+            self.connection.agree(self._fingerprint, self._wait)
             self._is_open = True
             self.traffic = self.connection.communicator.traffic
             policy = self._make_policy(self.connection.communicator, self._wait_slice, self._finish)
@@ -248,37 +208,37 @@ class _Desk:
         """Give the policy what was handed in; with `block`, wait for that."""
         with self._changed:
             limit = self.connection.timeout if self._hook_timeout is None and self.connection else self._hook_timeout
-            while block and not self._tasks and not self._terms and not self._stopping:
+            while block and not self._tasks and not self._agreements and not self._stopping:
                 if not self._changed.wait(limit if policy.unfinished() else None):
                     raise CollectiveError(f"the step's next bucket did not come within {limit:g} s.")
-            tasks, terms = list(self._tasks), list(self._terms)
+            tasks, agreements = list(self._tasks), list(self._agreements)
             self._tasks.clear()
-            self._terms.clear()
-        for text, agreement in terms:
+            self._agreements.clear()
+        for text, agreement in agreements:
             self._agree(text, agreement)
         for task in tasks:
             if task.ready is not None:
-                _use_side_stream(task.memory.device)
+                _use_side_stream(task.bucket.memory.device)
             self._more_to_come = not task.is_last
             policy.add(task)
 
-    def _agree(self, terms: str, agreement: concurrent.futures.Future[None]) -> None:
-        assert self.connection is not None, "terms are compared over a connection"
+    def _agree(self, fingerprint: str, agreement: concurrent.futures.Future[None]) -> None:
+        assert self.connection is not None, "fingerprints are compared over a connection"
         try:
-            self.connection.agree(terms, self._wait)
+            self.connection.agree(fingerprint, self._wait)
         except AttachError as error:  # said by every rank, and what was attached before stays so
             agreement.set_exception(error)
         except BaseException as error:
-            self._terms.appendleft((terms, agreement))  # it fails with everything else that waits
+            self._agreements.appendleft((fingerprint, agreement))  # it fails with everything else that waits
             raise error
         else:
             agreement.set_result(None)
 
     def _finish(self, task: BucketTask) -> None:
-        assert task.result is not None and self.traffic is not None
-        task.judge()
+        assert self.traffic is not None, "a task is finished before there is a line"
+        task.settle()
         self._ledger.enter(task, self.traffic)
-        task.future.set_result(task.result.mean)
+        task.succeed()
 
     def _wait_slice(self, pending: Pending) -> bool:
         """Wait a little for a collective; raise if this rank is to stop, or another has failed, or it took too long."""
@@ -327,9 +287,9 @@ class _Desk:
         with self._changed:
             self.error = _as_error(error, cause)
             tasks = [*(policy.unfinished() if policy is not None else []), *self._tasks]
-            agreements = [agreement for _, agreement in self._terms]
+            agreements = [agreement for _, agreement in self._agreements]
             self._tasks.clear()
-            self._terms.clear()
+            self._agreements.clear()
         self.error.__cause__ = error
         for agreement in agreements:
             agreement.set_exception(self.error)
@@ -387,7 +347,6 @@ def _as_error(error: BaseException, message: str) -> CommHooksError:
 def _fail_task(task: BucketTask, cause: BaseException, error: CommHooksError) -> None:
     task.throw(cause)
     task.fail(error)
-    task.pending = None
 
 
 def _use_side_stream(device: torch.device) -> None:
@@ -397,11 +356,11 @@ def _use_side_stream(device: torch.device) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
-_running: weakref.WeakSet[_Desk] = weakref.WeakSet()
+_running: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
 
 def _keep_groups_of_the_parent() -> None:
-    connections = [desk.connection for desk in list(_running)]
+    connections = [worker.connection for worker in list(_running)]
     keep_groups(connection.group for connection in connections if connection is not None)
 
 
@@ -415,10 +374,10 @@ def _stop_all() -> None:
     A group with pending work cannot be destroyed, and a process that ends with one may hang or abort; such a process
     says so and leaves at once.
     """
-    desks = [desk for desk in _running if not desk.is_forked]
-    for desk in desks:
-        desk.stop()
-    left = [desk.abandoned for desk in desks if desk.abandoned is not None]
+    workers = [worker for worker in _running if not worker.is_forked]
+    for worker in workers:
+        worker.stop()
+    left = [worker.abandoned for worker in workers if worker.abandoned is not None]
     if any(not connection.close(0.0) for connection in left):
         print(
             "commhooks: a collective is still under way at exit, for another rank never came; leaving.", file=sys.stderr

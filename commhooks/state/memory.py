@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from commhooks.language.compressor import BucketView, Slot
+from commhooks.language.bucket import BucketView, Slot
 from commhooks.state.table import StateTable
 
 
@@ -19,7 +19,7 @@ class MemoryReport:
     gradients: int
     """What the DDP's buckets of the last step take; not part of the total, for they are there without a hook too."""
     residuals: int
-    """What ranks keep each for itself, as what they owe, on the gradients' own device."""
+    """What ranks keep each for itself, such as residuals, on the gradients' own device."""
     residuals_on_host: int
     """The same in the host's memory, where residuals="host" put it."""
     bases: int
@@ -38,18 +38,18 @@ class MemoryReport:
 
 
 def memory_report(
-    table: StateTable, views: Sequence[BucketView], copies: Sequence[Tensor], packed: Sequence[Tensor]
+    table: StateTable, views: Sequence[BucketView], copies: Sequence[Tensor], messages: Sequence[Tensor]
 ) -> MemoryReport:
-    """Add up state, the buckets' plans, a journal's copies, and packed messages."""
+    """Add up state, the buckets' plans, the undo log's copies, and messages."""
     counter, states = _Counter(), table.states()
-    owed = [kept for one in states for kept in one.local.values()]
+    own = [kept for one in states for kept in one.of_kind("residual", "private", "share").values()]
     return MemoryReport(  # in this order: what comes first counts what is shared
         gradients=counter.add(view.memory for view in views),
-        residuals_on_host=counter.add(kept for kept in owed if table.storage == "host" and not kept.is_cuda),
-        residuals=counter.add(owed),
-        bases=counter.add(kept for one in states for kept in one.replicated.values()),
+        residuals_on_host=counter.add(kept for kept in own if table.storage == "host" and not kept.is_cuda),
+        residuals=counter.add(own),
+        bases=counter.add(kept for one in states for kept in one.of_kind("replicated").values()),
         copies=counter.add(copies),
-        working=counter.add(_tensors_within([view.plans for view in views])) + counter.add(packed),
+        working=counter.add(_tensors_within([view.plans for view in views])) + counter.add(messages),
         by_parameter={one.key: one.memory_bytes() for one in states},
     )
 

@@ -1,6 +1,6 @@
 """What `state_dict()` holds: plain tensors, numbers, texts, and lists and dictionaries of those.
 
-    format_version  1
+    format_version  2
     step            steps synchronised before it was taken
     world_size      ranks that trained
     policy          the order of collectives, for the record
@@ -8,12 +8,16 @@
     settings        of the compressor, each as text
     shapes          of every parameter, by name
     bucket_plan     how parameters were cut into buckets: as handed in, and as ddp_core's DDP takes it up again
+    kinds           how each rank's own entries behave, by entry's name: see `Entry`
     replicated      by parameter's name and entry's name: the same on every rank
     local           by "rank<r>", parameter's name and entry's name: each rank's own
     inventory       by "rank<r>", the name of everything that belongs to that rank's state: what reads it part by
                     part, as torch.distributed.checkpoint does, is found out if it left something behind
 
 One rank's has its own part of `local` only; `merge_state_dicts` puts several together.
+
+Format 1 had no kinds, for residuals were all that a rank kept for itself, and PowerSGD's error feedback was a setting
+of its own; it is read as format 2.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +33,10 @@ from torch import Tensor
 
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.language.compressor import Compressor
-from commhooks.state.table import RESIDUAL, Entries
+from commhooks.language.entries import RESIDUAL, Declared, Entry, blocks_served
+from commhooks.state.table import Entries
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _TYPES: dict[str, type] = {
     "step": int,
@@ -41,6 +46,7 @@ _TYPES: dict[str, type] = {
     "settings": dict,
     "shapes": dict,
     "bucket_plan": dict,
+    "kinds": dict,
     "replicated": dict,
     "local": dict,
 }
@@ -54,8 +60,8 @@ class LoadRules:
     world_size: str = "refuse"
     """For another world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks, right where the
     learning rate is scaled with their number; "spread-mean", which keeps their mean, right where it is not; or
-    "reset", which starts residuals from zero (also where this rank's are not in the checkpoint). What ranks hold as
-    shares (`LocalEntry`) cannot be spread: that is refused, and "reset" starts it from nothing too."""
+    "reset", which starts residuals from zero (also where this rank's are not in the checkpoint). What ranks hold
+    for the blocks that they serve is dealt out anew, and under "spread" times the old number of ranks over the new."""
     settings: str = "refuse"
     """For a compressor with other settings: "refuse", or "change"."""
     missing: str = "refuse"
@@ -90,6 +96,8 @@ class Snapshot:
     settings: dict[str, str]
     shapes: dict[str, list[int]]
     bucket_plan: dict[str, Any]
+    kinds: dict[str, Entry]
+    """Of ranks' own entries."""
     replicated: Entries
     local: dict[int, Entries]
 
@@ -97,7 +105,8 @@ class Snapshot:
         """Return it as plain data."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         local = {f"rank{rank}": entries for rank, entries in self.local.items()}
-        return {"format_version": FORMAT_VERSION} | fields | {"local": local}
+        kinds = {name: {"kind": e.kind, "units": e.power, "block": e.block} for name, e in self.kinds.items()}
+        return {"format_version": FORMAT_VERSION} | fields | {"kinds": kinds, "local": local}
 
     @classmethod
     def from_dict(cls, state: object) -> Snapshot:
@@ -105,11 +114,13 @@ class Snapshot:
         if not isinstance(state, Mapping) or "format_version" not in state:
             raise CheckpointError(f"expected the state_dict() of a hook's state (got {_kind_of(state)}).")
         version = state["format_version"]
-        if version != FORMAT_VERSION:
+        if version not in (1, FORMAT_VERSION):
             raise CheckpointError(
-                f"the hook's state was saved in format {version!r}; this version of commhooks reads format "
+                f"the hook's state was saved in format {version!r}; this version of commhooks reads formats 1 to "
                 f"{FORMAT_VERSION}."
             )
+        if version == 1:
+            state = dict(state) | {"kinds": {}, "settings": _settings_of_format_1(state.get("settings"))}
         faults = [
             f"{name}: expected {kind.__name__}, got {_kind_of(state.get(name))}"
             for name, kind in _TYPES.items()
@@ -120,6 +131,7 @@ class Snapshot:
         if faults:
             raise CheckpointError(f"the hook's state is damaged. {_listed(faults)}")
         fields: dict[str, Any] = {name: state[name] for name in _TYPES}
+        fields["kinds"] = {name: Entry(**described) for name, described in state["kinds"].items()}
         fields["local"] = {int(rank.removeprefix("rank")): entries for rank, entries in state["local"].items()}
         return cls(**fields)
 
@@ -129,9 +141,19 @@ class Snapshot:
         return dataclasses.replace(self, replicated=_cloned(self.replicated), local=local)
 
     def differences(
-        self, compressor: Compressor, shapes: Mapping[str, Sequence[int]], world_size: int, rank: int, rules: LoadRules
+        self,
+        compressor: Compressor,
+        shapes: Mapping[str, Sequence[int]],
+        declared: Mapping[str, Declared],
+        world_size: int,
+        rank: int,
+        rules: LoadRules,
     ) -> list[str]:
-        """List every difference from a run that `rules` do not allow."""
+        """List every difference from a run that `rules` do not allow.
+
+        shapes: of the run's parameters by name, as far as they are known; declared: what the compressor remembers for
+        them.
+        """
         found = []
         if rules.settings == "refuse":
             found += _settings_that_differ(self.settings, settings_of(compressor))
@@ -150,21 +172,28 @@ class Snapshot:
                 for name in self.shapes
                 if name not in shapes
             ]
-        found += self._entries_that_do_not_fit(compressor, world_size, rules)
+        found += self._entries_that_do_not_fit(compressor, declared, rules)
         return found + self._ranks_missing(world_size, rank, rules)
 
     def entries_for(self, rank: int, world_size: int, rules: LoadRules) -> Entries:
-        """Return the local state of `rank` among `world_size` ranks; call it only if `differences` found none."""
+        """Return the own state of `rank` among `world_size` ranks; call it only if `differences` found none."""
         if world_size == self.world_size and rank in self.local:
             return self.local[rank]
         if not rules.spreads:
             return {}
         kept = 1.0 if rules.world_size == "spread" else world_size / self.world_size
-        return spread(self.local, self.world_size, rank, world_size, times=kept)
+        shares = {name: entry for name, entry in self.kinds.items() if entry.kind == "share"}
+        sums = spread(self.local, self.world_size, rank, world_size, times=kept, but=shares)
+        dealt = deal_again(
+            self.local, self.world_size, rank, world_size, shares, times=kept * self.world_size / world_size
+        )
+        return {name: sums.get(name, {}) | dealt.get(name, {}) for name in {*sums, *dealt}}
 
-    def without_entries_unknown_to(self, compressor: Compressor) -> Snapshot:
-        """Return one without local state that a compressor does not keep; residuals wait for one that does."""
-        known = {RESIDUAL, *compressor.local_entries()}
+    def without_entries_unknown_to(
+        self, compressor: Compressor, named: Mapping[str, Tensor], world_size: int
+    ) -> Snapshot:
+        """Return one without own state that a compressor does not keep; residuals wait for one that does."""
+        known = {e for name, p in named.items() for e in compressor.state(name, p, world_size)} | {RESIDUAL}
         local = {
             rank: {name: {e: kept[e] for e in kept if e in known} for name, kept in entries.items()}
             for rank, entries in self.local.items()
@@ -186,23 +215,19 @@ class Snapshot:
                 digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def _entries_that_do_not_fit(self, compressor: Compressor, world_size: int, rules: LoadRules) -> list[str]:
-        """Name local state that would be lost without a word."""
-        found, declared = [], compressor.local_entries()
-        held = sorted({e for entries in self.local.values() for kept in entries.values() for e in kept} - {RESIDUAL})
-        for entry in held:
-            if entry not in declared:
-                if rules.missing == "refuse":
-                    found.append(
-                        f"checkpoint has local state {entry!r}, which {type(compressor).__name__} does not keep; pass "
-                        "missing='reset' to drop it"
-                    )
-            elif declared[entry].kind == "share" and world_size != self.world_size and rules.spreads:
-                found.append(
-                    f"local state {entry!r} is each rank's share of {self.world_size} ranks and cannot be spread over "
-                    f"{world_size}; pass world_size='reset' to start all local state from nothing"
-                )
-        return found
+    def _entries_that_do_not_fit(
+        self, compressor: Compressor, declared: Mapping[str, Declared], rules: LoadRules
+    ) -> list[str]:
+        """Name own state that would be lost without a word."""
+        if not declared or rules.missing != "refuse":
+            return []
+        held = {e for entries in self.local.values() for kept in entries.values() for e in kept}
+        known = {e for entries in declared.values() for e in entries} | {RESIDUAL}
+        return [
+            f"checkpoint has local state {entry!r}, which {type(compressor).__name__} does not keep; pass "
+            "missing='reset' to drop it"
+            for entry in sorted(held - known)
+        ]
 
     def _ranks_missing(self, world_size: int, rank: int, rules: LoadRules) -> list[str]:
         here = ", ".join(map(str, sorted(self.local))) or "no rank"
@@ -249,11 +274,19 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dataclasses.replace(first, local=local).as_dict()
 
 
-def spread(local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, *, times: float = 1.0) -> Entries:
-    """Return the local state of one of `new_size` ranks, so that their sum is `times` that of the `old_size` before.
+def spread(
+    local: Mapping[int, Entries],
+    old_size: int,
+    rank: int,
+    new_size: int,
+    *,
+    times: float = 1.0,
+    but: Container[str] = (),
+) -> Entries:
+    """Return the own state of one of `new_size` ranks, so that their sum is `times` that of the `old_size` before.
 
     Fewer ranks: new rank r takes that of old ranks r, r + new_size, and so on. More: an old rank's is divided among
-    the new ranks that have its number modulo `old_size`. Every entry must be of the kind "residual".
+    the new ranks that have its number modulo `old_size`. Entries named in `but` are left out.
     """
     takers = 1 if new_size <= old_size else len(range(rank % old_size, new_size, old_size))
     givers = range(rank, old_size, new_size) if new_size <= old_size else [rank % old_size]
@@ -263,10 +296,29 @@ def spread(local: Mapping[int, Entries], old_size: int, rank: int, new_size: int
         for name, entries in local[giver].items():
             own = sums.setdefault(name, {})
             for entry, kept in entries.items():
+                if entry in but:
+                    continue
                 taken = kept.double() * times / takers
                 own[entry] = own[entry] + taken if entry in own else taken
                 dtypes[name, entry] = kept.dtype
     return {name: {e: total.to(dtypes[name, e]) for e, total in own.items()} for name, own in sums.items()}
+
+
+def deal_again(
+    local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, shares: Container[str], *, times: float
+) -> Entries:
+    """Return the shares of one of `new_size` ranks: the blocks that it serves now, `times` what they were."""
+    dealt: Entries = {}
+    for name in {name for entries in local.values() for name in entries}:
+        for entry in {e for entries in local.values() for e in entries.get(name, {}) if e in shares}:
+            of_ranks = [local[old][name][entry] for old in range(old_size)]  # each [blocks served, block]
+            blocks = sum(len(kept) for kept in of_ranks)
+            whole = of_ranks[0].new_empty(blocks, of_ranks[0].shape[1])
+            for old, kept in enumerate(of_ranks):
+                whole[list(blocks_served(name, blocks, old, old_size))] = kept
+            served = list(blocks_served(name, blocks, rank, new_size))
+            dealt.setdefault(name, {})[entry] = (whole[served].double() * times).to(whole.dtype)
+    return dealt
 
 
 def settings_of(compressor: Compressor) -> dict[str, str]:
@@ -278,6 +330,23 @@ def settings_of(compressor: Compressor) -> dict[str, str]:
             settings |= {f"{field.name}.{name}": text for name, text in settings_of(value).items()}
         elif field.compare:
             settings[field.name] = repr(value)
+    return settings
+
+
+def _settings_of_format_1(settings: object) -> object:
+    """Return settings as format 2 has them: PowerSGD with error feedback is `ErrorFeedback` around it."""
+    if not isinstance(settings, dict):
+        return settings
+    for key, value in settings.items():
+        owner = key.removesuffix("compressor")
+        if key.endswith("compressor") and value == "PowerSGD" and f"{owner}error_feedback" in settings:
+            feeds_back = settings[f"{owner}error_feedback"] == "True"
+            own = {k.removeprefix(owner): v for k, v in settings.items() if k.startswith(owner)}
+            rest = {k: v for k, v in settings.items() if owner and not k.startswith(owner)}
+            del own["error_feedback"]
+            if feeds_back:
+                own = {"compressor": "ErrorFeedback", "decay": "1.0"} | {f"inner.{k}": v for k, v in own.items()}
+            return rest | {owner + k: v for k, v in own.items()}
     return settings
 
 
@@ -309,6 +378,11 @@ def _faults_of_fields(state: Mapping[str, Any]) -> list[str]:
         faults.append("bucket_plan['handed_in']: expected lists of names")
     if "ddp_core" in state["bucket_plan"] and not _is_ddp_core_plan(state["bucket_plan"]["ddp_core"]):
         faults.append("bucket_plan['ddp_core']: expected what ddp_core's bucket_plan() returns")
+    for name, described in state["kinds"].items():
+        try:
+            Entry(**described)
+        except (TypeError, SettingsError) as error:
+            faults.append(f"kinds[{name!r}]: {error}")
     if state["step"] < 0 or state["world_size"] < 1 or not 0 < state["grad_scale"] < math.inf:
         faults.append("step, world_size and grad_scale: expected numbers of at least 0, of at least 1, and above 0")
     return faults

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
-from commhooks.language.compressor import BucketView, Compressor, Context, Exchange, check_inner
-from commhooks.state.table import LocalEntry
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.entries import Declared
+from commhooks.wrappers.wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StartAfter(Compressor):
+class StartAfter(Wrapper):
     """Run `before` for the first `steps` steps, and `inner` from then on."""
 
-    inner: Compressor
     steps: int
     """Higher: more of the delicate first phase of training goes uncompressed."""
     before: Compressor = dataclasses.field(default_factory=AllReduceMean)
 
     def __post_init__(self) -> None:
-        check_inner("StartAfter", self.inner)
-        check_inner("StartAfter", self.before)
+        super().__post_init__()
+        self.check_compressor("before", self.before)
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
             raise SettingsError(f"StartAfter(steps={self.steps!r}): steps must be an integer of at least 0.")
 
@@ -37,24 +38,22 @@ class StartAfter(Compressor):
         """Take what both compressors take."""
         return self.inner.takes(gradient) and self.before.takes(gradient)
 
-    def check_parameters(self, names: Iterable[str]) -> None:
+    def check_parameters(self, named: Mapping[str, Tensor]) -> None:
         """Let both compressors check their settings."""
-        known = list(names)
-        self.inner.check_parameters(known)
-        self.before.check_parameters(known)
+        self.inner.check_parameters(named)
+        self.before.check_parameters(named)
 
-    def first_steps(self) -> tuple[int, ...]:
-        """Return those of both compressors, each in its turn."""
-        turn = [step for step in self.before.first_steps() if step < self.steps]
-        return (*turn, *(self.steps + step for step in self.inner.first_steps()))
+    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+        """Return those of both compressors."""
+        return {**self.before.state(name, parameter, world_size), **self.inner.state(name, parameter, world_size)}
+
+    def bucket_state(self, bucket: BucketView) -> Declared:
+        """Return those of both compressors."""
+        return {**self.before.bucket_state(bucket), **self.inner.bucket_state(bucket)}
 
     def remembers(self, step: int) -> bool:
         """Return what the one does that has its turn."""
         return self._in_turn(step).remembers(step)
-
-    def local_entries(self) -> Mapping[str, LocalEntry]:
-        """Return those of both compressors."""
-        return {**self.before.local_entries(), **self.inner.local_entries()}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Hand the bucket to whichever compressor has its turn."""

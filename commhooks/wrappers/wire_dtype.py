@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from commhooks.compressors.cast import check_wire_dtype
 from commhooks.errors import CompressorError, SettingsError
-from commhooks.language.compressor import BucketView, Compressor, Context, Exchange, carried_by, check_inner
-from commhooks.language.requests import AllReduce, Request
-from commhooks.state.table import LocalEntry
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Context, Exchange, map_requests
+from commhooks.language.requests import AllReduce, Asked, Judge, Part, Request
+from commhooks.wrappers.wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WireDtype(Compressor):
+class WireDtype(Wrapper):
     """Let `inner`'s sums travel in `dtype`; its residuals, factors and arithmetic keep theirs."""
 
-    inner: Compressor
     dtype: torch.dtype
     """Narrower: smaller messages, fewer digits."""
 
     def __post_init__(self) -> None:
-        check_inner("WireDtype", self.inner)
+        super().__post_init__()
         check_wire_dtype("WireDtype", self.dtype)
         if self.inner.fixes_wire:
             raise SettingsError(
@@ -35,29 +36,15 @@ class WireDtype(Compressor):
         """Take what `inner` takes, if its values can be cast."""
         return self.inner.takes(gradient) and not gradient.is_sparse
 
-    def check_parameters(self, names: Iterable[str]) -> None:
-        """Let `inner` check its settings."""
-        self.inner.check_parameters(names)
-
-    def first_steps(self) -> tuple[int, ...]:
-        """Return those of `inner`."""
-        return self.inner.first_steps()
-
-    def remembers(self, step: int) -> bool:
-        """Return what `inner` does."""
-        return self.inner.remembers(step)
-
-    def local_entries(self) -> Mapping[str, LocalEntry]:
-        """Return those of `inner`."""
-        return self.inner.local_entries()
-
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass on `inner`'s requests with the wire's dtype set."""
         narrowed = dataclasses.replace(context, wire=context.wire or self.dtype)  # if two are nested, the outer one's
-        return carried_by(self._carry, self.inner.compress(bucket, narrowed))
+        return map_requests(self._carry, self.inner.compress(bucket, narrowed))
 
-    def _carry(self, request: Request) -> Generator[Request, Tensor, Tensor]:
-        return (yield self._narrowed(request))
+    def _carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
+        if isinstance(asked, Judge):
+            return (yield asked)
+        return (yield tuple(map(self._narrowed, asked)) if isinstance(asked, tuple) else self._narrowed(asked))
 
     def _narrowed(self, request: Request) -> Request:
         if not isinstance(request, AllReduce):
@@ -65,5 +52,9 @@ class WireDtype(Compressor):
                 f"WireDtype({self.dtype}): only sums can be cast on the wire, "
                 f"and {self.inner} asked for an {request.kind}."
             )
-        casts = request.tensor.dtype.itemsize > self.dtype.itemsize
-        return dataclasses.replace(request, wire=self.dtype if casts else None)  # a nested one's may be narrower
+        return request.with_parts([self._cast(part) for part in request.parts])
+
+    def _cast(self, part: Part) -> Part:
+        own = max(part.tensor.dtype, part.wire or part.tensor.dtype, key=lambda dtype: dtype.itemsize)
+        wire = self.dtype if own.itemsize > self.dtype.itemsize else own  # a nested one's may be narrower
+        return dataclasses.replace(part, wire=wire)

@@ -16,26 +16,30 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from commhooks.compressors.powersgd.low_rank import OTHER, LowRankMatrix, LowRankPlan, Side, joint_residual
+from commhooks.compressors.powersgd.low_rank import OTHER, LowRankMatrix, Side
 from commhooks.compressors.powersgd.matrices import MATRIX_RULES, MatrixForm, MatrixRule, form_of, form_of_bucket
 from commhooks.compressors.powersgd.precision import in_full
 from commhooks.errors import SettingsError
-from commhooks.language.compressor import BucketView, Compressor, Context, Exchange, Result, residual_of
+from commhooks.language.bucket import BucketView, Tile, surely
+from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.entries import Declared, Entry
 from commhooks.language.randomness import seeded_normal, stable_seed
-from commhooks.language.requests import AllReduce
+from commhooks.language.requests import AllReduce, Judge, Part
 
 Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerSGD(Compressor):
-    """Compress matrices to rank `rank`, with local error feedback and warm start: at most two collectives a bucket.
+    """Compress matrices to rank `rank`, with warm start: two collectives a bucket. Wants `ErrorFeedback` around it.
 
     A step whose answers hold an inf or a NaN commits nothing, and its mean comes out non-finite on every rank.
     """
@@ -44,8 +48,6 @@ class PowerSGD(Compressor):
     """Lower: smaller messages, more left to the residual."""
     min_compression_rate: float = 2.0
     """Higher: fewer matrices are compressed. One is if its factors are so many times smaller than it (at least 1)."""
-    error_feedback: bool = True
-    """Off: what was not sent is lost, and the mean is biased."""
     warm_start: bool = True
     """Off: every step starts from a new random basis, and needs more steps to find the same one."""
     epsilon: float = 0.0
@@ -83,20 +85,40 @@ class PowerSGD(Compressor):
                 "which has no room for exceptions."
             )
 
-    def check_parameters(self, names: Iterable[str]) -> None:
+    def check_parameters(self, named: Mapping[str, Tensor]) -> None:
         """Raise `SettingsError` for a pattern in `skip` that matches no parameter: it is misspelt."""
-        known = list(names)
+        known = list(named)
         for pattern in self.skip:
             if not fnmatch.filter(known, pattern):
                 shown = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
                 raise SettingsError(
-                    f"PowerSGD(skip={self.skip!r}): {pattern!r} must fit a parameter's name; there are {shown}. "
+                    f"PowerSGD(skip={self.skip!r}): {pattern!r} must match a parameter's name; there are {shown}. "
                     "(A hook learns names from attach, from PowerSGDState.bind, or from ddp_core's DDP.)"
                 )
 
-    def first_steps(self) -> tuple[int, ...]:
-        """Return the first step, unless buckets decide which matrices there are."""
-        return () if self.matrices == "whole-bucket" else (0,)
+    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+        """Return the bases that the next step starts from, r×width, if the parameter's gradient is compressed."""
+        if not self.warm_start or not self.compresses(parameter, name):
+            return {}
+        form = self._form(parameter, name)
+        assert form is not None, "a parameter that is compressed has a form"
+        return self._bases(name, form)
+
+    def bucket_state(self, bucket: BucketView) -> Declared:
+        """Return the bases of a whole bucket's matrix."""
+        if self.matrices != "whole-bucket" or not self.warm_start:
+            return {}
+        form = form_of_bucket(bucket.memory.numel(), self.rank)
+        return self._bases(_key_of(bucket), form) if self._pays(form) else {}
+
+    def loses(self, name: str, parameter: Tensor) -> bool:
+        """Return whether the gradient is compressed, or may be as a part of its bucket."""
+        return self.matrices == "whole-bucket" or self.compresses(parameter, name)
+
+    def relative_error(self, elements: int) -> float:
+        """Return what rank r leaves of a square matrix, at most; a power iteration comes close to that."""
+        width = max(1, math.isqrt(elements))
+        return 1 - min(self.rank, width) / width
 
     def sides(self, step: int) -> tuple[Side, ...]:
         """Return which factors a step computes and sends, in order."""
@@ -109,54 +131,67 @@ class PowerSGD(Compressor):
         """Exchange the factors in turn, each computed from the last; what is not compressed goes with the first."""
         plan = bucket.plan(self, lambda: self._plan(bucket))
         if not plan.matrices:
-            mean = yield AllReduce(bucket.memory, average=True, last=True, layout=bucket.layout)
-            return Result(mean)
+            answers = yield AllReduce(*(Part(t.gradient, t.layout) for t in plan.rest), average=True, last=True)
+            for tile, mean in zip(plan.rest, answers, strict=True):
+                tile.write(mean)
+            yield Judge(*answers)
+            return
 
-        sides = self.sides(context.step)
-        if self.alternating and self.warm_start:  # all state is made before the first request
-            for x in plan.matrices:
-                self._basis(x, "P", context)
-        checks = []
+        sides, wide = self.sides(context.step), plan.matrices[0].P.dtype
+        rest = [Part(tile.gradient, tile.layout, wide) for tile in plan.rest]
+        received: list[Tensor] = []
+        means: list[Tensor] = []
         for turn, side in enumerate(sides):
-            for x in _there_and_back(plan.matrices, turn):
-                basis = x.factor(OTHER[side])
-                basis.copy_(orthonormal_rows(basis, self.epsilon) if turn else self._basis(x, OTHER[side], context))
-                x.multiply(side, again=turn > 0)
-            message, is_last = plan.messages[side], turn == len(sides) - 1
-            received = yield message.pack(with_rest=turn == 0, last=is_last)
-            checks.append(context.all_finite(received))
-            if not is_last:  # the last side's factors stay this rank's own: its residual is what they miss
-                message.unpack()
+            for number, x in _there_and_back(list(enumerate(plan.matrices)), turn):
+                basis = means[number] if turn else self._basis(x, OTHER[side], context)
+                x.factor(OTHER[side]).copy_(orthonormal_rows(basis, self.epsilon) if turn else basis)
+                x.multiply(side)
+            factors = [Part(x.factor(side), x.layouts[side]) for x in plan.matrices]
+            last = (
+                turn == len(sides) - 1
+            )  # the last side's factors stay this rank's own: its residual is what they miss
+            answers = yield AllReduce(*factors, *([] if turn else rest), average=True, last=last)
+            means = answers[: len(factors)]
+            received += means
+            if not turn:
+                means_of_rest = answers[len(factors) :]
 
-        checks.append(plan.fits(sides[0], side))
-        finite = torch.stack(checks).all()
-        if not _surely(finite):
-            message.factors.add_(torch.where(finite, 0.0, torch.nan))  # one bad element spoils the mean, for all to see
-        for x, mean in _there_and_back(list(zip(plan.matrices, message.parts, strict=True)), len(sides)):
-            sent = _as_sent(x.factor(side), context.wire, context.world_size)
-            self._finish(x, side, mean, sent, context, finite)
+        finite = yield Judge(*received, *means_of_rest, *self._largest(plan, side, means))
+        if not surely(finite):  # one bad element spoils the mean, for all to see
+            torch._foreach_add_(means, torch.where(finite, 0.0, torch.nan))
+        for x, mean in _there_and_back(list(zip(plan.matrices, means, strict=True)), len(sides)):
+            self._finish(x, side, mean, context, finite)
             if self.warm_start:
-                self._keep(x, side, mean, context, finite)
-        plan.messages[sides[0]].unpack_rest()
-        return Result(bucket.memory)
+                self._keep(x, side, mean, finite)
+        for tile, mean in zip(plan.rest, means_of_rest, strict=True):
+            tile.write(mean)
 
-    def _finish(
-        self, x: LowRankMatrix, side: Side, mean: Tensor, sent: Tensor, context: Context, finite: Tensor
-    ) -> None:
-        """Write the mean, from the last side's `mean` factor, and the residual, from this rank's own factor `sent`."""
+    def _finish(self, x: LowRankMatrix, side: Side, mean: Tensor, context: Context, finite: Tensor) -> None:
+        """Write the mean, from the last side's `mean` factor, and the residual, from this rank's own."""
+        sent = _as_sent(x.factor(side), context.wire, context.world_size)
         P, Q = (mean, x.Q) if side == "P" else (x.P, mean)
         P = P.t().contiguous()  # n×r, which products of few columns read faster
         P_sent, Q_sent = (sent.t().contiguous(), Q) if side == "P" else (P, sent)
-        (P, Q), (P_sent, Q_sent) = in_full(P, Q), in_full(P_sent, Q_sent)  # what they lose nobody would owe
-        surely_finite = _surely(finite)
+        (P, Q), (P_sent, Q_sent) = in_full(P, Q), in_full(P_sent, Q_sent)  # what they lose no residual would hold
         for block, P_rows, sent_rows in zip(x.blocks, P.split(x.block_rows), P_sent.split(x.block_rows), strict=True):
-            if block.residual is not None:
-                M = x.form(block, again=True)
-                if surely_finite and block.residual.dtype == M.dtype and block.residual.device == M.device:
-                    torch.addmm(M, sent_rows, Q_sent, alpha=-1, out=block.residual)
-                else:
-                    context.commit(block.residual, M.addmm_(sent_rows, Q_sent, alpha=-1), finite)
-            x.write_mean(block, torch.mm(P_rows, Q, out=x.room(block)))
+            tile = block.tile
+            if tile.keeps:
+                left = tile.residual_room(finite)
+                torch.addmm(tile.form(), sent_rows, Q_sent, alpha=-1, out=left)
+                tile.keep(left, finite)
+            tile.write(torch.mm(P_rows, Q, out=tile.room))
+
+    def _largest(self, plan: _Plan, side: Side, means: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the largest elements of the mean, in the bucket's own dtype, if that has too short a range for some.
+
+        That is fp16; bf16 reaches as far as fp32.
+        """
+        dtype = plan.matrices[0].blocks[0].tile.gradient.dtype
+        if torch.finfo(dtype).max >= torch.finfo(torch.float32).max / 2:
+            return []
+        pairs = zip(plan.matrices, means, strict=True)
+        products = [(x, *in_full(*((mean.t(), x.Q) if side == "P" else (x.P.t(), mean)))) for x, mean in pairs]
+        return [x.largest_mean(P, Q).to(dtype) for x, P, Q in products]
 
     def compresses(self, parameter: Tensor, name: str = "") -> bool:
         """Return whether a parameter's gradient is sent as factors of its own; always False with "whole-bucket"."""
@@ -183,67 +218,74 @@ class PowerSGD(Compressor):
         pairs = (len(self.sides(0)) + 1) // 2
         return (n + m) * min(n, m, self.rank) * pairs * max(self.min_compression_rate, 1.0) < n * m
 
-    @property
-    def _rides_with(self) -> tuple[Side, ...]:
-        """The sides that may be a step's first, which the uncompressed rest rides with."""
-        return ("P", "Q") if self.alternating else ("P",)
-
-    def _plan(self, bucket: BucketView) -> LowRankPlan:
+    def _plan(self, bucket: BucketView) -> _Plan:
         if self.matrices == "whole-bucket":
             return self._plan_of_whole(bucket)
         matrices, rest = [], []
         for slot in bucket.slots:
-            form = self._form(slot.parameter, slot.state.key)
+            form = self._form(slot.parameter, slot.name)
             if form is None or not self._pays(form):
-                rest.append((slot.state.key, slot.gradient))
-                continue
-            residual = residual_of(slot) if self.error_feedback else None
-            matrices.append(LowRankMatrix(slot.state.key, form, self.rank, slot.gradient, residual, slot.state))
-        return LowRankPlan(bucket, matrices, rest, self._rides_with)
+                rest.append(slot.tile)
+            else:
+                matrices.append(LowRankMatrix(slot.name, form, self.rank, slot.tile, slot, layout=None))
+        return _Plan(matrices, rest)
 
-    def _plan_of_whole(self, bucket: BucketView) -> LowRankPlan:
+    def _plan_of_whole(self, bucket: BucketView) -> _Plan:
         form = form_of_bucket(bucket.memory.numel(), self.rank)
         if not bucket.slots or not self._pays(form):
-            return LowRankPlan(bucket, [], [], ())
-        key = "+".join(slot.state.key for slot in bucket.slots)  # seeds the basis; the message belongs to all of them
-        inside = form.n * form.m
-        residual = joint_residual(bucket.slots)[:inside] if self.error_feedback else None
-        x = LowRankMatrix(key, form, self.rank, bucket.memory[:inside], residual, bucket.slots[0].state)
-        rest = [(key, bucket.memory[inside:])] if inside < bucket.memory.numel() else []
-        return LowRankPlan(bucket, [x], rest, self._rides_with, by_parameter=False)
+            return _Plan([], bucket.tiles)
+        (whole,) = bucket.tiles
+        x = LowRankMatrix(_key_of(bucket), form, self.rank, whole, bucket.slots[0], layout=bucket.layout)
+        return _Plan([x], whole.rest(form.n * form.m))
+
+    def _bases(self, key: str, form: MatrixForm) -> Declared:
+        """Return the entries of the bases that are kept; the last step's Q, and P too if steps alternate."""
+        r = min(form.n, form.m, self.rank)
+        widths: dict[Side, int] = {"Q": form.m, "P": form.n} if self.alternating else {"Q": form.m}
+        return {
+            self._name(side): Entry(
+                kind="replicated", shape=(r, width), init=functools.partial(self._random_basis, key, side)
+            )
+            for side, width in widths.items()
+        }
 
     def _basis(self, x: LowRankMatrix, side: Side, context: Context) -> Tensor:
         """Return the factor to start from: the last step's, or a random one, the same on every rank."""
-        name, width = self._name(side), x.m if side == "Q" else x.n
-        kept = x.home.replicated.get(name)
-        if self.warm_start and kept is not None and kept.shape == (x.r, width) and kept.dtype == x.P.dtype:
-            return kept
-        what = () if side == "Q" else (side,)
-        when = () if self.warm_start else (context.step,)
-        seed = stable_seed("powersgd", *what, self.seed, x.key, x.r, width, *when)
-        basis = seeded_normal((x.r, width), seed, like=x.P)
-        if self.alternating:
-            basis = orthonormal_rows(basis).contiguous()
         if self.warm_start:
-            x.home.replicated[name] = basis
-        return basis
+            return x.home.state(self._name(side))
+        return self._random_basis(x.key, side, x.factor(side), context.step)
 
-    def _keep(self, x: LowRankMatrix, side: Side, factor: Tensor, context: Context, allowed: Tensor) -> None:
+    def _random_basis(self, key: str, side: Side, like: Tensor, *when: int) -> Tensor:
+        what = () if side == "Q" else (side,)
+        seed = stable_seed("powersgd", *what, self.seed, key, *like.shape, *when)
+        basis = seeded_normal(tuple(like.shape), seed, like)
+        return orthonormal_rows(basis).contiguous() if self.alternating else basis
+
+    def _keep(self, x: LowRankMatrix, side: Side, factor: Tensor, allowed: Tensor) -> None:
         """Keep a factor for the next step; a row of zeros would never recover, so the old one stays in its place."""
-        kept = self._basis(x, side, context)
+        name = self._name(side)
+        kept = x.home.state(name)
         largest = factor.abs().amax(dim=1, keepdim=True)  # r×1
         if self.alternating:  # the next product is the last one too, and needs an orthonormal basis
             filled = torch.where(largest > 0, factor, kept)
-            context.commit(kept, orthonormal_rows(filled, self.epsilon), allowed)
+            x.home.commit(name, orthonormal_rows(filled, self.epsilon), allowed)
         else:
-            allowed = allowed & (largest > 0)
-            if _surely(allowed):
-                torch.div(factor, largest, out=kept)
-            else:
-                context.commit(kept, factor / largest, allowed)
+            x.home.commit(name, factor / largest, allowed & (largest > 0))
 
     def _name(self, side: Side) -> str:
         return f"{side} of the bucket" if self.matrices == "whole-bucket" else side
+
+
+class _Plan(NamedTuple):
+    """A bucket's matrices, and what travels uncompressed beside them."""
+
+    matrices: Sequence[LowRankMatrix]
+    rest: Sequence[Tile]
+
+
+def _key_of(bucket: BucketView) -> str:
+    """Return what seeds the bases of a bucket's matrix."""
+    return "+".join(slot.name for slot in bucket.slots)
 
 
 def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
@@ -265,11 +307,6 @@ def _as_sent(factor: Tensor, wire: torch.dtype | None, world_size: int) -> Tenso
     if wire is None or wire.itemsize >= factor.element_size():
         return factor
     return (factor / world_size).to(wire).to(factor.dtype).mul_(world_size)
-
-
-def _surely(mask: Tensor) -> bool:
-    """Return whether all of a mask is known to hold; always False on a GPU, where finding out would mean waiting."""
-    return not mask.is_cuda and bool(mask.all())
 
 
 def _there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:

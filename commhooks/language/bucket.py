@@ -1,0 +1,331 @@
+"""What a compressor sees of a bucket: slots, one a parameter, and tiles, stretches of them to compute with.
+
+A tile is where gradient and residual meet. `form` returns their sum, `keep` takes what was not sent, and `write` takes
+the mean. Whether there is a residual, in which dtype and in whose memory, the compressor need not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from commhooks.errors import CompressorError
+from commhooks.language.entries import RESIDUAL, ParameterState
+from commhooks.language.requests import Layout, Part
+from commhooks.streams import queue_copy
+from commhooks.tensors import computing_dtype
+
+Plan = TypeVar("Plan")
+
+
+class Form(Protocol):
+    """How a stretch of memory forms a matrix of n rows."""
+
+    @property
+    def n(self) -> int:
+        """Rows."""
+        ...
+
+    @property
+    def m(self) -> int:
+        """Columns."""
+        ...
+
+    def view(self, memory: Tensor) -> Tensor:
+        """View 1-D memory as the matrix, without copying."""
+        ...
+
+
+class Scratch:
+    """Memory of the computing dtype that a bucket's tiles share, and the number of the bucket's turn."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.turn = 0
+        """Counts steps: what was formed in an earlier one is not formed any more."""
+        self.is_needed = not memory.is_sparse and memory.dtype != computing_dtype(memory.dtype)
+        self._memory = memory.new_empty(0, dtype=computing_dtype(memory.dtype))
+
+    def room(self, shape: torch.Size) -> Tensor:
+        """Return memory of a shape; its content lasts until the next call."""
+        if self._memory.numel() < shape.numel():
+            self._memory = self._memory.new_empty(shape.numel())
+        return self._memory[: shape.numel()].view(shape)
+
+
+class Tile:
+    """A stretch of a bucket's gradients, with the residual that belongs to it."""
+
+    def __init__(
+        self,
+        bucket: BucketView,
+        gradient: Tensor,
+        layout: Layout,
+        residuals: Sequence[tuple[int, Tensor]],
+        decay: float,
+    ) -> None:
+        self.gradient = gradient
+        """A view of the bucket's memory, of any shape; or one parameter's sparse gradient."""
+        self.layout = layout
+        self._bucket = bucket
+        self._residuals = residuals
+        """Where in the stretch each begins, and its memory: 1-D, or of the gradient's shape if it is the only one."""
+        self._decay = decay
+        self._formed_in = -1
+
+    @property
+    def keeps(self) -> bool:
+        """Whether `keep` keeps anything: what is not sent is lost otherwise, and need not be computed."""
+        return bool(self._residuals)
+
+    @property
+    def room(self) -> Tensor:
+        """Memory of the tile's shape and the computing dtype: the bucket's own, if that is wide enough.
+
+        Where it is not, all tiles of a bucket share one scratch memory.
+        """
+        scratch = self._bucket.scratch
+        return scratch.room(self.gradient.shape) if scratch.is_needed else self.gradient
+
+    def form(self) -> Tensor:
+        """Return gradient + residual in `room`, as often as wanted in a step until `write` is called.
+
+        It may be written into; a wide bucket has no other copy.
+        """
+        room, scratch = self.room, self._bucket.scratch
+        if scratch.is_needed:
+            room.copy_(self.gradient)
+        elif self._formed_in == scratch.turn:
+            return room
+        self._formed_in = scratch.turn
+        if self._residuals:
+            add_residuals(self._places(room), [kept for _, kept in self._residuals], self._decay)
+        return room
+
+    def part(self, tensor: Tensor | None = None, wire: torch.dtype | None = None) -> Part:
+        """Return a part of a request: the tile itself, to be averaged in place, or a tensor that stands for it."""
+        if tensor is None:
+            return Part(self.gradient, self.layout, wire, in_place=True)
+        return Part(tensor, self.layout, wire, in_place=tensor.data_ptr() == self.room.data_ptr())
+
+    def residual_room(self, finite: Tensor) -> Tensor:
+        """Return where to compute what was not sent: the residual's own memory if it may be written at once.
+
+        Hand it to `keep` afterwards.
+        """
+        if len(self._residuals) == 1 and surely(finite):
+            kept, room = self._residuals[0][1], self.room
+            if kept.dtype == room.dtype and kept.device == room.device and kept.shape == room.shape:
+                return kept
+        return self.room
+
+    def keep(self, unsent: Tensor, finite: Tensor) -> None:
+        """Remember what was not sent, of the tile's shape, for the next step; if `finite` is false, change nothing."""
+        for (_, kept), piece in zip(self._residuals, self._places(unsent), strict=True):
+            commit(kept, piece, finite)
+
+    def write(self, mean: Tensor) -> None:
+        """Write the mean where the gradient was; what was formed there is gone then."""
+        if mean is self.gradient:
+            return
+        if mean.shape != self.gradient.shape:
+            raise CompressorError(
+                f"a mean of shape {tuple(mean.shape)} was written for gradients of shape {tuple(self.gradient.shape)}."
+            )
+        if self.gradient.is_sparse:
+            self._bucket.mean = mean
+        else:
+            self.gradient.copy_(mean)
+
+    def rows(self, form: Form, rows: int) -> list[Tile]:
+        """Return the tile, viewed as a matrix by `form`, in tiles of so many rows; a remainder at the end is left out.
+
+        Form either these tiles in a step or the whole, not both.
+        """
+        inside = form.n * form.m
+        blocks = form.view(self.gradient.view(-1)[:inside]).split(rows)
+        if len(self._residuals) == 1:
+            kept = form.view(self._residuals[0][1].view(-1)[:inside]).split(rows)
+            residuals: list[Sequence[tuple[int, Tensor]]] = [[(0, block)] for block in kept]
+        else:  # several parameters in one matrix: its rows lie one after the other
+            ends = [min(first + rows, form.n) * form.m for first in range(0, form.n, rows)]
+            residuals = [self._overlap(end - block.numel(), end) for end, block in zip(ends, blocks, strict=True)]
+        pairs = zip(blocks, residuals, strict=True)
+        return [Tile(self._bucket, block, self.layout, own, self._decay) for block, own in pairs]
+
+    def rest(self, start: int) -> list[Tile]:
+        """Return what begins at an element, in one tile; none if there is nothing. It has the layout of the whole."""
+        end = self.gradient.numel()
+        if start == end:
+            return []
+        own = self._overlap(start, end)
+        return [Tile(self._bucket, self.gradient.view(-1)[start:], self.layout, own, self._decay)]
+
+    def _overlap(self, start: int, end: int) -> list[tuple[int, Tensor]]:
+        """Return the pieces of residuals that belong to a stretch of this tile."""
+        found = []
+        for first, kept in self._residuals:
+            low, high = max(start, first), min(end, first + kept.numel())
+            if low < high:
+                found.append((low - start, kept[low - first : high - first]))
+        return found
+
+    def _places(self, memory: Tensor) -> list[Tensor]:
+        """Return the pieces of the tile's shape that the residuals belong to."""
+        if len(self._residuals) == 1 and self._residuals[0][1].numel() == memory.numel():
+            return [memory.view(self._residuals[0][1].shape)]
+        flat = memory.view(-1)
+        return [flat[first : first + kept.numel()] for first, kept in self._residuals]
+
+
+class Slot:
+    """One parameter's place in a bucket."""
+
+    def __init__(self, parameter: Tensor, gradient: Tensor, remembered: ParameterState) -> None:
+        self.parameter = parameter
+        self.gradient = gradient
+        """1-D view of the bucket's memory: the gradient's elements in the order in which the parameter's lie in memory.
+        """
+        self.remembered = remembered
+        self.tile: Tile
+        self._layouts: dict[int, Layout] = {}
+
+    @property
+    def name(self) -> str:
+        """The parameter's name, or what stands for it."""
+        return self.remembered.key
+
+    def layout(self, elements: int) -> Layout:
+        """Return the layout of so many elements, all of this parameter; the same object in every step."""
+        if elements not in self._layouts:
+            self._layouts[elements] = Layout((self.name,), (elements,))
+        return self._layouts[elements]
+
+    def part(self, tensor: Tensor, wire: torch.dtype | None = None) -> Part:
+        """Return a part of a request that belongs to this parameter."""
+        return Part(tensor, self.layout(tensor.numel()), wire)
+
+    def form(self) -> Tensor:
+        """Return gradient + residual, 1-D; see `Tile.form`."""
+        return self.tile.form()
+
+    @property
+    def room(self) -> Tensor:
+        """1-D memory to compute a mean in; see `Tile.room`."""
+        return self.tile.room
+
+    def keep(self, unsent: Tensor, finite: Tensor) -> None:
+        """Remember what was not sent; see `Tile.keep`."""
+        self.tile.keep(unsent, finite)
+
+    def write(self, mean: Tensor) -> None:
+        """Write the mean; see `Tile.write`."""
+        self.tile.write(mean)
+
+    def state(self, name: str) -> Tensor:
+        """Return what is remembered under a name that `Compressor.state` declares; only to be read."""
+        return self.remembered[name]
+
+    def commit(self, name: str, value: Tensor, allowed: Tensor) -> None:
+        """Remember a value where `allowed`, a bool that can be broadcast, is true."""
+        commit(self.remembered[name], value, allowed)
+
+
+@dataclasses.dataclass(eq=False)
+class BucketView:
+    """A bucket as a compressor sees it. A compressor may be given some of a bucket's slots, as a bucket."""
+
+    index: int
+    memory: Tensor
+    """1-D and dense, or one parameter's sparse gradient. It holds this rank's gradient, and in the end the mean."""
+    slots: Sequence[Slot] = ()
+    """One for each parameter, in memory order; none where parameters are not known."""
+    feeds_back: Callable[[Slot], bool] | None = None
+    """Which slots have their residual in what is formed; None: none has."""
+    decay: float = 1.0
+    """What remains of a residual after a step in which it was not sent."""
+    scratch: Scratch = None  # type: ignore[assignment]  # "None": made below, if it is not another view's
+    is_whole: bool = True
+    """The slots fill the memory."""
+    plans: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """What `plan` made, by compressor."""
+
+    def __post_init__(self) -> None:
+        self.scratch = self.scratch or Scratch(self.memory)
+        self.mean = self.memory
+        """The mean in the end: `memory` itself unless that is sparse."""
+        for slot in self.slots:
+            residuals = [(0, slot.remembered[RESIDUAL])] if self._has_residual(slot) else []
+            slot.tile = Tile(self, slot.gradient, slot.layout(slot.gradient.numel()), residuals, self.decay)
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Whose elements `memory` holds; the bucket's own where parameters are not known."""
+        if not self.slots:
+            return Layout((f"bucket {self.index}",), (self.memory.numel(),))
+        return Layout(tuple(slot.name for slot in self.slots), tuple(slot.gradient.numel() for slot in self.slots))
+
+    @functools.cached_property
+    def tiles(self) -> list[Tile]:
+        """All gradients, in as few tiles as possible: one if the slots fill the memory, otherwise one a slot."""
+        if not self.is_whole:
+            return [slot.tile for slot in self.slots]
+        residuals, first = [], 0
+        for slot in self.slots:
+            if self._has_residual(slot):
+                residuals.append((first, slot.remembered[RESIDUAL]))
+            first += slot.gradient.numel()
+        return [Tile(self, self.memory, self.layout, residuals, self.decay)]
+
+    def with_residuals(self, loses: Callable[[Slot], bool], decay: float = 1.0) -> BucketView:
+        """Return the bucket with the residuals of those slots that lose something in what is formed."""
+        return self._derived(self.slots, loses, decay, is_whole=self.is_whole)
+
+    def subset(self, slots: Sequence[Slot]) -> BucketView:
+        """Return some of the slots as a bucket."""
+        return self._derived(slots, self.feeds_back, self.decay, is_whole=False)
+
+    def plan(self, compressor: object, make: Callable[[], Plan]) -> Plan:
+        """Return what `make` returned for this bucket the first time: views and scratch memory, never state."""
+        if compressor not in self.plans:
+            self.plans[compressor] = make()
+        return cast(Plan, self.plans[compressor])
+
+    def _derived(
+        self, slots: Sequence[Slot], loses: Callable[[Slot], bool] | None, decay: float, *, is_whole: bool
+    ) -> BucketView:
+        copies = [Slot(slot.parameter, slot.gradient, slot.remembered) for slot in slots]
+        return BucketView(self.index, self.memory, copies, loses, decay, self.scratch, is_whole)
+
+    def _has_residual(self, slot: Slot) -> bool:
+        return self.feeds_back is not None and self.feeds_back(slot)
+
+
+def commit(memory: Tensor, value: Tensor, allowed: Tensor) -> None:
+    """Write `value` into `memory` where `allowed` (a broadcastable bool) is true; dtype and device may differ."""
+    if memory is value:
+        return
+    if allowed.numel() == 1 and not allowed.is_cuda:
+        if allowed:
+            memory.copy_(value)
+    elif memory.device == value.device:
+        torch.where(allowed, value.to(memory.dtype), memory, out=memory)  # out takes no other dtype
+    else:
+        queue_copy(memory, torch.where(allowed, value, memory.to(value.device, non_blocking=True)))
+
+
+def add_residuals(memories: Sequence[Tensor], residuals: Sequence[Tensor], decay: float = 1.0) -> None:
+    """Add residuals, wherever and however they are kept, to memory of the computing dtype."""
+    if residuals[0].device != memories[0].device:
+        pairs = zip(residuals, memories, strict=True)
+        residuals = [kept.to(memory.device, non_blocking=True) for kept, memory in pairs]
+    torch._foreach_add_(list(memories), list(residuals), alpha=decay)
+
+
+def surely(mask: Tensor) -> bool:
+    """Return whether all of a mask is known to be true; always False on a GPU, where finding out would mean waiting."""
+    return not mask.is_cuda and bool(mask.all())

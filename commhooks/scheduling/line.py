@@ -1,0 +1,106 @@
+"""Which scheduler carries an attachment's requests, chosen when the gradients' device is known."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from commhooks.communicators import ProcessGroupCommunicator
+from commhooks.communicators.connection import Address, Agreements, WrapCommunicator
+from commhooks.communicators.parent_group import backend_of, warn_of_bypass
+from commhooks.scheduling.inline import InlineScheduler, SideStream
+from commhooks.scheduling.scheduler import Scheduler
+from commhooks.scheduling.thread import ThreadScheduler
+
+
+class Line(Protocol):
+    """One rank's line to the others: who it is, and the scheduler by which it reaches them."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    @property
+    def policy(self) -> str:
+        """The name of the order of collectives."""
+        ...
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler; None before `open`."""
+        ...
+
+    def open(self, device: torch.device, fingerprint: str) -> Scheduler:
+        """Return the scheduler, made by the first call; every rank must come with the same fingerprint."""
+        ...
+
+
+class ProcessGroupLine:
+    """A line beside a process group, which it does not keep alive: a group that is destroyed is free."""
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        *,
+        label: str = "attached",
+        policy: str = "fifo",
+        wrap_communicator: WrapCommunicator | None = None,
+        hook_timeout: float | None = None,
+        may_bypass: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.scheduler: Scheduler | None = None
+        self._process_group = weakref.ref(process_group)
+        self._address = Address.under(process_group, label)
+        self._wrap = wrap_communicator
+        self._hook_timeout = hook_timeout
+        self._may_bypass = may_bypass  # the user knows that a group which is not Gloo's is only asked for its ranks
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank in the process group."""
+        return self._address.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the process group."""
+        return self._address.world_size
+
+    @property
+    def timeout(self) -> float:
+        """The process group's timeout, in seconds."""
+        return self._address.timeout.total_seconds()
+
+    def open(self, device: torch.device, fingerprint: str) -> Scheduler:
+        """Return the scheduler; on NCCL every rank has come when it is made, off NCCL its thread waits for them."""
+        if self.scheduler is None:
+            self.scheduler = self._make_scheduler(device, fingerprint)
+        return self.scheduler
+
+    def _make_scheduler(self, device: torch.device, fingerprint: str) -> Scheduler:
+        process_group = self._process_group()
+        backend = backend_of(process_group, device) if process_group is not None else "gloo"
+        if backend != "nccl":
+            if process_group is not None and backend != "gloo" and not self._may_bypass:
+                warn_of_bypass(process_group, backend)
+            return ThreadScheduler(self._address, fingerprint, self._wrap, self.policy, self._hook_timeout)
+        assert process_group is not None, "its backend was just asked for"
+        # A proxy: an engine is found by its group, and must not keep it alive.
+        carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
+        agreements = Agreements(carrier, self._address, device)
+        communicator = self._wrap(carrier) if self._wrap else carrier
+        board = self._address.noticeboard()
+        inline = InlineScheduler(
+            communicator, agreements.agree, SideStream(device), self.policy, self._hook_timeout, board
+        )
+        inline.agree(fingerprint)
+        return inline

@@ -1,0 +1,288 @@
+"""The parts of requests, laid out in messages.
+
+Messages are laid out once and found again step after step. Sums of one dtype on the wire lie one after the other: as
+they were asked for or, if requests of many buckets travel together, in the order of parameters' names. A ring adds up
+an element's terms in an order that depends on where in the message it lies, so with more than two ranks the last bits
+of a sum would otherwise depend on how parameters were cut into buckets. What is gathered or exchanged lies side by side
+as bytes: backends know neither messages of several dtypes nor every dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks.communicators import Collective
+from commhooks.errors import CompressorError
+from commhooks.language.requests import AllGather, AllReduce, AllToAll, Part, ReduceScatter, Request
+
+_STEPS_TO_KEEP = 4
+"""A message's memory is kept for so many steps after its last use: alternating compressors come back to it."""
+_DTYPES_OF_BACKENDS = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+}
+"""What travels as it is if it is alone; the rest travels as bytes."""
+
+
+class Place(NamedTuple):
+    """Where a part comes from, and its answer goes to."""
+
+    request: int
+    """Which of the requests that travel together."""
+    number: int
+    """Which of its parts."""
+    part: Part
+
+
+class Shipment(ABC):
+    """One collective, and the parts that it carries."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = places
+        self.collective: Collective
+
+    @abstractmethod
+    def answers(self, result: Tensor) -> list[Tensor]:
+        """Return the answer for each place, given the collective's."""
+
+
+class _Alone(Shipment):
+    """A sum of one part, which needs no other memory."""
+
+    def __init__(self, place: Place, request: AllReduce, world_size: int) -> None:
+        super().__init__([place])
+        tensor, divisor = place.part.tensor, world_size if request.average else 1
+        if tensor.is_sparse:
+            payload = tensor / divisor
+        else:
+            self._own = tensor if place.part.in_place else tensor.clone()
+            own = self._own.div_(divisor) if divisor > 1 else self._own
+            payload = (torch.view_as_real(own) if own.is_complex() else own).to(_real(place.part.on_wire))
+        self.collective = Collective("all-reduce", payload, group=request.group)
+
+    def answers(self, result: Tensor) -> list[Tensor]:
+        if result.is_sparse:
+            return [result.to(self.places[0].part.tensor.dtype)]
+        target = torch.view_as_real(self._own) if self._own.is_complex() else self._own
+        if result.data_ptr() != target.data_ptr():
+            target.copy_(result)
+        return [self._own]
+
+
+class _Packed(Shipment):
+    """Several parts in a message that is laid out for them."""
+
+    def __init__(self, places: Sequence[Place], message: _Message, collective: Collective) -> None:
+        super().__init__(places)
+        self.collective = collective
+        self._message = message
+
+    def answers(self, result: Tensor) -> list[Tensor]:
+        return self._message.unpack([place.part for place in self.places], result)
+
+
+class _Message(ABC):
+    """Memory for parts of certain shapes and dtypes."""
+
+    memory: Tensor
+    unused_for = 0
+
+    @abstractmethod
+    def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
+        """Copy parts in."""
+
+    @abstractmethod
+    def unpack(self, parts: Sequence[Part], result: Tensor) -> list[Tensor]:
+        """Return the answer for each part: a view of the message if the dtype is the part's own."""
+
+
+class _Sum(_Message):
+    """Sums: parts one after the other, in the widest of their dtypes, and cast to the wire's as a whole."""
+
+    def __init__(self, parts: Sequence[Part], *, by_name: bool) -> None:
+        pieces = [(number, name, size) for number, part in enumerate(parts) for name, size in _pieces(part, by_name)]
+        self._order = list(range(len(pieces)))
+        if by_name:  # stable: equal names stay in turn
+            self._order.sort(key=lambda number: pieces[number][1])
+        self._sizes = [[size for number, _, size in pieces if number == mine] for mine in range(len(parts))]
+        dtypes = [dtype for part in parts for dtype in (part.tensor.dtype, part.on_wire)]
+        widest = functools.reduce(torch.promote_types, dtypes)
+        self._wire = parts[0].on_wire
+        self.memory = parts[0].tensor.new_empty(sum(size for *_, size in pieces), dtype=widest)
+        self._places = list(self.memory.split([pieces[number][2] for number in self._order]))
+        back = sorted(range(len(pieces)), key=self._order.__getitem__)
+        in_turn = iter(self._places[number] for number in back)
+        self._of_parts = [[next(in_turn) for _ in sizes] for sizes in self._sizes]
+
+    def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
+        pieces = [piece for part, sizes in zip(parts, self._sizes, strict=True) for piece in _split(part.tensor, sizes)]
+        torch._foreach_copy_(self._places, [pieces[number] for number in self._order])
+        if isinstance(request, AllReduce) and request.average and world_size > 1:
+            self.memory.div_(world_size)
+        return Collective("all-reduce", self.memory.to(self._wire), group=request.group)
+
+    def unpack(self, parts: Sequence[Part], result: Tensor) -> list[Tensor]:
+        if result.data_ptr() != self.memory.data_ptr():
+            self.memory.copy_(result)
+        answers = []
+        for part, sizes, places in zip(parts, self._sizes, self._of_parts, strict=True):
+            if len(places) == 1 and not part.in_place:
+                answers.append(places[0].view(part.tensor.shape).to(part.tensor.dtype))
+            else:
+                own = part.tensor if part.in_place else torch.empty_like(part.tensor)
+                torch._foreach_copy_(list(_split(own, sizes)), places)
+                answers.append(own)
+        return answers
+
+
+class _Rows(_Message):
+    """Gathers and exchanges: parts side by side, the widest elements first, so that all are aligned."""
+
+    def __init__(self, parts: Sequence[Part], kind: type[Request], world_size: int) -> None:
+        self._rows = 0 if kind is AllGather else world_size
+        dtypes = {part.tensor.dtype for part in parts}
+        as_bytes = kind is not ReduceScatter and (len(parts) > 1 or not dtypes <= _DTYPES_OF_BACKENDS)
+        dtype = torch.uint8 if as_bytes else parts[0].tensor.dtype
+        self._cuts: list[tuple[int, int]] = [(0, 0)] * len(parts)
+        width = 0
+        for number in sorted(range(len(parts)), key=lambda number: -parts[number].tensor.element_size()):
+            tensor = parts[number].tensor
+            length = tensor.numel() // (self._rows or 1) * (tensor.element_size() if as_bytes else 1)
+            self._cuts[number] = (width, width + length)
+            width += length
+        widest = max(part.tensor.element_size() for part in parts) if as_bytes else 1
+        width += -width % widest  # rows begin where the widest elements may
+        self.memory = parts[0].tensor.new_zeros((self._rows, width) if self._rows else (width,), dtype=dtype)
+        self._places = [
+            self._view(self.memory, cut, part.tensor.dtype).view(part.tensor.shape)
+            for cut, part in zip(self._cuts, parts, strict=True)
+        ]
+
+    def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
+        for place, part in zip(self._places, parts, strict=True):
+            place.copy_(part.tensor)
+        kind: Any = request.kind
+        return Collective(kind, self.memory, sum(part.tensor.numel() for part in parts), request.group)
+
+    def unpack(self, parts: Sequence[Part], result: Tensor) -> list[Tensor]:
+        leading = result.shape[:-1]
+        return [
+            self._view(result, cut, part.tensor.dtype).view(
+                *leading, *(part.tensor.shape[1:] if self._rows else part.tensor.shape)
+            )
+            for cut, part in zip(self._cuts, parts, strict=True)
+        ]
+
+    @staticmethod
+    def _view(memory: Tensor, cut: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """View some columns of a message in a dtype."""
+        return memory[..., cut[0] : cut[1]].view(dtype)
+
+
+class Packer:
+    """Lay out requests, and find the layout again in the next step; `by_name` if many buckets' travel together."""
+
+    def __init__(self, world_size: int, *, by_name: bool) -> None:
+        self._world_size = world_size
+        self._by_name = by_name
+        self._messages: dict[Hashable, _Message] = {}
+
+    def ship(self, requests: Sequence[Request]) -> list[Shipment]:
+        """Return as few collectives as possible for what is asked for at the same time."""
+        alike: dict[Hashable, list[Place]] = {}
+        for number, request in enumerate(requests):
+            for position, part in enumerate(request.parts):
+                place = Place(number, position, part)
+                alike.setdefault(self._kind_of(request, place), []).append(place)
+        return [self._shipment(requests[places[0].request], places) for places in alike.values()]
+
+    def end_step(self) -> None:
+        """Forget what was not used for some steps."""
+        for message in self._messages.values():
+            message.unused_for += 1
+        self._messages = {key: one for key, one in self._messages.items() if one.unused_for <= _STEPS_TO_KEEP}
+
+    def memories(self) -> list[Tensor]:
+        """Return the messages' memory."""
+        return [message.memory for message in list(self._messages.values())]
+
+    def _kind_of(self, request: Request, place: Place) -> Hashable:
+        """Return what must be the same for parts to travel together."""
+        part, tensor = place.part, place.part.tensor
+        if isinstance(request, AllReduce):
+            # Large sums that need no other memory are not copied only to travel together.
+            goes_as_it_is = part.in_place and self._by_name and part.on_wire == tensor.dtype
+            if tensor.is_sparse or tensor.is_complex() or goes_as_it_is:
+                return place
+            return AllReduce, part.on_wire, tensor.device, request.average, request.group
+        if isinstance(request, (AllToAll, ReduceScatter)) and (
+            tensor.dim() == 0 or tensor.shape[0] != self._world_size
+        ):
+            raise CompressorError(
+                f"{request.kind}: a part must have one row for each of {self._world_size} ranks "
+                f"(got shape {tuple(tensor.shape)})."
+            )
+        if isinstance(request, ReduceScatter):
+            return ReduceScatter, tensor.dtype, tensor.device, request.group
+        if isinstance(request, (AllGather, AllToAll)):
+            return type(request), tensor.device, request.group
+        raise CompressorError(
+            f"expected a request for an all-reduce, all-gather, all-to-all or reduce-scatter (got {request!r})."
+        )
+
+    def _shipment(self, request: Request, places: Sequence[Place]) -> Shipment:
+        part = places[0].part
+        if isinstance(request, AllReduce) and len(places) == 1:
+            only_itself = part.tensor.is_sparse or part.tensor.is_complex()
+            in_order = part.layout is None or list(part.layout.keys) == sorted(part.layout.keys)
+            if only_itself or (part.in_place and (not self._by_name or in_order or part.on_wire == part.tensor.dtype)):
+                return _Alone(places[0], request, self._world_size)
+        parts = [place.part for place in places]
+        key = type(request), *((part.layout, part.tensor.shape, part.tensor.dtype, part.on_wire) for part in parts)
+        message = self._messages.get(key)
+        if message is None:
+            message = self._messages[key] = (
+                _Sum(parts, by_name=self._by_name)
+                if isinstance(request, AllReduce)
+                else _Rows(parts, type(request), self._world_size)
+            )
+        message.unused_for = 0
+        return _Packed(places, message, message.pack(parts, request, self._world_size))
+
+
+def empty_answers(request: Request, world_size: int) -> list[Tensor]:
+    """Return what answers a request that nothing travels for."""
+    if isinstance(request, AllGather):
+        return [part.tensor.new_empty((world_size, *part.tensor.shape)) for part in request.parts]
+    if isinstance(request, ReduceScatter):
+        return [part.tensor.new_empty(part.tensor.shape[1:]) for part in request.parts]
+    return [part.tensor for part in request.parts]
+
+
+def _pieces(part: Part, by_name: bool) -> Sequence[tuple[str, int]]:
+    """Return the stretches that a part is cut into, with the name by which each is sorted in."""
+    layout = part.layout
+    if by_name and layout is not None and layout.elements == part.tensor.numel():
+        return list(zip(layout.keys, layout.sizes, strict=True))
+    return [(layout.keys[0] if layout is not None else "", part.tensor.numel())]
+
+
+def _split(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    flat = tensor.reshape(-1)
+    pieces: Sequence[Tensor] = flat.split(sizes) if len(sizes) > 1 else [flat]
+    return pieces
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real()
