@@ -34,7 +34,7 @@ from commhooks.errors import (
     HookTypeError,
     SettingsError,
 )
-from commhooks.hooks.attach import Attachment, attach, hook_statistics
+from commhooks.hooks.attach import Attachment, attach
 from commhooks.hooks.by_name import DDPCommHookType, register_ddp_comm_hook
 from commhooks.hooks.default import (
     allreduce_hook,
@@ -45,6 +45,7 @@ from commhooks.hooks.default import (
     noop_hook,
 )
 from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from commhooks.hooks.stateless import hook_statistics
 from commhooks.language.bucket import BucketView, Slot, Tile
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Entry

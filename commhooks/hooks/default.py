@@ -1,7 +1,7 @@
 """PyTorch's default communication hooks, under PyTorch's names: changing an import is the whole migration.
 
 For `model.register_comm_hook(process_group, hook)` on ddp_core's DDP or PyTorch's; `process_group` may be None for the
-default group. See hook.py for what PyTorch demands of these functions.
+default group. attach.py says what PyTorch demands of these functions.
 """
 
 import weakref
@@ -15,10 +15,11 @@ from torch._C._distributed_c10d import GradBucket
 
 from commhooks.compressors import AllReduceMean, Cast
 from commhooks.errors import HookTypeError
-from commhooks.hooks.attach import Hook, run_stateless
 from commhooks.hooks.foreign import AnyHook, completed, name_of, run_foreign
+from commhooks.hooks.stateless import run_stateless
 from commhooks.wrappers import WireDtype
 
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 RunOnWire = Callable[[Any, GradBucket, torch.dtype], torch.futures.Future[Tensor]]
 
 on_wire: MutableMapping[Callable[..., Any], RunOnWire] = weakref.WeakKeyDictionary()

@@ -1,0 +1,57 @@
+"""What a hook has to know about the DistributedDataParallel that it runs on, ddp_core's or PyTorch's."""
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from commhooks.errors import AttachError
+
+
+def searches_for_unused(model: Module) -> bool:
+    """Return whether a DDP leaves a gradient unchanged if no rank used its parameter."""
+    return bool(getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False))
+
+
+def uncut_steps(model: Module) -> int:
+    """Return how many steps a DDP makes before it lays out its buckets: one more if it learns a static graph."""
+    return 2 if getattr(model, "static_graph", False) else 1
+
+
+def sparse_parameters(model: Module) -> set[Tensor]:
+    """Return the parameters whose gradients a DDP expects to be sparse."""
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+    }
+
+
+def check_step_has_an_end(caller: str, model: Module, policy: str, *, atomic: bool) -> None:
+    """Raise `AttachError` if `policy` or `atomic` needs the step's last bucket and this DDP does not mark one."""
+    if policy != "fused" and not atomic:
+        return
+    whole_steps = "policy must be 'fifo' and atomic False"
+    if _marks_no_bucket_as_last(model):
+        raise AttachError(
+            f"{caller}: {whole_steps} for PyTorch's DistributedDataParallel with static_graph=True and parameters "
+            "of several dtypes or devices, sparse gradients, or bucket_cap_mb_list: its first iteration has several "
+            "buckets, and none of them is marked as the last."
+        )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise AttachError(
+            f"{caller}: {whole_steps} for a model with skip_all_reduce_unused_params=True, which may leave out the "
+            "bucket that ends a step."
+        )
+
+
+def _marks_no_bucket_as_last(model: Module) -> bool:
+    """Return whether the first iteration of PyTorch's DDP has several buckets, none of which `is_last()`.
+
+    With static_graph=True it reduces them all at the end of the first backward pass, each under index 0.
+    """
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or not getattr(model, "static_graph", False):
+        return False
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    sparse = sparse_parameters(model) & trained  # each has a bucket of its own
+    kinds = {(parameter.dtype, parameter.device) for parameter in trained - sparse}
+    return len(kinds) + len(sparse) > 1 or bool(getattr(model, "bucket_bytes_cap_list", ()))

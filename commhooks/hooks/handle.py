@@ -1,0 +1,152 @@
+"""What the user holds of a hook: the statistics and the state of one model's engine."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.nn import Module
+
+from commhooks.engine.engine import Engine
+from commhooks.errors import CheckpointError, SettingsError
+from commhooks.hooks.facts import sparse_parameters
+from commhooks.scheduling.ledger import ParameterTraffic, Statistics
+from commhooks.scheduling.thread import POLICIES
+from commhooks.state.memory import MemoryReport
+from commhooks.state.snapshot import LoadRules, Snapshot
+
+
+class Handle(ABC):
+    """Statistics, checkpoints and loss scale of one model's hook: what `Attachment` and `PowerSGDState` share."""
+
+    _engine: Engine | None
+    """None until a process group exists."""
+    _model: Callable[[], Module | None]
+    """A weak reference: the handle must not keep the model alive."""
+
+    @abstractmethod
+    def _made_engine(self) -> Engine:
+        """Return the engine, making it first if there is none yet."""
+
+    def _settled_engine(self) -> Engine:
+        """Return the engine; raise `CheckpointError` if loaded state still waits for its parameters."""
+        return self._made_engine()
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """The rank of this process and the number of ranks, in the hook's process group."""
+        return self._made_engine().rank_and_world_size
+
+    def statistics(self) -> Statistics:
+        """Return what was counted so far, on this rank."""
+        return self._engine.statistics() if self._engine is not None else Statistics()
+
+    def last_step(self) -> Statistics:
+        """Return what the last whole step counted, on this rank."""
+        return self._engine.last_step() if self._engine is not None else Statistics()
+
+    def by_parameter(self) -> dict[str, ParameterTraffic]:
+        """Return each parameter's share of what was counted so far, by name, on this rank.
+
+        PyTorch's DDP does not tell a bare hook any names; `attach` and `PowerSGDState.bind` do.
+        """
+        return self._engine.by_parameter() if self._engine is not None else {}
+
+    def memory_report(self) -> MemoryReport:
+        """Return how many bytes the hook uses on this rank, and for what."""
+        return self._settled_engine().memory_report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the hook's state as plain data, for a checkpoint; `commhooks.state.snapshot` describes its layout.
+
+        It holds this rank's residuals only, so call it on every rank, between two steps. Tensors are copies. Raises
+        `CheckpointError` after a step that failed, or if the parameters' names are not known (see
+        `PowerSGDState.bind`).
+        """
+        # Everything the state will ever hold gets its place now: torch.distributed.checkpoint loads into existing
+        # places only, and may be handed the state_dict of a run that has made no step.
+        model = self._model()
+        self._settled_engine().lay_out(sparse_parameters(model) if model is not None else set())
+        state = self.snapshot().cloned().as_dict()
+        return state | {"inventory": {rank: _inventory(state, rank) for rank in state["local"]}}
+
+    def snapshot(self) -> Snapshot:
+        """Return the same as `state_dict`, but with the tensors themselves instead of copies."""
+        plan: Any = getattr(self._model(), "bucket_plan", None)  # ddp_core's DDP has one
+        return self._settled_engine().snapshot({"ddp_core": plan()} if plan is not None else None)
+
+    def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]:
+        """List every difference between a snapshot and this run that would make loading the snapshot raise."""
+        return self._made_engine().differences(snapshot, rules)
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any] | CheckpointError,
+        *,
+        world_size: str = "refuse",
+        settings: str = "refuse",
+        missing: str = "refuse",
+    ) -> None:
+        """Resume from what `state_dict` returned; call it on every rank, between the same two steps.
+
+        `LoadRules` describes which differences may be allowed. Raises `CheckpointError` on every rank, and changes
+        nothing, if the state is damaged or does not fit on any of them, or if ranks pass different ones. A rank that
+        could not even read its state passes the `CheckpointError` that says why, so that the others hear of it.
+
+        A `PowerSGDState` that does not know its parameters' names yet checks the state when it learns them; before its
+        first step, ranks that passed different states hear of it at their first bucket.
+        """
+        self._load(state, LoadRules(world_size=world_size, settings=settings, missing=missing))
+
+    def _load(self, state: object, rules: LoadRules) -> None:
+        """Restore the engine's state, and make ddp_core's DDP lay out its buckets as they were."""
+        read: Snapshot | CheckpointError
+        try:
+            read = state if isinstance(state, CheckpointError) else _complete(state)
+        except CheckpointError as error:
+            read = error
+        except Exception as error:  # whatever damaged data do to the reader: the other ranks wait for an answer
+            read = CheckpointError(f"the hook's state is damaged ({type(error).__name__}: {error}).")
+        self._made_engine().restore(read, rules)
+        load_bucket_plan: Any = getattr(self._model(), "load_bucket_plan", None)
+        if load_bucket_plan is not None and isinstance(read, Snapshot) and "ddp_core" in read.bucket_plan:
+            load_bucket_plan(read.bucket_plan["ddp_core"])
+
+    def set_grad_scale(self, scale: float) -> None:
+        """Set the loss scale from the next step on; residuals are rescaled to it. A `scaler` makes this unnecessary."""
+        self._made_engine().loss_scale.announce(scale)
+
+
+def check_run_settings(caller: str, policy: str, hook_timeout: float | None) -> None:
+    """Raise `SettingsError` if the policy does not exist or the timeout is not a positive, finite number."""
+    if policy not in POLICIES:
+        raise SettingsError(f"{caller}(policy={policy!r}): policy must be one of {', '.join(POLICIES)}.")
+    if hook_timeout is not None and not 0 < hook_timeout < math.inf:
+        raise SettingsError(f"{caller}(hook_timeout={hook_timeout!r}): hook_timeout must be above 0 s, and finite.")
+
+
+def _inventory(state: Mapping[str, Any], rank: str) -> list[str]:
+    """List the names of everything in a state_dict that belongs to one rank."""
+    parts = {"replicated": state["replicated"], "local": state["local"][rank]}
+    held = [f"{part}.{name}.{entry}" for part, entries in parts.items() for name in entries for entry in entries[name]]
+    return sorted(held + [f"shapes.{name}" for name in state["shapes"]])
+
+
+def _complete(state: object) -> Snapshot:
+    """Read a state_dict; raise `CheckpointError` if something that was saved is missing from it.
+
+    `torch.distributed.checkpoint.load` reads into the places of another state_dict, and silently leaves out what has
+    no place there.
+    """
+    read = Snapshot.from_dict(state)
+    assert isinstance(state, Mapping), "from_dict takes nothing else"
+    inventory = state.get("inventory", {})
+    for rank in state["local"].keys() & inventory.keys():
+        lost = sorted(set(inventory[rank]) - set(_inventory(state, rank)))
+        if lost:
+            more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+            raise CheckpointError(
+                f"the state was read without {', '.join(lost[:8])}{more}, which the checkpoint holds and which had no "
+                "place in the state that it was read into; read it with commhooks.load_distributed."
+            )
+    return read

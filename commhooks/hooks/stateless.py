@@ -1,0 +1,64 @@
+"""Hooks whose only state is a process group: how they find their engine, and how any hook hands back its result."""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from commhooks.engine.engine import Engine
+from commhooks.errors import CommHooksError
+from commhooks.language.compressor import Compressor
+from commhooks.scheduling.ledger import Statistics
+
+_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Compressor, Engine]] = weakref.WeakKeyDictionary()
+"""One engine for each process group and compressor.
+
+These engines keep nothing between steps, so models can share one. The keys are weak: destroying a group drops its
+engines, and a new group gets new ones even if it has the same name.
+"""
+
+
+def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the process group, or the default one for None; raise `CommHooksError` if there is none yet."""
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise CommHooksError("there is no process group; call torch.distributed.init_process_group first.")
+    if not isinstance(group, dist.ProcessGroup):
+        raise CommHooksError(f"expected a process group that this rank belongs to (got {group!r}).")
+    return group
+
+
+def run_stateless(
+    compressor: Compressor, process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
+    """Average a bucket with a compressor that keeps no state, on the engine of its process group."""
+    group = group_or_default(process_group)
+    engines = _engines.setdefault(group, {})
+    if compressor not in engines:
+        engines[compressor] = Engine(compressor, group, label=repr(compressor), by_parameter=False)
+    return deliver(engines[compressor].run(bucket), bucket)
+
+
+def hook_statistics(process_group: dist.ProcessGroup | None = None) -> dict[str, Statistics]:
+    """Return what the hooks without a state of their own have counted on a process group, by compressor, on this rank.
+
+    All models that use such a hook on the group are counted together. A hook with a state, or an attachment, has its
+    own `statistics()`.
+    """
+    engines = _engines.get(group_or_default(process_group), {})
+    return {repr(compressor): engine.statistics() for compressor, engine in engines.items()}
+
+
+def deliver(future: torch.futures.Future[Tensor], bucket: object) -> torch.futures.Future[Tensor]:
+    """Return a future whose failure reaches the DDP that handed in `bucket`.
+
+    PyTorch's reducer reads an exception that was set on a future as its value, and crashes; it sees an error only if a
+    callback of the future raises one.
+    """
+    return future.then(_value_of) if isinstance(bucket, GradBucket) else future
+
+
+def _value_of(future: torch.futures.Future[Tensor]) -> Tensor:
+    return future.value()
