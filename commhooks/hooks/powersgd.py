@@ -324,5 +324,7 @@ def _batched_powersgd_on_wire(state: Any, bucket: GradBucket, dtype: torch.dtype
 on_wire[powerSGD_hook] = _powersgd_on_wire
 on_wire[batched_powerSGD_hook] = _batched_powersgd_on_wire
 
-# PyTorch's documentation saves hook and state together; `torch.load` takes them at its defaults, and nothing else.
-torch.serialization.add_safe_globals([PowerSGDState, powerSGD_hook, batched_powerSGD_hook])
+# PyTorch's documentation saves hook and state together: so `torch.load` is to accept them at its defaults, under the
+# names that a pickle has for them now and under those it had when they were defined in powersgd_hook.py.
+for _safe in (PowerSGDState, powerSGD_hook, batched_powerSGD_hook):
+    torch.serialization.add_safe_globals([_safe, (_safe, f"commhooks.powersgd_hook.{_safe.__name__}")])

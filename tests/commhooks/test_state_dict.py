@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from commhooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.commhooks import state_dict_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 from tests.commhooks.resume_in_worlds import distance
@@ -46,6 +48,23 @@ def test_hook_and_state_are_pickled_as_pytorchs_documentation_shows(kind: str, b
     resumed = run_ranks(on_every_rank.as_the_documentation_of_pytorch_shows, 2, *given, "resumed")
     for ours, theirs in zip(resumed, whole, strict=True):
         assert distance(ours, theirs) == 0.0
+
+
+@pytest.mark.parametrize("module", ["commhooks.hooks.powersgd", "commhooks.powersgd_hook"])
+def test_torch_load_takes_hook_and_state_under_the_names_of_every_version(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hook and state were defined in powersgd_hook.py at first, and a pickle names the module of what it holds."""
+    for named in (PowerSGDState, powerSGD_hook, batched_powerSGD_hook):
+        monkeypatch.setattr(named, "__module__", module)
+    saved = {"settings": {"wire": "torch.float16", "matrix_approximation_rank": 3}, "state": {}}
+    monkeypatch.setattr(PowerSGDState, "__getstate__", lambda _: saved)
+    torch.save([PowerSGDState(None), powerSGD_hook, batched_powerSGD_hook], tmp_path / "file.pt")
+    monkeypatch.undo()
+    assert (tmp_path / "file.pt").read_bytes().count(f"{module}\n".encode()) == 3
+    state, *hooks = torch.load(tmp_path / "file.pt")
+    assert hooks == [powerSGD_hook, batched_powerSGD_hook]
+    assert type(state) is PowerSGDState and (state.matrix_approximation_rank, state.wire) == (3, torch.float16)
 
 
 def test_without_names_saving_and_loading_say_what_to_do() -> None:
