@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import errno
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import CheckpointError, Compressor, PowerSGD, PowerSGDState
 from commhooks.checkpoints import files as checkpoint
+from commhooks.checkpoints.folder import prepare
 from tests.commhooks.models import wrap
 
 FILES = ["manifest.json", "shared.pt", "rank0.pt", "rank1.pt"]
@@ -334,19 +336,16 @@ def cannot_write(rank: int, folder: str) -> list[tuple[str, str, list[str]]]:
 
 def _obstacles(rank: int) -> dict[str, Any]:
     full = OSError(errno.ENOSPC, "No space left on device")
-    nowhere = mock.patch.object(checkpoint, "FORMAT_VERSION", checkpoint.FORMAT_VERSION)  # changes nothing
+    nowhere = contextlib.nullcontext()
     return {
         "disk full on rank 1": mock.patch.object(torch, "save", side_effect=full) if rank == 1 else nowhere,
-        "a folder in the way on rank 1": mock.patch.object(checkpoint, "_prepare", _prepare_with_a_folder),
+        "a folder in the way on rank 1": mock.patch.object(checkpoint, "prepare", _prepare_with_a_folder),
         "disk full at the manifest": mock.patch.object(Path, "write_text", side_effect=full) if rank == 0 else nowhere,
     }
 
 
-_prepare = checkpoint._prepare
-
-
 def _prepare_with_a_folder(root: Path, step: int) -> tuple[str, str]:
-    name, writing = _prepare(root, step)
+    name, writing = prepare(root, step)
     (root / writing / "rank1.pt").mkdir()
     return name, writing
 

@@ -97,7 +97,7 @@ def test_when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay
     causes = {
         "disk full on rank 1": "could not write the checkpoint. rank 1: OSError: [Errno 28] No space left on device (",
         "a folder in the way on rank 1": "could not write the checkpoint. rank 1: ",
-        "disk full at the manifest": "could not put in place the checkpoint. rank 0: OSError: [Errno 28] No space left",
+        "disk full at the manifest": "could not put the checkpoint in place. rank 0: OSError: [Errno 28] No space left",
         "under a file": "could not prepare the checkpoint. rank 0: ",
         "steps that differ": "ranks disagree about the step: by rank 5, 6.",
     }

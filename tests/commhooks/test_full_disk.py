@@ -108,7 +108,7 @@ def test_where_only_an_old_checkpoint_cannot_be_removed_the_new_one_stays(
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", keep)
-        with pytest.raises(CheckpointError, match="could not remove those before the checkpoint. rank 0: PermissionE"):
+        with pytest.raises(CheckpointError, match="could not remove older checkpoints. rank 0: PermissionE"):
             save_checkpoint(tmp_path, step=2, model=MODEL, keep=1)
     loaded = load_checkpoint(tmp_path, model=MODEL)
     assert loaded is not None and loaded.step == 2

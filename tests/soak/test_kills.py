@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from commhooks import CheckpointError, LoadRules
-from commhooks.checkpoints.files import _all_in, _read
+from commhooks.checkpoints.contents import read_contents
+from commhooks.checkpoints.folder import checkpoints_in
 from tests.commhooks.ranks import run_ranks
 from tests.soak.places import PLACES
 from tests.soak.train_and_resume import read_arguments, train
@@ -70,10 +71,10 @@ class Watch:
         self.refused: list[str] = []
 
     def look(self) -> None:
-        for path in _all_in(self._root) if self._root.exists() else []:
+        for path in checkpoints_in(self._root) if self._root.exists() else []:
             for rank in range(WORLD_SIZE):
                 try:
-                    _read(path, rank, WORLD_SIZE, LoadRules())
+                    read_contents(path, rank, WORLD_SIZE, LoadRules())
                 except CheckpointError as error:
                     if path.exists():  # it may have been removed meanwhile, and made room for a newer one
                         self.refused.append(str(error))

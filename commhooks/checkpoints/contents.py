@@ -1,0 +1,161 @@
+"""Reading a checkpoint: every file is checked before it is unpickled, and every part before any is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.checkpoints.run import FORMAT_VERSION, Run, Saved
+from commhooks.errors import CheckpointError
+from commhooks.state.snapshot import LoadRules, Snapshot
+
+_IN_SHARED = {"step": int, "world_size": int, "model": dict, "extra": dict}
+_IN_OWN = {"step": int, "buffers": dict, "generators": dict}
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What one rank read from a checkpoint."""
+
+    shared: dict[str, Any]
+    own: dict[str, Any] | None
+    """This rank's own part; None if another number of ranks saved the checkpoint."""
+    hooks: Snapshot | None
+
+    def faults(self, run: Run, rules: LoadRules) -> list[str]:
+        """List everything that does not fit the run."""
+        found = _differing_tensors("model", self.shared["model"], run.model.state_dict())
+        for name, wanted in (("optimizer", run.optimizer), ("scaler", run.scaler), ("hooks", run.hooks)):
+            if wanted is not None and name not in self.shared:
+                found.append(f"it was saved without {name}=")
+        if run.optimizer is not None and "optimizer" in self.shared:
+            found += _differing_optimizers(self.shared, run.optimizer)
+        if run.scaler is not None and "scaler" in self.shared:
+            absent = run.scaler.state_dict().keys() - self.shared["scaler"].keys()
+            found += [f"scaler: checkpoint has no {name!r}" for name in sorted(absent)]
+        if run.hooks is not None and self.hooks is not None:
+            found += run.hooks.differences(self.hooks, rules)
+        if self.own is not None:
+            found += _differing_tensors("buffers", self.own["buffers"], run.buffers())
+            torch.Generator().set_state(self.own["generators"]["cpu"])  # raises if it is no generator's state
+        return found
+
+    def load_into(self, run: Run) -> None:
+        """Load everything but the hook's state."""
+        run.model.load_state_dict(self.shared["model"])
+        if run.optimizer is not None:
+            run.optimizer.load_state_dict(self.shared["optimizer"])
+        if run.scaler is not None:
+            run.scaler.load_state_dict(self.shared["scaler"])
+        if self.own is None:
+            return
+        with torch.no_grad():
+            for name, buffer in run.buffers().items():
+                buffer.copy_(self.own["buffers"][name])
+        torch.set_rng_state(self.own["generators"]["cpu"])
+        if "cuda" in self.own["generators"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.own["generators"]["cuda"])
+
+
+def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> Contents:
+    """Read what one of `world_size` ranks needs; raise `CheckpointError` if any of it is damaged."""
+    files = _read_manifest(path)
+    shared = _read_file(path / "shared.pt", files, _IN_SHARED)
+    saved_size = shared["world_size"]  # not the manifest's, which has no checksum
+    same_size = saved_size == world_size
+    wanted = range(rank, rank + 1) if same_size else range(saved_size if rules.spreads else 0)
+    parts = {number: _read_file(path / f"rank{number}.pt", files, _IN_OWN) for number in wanted}
+    for number, part in parts.items():
+        if part["step"] != shared["step"]:
+            raise CheckpointError(
+                f"{path / f'rank{number}.pt'} is of step {part['step']}, and shared.pt of step {shared['step']}: they "
+                "are of two checkpoints."
+            )
+    hooks = None
+    if "hooks" in shared:
+        try:
+            local = [part.get("hooks", {}).get("local", {}) for part in parts.values()]
+            together = {key: held for one in local for key, held in one.items()}
+            hooks = Snapshot.from_dict(shared["hooks"] | {"local": together})
+        except (CheckpointError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+    return Contents(shared, parts[rank] if same_size else None, hooks)
+
+
+def _read_manifest(path: Path) -> dict[str, int]:
+    """Return the bytes of each file, by name."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        version, files = manifest["format_version"], manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / 'manifest.json'} cannot be read ({type(error).__name__}: {error}).") from error
+    if version != FORMAT_VERSION or not isinstance(files, dict):
+        raise CheckpointError(
+            f"{path} was saved in format {version!r}; this version of commhooks reads format {FORMAT_VERSION}."
+        )
+    return files
+
+
+def _read_file(path: Path, sizes: Mapping[str, int], wanted: Mapping[str, type]) -> dict[str, Any]:
+    """Read one file, after checking its size and checksums; it must hold entries of these types."""
+    expected = sizes.get(path.name)
+    try:
+        size = path.stat().st_size
+        if size != expected:
+            raise CheckpointError(f"{path} has {size} bytes, and the manifest says {expected}: it was cut or changed.")
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong.")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as error:  # PyTorch's own text would tell the user how to execute the file's content
+        raise CheckpointError(
+            f"{path} holds something that torch.load refuses at its defaults: save_checkpoint has not written this."
+        ) from error
+    except Exception as error:  # whatever a damaged or hostile file does to the reader
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
+    if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(f"{path} is no part of a checkpoint of format {FORMAT_VERSION}.")
+    wrong = [name for name, kind in wanted.items() if not isinstance(content.get(name), kind)]
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: it has no {', '.join(wrong)}, or of another type.")
+    return content
+
+
+def _differing_tensors(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    found = [f"{what}: checkpoint has no {name!r}" for name in now if name not in saved]
+    found += [f"{what}: checkpoint has {name!r}, which the model has not" for name in saved if name not in now]
+    for name, tensor in now.items():
+        theirs, ours = (tuple(t.shape) if isinstance(t, Tensor) else None for t in (saved.get(name), tensor))
+        if name in saved and theirs != ours:
+            found.append(f"{what}: {name!r} was saved with shape {theirs}, now {ours}")
+    return found
+
+
+def _differing_optimizers(shared: Mapping[str, Any], optimizer: Saved) -> list[str]:
+    """Compare the optimizers' classes, then their parameter groups; a group may have gained no option since."""
+    theirs, ours = shared.get("optimizer_class"), type(optimizer).__name__
+    if theirs != ours:
+        return [f"optimizer: saved from {theirs}, now {ours}"]
+    saved, now = (state.get("param_groups", ()) for state in (shared["optimizer"], optimizer.state_dict()))
+    if len(saved) != len(now):
+        return [f"optimizer: saved with {len(saved)} groups of parameters, now {len(now)}"]
+    found = []
+    for number, (then, here) in enumerate(zip(saved, now, strict=True)):
+        before, after = (group.keys() - {"params"} for group in (then, here))
+        if len(then["params"]) != len(here["params"]) or not after <= before:
+            found.append(
+                f"optimizer: group {number} was saved with {len(then['params'])} parameters and the options "
+                f"{', '.join(sorted(before))}, now {len(here['params'])} and {', '.join(sorted(after))}"
+            )
+    return found

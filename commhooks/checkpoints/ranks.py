@@ -1,0 +1,53 @@
+"""The ranks that save or load a checkpoint together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.nn import Module
+
+from commhooks.errors import CheckpointError
+
+Value = TypeVar("Value")
+
+
+class Ranks:
+    """The ranks of a model's process group: what fails on one of them raises on all."""
+
+    def __init__(self, model: Module) -> None:
+        group: Any = getattr(model, "process_group", None)
+        self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
+        self.rank = 0 if self._group is None else dist.get_rank(self._group)
+        self.world_size = 1 if self._group is None else dist.get_world_size(self._group)
+
+    def gather(self, what: str, act: Callable[[], Value]) -> list[Any]:
+        """Return what `act` returned on every rank, by rank; if it fails on any, raise `CheckpointError` on all.
+
+        `what` is the purpose that the error names: "could not ...".
+        """
+        done: tuple[Any, str | None]
+        error: Exception | None = None
+        try:
+            done = act(), None
+        except Exception as failure:
+            error, done = failure, (None, f"{type(failure).__name__}: {failure}")
+        told = [done]
+        if self._group is not None:
+            told = [done] * self.world_size
+            dist.all_gather_object(told, done, group=self._group)
+        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text is not None]
+        if failed:
+            raise CheckpointError(f"could not {what}. " + " ".join(failed)) from error
+        return [value for value, _ in told]
+
+    def each(self, what: str, act: Callable[[], Value]) -> Value:
+        """Return what `act` returned on this rank, without sending it; failures raise as in `gather`."""
+        kept: list[Value] = []
+        self.gather(what, lambda: kept.append(act()))
+        return kept[0]
+
+    def first(self, what: str, act: Callable[[], Any]) -> Any:
+        """Return what `act` returned on rank 0, the only one that calls it; failures raise as in `gather`."""
+        return self.gather(what, lambda: act() if self.rank == 0 else None)[0]

@@ -1,0 +1,111 @@
+"""A training run as a checkpoint sees it: the parts that are saved, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from commhooks.errors import CheckpointError
+from commhooks.state.snapshot import LoadRules, Snapshot
+
+FORMAT_VERSION = 1
+_PLAIN = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
+_SEQUENCES = (list, tuple, set, torch.Size)
+_MAPPINGS = (dict, OrderedDict, Counter)
+
+
+class Saved(Protocol):
+    """Anything with a `state_dict`: a `torch.optim.Optimizer`, `torch.amp.GradScaler`, learning-rate scheduler, ..."""
+
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...  # noqa: D102
+
+
+class HookState(Protocol):
+    """An `Attachment` or a `PowerSGDState`."""
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]: ...  # noqa: D102
+    def snapshot(self) -> Snapshot: ...  # noqa: D102
+    def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]: ...  # noqa: D102
+    def load_state_dict(  # noqa: D102
+        self,
+        state: Mapping[str, Any] | CheckpointError,
+        *,
+        world_size: str = ...,
+        settings: str = ...,
+        missing: str = ...,
+    ) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What `save_checkpoint` saves and `load_checkpoint` loads into."""
+
+    ddp: Module
+    optimizer: Saved | None
+    scaler: Saved | None
+    hooks: HookState | None
+
+    @property
+    def model(self) -> Module:
+        """The module within the DDP, or the module itself if it is not wrapped."""
+        inner = getattr(self.ddp, "module", None)
+        return inner if isinstance(inner, Module) and hasattr(self.ddp, "register_comm_hook") else self.ddp
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are in the model's state_dict; others may be caches, of any shape."""
+        kept = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
+
+    def own_part(self, snapshot: Snapshot | None, step: int) -> dict[str, Any]:
+        """Return what each rank saves for itself: its residuals, buffers and random number generators."""
+        generators = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            generators["cuda"] = torch.cuda.get_rng_state()
+        part: dict[str, Any] = {"format_version": FORMAT_VERSION, "step": step, "generators": generators}
+        part["buffers"] = self.buffers()
+        return part if snapshot is None else part | {"hooks": {"local": snapshot.as_dict()["local"]}}
+
+    def shared_part(
+        self, snapshot: Snapshot | None, step: int, world_size: int, extra: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return what is the same on every rank; raise `CheckpointError` if it holds anything but plain data."""
+        part: dict[str, Any] = {"format_version": FORMAT_VERSION, "step": step, "world_size": world_size}
+        part["model"] = self.model.state_dict()
+        for name, saved in (("optimizer", self.optimizer), ("scaler", self.scaler)):
+            if saved is not None:
+                part[name] = saved.state_dict()
+        part["optimizer_class"] = type(self.optimizer).__name__
+        if snapshot is not None:
+            part["hooks"] = snapshot.as_dict() | {"local": {}}
+        part["extra"] = dict(extra)
+        _require_plain("", part)
+        return part
+
+
+def _require_plain(where: str, value: object) -> None:
+    """Raise `CheckpointError` for what `torch.load` would reject at its defaults: when loading it would be too late."""
+    plain = True
+    if type(value) in _MAPPINGS:
+        for key, held in value.items():  # type: ignore[attr-defined]  # "object" has no attribute "items"
+            _require_plain(f"a key of {where}", key)
+            _require_plain(f"{where}[{key!r}]", held)
+    elif type(value) in _SEQUENCES:
+        for number, held in enumerate(value):  # type: ignore[arg-type]  # "object" is not Iterable
+            _require_plain(f"{where}[{number}]", held)
+    elif isinstance(value, Tensor):
+        plain = type(value) in (Tensor, torch.nn.Parameter, *torch.serialization.get_safe_globals())
+    else:
+        plain = type(value) in _PLAIN  # not isinstance: numpy's float64 is a float, and torch.load rejects it
+    if not plain:
+        raise CheckpointError(
+            f"{where} must be plain data, which torch.load takes at its defaults: tensors, numbers, texts, lists, "
+            f"dictionaries (got {type(value).__module__}.{type(value).__qualname__})."
+        )
