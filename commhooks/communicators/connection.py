@@ -1,8 +1,8 @@
-"""One attachment's own line to the other ranks: a private process group, and where it is opened.
+"""An attachment's private process group: its address in the parent group's store, and how it is opened and closed.
 
-Collectives pair up across ranks by the order in which they are issued, so nobody else may issue any on this group:
-not a second model, not the user's own backward pass. Nobody else holds a reference to it either, for dropping the
-last one is what wakes the peers when this rank fails (`abort` and `shutdown` wake nobody on Gloo).
+Collectives pair up across ranks by the order in which they are issued, so nothing else may issue any on this group:
+not a second model, not the user's own backward pass. Nothing else may hold a reference to it either: dropping the last
+one is what wakes the peers when this rank fails (on Gloo `abort` and `shutdown` wake nobody).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import time
 import weakref
 from collections import Counter
@@ -31,21 +32,21 @@ WrapCommunicator = Callable[[Communicator], Communicator]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 OPENING_SECONDS = 2.0
-"""How much longer than the group's timeout opening may take: Gloo, which keeps that timeout, says more."""
+"""How much longer than the group's timeout opening may take: Gloo raises at that timeout, with a better message."""
 SWAP_SECONDS = 10.0
-"""How long ranks that disagree wait for each other's texts."""
+"""How long ranks that disagree wait for each other's fingerprints."""
 _POLL_SECONDS = 0.01
-"""How often a rank that waits in the store looks for the others, at first."""
+"""How often a rank that waits in the store looks for the others at first."""
 _LONGEST_POLL_SECONDS = 0.2
-"""And if it takes them long: the store answers many ranks."""
+"""How often it looks later: one store answers all ranks, and polling at the first pace would keep it busy."""
 
 _private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-"""How many private groups each parent has, by label; every rank makes those of one label in the same order."""
+"""The number of private groups of each parent, by label; every rank makes those of one label in the same order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Hold what a private group is made from, without holding the parent group itself."""
+    """Everything that a private group is made from, without a reference to the parent group itself."""
 
     store: Store
     rank: int
@@ -55,7 +56,7 @@ class Address:
 
     @classmethod
     def under(cls, parent: dist.ProcessGroup, label: str) -> Address:
-        """Take the parent's next number under `label`; every rank of the parent must do so in the same order.
+        """Return the address of the next private group under `label`; every rank must ask in the same order.
 
         Raises `AttachError` if the parent has no name, or no store.
         """
@@ -67,12 +68,12 @@ class Address:
         return cls(store, parent.rank(), parent.size(), _timeout_of(parent), StoreThread(store))
 
     def noticeboard(self) -> Noticeboard:
-        """Return the noticeboard of the ranks that meet here."""
+        """Return the noticeboard of the ranks of this group."""
         return Noticeboard(self.store, self.store_thread, self.rank, self.world_size)
 
 
 class Connection:
-    """A private Gloo group that carries requests, and the noticeboard beside it."""
+    """A private Gloo group that carries requests."""
 
     def __init__(
         self,
@@ -87,20 +88,20 @@ class Connection:
         self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
         self.timeout = address.timeout.total_seconds()
 
-    def agree(self, terms: str, wait: Callable[[Pending], None]) -> None:
-        """Return if every rank comes with the same terms; see `Agreements.agree`."""
+    def agree(self, fingerprint: str, wait: Callable[[Pending], None]) -> None:
+        """Return if every rank passes the same fingerprint; see `Agreements.agree`."""
         assert self._agreements is not None, "the connection was closed"
-        self._agreements.agree(terms, wait)
+        self._agreements.agree(fingerprint, wait)
 
     @property
     def group(self) -> object:
-        """The private group; None when it was dropped."""
+        """The private group; None once it was dropped."""
         return self._carrier.group if self._carrier is not None else None
 
     def close(self, patience_seconds: float) -> bool:
         """Drop the group, which wakes every peer that waits for this rank; return False if its work does not end.
 
-        A Gloo group's destructor waits for its pending work, so a group with some left is kept.
+        The destructor of a Gloo group waits for pending work, so a group that has some left is kept.
         """
         if self._carrier is None:
             return True
@@ -117,10 +118,10 @@ class Connection:
 def open_connection(
     address: Address, wrap: WrapCommunicator | None = None, hook_timeout: float | None = None
 ) -> Connection:
-    """Open a private Gloo group at `address`; blocks until every rank has come, or the address's timeout has passed.
+    """Open a private Gloo group at `address`; block until every rank has come, or the address's timeout has passed.
 
-    The group for sparse sums is opened by the first of them, and may take `hook_timeout`. Raises `CollectiveError`,
-    naming the ranks that have not come, or the store if it does not answer.
+    The first sparse sum opens another group for itself, within `hook_timeout`. Raises `CollectiveError`, which names
+    the ranks that have not come, or the store if it does not answer.
     """
     patience = address.timeout.total_seconds()
     group = _open_group(address, patience)
@@ -130,7 +131,7 @@ def open_connection(
 
 
 def _open_group(address: Address, patience: float, devices: list[Any] | None = None) -> ProcessGroupGloo:
-    """Return a group when every rank has come; with `devices` the one for sparse sums, beside an open one."""
+    """Return a group once every rank has come; with `devices`, those of the open group, the one for sparse sums."""
     store = address.store if devices is None else PrefixStore("sparse", address.store)
     limit = patience + OPENING_SECONDS
     address.store_thread.call(functools.partial(_meet, address, store, patience), limit)
@@ -140,15 +141,15 @@ def _open_group(address: Address, patience: float, devices: list[Any] | None = N
 def _meet(address: Address, store: Store, patience: float) -> None:
     """Wait for every rank; runs on the store's thread.
 
-    Gloo would wait too, but for one rank after the other and each time as long as the timeout: of a call that takes
-    longer than that nobody could say whether ranks or the store keep it waiting.
+    Gloo would wait too, but for one rank after the other, each time as long as the timeout. Once a call took longer
+    than that, nobody could tell whether a rank or the store itself kept it waiting.
     """
     board = address.noticeboard()
-    store.set(_came(address.rank), "")
-    keys = [_came(rank) for rank in range(address.world_size)]
+    keys = [f"came/{rank}" for rank in range(address.world_size)]
+    store.set(keys[address.rank], "")
     deadline = time.monotonic() + patience
     pause = _POLL_SECONDS
-    while not store.check(keys):  # not wait(): one that blocks keeps all others from the store
+    while not store.check(keys):  # not wait(): while it blocks, no other call of this process reaches the store
         cause = board.look()
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
@@ -156,19 +157,19 @@ def _meet(address: Address, store: Store, patience: float) -> None:
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])] if late else []
         if absent:
             raise CollectiveError(
-                f"no line to every rank could be opened within {patience:g} s. "
-                f"Not there: rank {', '.join(map(str, absent))}."
+                f"could not connect to every rank within {patience:g} s. Missing: rank {', '.join(map(str, absent))}."
             )
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)
 
 
 def _make_group(address: Address, store: Store, devices: list[Any] | None) -> ProcessGroupGloo:
-    """Make the group, when every rank has come; runs on the store's thread.
+    """Make the group, once every rank has come; runs on the store's thread.
 
-    The one for sparse sums runs one collective at a time: Gloo's sum of sparse tensors corrupts the heap if another
-    collective of its group ends at the same moment. A group's threads write the name of what ended into one string,
-    without a lock, and this name alone is too long to lie in place (PyTorch 2.13; tests/commhooks/test_sparse.py).
+    The group for sparse sums has one thread, so it runs one collective at a time: Gloo's sum of sparse tensors corrupts
+    the heap if another collective of its group ends at the same moment. A group's threads write the name of what ended
+    into one string, without a lock, and this is the one name too long for the string's inline buffer (PyTorch 2.13;
+    tests/commhooks/test_sparse.py).
     """
     try:
         if devices is None:
@@ -177,21 +178,14 @@ def _make_group(address: Address, store: Store, devices: list[Any] | None) -> Pr
         options._devices, options._timeout, options._threads = devices, address.timeout, 1
         return ProcessGroupGloo(store, address.rank, address.world_size, options)
     except RuntimeError as error:
-        raise CollectiveError(f"no line to every rank could be opened: {error}.") from error
-
-
-def _came(rank: int) -> str:
-    return f"came/{rank}"
-
-
-def _wait_without_limit(pending: Pending) -> None:
-    pending.wait()
+        raise CollectiveError(f"could not connect to every rank: {error}.") from error
 
 
 class Agreements:
-    """Compare texts that must be the same on every rank: digests over `carrier`, on `device`.
+    """Comparisons of fingerprints, texts that must be the same on every rank.
 
-    Only if digests differ do the texts themselves travel, through the store.
+    Digests are gathered over `carrier`, on `device`. Only if they differ are the texts themselves exchanged, through
+    the store, so that the error can say who differs in what.
     """
 
     def __init__(self, carrier: ProcessGroupCommunicator, address: Address, device: torch.device | None = None) -> None:
@@ -200,42 +194,39 @@ class Agreements:
         self._device = device
         self._asked = 0
 
-    def agree(self, terms: str, wait: Callable[[Pending], None] = _wait_without_limit) -> None:
-        """Return if every rank comes with the same `terms`; raise `AttachError`, saying who differs in what."""
-        store = PrefixStore(f"terms {self._asked}", self._address.store)
+    def agree(self, fingerprint: str, wait: Callable[[Pending], None] = lambda pending: pending.wait()) -> None:
+        """Return if every rank passes the same fingerprint; raise `AttachError`, which says who differs in what."""
+        store = PrefixStore(f"fingerprint {self._asked}", self._address.store)
         self._asked += 1
-        digest = torch.tensor(list(hashlib.blake2b(terms.encode(), digest_size=32).digest()), dtype=torch.uint8)
+        digest = torch.tensor(list(hashlib.blake2b(fingerprint.encode(), digest_size=32).digest()), dtype=torch.uint8)
         pending = self._carrier.start(AllGather(digest.to(self._device)))
         wait(pending)
         if bool((pending.result.cpu() == digest).all()):
             return
-        swap = functools.partial(_swap_texts, store, terms, self._carrier.rank, self._carrier.world_size)
-        theirs = self._address.store_thread.call(swap, SWAP_SECONDS + ANSWER_SECONDS)
-        raise AttachError("ranks disagree. " + _first_difference(theirs))
+        swap = functools.partial(_swap, store, fingerprint, self._carrier.rank, self._carrier.world_size)
+        every = self._address.store_thread.call(swap, SWAP_SECONDS + ANSWER_SECONDS)
+        raise AttachError("ranks disagree. " + _first_difference(every))
 
 
-def _swap_texts(store: Store, own: str, rank: int, world_size: int) -> list[str]:
-    """Return every rank's text; runs on the store's thread."""
+def _swap(store: Store, own: str, rank: int, world_size: int) -> list[str]:
+    """Return every rank's fingerprint; runs on the store's thread."""
     keys = [str(other) for other in range(world_size)]
     store.set(keys[rank], own)
     deadline = time.monotonic() + SWAP_SECONDS
     while not store.check(keys):
         if time.monotonic() > deadline:
-            raise AttachError("ranks disagree, and not all of them said what they came with.")
+            raise AttachError(f"ranks disagree, and not all of them said in what within {SWAP_SECONDS:g} s.")
         time.sleep(_POLL_SECONDS)
     return [store.get(key).decode() for key in keys]
 
 
-def _first_difference(terms: list[str]) -> str:
-    for rank, text in enumerate(terms):
-        if text != terms[0]:
-            ours, theirs = terms[0].splitlines(), text.splitlines()
-            line = next(
-                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-            )
-            first, other = (lines[line] if line < len(lines) else "nothing more" for lines in (ours, theirs))
-            return f"Rank 0 has: {first}. Rank {rank} has: {other}."
-    raise AssertionError("digests differ but texts do not")
+def _first_difference(fingerprints: list[str]) -> str:
+    ours = fingerprints[0].split("\n")
+    for rank, fingerprint in enumerate(fingerprints):
+        for first, other in itertools.zip_longest(ours, fingerprint.split("\n"), fillvalue="nothing more"):
+            if first != other:
+                return f"Rank 0 has: {first}. Rank {rank} has: {other}."
+    raise AssertionError("digests differ but fingerprints do not")
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -1,7 +1,7 @@
-"""What a forked process must leave alone: its parent's process groups.
+"""A forked process must not destroy its parent's process groups.
 
-A fork has no threads but the one that forked. The destructor of a Gloo group joins the group's threads, so a forked
-process that destroyed one, be it at its own `sys.exit()`, would hang or crash.
+A fork has only the thread that forked. The destructor of a Gloo group joins the group's threads, so a forked process
+that destroyed one, even at its own `sys.exit()`, would hang or crash.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from torch.distributed import distributed_c10d
 
 
 def keep_groups(private: Iterable[object]) -> None:
-    """Keep torch.distributed's groups, and `private` ones, to the end of this process, a forked one: leak them."""
+    """Leak torch.distributed's groups, and `private` ones, so that this forked process never destroys them."""
     for group in (*distributed_c10d._world.pg_map, *private):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

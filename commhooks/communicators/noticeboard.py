@@ -1,8 +1,8 @@
-"""The store that ranks share, called from one thread only, so that nobody waits for a store that does not answer.
+"""Failures are told through the store that ranks share; one thread calls it, so a silent store blocks nobody else.
 
 A store whose host is stopped, or whose cable is pulled, never answers a call, and none of the store's own timeouts
-applies to the wait for an answer. So whoever waits for a collective, or completes a future, hands its calls to this
-thread and waits for them a bounded time, or not at all.
+limits that wait. So a thread that waits for a collective or completes a future never calls the store itself: it passes
+its calls to the store's thread, and waits for the answer a bounded time, or not at all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from commhooks.errors import CollectiveError, CommHooksError
 Answer = TypeVar("Answer")
 
 ANSWER_SECONDS = 1.0
-"""How long the store, or a rank that is asked whether it is there, may take to answer."""
+"""How long the store may take to answer, or a rank that is asked whether it is still there."""
 
 _FAILURE_KEY = "failure"
 _ROLL_CALL_KEY = "roll-call"
@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.02
 
 
 class SilentStoreError(CollectiveError):
-    """Raised for a call to the store that was not answered in time, or whose connection broke."""
+    """A call to the store was not answered in time, or its connection broke."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,10 @@ class _Call:
 
 
 class StoreThread:
-    """A daemon thread that calls `store`, one call after the other; it starts with the first one.
+    """A daemon thread that calls `store`, one call after the other; the first call starts it.
 
-    A call that is never answered blocks those behind it, which then time out as well. The thread is left behind where
-    it stands: nothing can wake it, and a daemon holds up the end of the process no longer than `ANSWER_SECONDS`.
+    A call that is never answered blocks those behind it, which then time out as well. Nothing can wake such a thread,
+    so it is abandoned; as a daemon it delays the end of the process by no more than `ANSWER_SECONDS`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -58,11 +58,11 @@ class StoreThread:
         _threads.add(self)
 
     def submit(self, run: Callable[[], Answer]) -> concurrent.futures.Future[Answer]:
-        """Return the future of `run()`, which the thread calls when it has done what it was given before.
+        """Return the future of `run()`, which the thread calls after everything submitted before.
 
-        A call that fails, for the store is gone, fails the future with `SilentStoreError`.
+        If the store is gone, the future fails with `SilentStoreError`.
         """
-        if os.getpid() != self._process:  # a fork has no thread, and shares its parent's connection to the store
+        if os.getpid() != self._process:  # a fork lacks the thread, and shares its parent's connection to the store
             raise SilentStoreError("this process was forked from the one that opened the store.")
         with self._starting:  # on NCCL the training thread and the watch both call
             if self._thread is None:
@@ -84,7 +84,7 @@ class StoreThread:
             raise SilentStoreError(f"{self._where} does not answer: its host has stopped, or is cut off.") from None
 
     def close(self) -> None:
-        """Let the thread end after the calls that it was given."""
+        """Let the thread end after the calls that were submitted."""
         self._calls.put(None)
 
     def join(self, seconds: float) -> None:
@@ -99,31 +99,34 @@ class StoreThread:
             except CommHooksError as error:
                 call.answer.set_exception(error)
             except RuntimeError as error:  # a DistError: the process that held the store has ended
-                call.answer.set_exception(SilentStoreError(f"{self._where} does not answer: {_first_line(error)}."))
-            except BaseException as error:  # whatever it is: somebody waits for the answer
+                text = str(error).strip() or type(error).__name__
+                why = text.splitlines()[0].rstrip(".")  # many lines of a C++ backtrace follow
+                call.answer.set_exception(SilentStoreError(f"{self._where} does not answer: {why}."))
+            except BaseException as error:  # whatever it is: another thread waits for the answer
                 call.answer.set_exception(error)
-            del call  # its future may hold the last reference to a process group
+            del call  # its future may hold the last reference to a process group, until the next call comes
 
 
 class Noticeboard:
-    """One attachment's part of the store, where a rank that fails tells the others why.
+    """One attachment's part of the store, in which a failing rank tells the others why.
 
-    Methods but `look` return at once, or after `ANSWER_SECONDS` and a little at most; the store itself is called by
-    `store_thread`.
+    Except for `look`, which `store_thread` runs, methods return at once or after about `ANSWER_SECONDS` (`silent_ranks`
+    after twice that).
     """
 
     def __init__(self, store: Store, store_thread: StoreThread, rank: int, world_size: int) -> None:
         self._store = store
         self._thread = store_thread
         self._rank = rank
-        self._ranks = range(world_size)
+        self._here = [f"here/{rank}" for rank in range(world_size)]
+        """The keys by which ranks answer a roll call."""
         self._look: concurrent.futures.Future[str | None] | None = None
         self._found: str | None = None
 
     def failure(self) -> str | None:
-        """Return why some rank failed, as far as is known by now, and look anew in the background.
+        """Return why some rank failed, as far as is known by now, and look again in the background.
 
-        Raises `SilentStoreError` if the store is gone; it may be silent for a while.
+        Raises `SilentStoreError` if the store is gone, but not if it is merely silent: it may answer again.
         """
         if self._found is None and (self._look is None or self._look.done()):
             look, self._look = self._look, self._thread.submit(self.look)
@@ -133,30 +136,30 @@ class Noticeboard:
     def failure_now(self) -> str | None:
         """Look at once, and return why some rank failed; raise `SilentStoreError` if the store does not answer."""
         if self._found is None:
-            if self._look is None or self._look.done():  # one under way asks the same question
+            if self._look is None or self._look.done():  # a look under way answers the same question
                 self._look = self._thread.submit(self.look)
             self._found = self._thread.result(self._look, ANSWER_SECONDS)
         return self._found
 
     def silent_ranks(self) -> list[int]:
-        """Tell the others that this rank is there, and return those that do not tell so within a second.
+        """Call the roll, and return the ranks that do not answer within `ANSWER_SECONDS`.
 
-        A Gloo collective that fails does not say whose process is gone; the ranks that failed with it, or still wait,
-        do by answering. Raises `SilentStoreError` if the store does not answer.
+        A Gloo collective that fails does not say whose process is gone, but every rank that failed with it, or still
+        waits, answers a roll call. Raises `SilentStoreError` if the store does not answer.
         """
         return self._thread.call(self._call_the_roll, 2 * ANSWER_SECONDS)
 
     def post(self, cause: str) -> None:
-        """Tell the others why this rank fails, unless one of them told a reason first. Raises nothing."""
+        """Tell the others why this rank fails, unless another reason was told first. Raises nothing."""
         done = self._thread.submit(lambda: self._store.compare_set(_FAILURE_KEY, "", cause))
         concurrent.futures.wait([done], ANSWER_SECONDS)
 
     def look(self) -> str | None:
-        """Return the reason that was told, and answer a rank that calls the roll; for the store's thread alone."""
+        """Return the reason that was told, and answer a roll call; runs on the store's thread."""
         if self._store.check([_FAILURE_KEY]):
             return str(self._store.get(_FAILURE_KEY).decode())
         if self._store.check([_ROLL_CALL_KEY]):
-            self._store.set(_here(self._rank), "")
+            self._store.set(self._here[self._rank], "")
         return None
 
     def close(self) -> None:
@@ -166,10 +169,10 @@ class Noticeboard:
     def _call_the_roll(self) -> list[int]:
         deadline = time.monotonic() + ANSWER_SECONDS
         self._store.set(_ROLL_CALL_KEY, "")
-        self._store.set(_here(self._rank), "")
-        while time.monotonic() < deadline and not self._store.check([_here(rank) for rank in self._ranks]):
+        self._store.set(self._here[self._rank], "")
+        while time.monotonic() < deadline and not self._store.check(self._here):
             time.sleep(_POLL_SECONDS)
-        return [rank for rank in self._ranks if not self._store.check([_here(rank)])]
+        return [rank for rank, key in enumerate(self._here) if not self._store.check([key])]
 
 
 _threads: weakref.WeakSet[StoreThread] = weakref.WeakSet()
@@ -177,7 +180,7 @@ _threads: weakref.WeakSet[StoreThread] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """Let calls come back while the interpreter stands; of one that does so later, the process dies by SIGABRT."""
+    """Let pending calls return while the interpreter still stands: one that returns later ends in SIGABRT."""
     deadline = time.monotonic() + ANSWER_SECONDS
     left = list(_threads)
     for store_thread in left:
@@ -187,19 +190,10 @@ def _end_all() -> None:
 
 
 def address_of(store: Store) -> str:
-    """Return what messages call a store: "the store at host:port" of a `TCPStore`, otherwise its type."""
+    """Return what errors call a store: "the store at host:port" for a `TCPStore`, otherwise its path or type."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host, port, path = (getattr(store, name, None) for name in ("host", "port", "path"))
     if host is not None and port is not None:
         return f"the store at {host}:{port}"
     return f"the store in {path}" if path else f"the store, a {type(store).__name__},"
-
-
-def _here(rank: int) -> str:
-    return f"here/{rank}"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".")

@@ -1,8 +1,8 @@
-"""What must be known of the process group that a hook works for, whoever wrote that group.
+"""The name, store and backend of the process group that a hook works for, whoever wrote that group.
 
-Groups of `torch.distributed` know their name and store themselves. A subclass of `ProcessGroup` written in Python (to
-manage ranks that come and go, to count, to log) often knows neither; if it was made with `torch.distributed.new_group`,
-the tables there do.
+Groups of `torch.distributed` know their name and store. A subclass of `ProcessGroup` written in Python (to manage ranks
+that come and go, to count, to log) often knows neither; if it was made with `torch.distributed.new_group`, they are in
+the tables of `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def name_and_store(group: dist.ProcessGroup) -> tuple[str, Store]:
     if store is None and group in tables.pg_map:
         store = tables.pg_map[group][1]
         known = tables.pg_group_ranks.get(group, {})
-        if len(known) != group.size():  # a manager of its own: the others would never come to this store
+        if len(known) != group.size():  # it manages ranks itself, and those unknown here would never use this store
             raise AttachError(
                 f"{_describe(group)} has {group.size()} ranks, but torch.distributed knows {len(known)} of them, so "
                 f"it has no store in which all could meet: {_REMEDY}."

@@ -146,7 +146,7 @@ def test_ranks_that_come_late_are_not_taken_for_a_store_that_is_silent() -> None
         one.start()
     for one in ranks:
         one.join()
-    own = "no line to every rank could be opened within 1 s. Not there: rank 2."
+    own = "could not connect to every rank within 1 s. Missing: rank 2."
     assert told == {0: own, 1: f"another rank failed: rank 0: {own}"}
 
 

@@ -128,7 +128,7 @@ def test_detaching_after_an_error_ends_the_thread_and_leaves_the_users_error_alo
 def test_attaching_alone_names_the_rank_that_does_not_come() -> None:
     outside, absent = run_ranks(on_every_rank.attach_alone, 2, check_exit=False)[0]
     assert "expected a process group that this rank belongs to" in outside
-    assert absent.startswith("CollectiveError: rank 0: ") and "Not there: rank 1." in absent
+    assert absent.startswith("CollectiveError: rank 0: ") and "Missing: rank 1." in absent
 
 
 @both_ddps
