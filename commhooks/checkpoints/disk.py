@@ -1,7 +1,7 @@
-"""Writing files so that an error names the file, and the cause.
+"""Writing files so that errors name the file and the cause.
 
-The system's own error for a full disk names no file, and `torch.save(content, path)` turns it into "[enforce fail at
-inline_container.cc]", without a cause (tests/commhooks/test_full_disk.py).
+The operating system's error for a full disk names no file, and `torch.save(content, path)` turns it into "[enforce fail
+at inline_container.cc]", without a cause (tests/commhooks/test_full_disk.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 class _File:
-    """A file as `torch.save` needs one. It keeps the error that a write ended with: torch may raise another."""
+    """A file for `torch.save`. It keeps the first error of a write: PyTorch may raise another one instead."""
 
     def __init__(self, descriptor: int) -> None:
         self.error: OSError | None = None
@@ -59,7 +59,7 @@ class _File:
     def write(self, data: bytes) -> int:
         left = memoryview(data).cast("B")
         try:
-            while left:  # a disk that is nearly full takes a part
+            while left:  # a nearly full disk takes only a part
                 left = left[os.write(self._descriptor, left) :]
         except OSError as error:
             self.error = self.error or error
@@ -81,7 +81,7 @@ def _save(content: dict[str, Any], file: _File) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Give an `OSError` from within the path it lacks, and what is left where a disk is full."""
+    """Add the path to an `OSError` from within, and the space that is left if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -89,10 +89,6 @@ def _named(path: Path) -> Iterator[None]:
             raise
         text = error.strerror or os.strerror(error.errno)
         with contextlib.suppress(OSError):  # the folder itself may be gone
-            text += f" ({_free(path.parent)} bytes free)" if error.errno in _FULL else ""
+            disk = os.statvfs(path.parent)
+            text += f" ({disk.f_bavail * disk.f_frsize} bytes free)" if error.errno in _FULL else ""
         raise OSError(error.errno, text, str(path)) from error
-
-
-def _free(folder: Path) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize

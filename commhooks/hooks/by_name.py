@@ -15,11 +15,11 @@ from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, power
 
 @dataclasses.dataclass(frozen=True)
 class _Registration:
-    """Register one hook; called as the values of PyTorch's `DDPCommHookType` are, `(model=model, state=group)`."""
+    """A function that registers one hook, called like the values of PyTorch's `DDPCommHookType`."""
 
     hook: AnyHook
     rank: int | None = None
-    """PowerSGD's; None for the hooks whose state is the process group itself. Lower: smaller messages."""
+    """PowerSGD's rank; None for hooks whose state is the process group itself. Lower: smaller messages."""
 
     def __call__(self, model: Module, state: dist.ProcessGroup | None = None) -> None:
         if not hasattr(model, "register_comm_hook"):
@@ -37,10 +37,10 @@ class _Registration:
 
 
 class DDPCommHookType(enum.Enum):
-    """Name the hooks that `register_ddp_comm_hook` registers: those of PyTorch's enumeration but two.
+    """The hooks that `register_ddp_comm_hook` registers: those of PyTorch's enumeration but two.
 
     QUANTIZE_PER_TENSOR and QUANTIZE_PER_CHANNEL are missing, since there is no quantising compressor here yet.
-    PowerSGD has its defaults but for the rank, so its first 1,000 steps are a plain all-reduce.
+    PowerSGD has its defaults except for the rank, so its first 1,000 steps are a plain all-reduce.
     """
 
     ALLREDUCE = _Registration(allreduce_hook)
@@ -61,15 +61,12 @@ def register_ddp_comm_hook(
     `state` is the process group to average over, None for the default one; PowerSGD's own state is made from it.
     Raises `HookTypeError`, a `TypeError`, if one of the three is of another type.
     """
-    _check_type(comm_hook_type)
-    comm_hook_type.value(model=model, state=state)
-
-
-def _check_type(given: object) -> None:
+    given: object = comm_hook_type
     if not isinstance(given, DDPCommHookType):
         kind = type(given)
         raise HookTypeError(
             "register_ddp_comm_hook: comm_hook_type must be a member of commhooks.DDPCommHookType "
             f"(got {given!r} of type {kind.__module__}.{kind.__qualname__}); "
-            f"there are {', '.join(DDPCommHookType.__members__)}."
+            f"expected one of {', '.join(DDPCommHookType.__members__)}."
         )
+    given.value(model=model, state=state)

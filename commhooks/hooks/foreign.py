@@ -1,4 +1,4 @@
-"""Hooks that somebody else wrote, handed a bucket in another dtype: whatever they do, the bucket stays whole."""
+"""Hooks that are not ours, run on a bucket in another dtype: whatever they do, the bucket keeps its own memory."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -11,11 +11,11 @@ from torch._C._distributed_c10d import GradBucket
 from commhooks.errors import CompressorError, GradientError
 
 AnyHook = Callable[[Any, Any], Any]
-"""A hook that somebody else wrote: it need not look as PyTorch wants it."""
+"""A hook that is not ours; it need not have the signature that PyTorch demands."""
 
 
 def run_foreign(hook: AnyHook, state: Any, bucket: GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
-    """Hand a hook the bucket in `dtype`, and write what it returns into the bucket's own memory."""
+    """Run a hook on the bucket cast to `dtype`, and write its result into the bucket's own memory."""
     own = bucket.buffer()
     if not (own.is_floating_point() or own.is_complex()):
         raise GradientError(
@@ -25,7 +25,7 @@ def run_foreign(hook: AnyHook, state: Any, bucket: GradBucket, dtype: torch.dtyp
     bucket.set_buffer(own.to(dtype) if _narrows(own, dtype) else own)
     try:
         returned = hook(state, bucket)
-        return _future_of(returned, bucket).then(write_back)  # not on to PyTorch's DDP as it is: None crashes there
+        return _future_of(returned, bucket).then(write_back)  # never `returned` itself: PyTorch's DDP crashes on None
     except Exception as error:
         bucket.set_buffer(own)
         raise _failure(hook, bucket, error) from error
@@ -33,7 +33,7 @@ def run_foreign(hook: AnyHook, state: Any, bucket: GradBucket, dtype: torch.dtyp
 
 def _narrows(own: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a cast makes the bucket smaller and keeps its content."""
-    # Cast to a real dtype, a complex number loses a half; sparse fp16 cannot be added on the CPU.
+    # A cast to a real dtype drops the imaginary parts, and sparse fp16 tensors cannot be added on the CPU.
     return not own.is_sparse and not own.is_complex() and dtype.itemsize < own.element_size()
 
 
@@ -53,7 +53,7 @@ def _future_of(returned: Any, bucket: GradBucket) -> torch.futures.Future[Any]:
 def _future_of_work(work: dist.Work, bucket: GradBucket) -> torch.futures.Future[Any]:
     try:
         future = work.get_future()
-    except RuntimeError:  # "not implemented": a Work of somebody else's need not have one, but it can be waited for
+    except RuntimeError:  # "not implemented": a Work written in Python need not have a future, but one can wait for it
         work.wait()
         return completed(bucket.buffer())
     return future.then(_BufferOf(bucket))
@@ -67,7 +67,7 @@ def completed(value: Tensor) -> torch.futures.Future[Tensor]:
 
 
 class _BufferOf:
-    """Returns the bucket's buffer when a Work is done; a class, so that no function is defined inside another."""
+    """A callback that returns the bucket's buffer once a Work is done."""
 
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
@@ -78,14 +78,14 @@ class _BufferOf:
 
 
 class _WriteBack:
-    """Writes a future's value into the bucket's own memory, and gives the bucket that memory back."""
+    """A callback that writes a future's value into the bucket's own memory, and gives the bucket that memory back."""
 
     def __init__(self, hook: AnyHook, own: Tensor, bucket: GradBucket) -> None:
         self._hook = hook
         self._own = own
         self._bucket = bucket
 
-    @torch.no_grad()  # a thread of Gloo's calls this, where gradients are recorded
+    @torch.no_grad()  # a thread of Gloo calls this, and grad mode is on by default in every thread
     def __call__(self, future: torch.futures.Future[Any]) -> Tensor:
         try:
             self._own.copy_(_mean_in(future.value(), self._own))
@@ -97,11 +97,11 @@ class _WriteBack:
 
 
 def _mean_in(value: Any, own: Tensor) -> Tensor:
-    """Return the mean that a future held, in the shape of the bucket's own memory."""
+    """Return the mean that a future holds, in the shape of the bucket's own memory."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if isinstance(value, Tensor) and own.is_complex() and value.shape == (*own.shape, 2):
-        value = torch.view_as_complex(value)  # a process group sums pairs of reals, and its future holds those
+        value = torch.view_as_complex(value)  # a process group sums complex numbers as pairs of reals
     if not isinstance(value, Tensor) or not _fills(value, own):
         got = _words(value) if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"expected its future to hold a tensor that fits the bucket's {_words(own)} (got {got})")
@@ -109,7 +109,7 @@ def _mean_in(value: Any, own: Tensor) -> Tensor:
 
 
 def _fills(value: Tensor, own: Tensor) -> bool:
-    """Return whether `value` matches `own` element for element; `copy_` alone would broadcast a single one to all."""
+    """Return whether `value` matches `own` element for element; `copy_` itself would also broadcast."""
     size = value.shape == own.shape if own.is_sparse else value.numel() == own.numel()
     layout = value.layout == own.layout and value.is_complex() == own.is_complex()
     return size and layout and value.device == own.device

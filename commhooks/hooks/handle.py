@@ -1,4 +1,4 @@
-"""What the user holds of a hook: the statistics and the state of one model's engine."""
+"""The user's handle on a hook: statistics and state of one model's engine."""
 
 import math
 from abc import ABC, abstractmethod

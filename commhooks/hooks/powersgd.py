@@ -100,6 +100,7 @@ class PowerSGDState(Handle):
         self.atomic = atomic
         check_run_settings("PowerSGDState", policy, hook_timeout)
         self._form = (wire, matrices)
+        """Wire dtype and matrices as the hook in use wants them; which hook that is shows at the first bucket."""
         self._make_compressor()  # raises for settings that cannot work
         self._model = lambda: None
         self._warm_up: Statistics | None = None
@@ -230,6 +231,9 @@ class PowerSGDState(Handle):
         """Average a bucket; `wire` and `matrices`, if given, override the state's, and must stay the same."""
         engine = self._made_engine()
         self._load_what_waits()
+        # If every parameter of a step's first bucket is new, either the model was replaced, and everything starts over,
+        # or two models share this state, which is an error. The second case shows in one of three ways: by the names
+        # that bind was given, by one backward pass through both models, or when the earlier one comes again.
         if engine.is_of_another_model(bucket):
             if engine.is_bound:
                 raise _two_models("bind was called with one, and gradients of the other came")
@@ -239,6 +243,7 @@ class PowerSGDState(Handle):
         if self._earlier and any(parameter in self._earlier for parameter in bucket.parameters()):
             raise _two_models("the one before has come again")
         self._last_pass = torch._C._current_graph_task_id()
+        # The wrappers and batched_powerSGD_hook pass the form with each bucket; it is known from the first one on.
         form = (wire or self.wire, matrices or self.matrices)
         if form != self._form:
             if engine.step or bucket.index():
@@ -311,20 +316,10 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, matrices="whole-bucket")
 
 
-def _powersgd_on_wire(state: Any, bucket: GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
-    run: torch.futures.Future[Tensor] = state.run(bucket, wire=dtype)
-    return run
+on_wire[powerSGD_hook] = lambda state, bucket, dtype: state.run(bucket, wire=dtype)
+on_wire[batched_powerSGD_hook] = lambda state, bucket, dtype: state.run(bucket, wire=dtype, matrices="whole-bucket")
 
-
-def _batched_powersgd_on_wire(state: Any, bucket: GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
-    run: torch.futures.Future[Tensor] = state.run(bucket, wire=dtype, matrices="whole-bucket")
-    return run
-
-
-on_wire[powerSGD_hook] = _powersgd_on_wire
-on_wire[batched_powerSGD_hook] = _batched_powersgd_on_wire
-
-# PyTorch's documentation saves hook and state together: so `torch.load` is to accept them at its defaults, under the
-# names that a pickle has for them now and under those it had when they were defined in powersgd_hook.py.
+# PyTorch's documentation saves hook and state together, so `torch.load` must accept them at its defaults: under the
+# names that pickles have for them now, and under those from when they were defined in powersgd_hook.py.
 for _safe in (PowerSGDState, powerSGD_hook, batched_powerSGD_hook):
     torch.serialization.add_safe_globals([_safe, (_safe, f"commhooks.powersgd_hook.{_safe.__name__}")])
