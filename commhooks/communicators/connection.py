@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from commhooks.communicators import Communicator, Pending, ProcessGroupCommunicator, RecordingCommunicator
+from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator, RecordingCommunicator
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
 from commhooks.communicators.parent_group import name_and_store
 from commhooks.errors import AttachError, CollectiveError
-from commhooks.language.requests import AllGather
 
 WrapCommunicator = Callable[[Communicator], Communicator]
 
@@ -199,7 +198,7 @@ class Agreements:
         store = PrefixStore(f"fingerprint {self._asked}", self._address.store)
         self._asked += 1
         digest = torch.tensor(list(hashlib.blake2b(fingerprint.encode(), digest_size=32).digest()), dtype=torch.uint8)
-        pending = self._carrier.start(AllGather(digest.to(self._device)))
+        pending = self._carrier.start(Collective("all-gather", digest.to(self._device)))
         wait(pending)
         if bool((pending.result.cpu() == digest).all()):
             return

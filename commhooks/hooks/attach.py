@@ -24,11 +24,12 @@ from commhooks.communicators.connection import WrapCommunicator
 from commhooks.compressors import AllReduceMean, make_compressor
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, SettingsError
-from commhooks.hooks.facts import check_step_has_an_end, searches_for_unused, uncut_steps
+from commhooks.hooks.facts import check_step_has_an_end, searches_for_unused
 from commhooks.hooks.foreign import name_of
 from commhooks.hooks.handle import Handle, check_run_settings
 from commhooks.hooks.stateless import deliver, group_or_default, run_stateless
 from commhooks.language.compressor import Compressor
+from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import StateTable
 
@@ -155,33 +156,28 @@ def attach(
     ]
     if not named:
         raise AttachError("attach: no gradient comes in a bucket: every parameter is ignored or delayed.")
-    engine = Engine(
-        compressor,
+    line = ProcessGroupLine(
         group,
         policy=policy,
-        terms="\n".join(f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}" for name, p in named),
-        refusal=_refusal_of(compressor, named),
         wrap_communicator=wrap_communicator,
         hook_timeout=hook_timeout,
-        residuals=residuals,
-        atomic=atomic,
-        may_be_unused=searches_for_unused(model),
         may_bypass=process_group is not None or wrap_communicator is not None,
     )
-    engine.uncut_steps = uncut_steps(model)
+    fingerprint = "\n".join(f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}" for name, p in named)
+    engine = Engine(compressor, line, fingerprint=fingerprint, residuals=residuals, atomic=atomic)
     if scaler is not None:
         engine.loss_scale.follow(scaler)
-    engine.bind(named)
-    engine.open(named[0][1].device)
+    engine.bind(named, may_be_unused=searches_for_unused(model))
+    engine.open(named[0][1].device, _refusal_of(compressor, named))
     attachment = Attachment(engine, socket, named, model)
-    socket.plug_in(attachment, model, engine.timeout if hook_timeout is None else hook_timeout)
+    socket.plug_in(attachment, model, line.timeout if hook_timeout is None else hook_timeout)
     return attachment
 
 
 def _refusal_of(compressor: Compressor, named: list[tuple[str, Tensor]]) -> SettingsError | None:
     """Return the error of settings that do not fit the model; the other ranks must hear of it before it is raised."""
     try:
-        compressor.check_parameters(name for name, _ in named)
+        compressor.check_parameters(dict(named))
     except SettingsError as error:
         return error
     return None

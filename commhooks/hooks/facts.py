@@ -12,7 +12,7 @@ def searches_for_unused(model: Module) -> bool:
     return bool(getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False))
 
 
-def uncut_steps(model: Module) -> int:
+def uncut_steps(model: Module | None) -> int:
     """Return how many steps a DDP makes before it lays out its buckets: one more if it learns a static graph."""
     return 2 if getattr(model, "static_graph", False) else 1
 

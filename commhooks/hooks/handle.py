@@ -8,10 +8,11 @@ from typing import Any
 from torch.nn import Module
 
 from commhooks.engine.engine import Engine
+from commhooks.engine.resume import differences, lay_out, restore, snapshot_of
 from commhooks.errors import CheckpointError, SettingsError
-from commhooks.hooks.facts import sparse_parameters
+from commhooks.hooks.facts import sparse_parameters, uncut_steps
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
-from commhooks.scheduling.thread import POLICIES
+from commhooks.scheduling.scheduler import POLICIES
 from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadRules, Snapshot
 
@@ -35,7 +36,7 @@ class Handle(ABC):
     @property
     def rank_and_world_size(self) -> tuple[int, int]:
         """The rank of this process and the number of ranks, in the hook's process group."""
-        return self._made_engine().rank_and_world_size
+        return self._made_engine().line.rank, self._made_engine().line.world_size
 
     def statistics(self) -> Statistics:
         """Return what was counted so far, on this rank."""
@@ -66,18 +67,18 @@ class Handle(ABC):
         # Everything the state will ever hold gets its place now: torch.distributed.checkpoint loads into existing
         # places only, and may be handed the state_dict of a run that has made no step.
         model = self._model()
-        self._settled_engine().lay_out(sparse_parameters(model) if model is not None else set())
+        lay_out(self._settled_engine(), sparse_parameters(model) if model is not None else set())
         state = self.snapshot().cloned().as_dict()
         return state | {"inventory": {rank: _inventory(state, rank) for rank in state["local"]}}
 
     def snapshot(self) -> Snapshot:
         """Return the same as `state_dict`, but with the tensors themselves instead of copies."""
         plan: Any = getattr(self._model(), "bucket_plan", None)  # ddp_core's DDP has one
-        return self._settled_engine().snapshot({"ddp_core": plan()} if plan is not None else None)
+        return snapshot_of(self._settled_engine(), {"ddp_core": plan()} if plan is not None else {})
 
     def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]:
         """List every difference between a snapshot and this run that would make loading the snapshot raise."""
-        return self._made_engine().differences(snapshot, rules)
+        return differences(self._made_engine(), snapshot, rules)
 
     def load_state_dict(
         self,
@@ -107,7 +108,7 @@ class Handle(ABC):
             read = error
         except Exception as error:  # whatever damaged data do to the reader: the other ranks wait for an answer
             read = CheckpointError(f"the hook's state is damaged ({type(error).__name__}: {error}).")
-        self._made_engine().restore(read, rules)
+        restore(self._made_engine(), read, rules, uncut_steps(self._model()))
         load_bucket_plan: Any = getattr(self._model(), "load_bucket_plan", None)
         if load_bucket_plan is not None and isinstance(read, Snapshot) and "ddp_core" in read.bucket_plan:
             load_bucket_plan(read.bucket_plan["ddp_core"])

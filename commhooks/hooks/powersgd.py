@@ -17,15 +17,16 @@ from commhooks.compressors.powersgd.matrices import MatrixRule
 from commhooks.engine.engine import Engine
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.hooks.default import on_wire
-from commhooks.hooks.facts import check_step_has_an_end, searches_for_unused, uncut_steps
+from commhooks.hooks.facts import check_step_has_an_end, searches_for_unused
 from commhooks.hooks.handle import Handle, check_run_settings
 from commhooks.hooks.stateless import deliver, group_or_default
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import Statistics
-from commhooks.state.loss_scale import Scaler
+from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.state.loss_scale import LossScale, Scaler
 from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.state.table import StateTable
-from commhooks.wrappers import StartAfter, WireDtype
+from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 
 
 class PowerSGDState(Handle):
@@ -146,12 +147,11 @@ class PowerSGDState(Handle):
         engine = self._made_engine()
         inner = getattr(model, "module", None)
         named = list((inner if isinstance(inner, Module) else model).named_parameters())
-        self._make_compressor().check_parameters(name for name, _ in named)
+        self._make_compressor().check_parameters(dict(named))
         if engine.state.knows_none_of(parameter for _, parameter in named):
             engine = self._begin_anew(engine)
-        engine.bind([(name, parameter) for name, parameter in named if parameter.requires_grad])
-        engine.may_be_unused = searches_for_unused(model)
-        engine.uncut_steps = uncut_steps(model)
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        engine.bind(trained, may_be_unused=searches_for_unused(model))
         self._model = weakref.ref(model)
         if scaler is not None:
             engine.loss_scale.follow(scaler)
@@ -180,17 +180,12 @@ class PowerSGDState(Handle):
         PowerSGDState.__init__(self, None, **settings)
         self.load_state_dict(saved["state"])
 
-    def _made_engine(self) -> Engine:
+    def _made_engine(self, loss_scale: LossScale | None = None) -> Engine:
         if self._engine is None:
-            self._engine = Engine(
-                self._make_compressor(),
-                group_or_default(self.process_group),
-                label="PowerSGDState",
-                policy=self.policy,
-                hook_timeout=self.hook_timeout,
-                residuals=self.residuals,
-                atomic=self.atomic,
-            )
+            group = group_or_default(self.process_group)
+            line = ProcessGroupLine(group, label="PowerSGDState", policy=self.policy, hook_timeout=self.hook_timeout)
+            compressor = self._make_compressor()
+            self._engine = Engine(compressor, line, residuals=self.residuals, atomic=self.atomic, loss_scale=loss_scale)
         return self._engine
 
     def _settled_engine(self) -> Engine:
@@ -234,8 +229,8 @@ class PowerSGDState(Handle):
         # If every parameter of a step's first bucket is new, either the model was replaced, and everything starts over,
         # or two models share this state, which is an error. The second case shows in one of three ways: by the names
         # that bind was given, by one backward pass through both models, or when the earlier one comes again.
-        if engine.is_of_another_model(bucket):
-            if engine.is_bound:
+        if engine.buckets.are_of_another_model(bucket):
+            if engine.buckets.are_one_models:
                 raise _two_models("bind was called with one, and gradients of the other came")
             if self._last_pass == torch._C._current_graph_task_id() != -1:
                 raise _two_models("both have gradients in one backward pass")
@@ -252,7 +247,7 @@ class PowerSGDState(Handle):
                     "use one hook with one state."
                 )
             self._form = form
-            engine.compressor = self._make_compressor()
+            engine.begin_with(self._make_compressor())
         if self._warm_up is None and engine.step >= self.start_powerSGD_iter:
             self._warm_up = engine.statistics()
         return deliver(engine.run(bucket), bucket)
@@ -263,26 +258,23 @@ class PowerSGDState(Handle):
             self._earlier[parameter] = True
         last.stop()
         self._form, self._warm_up, self._engine = (self.wire, self.matrices), None, None
-        fresh = self._made_engine()
-        fresh.loss_scale = last.loss_scale  # it belongs to the run, not to the model
-        return fresh
+        return self._made_engine(last.loss_scale)  # the scale belongs to the run, not to the model
 
     def _take_form_of(self, engine: Engine, settings: object) -> None:
         """Expect the hook that saved these settings: wire dtype and matrices depend on which one it was, in `run`."""
         if engine.step or not isinstance(settings, Mapping):
             return
         wire = next((dtype for dtype in _WIRES.values() if repr(dtype) == settings.get("dtype")), None)
-        inner = "inner.matrices" if wire is None else "inner.inner.matrices"
-        matrices = next((rule for rule in get_args(MatrixRule) if repr(rule) == settings.get(inner)), self._form[1])
+        rules = {text for name, text in settings.items() if str(name).endswith(".matrices")}
+        matrices = next((rule for rule in get_args(MatrixRule) if repr(rule) in rules), self._form[1])
         self._form = (wire, matrices)
-        engine.compressor = self._make_compressor()
+        engine.begin_with(self._make_compressor())
 
     def _make_compressor(self) -> Compressor:
         wire, matrices = self._form
-        inner = PowerSGD(
+        inner: Compressor = PowerSGD(
             rank=self.matrix_approximation_rank,
             min_compression_rate=self.min_compression_rate,
-            error_feedback=self.use_error_feedback,
             warm_start=self.warm_start,
             epsilon=self.orthogonalization_epsilon,
             seed=self.random_seed,
@@ -291,6 +283,8 @@ class PowerSGDState(Handle):
             matrices=matrices,
             skip=self.skip,
         )
+        if self.use_error_feedback:
+            inner = ErrorFeedback(inner=inner)
         started = StartAfter(inner=inner, steps=self.start_powerSGD_iter)
         return started if wire is None else WireDtype(inner=started, dtype=wire)
 

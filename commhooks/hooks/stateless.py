@@ -11,6 +11,7 @@ from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import Statistics
+from commhooks.scheduling.line import ProcessGroupLine
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Compressor, Engine]] = weakref.WeakKeyDictionary()
 """One engine for each process group and compressor.
@@ -37,7 +38,8 @@ def run_stateless(
     group = group_or_default(process_group)
     engines = _engines.setdefault(group, {})
     if compressor not in engines:
-        engines[compressor] = Engine(compressor, group, label=repr(compressor), by_parameter=False)
+        line = ProcessGroupLine(group, label=repr(compressor))
+        engines[compressor] = Engine(compressor, line, by_parameter=False)
     return deliver(engines[compressor].run(bucket), bucket)
 
 

@@ -1,0 +1,114 @@
+"""What an engine saves, and takes up again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.engine.engine import Engine
+from commhooks.engine.replay import Resumed
+from commhooks.errors import AttachError, CheckpointError
+from commhooks.language.bucket import Slot
+from commhooks.state.snapshot import LoadRules, Snapshot, refuse, settings_of
+
+
+def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
+    """Return what a checkpoint holds, without copying tensors; `bucket_plan` is what the DDP adds to it.
+
+    Between two steps, on every rank. Raises `CheckpointError` if names are not known, and after a step that failed,
+    whose buckets may have committed in part.
+    """
+    engine.stand_between_steps("state_dict")
+    failure = engine.line.scheduler.failure() if engine.line.scheduler is not None else None
+    if failure is not None:
+        raise CheckpointError(
+            f"state_dict: a step failed, and some of its buckets may have changed their state and others not; "
+            f"go on from the last checkpoint. The failure was: {failure}"
+        )
+    if engine.state.storage == "host" and torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # copies to the host are not waited for by anybody else
+    replicated, own = engine.state.export()
+    buckets = {"handed_in": engine.buckets.names() or [list(names) for names in engine.resumed_plan]}
+    return Snapshot(
+        step=engine.step,
+        world_size=engine.line.world_size,
+        policy=engine.line.policy,
+        grad_scale=engine.loss_scale.value(),
+        settings=settings_of(engine.compressor),
+        shapes={name: list(parameter.shape) for name, parameter in engine.state.named().items()},
+        bucket_plan=buckets | dict(bucket_plan),
+        kinds={name: entry for name, entry in engine.state.kinds().items() if entry.is_own},
+        replicated=replicated,
+        local={engine.line.rank: own},
+    )
+
+
+def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[str]:
+    """Name everything in which a snapshot does not fit."""
+    declared = {
+        name: engine.compressor.state(name, parameter, engine.line.world_size)
+        for name, parameter in engine.state.named().items()
+    }
+    shapes = {name: list(parameter.shape) for name, parameter in engine.state.named().items()}
+    where = engine.line.world_size, engine.line.rank
+    return snapshot.differences(engine.compressor, shapes, declared, *where, rules)
+
+
+def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, uncut_steps: int) -> None:
+    """Go on from a snapshot; between two steps, on every rank.
+
+    Raises `CheckpointError` on every rank if it does not fit on any, or if ranks bring different ones; all then
+    stay as they were. A rank that cannot even read it hands in why. The DDP begins with so many `uncut_steps` before it
+    cuts its buckets.
+    """
+    engine.stand_between_steps("load_state_dict")
+    named, rank, world_size = engine.state.named(), engine.line.rank, engine.line.world_size
+    checked = _checked(engine, read, rules) if isinstance(read, Snapshot) else read
+    fingerprint = _agreed(engine, checked)
+    if isinstance(checked, CheckpointError):
+        raise checked
+    if rules.missing == "reset":
+        checked = checked.without_entries_unknown_to(engine.compressor, named, world_size)
+    unchecked = checked.shapes if not named and rules.missing == "refuse" else None
+    own = checked.entries_for(rank, world_size, rules)
+    engine.state.load(checked.replicated, own, checked.kinds, unchecked)
+    engine.go_on_from(checked.step, checked.grad_scale, Resumed(fingerprint, checked.buckets_handed_in(), uncut_steps))
+
+
+def _checked(engine: Engine, read: Snapshot, rules: LoadRules) -> Snapshot | CheckpointError:
+    what = f"rank {engine.line.rank}: the checkpoint does not fit"
+    try:
+        faults = differences(engine, read, rules)
+    except Exception as error:  # whatever damaged data make of it: the other ranks wait for an answer
+        faults = [f"it is damaged ({type(error).__name__}: {error})"]
+    return refuse(what, faults) if faults else read
+
+
+def _agreed(engine: Engine, loaded: Snapshot | CheckpointError) -> str:
+    """Raise unless every rank loads the same: now if the line stands, otherwise when it is opened."""
+    if isinstance(loaded, CheckpointError):
+        fingerprint = f"refusal: {loaded}"
+    else:
+        fingerprint = f"state of step {loaded.step}, {loaded.digest()}"
+    if engine.line.scheduler is not None and engine.state.named():
+        try:
+            engine.line.scheduler.agree(fingerprint)
+        except AttachError as error:
+            if not isinstance(loaded, CheckpointError):
+                raise CheckpointError(f"load_state_dict: nothing was loaded. {error}") from error
+    return fingerprint
+
+
+def lay_out(engine: Engine, sparse: set[Tensor]) -> None:
+    """Lay out all state that the compressor is ever to keep; none for `sparse` parameters.
+
+    A checkpoint that is read into what is there (`torch.distributed.checkpoint`) finds a place for everything.
+    """
+    for parameter in engine.state.named().values():
+        gradient = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if parameter not in sparse and engine.compressor.takes(gradient):
+            flat = parameter.detach().reshape(-1)  # for its size: only the dtype and the device matter otherwise
+            engine.state.lay_out([Slot(parameter, flat, engine.state.of(parameter))], engine.compressor)
