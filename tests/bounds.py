@@ -42,12 +42,16 @@ def of_mean(world_size: int, dtype: torch.dtype) -> float:
 
 
 def of_conservation(
-    to_send: Sequence[Tensor], rank: int = 0, dtype: torch.dtype = torch.float32, wire: torch.dtype | None = None
+    to_send: Sequence[Tensor],
+    rank: int = 0,
+    dtype: torch.dtype = torch.float32,
+    wire: torch.dtype | None = None,
+    roundings: int = 0,
 ) -> float:
     """Return how far sent + residual may be from what was to be sent, on average over ranks.
 
     to_send: what each rank had to send, in the form of one matrix or of a part of it; one tensor for each rank.
-    rank: of the factors; 0 for a cast.
+    rank: of the factors; 0 for a cast. roundings: so many more of each element, none of which is larger than c.
 
     With P orthonormal and Q = Pᵀ·M, no |P|·|Q| is larger than a column of M is long, c at most. Then M = gradient +
     residual is off by u·c; the mean P·Q, a sum of r terms, by r·u·c; the residual M - P·Q, of r + 1 terms, by
@@ -55,8 +59,8 @@ def of_conservation(
     a rank's own factor is owed; what it rounds while it sums is not.
     """
     c = max(float(own.double().norm()) for own in to_send)
-    roundings = 3 * (rank + 1) * unit_roundoff(dtype)
-    return c * (roundings + of_mean(len(to_send), wire or dtype))
+    rounded = (3 * (rank + 1) + roundings) * unit_roundoff(dtype)
+    return c * (rounded + of_mean(len(to_send), wire or dtype))
 
 
 def of_orthonormal_rows(rank: int, width: int, dtype: torch.dtype) -> float:

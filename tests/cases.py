@@ -11,20 +11,22 @@ import torch
 from torch import Tensor
 
 from commhooks import Compressor, make_compressor
+from commhooks.language.entries import blocks_served
 
-Formula = Callable[[Sequence[Tensor], int], int]
-"""From the parameters of one bucket, and the step, to the payload bytes of that step."""
+Formula = Callable[[Sequence[Tensor], int, int], int]
+"""From the parameters of one bucket (called layer0, layer1, ...), the step, and the number of ranks, to the payload
+bytes of that step."""
 
 
-def dense_bytes(parameters: Sequence[Tensor], step: int) -> int:
+def dense_bytes(parameters: Sequence[Tensor], step: int, world_size: int) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
 
 
-def cast_bytes(parameters: Sequence[Tensor], step: int) -> int:
+def cast_bytes(parameters: Sequence[Tensor], step: int, world_size: int) -> int:
     return sum(p.numel() * 2 for p in parameters)
 
 
-def no_bytes(parameters: Sequence[Tensor], step: int) -> int:
+def no_bytes(parameters: Sequence[Tensor], step: int, world_size: int) -> int:
     return 0
 
 
@@ -39,7 +41,7 @@ class LowRankBytes:
     pairs: int = 1
     square: bool = False
 
-    def __call__(self, parameters: Sequence[Tensor], step: int) -> int:
+    def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
         compressed = [self._factors(p) for p in parameters]
         own = parameters[0].element_size()
         width = max(own, 4) if any(compressed) else own
@@ -63,7 +65,7 @@ class LowRankBytes:
         return factors if sum(factors) * self.pairs * self.rate < elements else None
 
 
-def whole_bucket_bytes(parameters: Sequence[Tensor], step: int) -> int:
+def whole_bucket_bytes(parameters: Sequence[Tensor], step: int, world_size: int) -> int:
     """One matrix of any width from 7/8 of the square root up to it: the one with the fewest factors and left-overs."""
     elements, own = sum(p.numel() for p in parameters), parameters[0].element_size()
     root = math.isqrt(elements)
@@ -72,6 +74,40 @@ def whole_bucket_bytes(parameters: Sequence[Tensor], step: int) -> int:
     if not elements or sent[width] * 2 >= elements // width * width:
         return elements * own
     return (sent[width] + elements % width) * max(own, 4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopKBytes:
+    """A value of at least 4 bytes and an index of 4 for each element that is sent; rows end where values may begin."""
+
+    ratio: float
+
+    def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
+        width = max(parameters[0].element_size(), 4)
+        sent = sum(math.ceil(self.ratio * p.numel()) for p in parameters)
+        return _round_up(sent * (width + 4), width)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoHopBytes:
+    """Codes of the blocks that every rank serves, to every rank and from one; the rest in 4 bytes an element."""
+
+    block: int
+    bits: int
+
+    def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
+        width = max(parameters[0].element_size(), 4)
+        blocks = {f"layer{number}": p.numel() // self.block for number, p in enumerate(parameters)}
+        rest = sum(p.numel() % self.block for p in parameters)
+        served = [
+            sum(len(blocks_served(*one, rank, world_size)) for one in blocks.items()) for rank in range(world_size)
+        ]
+        row = _round_up(max(served) * (self.block * self.bits // 8 + width), width)
+        return (world_size + 1) * row + rest * width
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +120,9 @@ class Case:
     """Payload bytes of a step, over the parameters of one bucket."""
     smaller_than_dense: bool = True
     collectives: Sequence[int] = (1,)
-    """Collectives a bucket, by step, over and over."""
+    """Collectives a bucket, by step, over and over; under "fused", for all of them."""
+    travels_as_it_is: bool = False
+    """Also under "fused" every bucket has a collective of its own, which copies nothing."""
     exchanges: bool = True
     """Ranks end with the same mean."""
     exact_rank: int | None = None
@@ -104,6 +142,8 @@ class Case:
     """Keeps what it did not send, in the state "residual"."""
     depends_on_buckets: bool = False
     """What it sends, and its mean, depend on which parameters share a bucket."""
+    roundings: int = 0
+    """How many times a step rounds an element, other than by a cast or by factors."""
     lossless: bool = False
     """The mean of any gradient comes back, as far as the wire can hold it."""
 
@@ -117,6 +157,7 @@ CASES = [
         make=lambda: make_compressor("all-reduce"),
         bytes_on_wire=dense_bytes,
         smaller_than_dense=False,
+        travels_as_it_is=True,
         lossless=True,
     ),
     *(
@@ -215,6 +256,26 @@ CASES = [
         error_feedback=True,
         exact_rank=0,
         depends_on_buckets=True,
+    ),
+    Case(
+        name="top-k",
+        make=lambda: make_compressor("top-k", ratio=0.05),
+        bytes_on_wire=TopKBytes(ratio=0.05),
+        error_feedback=True,
+        exact_rank=0,
+    ),
+    # An element is scaled, decoded, added up and subtracted on each hop.
+    *(
+        Case(
+            name=f"two-hop-{name}",
+            make=functools.partial(make_compressor, name, block=32),
+            bytes_on_wire=TwoHopBytes(block=32, bits=bits),
+            collectives=(3,),
+            error_feedback=True,
+            exact_rank=0,
+            roundings=16,
+        )
+        for name, bits in (("sign", 1), ("int4", 4))
     ),
 ]
 

@@ -76,7 +76,9 @@ class _Plan:
             first += blocks
         longest = max(map(len, rows))
         padded = [own + [first] * (longest - len(own)) for own in rows]  # the row behind the last block is zero
-        self.rows = torch.tensor(padded, device=bucket.memory.device).reshape(context.world_size, longest)
+        self.rows = torch.tensor(padded, dtype=torch.long, device=bucket.memory.device).reshape(
+            context.world_size, longest
+        )
         places = self.rows.new_empty(first + 1)
         places[self.rows.flatten()] = torch.arange(self.rows.numel(), device=places.device)
         self.places = places[:first].split(self.blocks)

@@ -133,14 +133,11 @@ class BucketTask:
             self.future.set_exception(error)  # type: ignore[arg-type]  # torch declares "expected Tensor"
 
     def _run(self, answer: Any) -> None:
-        self.requests, self.judge = (), None
+        self.judge = None
         started = time.perf_counter()
         try:
-            while True:
-                self._note(next(self.exchange) if answer is None else self.exchange.send(answer))
+            while not self._note(next(self.exchange) if answer is None else self.exchange.send(answer)):
                 # What nothing would travel for is answered at once, until the compressor asks for something else.
-                if not self.requests or not all(request.is_empty for request in self.requests):
-                    return
                 answers = [empty_answers(request, self.world_size) for request in self.requests]
                 answer = answers[0] if self._wants_one else answers
         except StopIteration:
@@ -148,17 +145,21 @@ class BucketTask:
         finally:
             self.seconds_compressing += time.perf_counter() - started
 
-    def _note(self, asked: Any) -> None:
+    def _note(self, asked: Any) -> bool:
+        """Take down what the compressor asks for; return False if nothing would travel for it."""
         if isinstance(asked, Judge):
             self.requests, self.judge = (), asked
-            return
+            return True
         self._wants_one = not isinstance(asked, tuple)
         requests = asked if isinstance(asked, tuple) else (asked,)
         if not requests or not all(isinstance(request, Request) for request in requests):
             raise CompressorError(f"the compressor asked for something that is no request (got {asked!r}).")
         self.requests = tuple(self._complete(request) for request in requests)
         self._answers = [[part.tensor for part in request.parts] for request in self.requests]
-        self.asked += [self._asking(request) for request in self.requests]
+        travels = not all(request.is_empty for request in self.requests)
+        if travels:
+            self.asked += [self._asking(request) for request in self.requests]
+        return travels
 
     def _complete(self, request: Request) -> Request:
         """Return a request whose every part has a layout: the bucket's, if it had none."""

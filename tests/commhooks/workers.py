@@ -5,21 +5,47 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from commhooks import BucketView, Compressor, Context, LockstepGroup, RecordingCommunicator, Slot, StepVerdict
+from commhooks import Compressor, Entry
+from commhooks.communicators.traffic import Traffic
 from commhooks.compressors.powersgd.matrices import form_of
-from commhooks.scheduling.fused import Fused
-from commhooks.scheduling.ledger import Ledger, Traffic
-from commhooks.scheduling.task import BucketTask
-from commhooks.scheduling.thread import POLICIES
+from commhooks.compressors.two_hop import SERVER_ERROR
+from commhooks.engine.engine import Engine
+from commhooks.engine.replay import Resumed
+from commhooks.language.entries import blocks_served
+from commhooks.scheduling.ledger import Ledger
+from commhooks.scheduling.lockstep import lockstep_lines, run_in_turns
 from commhooks.state.table import StateTable
 
 
+class GivenBucket:
+    """A bucket as a DDP hands it in."""
+
+    def __init__(self, number: int, memory: Tensor, members: list[Tensor], *, is_last: bool) -> None:
+        self._number = number
+        self._memory = memory
+        self._members = members
+        self._is_last = is_last
+
+    def index(self) -> int:
+        return self._number
+
+    def buffer(self) -> Tensor:
+        return self._memory
+
+    def parameters(self) -> list[Tensor]:
+        return self._members
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
 class Workers:
-    """Hold every worker's state, for `parameters` dealt out to so many buckets."""
+    """Every worker's engine, for `parameters` dealt out to so many buckets; settings are those of `Engine`."""
 
     def __init__(
         self,
@@ -30,72 +56,60 @@ class Workers:
         buckets: int = 1,
         policy: str = "fifo",
         storage: str = "fp32",
+        **settings: Any,
     ) -> None:
         self.compressor = compressor
         self.world_size = world_size
         self.parameters = list(parameters)
-        self.states = [StateTable(storage) for _ in range(world_size)]
-        self.communicators = [RecordingCommunicator(c) for c in LockstepGroup(world_size).communicators()]
-        # Policies take turns, each doing the same at its turn, so an answer is there when it is waited for.
-        self.policies = [POLICIES[policy](c, lambda pending: True, self._finish) for c in self.communicators]
-        self.ledger = Ledger()
-        self.step_number = 0
-        self._finished = 0
+        lines = lockstep_lines(world_size, policy)
+        self.engines = [Engine(compressor, line, residuals=storage, **settings) for line in lines]
+        self.schedulers = [line.scheduler for line in lines]
         order = list(range(len(self.parameters)))
-        named = list(zip(names or [f"layer{i}" for i in order], self.parameters, strict=True))
-        for table in self.states:
-            table.bind(named)
+        self.names = list(names or [f"layer{i}" for i in order])
+        for engine in self.engines:
+            may_be_unused = settings.get("may_be_unused", False)
+            engine.bind(list(zip(self.names, self.parameters, strict=True)), may_be_unused=may_be_unused)
         self.deal([order[bucket::buckets] for bucket in range(buckets)])
 
-    def _view(self, table: StateTable, index: int, members: Sequence[int]) -> BucketView:
-        parameters = [self.parameters[member] for member in members]
-        sizes = [p.numel() for p in parameters]
-        memory = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
-        slots = [Slot(p, part, table.of(p)) for p, part in zip(parameters, memory.split(sizes), strict=True)]
-        return BucketView(index, memory, slots)
+    @property
+    def states(self) -> list[StateTable]:
+        return [engine.state for engine in self.engines]
+
+    @property
+    def step_number(self) -> int:
+        return self.engines[0].step
+
+    @step_number.setter
+    def step_number(self, step: int) -> None:
+        for engine in self.engines:
+            engine.go_on_from(step, engine.loss_scale.value(), Resumed())
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.schedulers[0].ledger
 
     @property
     def traffic(self) -> Traffic:
-        return self.communicators[0].traffic
+        return self.schedulers[0].traffic()
 
     @property
     def memories(self) -> list[Tensor]:
-        return [view.memory for views in self.views for view in views]
+        return [memory for own in self._memories for memory in own]
 
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Average gradients[rank][parameter]; return every worker's means, in the same form."""
-        self._finished = 0
-        for rank, views in enumerate(self.views):
-            verdict = StepVerdict() if isinstance(self.policies[rank], Fused) else None
-            for view, members in zip(views, self.dealt, strict=True):
-                view.memory.copy_(torch.cat([flat(gradients[rank][i], self.parameters[i]) for i in members]))
-                context = Context(rank, self.world_size, self.step_number, verdict)
-                self.policies[rank].add(self._task(view, context, is_last=view is views[-1]))
-        while any([policy.turn() for policy in self.policies]):  # noqa: C419 - every worker takes its turn
-            pass
-        assert self._finished == self.world_size * len(self.dealt), "some bucket was left without its mean"
-        self.step_number += 1
-        return [self._means(views) for views in self.views]
-
-    def _task(self, view: BucketView, context: Context, *, is_last: bool) -> BucketTask:
-        return BucketTask(
-            exchange=self.compressor.compress(view, context),
-            future=torch.futures.Future(),
-            memory=view.memory,
-            step=self.step_number,
-            index=view.index,
-            is_last=is_last,
-            parameters=lambda: "the test's",
-            layout=view.layout,
-            world_size=self.world_size,
-            verdict=context.verdict,
-        )
-
-    def _finish(self, task: BucketTask) -> None:
-        assert task.result is not None and task.result.mean.data_ptr() == task.memory.data_ptr()
-        self._finished += 1
-        if any(view.memory is task.memory for view in self.views[0]):
-            self.ledger.enter(task, self.traffic)
+        futures = []
+        for rank, engine in enumerate(self.engines):
+            for number, (memory, members) in enumerate(zip(self._memories[rank], self.dealt, strict=True)):
+                memory.copy_(torch.cat([flat(gradients[rank][i], self.parameters[i]) for i in members]))
+                is_last = number == len(self.dealt) - 1
+                owners = [self.parameters[i] for i in members]
+                futures.append((memory, engine.run(GivenBucket(number, memory, owners, is_last=is_last))))
+        run_in_turns(self.schedulers)
+        for memory, future in futures:
+            assert future.done(), "some bucket was left without its mean"
+            assert future.value().data_ptr() == memory.data_ptr()
+        return [self._means(own) for own in self._memories]
 
     def saved(self) -> bytes:
         """Return every worker's state as a file of torch.save holds it."""
@@ -106,30 +120,56 @@ class Workers:
     def resume(self, saved: bytes) -> None:
         """Go on from what other workers saved; read as torch.load reads by default."""
         read = torch.load(io.BytesIO(saved))
+        for table, (replicated, own) in zip(self.states, read["states"], strict=True):
+            table.load(replicated, own, self.kinds())
         self.step_number = read["step"]
-        for table, (replicated, local) in zip(self.states, read["states"], strict=True):
-            table.load(replicated, local)
-        self.deal(self.dealt)
+
+    def kinds(self) -> dict[str, Entry]:
+        """Return every entry that the compressor declares, by name."""
+        return {
+            entry: declared
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+            for entry, declared in self.compressor.state(name, parameter, self.world_size).items()
+        }
 
     def deal(self, dealt: list[list[int]]) -> None:
         """Put the parameters of these numbers into one bucket each."""
         self.dealt = dealt
-        self.views = [
-            [self._view(table, index, members) for index, members in enumerate(dealt)] for table in self.states
+        sizes = [sum(self.parameters[i].numel() for i in members) for members in dealt]
+        dtypes = [self.parameters[members[0]].dtype for members in dealt]
+        self._memories = [
+            [torch.zeros(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+            for _ in range(self.world_size)
         ]
 
     def residual(self, rank: int, index: int) -> Tensor:
         """Return a worker's residual for a parameter, in the parameter's shape; zeros where it keeps none."""
         parameter = self.parameters[index]
-        kept = self.states[rank].of(parameter).local.get("residual")
+        kept = self.states[rank].of(parameter).tensors.get("residual")
         if kept is None:
             return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
         return kept.reshape(-1).as_strided(parameter.shape, parameter.stride())
 
-    def _means(self, views: Sequence[BucketView]) -> list[Tensor]:
+    def unsent(self, index: int) -> Tensor:
+        """Return what has not reached the mean yet, in float64: the residuals' mean, and what servers hold."""
+        parameter = self.parameters[index]
+        ranks = range(self.world_size)
+        total = torch.stack([self.residual(rank, index).double() for rank in ranks]).mean(0)
+        for rank in ranks:
+            served = self.states[rank].of(parameter).tensors.get(SERVER_ERROR)
+            if served is not None:
+                block = served.shape[1]
+                whole = torch.zeros(parameter.numel() // block, block, dtype=torch.float64)
+                whole[list(blocks_served(self.names[index], len(whole), rank, self.world_size))] = served.double()
+                memory = torch.zeros(parameter.numel(), dtype=torch.float64)
+                memory[: whole.numel()] = whole.view(-1)
+                total += memory.as_strided(parameter.shape, parameter.stride())
+        return total
+
+    def _means(self, memories: Sequence[Tensor]) -> list[Tensor]:
         means: dict[int, Tensor] = {}
-        for view, members in zip(views, self.dealt, strict=True):
-            parts = view.memory.clone().split([self.parameters[i].numel() for i in members])
+        for memory, members in zip(memories, self.dealt, strict=True):
+            parts = memory.clone().split([self.parameters[i].numel() for i in members])
             means |= dict(zip(members, parts, strict=True))
         return [
             means[i].as_strided(p.shape, p.stride(), means[i].storage_offset()) for i, p in enumerate(self.parameters)
