@@ -119,7 +119,9 @@ class TwoHop(Compressor):
         mean_of_rest = AllReduce(*rest, average=True, last=not plan.coded) if rest else None
         if not plan.coded:
             if mean_of_rest is not None:
-                self._write_rest(plan, (yield mean_of_rest))
+                means = yield mean_of_rest
+                yield Judge(*means)
+                self._write_rest(plan, means)
             return
 
         codes = [self.codec.encode(self._blocks(slot.form())) for slot in plan.coded]
