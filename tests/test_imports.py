@@ -84,6 +84,19 @@ def test_no_package_imports_tests() -> None:
     ]
 
 
+@pytest.mark.parametrize("room", ["hooks", "checkpoints"])
+def test_only_the_public_names_are_above_the_top_rooms(room: str) -> None:
+    """Hooks may import every other room, and nothing within commhooks may need a hook, or a checkpoint, to work."""
+    public = {"commhooks", "commhooks.default_hooks", "commhooks.powersgd_hook"}
+    importers = {
+        module_name(path)
+        for path in sources("commhooks")
+        for module in imported_modules(path)
+        if is_within(module, f"commhooks.{room}") and not is_within(module_name(path), f"commhooks.{room}")
+    }
+    assert importers <= public
+
+
 def test_bucketing_is_pure() -> None:
     path = ROOT / "ddp_core" / "bucketing.py"
     names = [*imported_modules(path), *dotted_names(path)]

@@ -381,7 +381,7 @@ class Fruit(enum.IntEnum):
 
 
 class Marked(Tensor):
-    """Be a tensor of a class of its own."""
+    """A tensor of a class of its own."""
 
 
 Point = collections.namedtuple("Point", ["x", "y"])

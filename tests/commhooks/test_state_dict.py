@@ -88,7 +88,7 @@ def test_the_states_of_all_ranks_can_be_put_together() -> None:
     run_ranks(on_every_rank.merged, 2)
 
 
-def test_other_numbers_of_ranks_take_over_the_sum_of_what_is_owed(tmp_path: Path) -> None:
+def test_other_numbers_of_ranks_take_over_the_sum_of_the_residuals(tmp_path: Path) -> None:
     for world_size, first, last, how in ((3, 0, 4, "refuse"), (2, 4, 8, "spread"), (1, 8, 9, "reset")):
         run_ranks(on_every_rank.resized, world_size, world_size, str(tmp_path), first, last, how)
 
