@@ -1,0 +1,99 @@
+"""Bounds on how the packages are built: circles of imports, long files, classes that know too much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.structure import (
+    CENTRES,
+    MOST_LINES,
+    PACKAGES,
+    ROOT,
+    attributes_of,
+    circles,
+    imports_of,
+    longest_files,
+    named_once,
+    sources_of,
+    table,
+)
+
+MOST_ATTRIBUTES = {"Engine": 12, "Reducer": 25}
+MOST_LINES_OF_THE_ENGINE = 220
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_files_import_each_other_in_a_circle(package: str) -> None:
+    assert circles(imports_of(sources_of(package))) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_file_is_too_long_to_be_read_in_one_go(package: str) -> None:
+    assert longest_files(sources_of(package)) == {}, f"at most {MOST_LINES} lines"
+
+
+def test_the_engine_fits_on_a_few_screens() -> None:
+    lines = (ROOT / "commhooks" / "engine" / "engine.py").read_text(encoding="utf-8").count("\n")
+    assert lines <= MOST_LINES_OF_THE_ENGINE
+
+
+@pytest.mark.parametrize(("path", "name"), CENTRES.items(), ids=CENTRES.values())
+def test_the_central_classes_keep_few_attributes(path: str, name: str) -> None:
+    attributes = sorted(attributes_of(name, ROOT / path))
+    assert len(attributes) <= MOST_ATTRIBUTES[name], attributes
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """Return a package of four files: `one` imports `two`, which imports the package and, for types only, `one`."""
+    folder = tmp_path / "sample"
+    folder.mkdir()
+    files = {
+        "__init__": 'from sample.three import THREE\n\n__all__ = ["THREE"]\n',
+        "one": "import sample.two\n\n\ndef _called():\n    return sample.two\n\n\nNOT, TWICE = _called(), 1\n",
+        "two": "from typing import TYPE_CHECKING\n\nfrom . import THREE\n\nif TYPE_CHECKING:\n    from . import one\n",
+        "three": '"""Three.\n\nLines.\n"""\n\nTHREE = (\n    1,  # not on a line of its own\n)\n"""Text."""\n# Why.\n',
+    }
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    return tmp_path
+
+
+def test_imports_name_files_and_a_package_only_for_what_it_defines(package: Path) -> None:
+    assert imports_of(sources_of("sample", package)) == {
+        "sample": {"sample.three"},
+        "sample.one": {"sample.two"},
+        "sample.two": {"sample", "sample.one"},
+        "sample.three": set(),
+    }
+
+
+def test_circles_are_found_and_what_only_leads_to_one_is_not() -> None:
+    chain = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str](), "e": {"f"}, "f": {"g"}, "g": {"e"}}
+    assert circles(chain) == [["b", "c"], ["e", "f", "g"]]
+
+
+def test_docstrings_comments_and_blank_lines_are_no_code(package: Path) -> None:
+    three = next(source for source in sources_of("sample", package) if source.module == "sample.three")
+    assert (three.lines, three.code, three.comments) == (10, {6, 7, 8}, 1)
+
+
+def test_uses_of_private_functions_are_counted_without_their_definition(package: Path) -> None:
+    assert named_once(sources_of("sample", package)) == ["_called"]
+    (package / "sample" / "four.py").write_text("from sample.one import _called\n")
+    assert named_once(sources_of("sample", package)) == []
+
+
+def test_attributes_are_counted_once_wherever_they_are_assigned(tmp_path: Path) -> None:
+    methods = "self.a = self.b = 1; self.a += 1", "self.c: int = 2; (self.d, other.e) = self.f"
+    text = "class Sample:\n    field: int\n" + "\n".join(
+        f"    def m{i}(self, other): {body}" for i, body in enumerate(methods)
+    )
+    (tmp_path / "sample.py").write_text(text)
+    assert attributes_of("Sample", tmp_path / "sample.py") == {"a", "b", "c", "d", "field"}
+
+
+def test_the_table_has_a_line_for_every_file(package: Path) -> None:
+    assert sum(line.startswith("sample/") for line in table("sample", package).splitlines()) == 4
