@@ -44,6 +44,7 @@ from commhooks.hooks.default import (
     fp16_compress_wrapper,
     noop_hook,
 )
+from commhooks.hooks.exchanger import Exchanger, average_in_lockstep
 from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from commhooks.hooks.stateless import hook_statistics
 from commhooks.language.bucket import BucketView, Slot, Tile
@@ -51,9 +52,10 @@ from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Entry
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part, ReduceScatter, Request
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
+from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
-from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
+from commhooks.wrappers import ErrorFeedback, PerParameter, StartAfter, WireDtype
 
 __all__ = [
     "AllGather",
@@ -79,6 +81,7 @@ __all__ = [
     "Entry",
     "ErrorFeedback",
     "Exchange",
+    "Exchanger",
     "GradientError",
     "HookTypeError",
     "Int4",
@@ -92,6 +95,7 @@ __all__ = [
     "ParameterTraffic",
     "Part",
     "Pending",
+    "PerParameter",
     "PowerSGD",
     "PowerSGDState",
     "ProcessGroupCommunicator",
@@ -110,6 +114,7 @@ __all__ = [
     "WireDtype",
     "allreduce_hook",
     "attach",
+    "average_in_lockstep",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
@@ -118,6 +123,7 @@ __all__ = [
     "hook_statistics",
     "load_checkpoint",
     "load_distributed",
+    "lockstep_lines",
     "make_compressor",
     "merge_state_dicts",
     "noop_hook",

@@ -38,7 +38,7 @@ class TopK(Compressor):
 
     def relative_error(self, elements: int) -> float:
         """Return 1 - k/n: what is sent has at least the average size."""
-        return 1 - self.k(elements) / max(1, elements)
+        return 1 - self.k(elements) / elements if elements else 0.0
 
     def k(self, elements: int) -> int:
         """Return how many elements are sent of so many."""

@@ -41,6 +41,7 @@ class Engine:
         atomic: bool = False,
         may_be_unused: bool = False,
         by_parameter: bool = True,
+        may_join: bool = True,
         loss_scale: LossScale | None = None,
     ) -> None:
         self.compressor = compressor
@@ -51,6 +52,7 @@ class Engine:
         self.step = 0
         self._fingerprint = fingerprint
         self._may_be_unused = may_be_unused
+        self._may_join = may_join  # zeros outside of a backward pass are those of a rank that has run out of inputs
         self._undo = UndoLog() if atomic else None
         self._resumed = Resumed()
         self._names_are_checked = not by_parameter
@@ -112,7 +114,7 @@ class Engine:
         exchange = compressor.compress(view, context)
         if view.slots and self._may_be_unused:
             exchange = keep_what_is_unused(view, exchange)
-        if view.slots and has_joined(view.memory):
+        if view.slots and self._may_join and has_joined(view.memory):
             exchange = take_part_with_zeros(view, exchange)
         # The undo log is outermost: it undoes a step after its last bucket, when what was put by is back.
         return exchange if self._undo is None else self._undo.watch(view, exchange)

@@ -54,6 +54,11 @@ class Compressor(ABC):
         """Whether `compress` chooses the dtype in which its sums travel, so that no wrapper may change it."""
         return False
 
+    @property
+    def needs_whole_buckets(self) -> bool:
+        """Whether `compress` must be given a bucket's slots all together."""
+        return False
+
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `compress` can handle this kind of gradient; the others are averaged by a plain all-reduce."""
         return not gradient.is_sparse and gradient.is_floating_point()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from commhooks.communicators.traffic import KindTraffic, Traffic
@@ -102,14 +104,16 @@ class _Shares:
     """Shares of bytes, by parameter: noted per request's layouts, which is cheap, and divided when somebody asks."""
 
     def __init__(self) -> None:
-        self._noted: dict[Shares, Counter[str]] = {}
+        self._noted: dict[Shares, list[int]] = {}
         self._divided: dict[str, defaultdict[str, float]] = {}
         self._lock = threading.Lock()
 
-    def note(self, shares: Shares, **counts: int) -> None:
-        """Add counts to those of the same layouts."""
+    def note(self, noted: Iterable[tuple[Shares, Sequence[int]]]) -> None:
+        """Add counts, in the order of `ParameterTraffic`'s fields, to those of the same layouts."""
         with self._lock:
-            self._noted.setdefault(shares, Counter()).update(counts)
+            for shares, counts in noted:
+                known = self._noted.get(shares)
+                self._noted[shares] = list(counts) if known is None else list(map(operator.add, known, counts))
             if len(self._noted) > _LAYOUTS_TO_KEEP:
                 self._divide()
 
@@ -131,8 +135,8 @@ class _Shares:
                     of_keys[key] += size * unit
             for key, share in of_keys.items():
                 mine = self._divided.setdefault(key, defaultdict(float))
-                for name, count in counts.items():
-                    mine[name] += count if name in ("steps", "collectives") else count * share
+                for field, count in zip(dataclasses.fields(ParameterTraffic), counts, strict=True):
+                    mine[field.name] += count if field.name in ("steps", "collectives") else count * share
         self._noted.clear()
 
 
@@ -142,8 +146,8 @@ class Ledger:
     def __init__(self) -> None:
         self._shares = _Shares()
         self._totals = Statistics()
-        self._before_step = Statistics()
-        self._last_step = Statistics()
+        self._ends = Statistics(), Statistics()
+        """The totals at the end of the last whole step, and of the one before."""
 
     def enter(self, task: BucketTask, traffic: Traffic) -> None:
         """Enter a finished bucket."""
@@ -154,18 +158,16 @@ class Ledger:
         totals.gradient_elements += tensor_elements(memory)
         totals.gradient_bytes += tensor_bytes(memory)
         totals.seconds_compressing += task.seconds_compressing
-        own = (task.bucket.layout,), (1,)
-        self._shares.note(own, steps=1, gradient_bytes=tensor_bytes(memory))
-        for request in task.asked:
-            shares = request.layouts, request.part_bytes
-            counts = {"payload_bytes": request.payload_bytes, "moved_bytes": request.moved_bytes}
-            self._shares.note(shares, collectives=1, **counts)
+        noted: list[tuple[Shares, Sequence[int]]] = [
+            ((request.layouts, request.part_bytes), (0, 1, 0, request.payload_bytes, request.moved_bytes))
+            for request in task.asked
+        ]
+        self._shares.note([(((task.bucket.layout,), (1,)), (1, 0, tensor_bytes(memory), 0, 0)), *noted])
         if task.is_last:
             totals.steps += 1
             totals.seconds_exposed += time.perf_counter() - task.handed_in
             totals.take(traffic)
-            self._last_step = totals.since(self._before_step)
-            self._before_step = totals.copy()
+            self._ends = totals.copy(), self._ends[0]
 
     def totals(self, traffic: Traffic | None) -> Statistics:
         """Return a copy of what was counted since attaching."""
@@ -179,8 +181,9 @@ class Ledger:
         return self._shares.by_parameter()
 
     def last_step(self) -> Statistics:
-        """Return a copy of what the last whole step added."""
-        return self._last_step.copy()
+        """Return what the last whole step added."""
+        last, before = self._ends
+        return last.since(before)
 
 
 def _subtract(later: Counts, earlier: Counts) -> Counts:

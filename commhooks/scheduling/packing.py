@@ -222,7 +222,8 @@ class Packer:
         part, tensor = place.part, place.part.tensor
         if isinstance(request, AllReduce):
             # Large sums that need no other memory are not copied only to travel together.
-            goes_as_it_is = part.in_place and self._by_name and part.on_wire == tensor.dtype
+            is_alone = part.in_place and len(request.parts) == 1
+            goes_as_it_is = is_alone and self._by_name and part.on_wire == tensor.dtype
             if tensor.is_sparse or tensor.is_complex() or goes_as_it_is:
                 return place
             return AllReduce, part.on_wire, tensor.device, request.average, request.group

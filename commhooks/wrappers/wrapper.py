@@ -35,6 +35,11 @@ class Wrapper(Compressor):
         """As `inner`."""
         return self.inner.fixes_wire
 
+    @property
+    def needs_whole_buckets(self) -> bool:
+        """As `inner`."""
+        return self.inner.needs_whole_buckets
+
     def takes(self, gradient: Tensor) -> bool:
         """As `inner`."""
         return self.inner.takes(gradient)

@@ -85,6 +85,11 @@ class PowerSGD(Compressor):
                 "which has no room for exceptions."
             )
 
+    @property
+    def needs_whole_buckets(self) -> bool:
+        """Whether a bucket is one matrix."""
+        return self.matrices == "whole-bucket"
+
     def check_parameters(self, named: Mapping[str, Tensor]) -> None:
         """Raise `SettingsError` for a pattern in `skip` that matches no parameter: it is misspelt."""
         known = list(named)
