@@ -74,6 +74,8 @@ class Tile:
         self._bucket = bucket
         self._residuals = residuals
         """Where in the stretch each begins, and its memory: 1-D, or of the gradient's shape if it is the only one."""
+        self._whole = residuals[0][1] if len(residuals) == 1 and residuals[0][1].shape == gradient.shape else None
+        """The residual, if it is one and covers the tile."""
         self._decay = decay
         self._formed_in = -1
 
@@ -102,7 +104,9 @@ class Tile:
         elif self._formed_in == scratch.turn:
             return room
         self._formed_in = scratch.turn
-        if self._residuals:
+        if self._whole is not None:
+            add_residuals([room], [self._whole], self._decay)
+        elif self._residuals:
             add_residuals(self._places(room), [kept for _, kept in self._residuals], self._decay)
         return room
 
@@ -117,14 +121,16 @@ class Tile:
 
         Hand it to `keep` afterwards.
         """
-        if len(self._residuals) == 1 and surely(finite):
-            kept, room = self._residuals[0][1], self.room
-            if kept.dtype == room.dtype and kept.device == room.device and kept.shape == room.shape:
-                return kept
-        return self.room
+        room, whole = self.room, self._whole
+        if whole is not None and whole.dtype == room.dtype and whole.device == room.device and surely(finite):
+            return whole
+        return room
 
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
         """Remember what was not sent, of the tile's shape, for the next step; if `finite` is false, change nothing."""
+        if self._whole is not None:
+            commit(self._whole, unsent, finite)
+            return
         for (_, kept), piece in zip(self._residuals, self._places(unsent), strict=True):
             commit(kept, piece, finite)
 
@@ -176,8 +182,6 @@ class Tile:
 
     def _places(self, memory: Tensor) -> list[Tensor]:
         """Return the pieces of the tile's shape that the residuals belong to."""
-        if len(self._residuals) == 1 and self._residuals[0][1].numel() == memory.numel():
-            return [memory.view(self._residuals[0][1].shape)]
         flat = memory.view(-1)
         return [flat[first : first + kept.numel()] for first, kept in self._residuals]
 
@@ -328,4 +332,4 @@ def add_residuals(memories: Sequence[Tensor], residuals: Sequence[Tensor], decay
 
 def surely(mask: Tensor) -> bool:
     """Return whether all of a mask is known to be true; always False on a GPU, where finding out would mean waiting."""
-    return not mask.is_cuda and bool(mask.all())
+    return not mask.is_cuda and bool(mask if mask.dim() == 0 else mask.all())

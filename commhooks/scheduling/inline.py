@@ -27,7 +27,7 @@ from commhooks.errors import CollectiveError, CommHooksError, CompressorError
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.scheduler import POLICIES, Scheduler
 from commhooks.scheduling.task import BucketTask
-from commhooks.scheduling.thread import JOIN_SECONDS, SLICE_SECONDS
+from commhooks.scheduling.worker import JOIN_SECONDS, SLICE_SECONDS
 
 POLL_SECONDS = 0.0005
 """How often the watch looks at the device, while something is under way."""

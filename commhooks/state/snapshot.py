@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,23 +32,11 @@ from torch import Tensor
 
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.language.compressor import Compressor
-from commhooks.language.entries import RESIDUAL, Declared, Entry, blocks_served
+from commhooks.language.entries import RESIDUAL, Declared, Entry
+from commhooks.state.formats import FORMAT_VERSION, TYPES, faults_of, from_format_1, kind_of
+from commhooks.state.spread import deal_again, spread
 from commhooks.state.table import Entries
 
-FORMAT_VERSION = 2
-
-_TYPES: dict[str, type] = {
-    "step": int,
-    "world_size": int,
-    "policy": str,
-    "grad_scale": float,
-    "settings": dict,
-    "shapes": dict,
-    "bucket_plan": dict,
-    "kinds": dict,
-    "replicated": dict,
-    "local": dict,
-}
 _LINES_TO_LIST = 12
 
 
@@ -112,7 +99,7 @@ class Snapshot:
     def from_dict(cls, state: object) -> Snapshot:
         """Read what `as_dict` gave; raise `CheckpointError`, naming every fault, if it cannot have been that."""
         if not isinstance(state, Mapping) or "format_version" not in state:
-            raise CheckpointError(f"expected the state_dict() of a hook's state (got {_kind_of(state)}).")
+            raise CheckpointError(f"expected the state_dict() of a hook's state (got {kind_of(state)}).")
         version = state["format_version"]
         if version not in (1, FORMAT_VERSION):
             raise CheckpointError(
@@ -120,17 +107,11 @@ class Snapshot:
                 f"{FORMAT_VERSION}."
             )
         if version == 1:
-            state = dict(state) | {"kinds": {}, "settings": _settings_of_format_1(state.get("settings"))}
-        faults = [
-            f"{name}: expected {kind.__name__}, got {_kind_of(state.get(name))}"
-            for name, kind in _TYPES.items()
-            if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool)
-        ]
-        if not faults:
-            faults = _faults_within(state)
+            state = from_format_1(state)
+        faults = faults_of(state)
         if faults:
             raise CheckpointError(f"the hook's state is damaged. {_listed(faults)}")
-        fields: dict[str, Any] = {name: state[name] for name in _TYPES}
+        fields: dict[str, Any] = {name: state[name] for name in TYPES}
         fields["kinds"] = {name: Entry(**described) for name, described in state["kinds"].items()}
         fields["local"] = {int(rank.removeprefix("rank")): entries for rank, entries in state["local"].items()}
         return cls(**fields)
@@ -274,53 +255,6 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dataclasses.replace(first, local=local).as_dict()
 
 
-def spread(
-    local: Mapping[int, Entries],
-    old_size: int,
-    rank: int,
-    new_size: int,
-    *,
-    times: float = 1.0,
-    but: Container[str] = (),
-) -> Entries:
-    """Return the own state of one of `new_size` ranks, so that their sum is `times` that of the `old_size` before.
-
-    Fewer ranks: new rank r takes that of old ranks r, r + new_size, and so on. More: an old rank's is divided among
-    the new ranks that have its number modulo `old_size`. Entries named in `but` are left out.
-    """
-    takers = 1 if new_size <= old_size else len(range(rank % old_size, new_size, old_size))
-    givers = range(rank, old_size, new_size) if new_size <= old_size else [rank % old_size]
-    sums: Entries = {}
-    dtypes: dict[tuple[str, str], torch.dtype] = {}
-    for giver in givers:
-        for name, entries in local[giver].items():
-            own = sums.setdefault(name, {})
-            for entry, kept in entries.items():
-                if entry in but:
-                    continue
-                taken = kept.double() * times / takers
-                own[entry] = own[entry] + taken if entry in own else taken
-                dtypes[name, entry] = kept.dtype
-    return {name: {e: total.to(dtypes[name, e]) for e, total in own.items()} for name, own in sums.items()}
-
-
-def deal_again(
-    local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, shares: Container[str], *, times: float
-) -> Entries:
-    """Return the shares of one of `new_size` ranks: the blocks that it serves now, `times` what they were."""
-    dealt: Entries = {}
-    for name in {name for entries in local.values() for name in entries}:
-        for entry in {e for entries in local.values() for e in entries.get(name, {}) if e in shares}:
-            of_ranks = [local[old][name][entry] for old in range(old_size)]  # each [blocks served, block]
-            blocks = sum(len(kept) for kept in of_ranks)
-            whole = of_ranks[0].new_empty(blocks, of_ranks[0].shape[1])
-            for old, kept in enumerate(of_ranks):
-                whole[list(blocks_served(name, blocks, old, old_size))] = kept
-            served = list(blocks_served(name, blocks, rank, new_size))
-            dealt.setdefault(name, {})[entry] = (whole[served].double() * times).to(whole.dtype)
-    return dealt
-
-
 def settings_of(compressor: Compressor) -> dict[str, str]:
     """Return a compressor's settings as texts, those of what it wraps under "inner.rank" and the like."""
     settings = {"compressor": type(compressor).__name__}
@@ -330,23 +264,6 @@ def settings_of(compressor: Compressor) -> dict[str, str]:
             settings |= {f"{field.name}.{name}": text for name, text in settings_of(value).items()}
         elif field.compare:
             settings[field.name] = repr(value)
-    return settings
-
-
-def _settings_of_format_1(settings: object) -> object:
-    """Return settings as format 2 has them: PowerSGD with error feedback is `ErrorFeedback` around it."""
-    if not isinstance(settings, dict):
-        return settings
-    for key, value in settings.items():
-        owner = key.removesuffix("compressor")
-        if key.endswith("compressor") and value == "PowerSGD" and f"{owner}error_feedback" in settings:
-            feeds_back = settings[f"{owner}error_feedback"] == "True"
-            own = {k.removeprefix(owner): v for k, v in settings.items() if k.startswith(owner)}
-            rest = {k: v for k, v in settings.items() if owner and not k.startswith(owner)}
-            del own["error_feedback"]
-            if feeds_back:
-                own = {"compressor": "ErrorFeedback", "decay": "1.0"} | {f"inner.{k}": v for k, v in own.items()}
-            return rest | {owner + k: v for k, v in own.items()}
     return settings
 
 
@@ -361,84 +278,6 @@ def _settings_that_differ(saved: Mapping[str, str], now: Mapping[str, str]) -> l
 def refuse(what: str, faults: Sequence[str]) -> CheckpointError:
     """Return the error that lists why something is not loaded."""
     return CheckpointError(f"{what}; nothing was loaded. {_listed(faults)}")
-
-
-def _faults_within(state: Mapping[str, Any]) -> list[str]:
-    return _faults_of_fields(state) + _faults_of_entries(state)
-
-
-def _faults_of_fields(state: Mapping[str, Any]) -> list[str]:
-    faults = [
-        f"shapes[{name!r}]: expected a list of integers" for name, s in state["shapes"].items() if not _is_shape(s)
-    ]
-    faults += [
-        f"settings[{name!r}]: expected a text" for name, v in state["settings"].items() if not isinstance(v, str)
-    ]
-    if not _is_plan(state["bucket_plan"].get("handed_in", [])):
-        faults.append("bucket_plan['handed_in']: expected lists of names")
-    if "ddp_core" in state["bucket_plan"] and not _is_ddp_core_plan(state["bucket_plan"]["ddp_core"]):
-        faults.append("bucket_plan['ddp_core']: expected what ddp_core's bucket_plan() returns")
-    for name, described in state["kinds"].items():
-        try:
-            Entry(**described)
-        except (TypeError, SettingsError) as error:
-            faults.append(f"kinds[{name!r}]: {error}")
-    if state["step"] < 0 or state["world_size"] < 1 or not 0 < state["grad_scale"] < math.inf:
-        faults.append("step, world_size and grad_scale: expected numbers of at least 0, of at least 1, and above 0")
-    return faults
-
-
-def _faults_of_entries(state: Mapping[str, Any]) -> list[str]:
-    faults = []
-    parts = {"replicated": state["replicated"]}
-    for rank, entries in state["local"].items():
-        number = str(rank).removeprefix("rank")
-        if str(rank) == number or not number.isdecimal() or int(number) >= state["world_size"]:
-            faults.append(f"local[{rank!r}]: expected one of rank0 to rank{state['world_size'] - 1}")
-        parts[f"local[{rank!r}]"] = entries
-    for where, entries in parts.items():
-        if not isinstance(entries, Mapping):
-            faults.append(f"{where}: expected a dictionary, got {_kind_of(entries)}")
-            continue
-        for name, kept in entries.items():
-            if name not in state["shapes"]:
-                faults.append(f"{where}[{name!r}]: no such parameter among its shapes")
-            elif not isinstance(kept, Mapping) or not all(isinstance(tensor, Tensor) for tensor in kept.values()):
-                faults.append(f"{where}[{name!r}]: expected a dictionary of tensors")
-            elif RESIDUAL in kept and kept[RESIDUAL].numel() not in _sizes_of_residual(state["shapes"][name]):
-                faults.append(f"{where}[{name!r}]: a residual of shape {tuple(kept[RESIDUAL].shape)}")
-    return faults
-
-
-def _is_shape(shape: object) -> bool:
-    return isinstance(shape, (list, tuple)) and all(isinstance(size, int) for size in shape)
-
-
-def _is_plan(plan: object) -> bool:
-    return isinstance(plan, list) and all(
-        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in plan
-    )
-
-
-def _is_ddp_core_plan(plan: object) -> bool:
-    return (
-        isinstance(plan, Mapping)
-        and isinstance(plan.get("rebuilt"), bool)
-        and isinstance(plan.get("limits"), list)
-        and _is_plan(plan.get("buckets"))
-    )
-
-
-def _sizes_of_residual(shape: object) -> tuple[int, ...]:
-    """Return how many elements may be owed: twice the parameter's if those are complex, as PyTorch's DDP has them."""
-    if not _is_shape(shape):
-        return ()
-    elements = torch.Size(shape).numel()  # type: ignore[arg-type]  # "object" is not Iterable: just looked at
-    return elements, 2 * elements
-
-
-def _kind_of(value: object) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {value!r}"[:80]
 
 
 def _listed(faults: Sequence[str]) -> str:

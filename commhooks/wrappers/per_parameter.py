@@ -62,7 +62,7 @@ class PerParameter(Compressor):
             matching = [pattern for pattern, _ in self.rules if fnmatch.fnmatchcase(name, pattern)]
             if len(matching) > 1 and not self.first_match:
                 raise SettingsError(
-                    f"PerParameter: {name!r} is matched by {', '.join(map(repr, matching))}; make one of them narrower, "
+                    f"PerParameter: {name!r} is matched by {' and '.join(map(repr, matching))}; make one narrower, "
                     "or pass first_match=True."
                 )
         for compressor in self._compressors:

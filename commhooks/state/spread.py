@@ -1,0 +1,57 @@
+"""Own state for another number of ranks: what is summed over ranks is spread, and shares are dealt again."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+import torch
+
+from commhooks.language.entries import blocks_served
+from commhooks.state.table import Entries
+
+
+def spread(
+    local: Mapping[int, Entries],
+    old_size: int,
+    rank: int,
+    new_size: int,
+    *,
+    times: float = 1.0,
+    but: Container[str] = (),
+) -> Entries:
+    """Return the own state of one of `new_size` ranks, so that their sum is `times` that of the `old_size` before.
+
+    Fewer ranks: new rank r takes that of old ranks r, r + new_size, and so on. More: an old rank's is divided among
+    the new ranks that have its number modulo `old_size`. Entries named in `but` are left out.
+    """
+    takers = 1 if new_size <= old_size else len(range(rank % old_size, new_size, old_size))
+    givers = range(rank, old_size, new_size) if new_size <= old_size else [rank % old_size]
+    sums: Entries = {}
+    dtypes: dict[tuple[str, str], torch.dtype] = {}
+    for giver in givers:
+        for name, entries in local[giver].items():
+            own = sums.setdefault(name, {})
+            for entry, kept in entries.items():
+                if entry in but:
+                    continue
+                taken = kept.double() * times / takers
+                own[entry] = own[entry] + taken if entry in own else taken
+                dtypes[name, entry] = kept.dtype
+    return {name: {e: total.to(dtypes[name, e]) for e, total in own.items()} for name, own in sums.items()}
+
+
+def deal_again(
+    local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, shares: Container[str], *, times: float
+) -> Entries:
+    """Return the shares of one of `new_size` ranks: the blocks that it serves now, `times` what they were."""
+    dealt: Entries = {}
+    for name in {name for entries in local.values() for name in entries}:
+        for entry in {e for entries in local.values() for e in entries.get(name, {}) if e in shares}:
+            of_ranks = [local[old][name][entry] for old in range(old_size)]  # each [blocks served, block]
+            blocks = sum(len(kept) for kept in of_ranks)
+            whole = of_ranks[0].new_empty(blocks, of_ranks[0].shape[1])
+            for old, kept in enumerate(of_ranks):
+                whole[list(blocks_served(name, blocks, old, old_size))] = kept
+            served = list(blocks_served(name, blocks, rank, new_size))
+            dealt.setdefault(name, {})[entry] = (whole[served].double() * times).to(whole.dtype)
+    return dealt

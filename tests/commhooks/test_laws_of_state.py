@@ -1,0 +1,176 @@
+"""What holds for the state of every compressor, of every kind, where a step or a run is not like the others.
+
+The table's rows, and one with private and replicated state, through real engines on workers of one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks import Compressor
+from commhooks.language.entries import Kind
+from tests import bounds
+from tests.cases import CASES, Case
+from tests.commhooks import momentum
+from tests.commhooks.workers import Workers, largest, normal, zeros
+
+pytestmark = pytest.mark.kernels
+
+SHAPES = ((24, 40), (40,), (12, 8, 3), (7,))
+OF_EVERY_KIND = Case(
+    name="momentum", make=momentum.make, bytes_on_wire=lambda *_: 0, error_feedback=True, exact_rank=0, roundings=4
+)
+REMEMBERING = [case for case in [*CASES, OF_EVERY_KIND] if case.make().remembers(0)]
+OWN: tuple[Kind, ...] = ("residual", "private", "share")
+
+every_remembering_case = pytest.mark.parametrize("case", REMEMBERING, ids=str)
+
+
+def trained(case: Case, world_size: int = 3, steps: int = 3, **settings: Any) -> Workers:
+    workers = Workers(case.make(), world_size, zeros(*SHAPES), buckets=2, **settings)
+    for step in range(steps):
+        workers.step(normal(workers.parameters, world_size, seed=step))
+    return workers
+
+
+def state_of(workers: Workers, *kinds: Kind) -> list[list[Tensor]]:
+    """Return a copy of every rank's state, of some kinds or all."""
+    every: tuple[Kind, ...] = kinds or ("replicated", *OWN)
+    return [
+        [kept.clone() for state in table.states() for kept in state.of_kind(*every).values()]
+        for table in workers.states
+    ]
+
+
+def assert_equal(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
+    for own, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
+
+
+@every_remembering_case
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+def test_an_atomic_step_that_is_spoiled_changes_no_state(case: Case, policy: str) -> None:
+    workers = trained(case, policy=policy, atomic=True)
+    before = state_of(workers)
+    spoiled = normal(workers.parameters, 3, seed=50)
+    spoiled[1][2].view(-1)[3] = float("inf")
+    workers.step(spoiled)
+    assert_equal(state_of(workers), before)
+    assert any(len(own) for own in before) or not case.error_feedback
+    workers.step(normal(workers.parameters, 3, seed=51))
+    assert all(torch.isfinite(kept).all() for own in state_of(workers) for kept in own)
+
+
+@every_remembering_case
+def test_atomic_steps_are_those_of_a_run_that_is_not(case: Case) -> None:
+    assert_equal(state_of(trained(case, atomic=True)), state_of(trained(case)))
+
+
+@every_remembering_case
+def test_a_joined_rank_keeps_what_is_its_own_and_the_others_go_on(case: Case) -> None:
+    """Zeros outside of a backward pass are handed in for a rank that has run out of inputs."""
+    workers = trained(case)
+    before = state_of(workers, "residual", "private")
+    unsent = [workers.unsent(index) for index in range(len(SHAPES))]
+    gradients = normal(workers.parameters, 3, seed=50)
+    gradients[0] = [torch.zeros_like(gradient) for gradient in gradients[0]]
+    means = workers.step(gradients)
+    after = state_of(workers, "residual", "private")
+    assert all(torch.equal(a, b) for a, b in zip(after[0], before[0], strict=True))
+    assert not before[1] or any(not torch.equal(a, b) for a, b in zip(after[1], before[1], strict=True))
+    for own in means[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(own, means[0], strict=True))
+    for index in range(len(SHAPES)) if case.error_feedback else ():
+        whole = sum(own[index].double() for own in gradients) / 3 + unsent[index]
+        sent = torch.stack([workers.residual(rank, index).double() for rank in range(3)])
+        allowed = loss_of_a_step(case, [own[index] for own in gradients], sent)
+        assert largest(means[0][index] + workers.unsent(index) - whole) <= allowed
+
+
+@every_remembering_case
+def test_what_no_rank_used_keeps_its_state_and_has_no_mean(case: Case) -> None:
+    if case.depends_on_buckets:
+        return  # its residual belongs to the whole bucket's matrix, in which nothing is unused
+    workers = trained(case, may_be_unused=True)
+    unused = workers.parameters[0]
+    before = [{name: kept.clone() for name, kept in table.of(unused).tensors.items()} for table in workers.states]
+    gradients = normal(workers.parameters, 3, seed=50)
+    for own in gradients:
+        own[0].zero_()
+    gradients[0][1].zero_()  # unused on one rank only, so it is as usual
+    for mean in workers.step(gradients):
+        assert not mean[0].any()
+        assert mean[1].any()
+    for table, kept in zip(workers.states, before, strict=True):
+        assert all(torch.equal(table.of(unused).tensors[name], own) for name, own in kept.items())
+
+
+@every_remembering_case
+def test_state_follows_the_loss_scale(case: Case) -> None:
+    """A power of two changes no digit, so the scaled run's means are the other's, times the scale."""
+    if case.wire is not None:
+        return  # numbers of another size are rounded otherwise by a narrow wire
+    plain, scaled = trained(case), trained(case)
+    for engine in scaled.engines:
+        engine.loss_scale.announce(1024.0)
+    for step in range(50, 53):
+        gradients = normal(plain.parameters, 3, seed=step)
+        larger = [[gradient * 1024 for gradient in own] for own in gradients]
+        for ours, theirs in zip(scaled.step(larger)[0], plain.step(gradients)[0], strict=True):
+            assert torch.equal(ours, theirs * 1024)
+
+
+@every_remembering_case
+@pytest.mark.parametrize("storage", ["bf16", "host"])
+def test_own_state_is_stored_as_asked(case: Case, storage: str) -> None:
+    """Stored in bf16 a residual is rounded once a step; in the host's memory, which here is all memory, not at all."""
+    plain, stored = trained(case), trained(case, storage=storage)
+    for table in stored.states:
+        dtypes = {kept.dtype for state in table.states() for kept in state.of_kind(*OWN).values()}
+        assert dtypes <= {torch.bfloat16 if storage == "bf16" else torch.float32}
+    if storage == "host":
+        assert_equal(state_of(stored), state_of(plain))
+    means = stored.step(normal(stored.parameters, 3, seed=50))
+    assert all(torch.isfinite(mean).all() for own in means for mean in own)
+
+
+@every_remembering_case
+def test_a_run_is_resumed_from_a_state_dict_with_all_kinds_of_state(case: Case) -> None:
+    """On every rank; the next steps are bit for bit those of the run that was not interrupted."""
+    tensors = {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
+    ran, resumed = (exchangers(tensors, case.make()) for _ in range(2))
+    for step in range(3):
+        commhooks.average_in_lockstep(ran, gradients_of(tensors, step))
+    for one, other in zip(ran, resumed, strict=True):
+        other.load_state_dict(one.state_dict())
+    for step in range(3, 6):
+        ours, theirs = gradients_of(tensors, step), gradients_of(tensors, step)
+        commhooks.average_in_lockstep(ran, ours)
+        commhooks.average_in_lockstep(resumed, theirs)
+        for mean, same in zip(ours, theirs, strict=True):
+            assert all(torch.equal(mean[name], same[name]) for name in tensors)
+    for one, other in zip(ran, resumed, strict=True):
+        assert str(one.state_dict()) == str(other.state_dict())
+
+
+def exchangers(tensors: dict[str, Tensor], compressor: Compressor, world_size: int = 2) -> list[commhooks.Exchanger]:
+    lines = commhooks.lockstep_lines(world_size, "fused")
+    return [commhooks.Exchanger(tensors, compressor, line=line) for line in lines]
+
+
+def gradients_of(tensors: dict[str, Tensor], seed: int, world_size: int = 2) -> list[dict[str, Tensor]]:
+    drawn = normal(list(tensors.values()), world_size, seed=seed)
+    return [dict(zip(tensors, own, strict=True)) for own in drawn]
+
+
+def loss_of_a_step(case: Case, gradients: list[Tensor], residuals: Tensor) -> float:
+    """Return how much of what was to be sent a step may round away; residuals are those after it."""
+    to_send = [g.double().abs() + 2 * r.abs() for g, r in zip(gradients, residuals, strict=True)]
+    largest_norm = [torch.full((1,), max(float(own.norm()) for own in to_send) * len(SHAPES)) for _ in to_send]
+    limits = case.rank, torch.float32, case.wire, case.roundings
+    return bounds.of_conservation(largest_norm, *limits)
