@@ -168,7 +168,7 @@ class Snapshot:
         dealt = deal_again(
             self.local, self.world_size, rank, world_size, shares, times=kept * self.world_size / world_size
         )
-        return {name: sums.get(name, {}) | dealt.get(name, {}) for name in {*sums, *dealt}}
+        return {name: sums.get(name, {}) | dealt.get(name, {}) for name in {**sums, **dealt}}
 
     def without_entries_unknown_to(
         self, compressor: Compressor, named: Mapping[str, Tensor], world_size: int

@@ -45,7 +45,7 @@ def deal_again(
 ) -> Entries:
     """Return the shares of one of `new_size` ranks: the blocks that it serves now, `times` what they were."""
     dealt: Entries = {}
-    for name in {name for entries in local.values() for name in entries}:
+    for name in dict.fromkeys(name for entries in local.values() for name in entries):
         for entry in {e for entries in local.values() for e in entries.get(name, {}) if e in shares}:
             of_ranks = [local[old][name][entry] for old in range(old_size)]  # each [blocks served, block]
             blocks = sum(len(kept) for kept in of_ranks)

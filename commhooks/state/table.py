@@ -189,7 +189,7 @@ class StateTable:
         self._shapes = None if shapes is None else {name: tuple(shape) for name, shape in shapes.items()}
         names = {*replicated, *own}
         self._loaded = {name: _Loaded(replicated.get(name, {}), own.get(name, {}), kinds) for name in names}
-        for parameter in {*self._names, *self._states}:
+        for parameter in {**self._names, **self._states}:
             state = self.of(parameter)
             if state.tensors:
                 self._check_loaded(parameter, state.key)
