@@ -91,7 +91,7 @@ class PyTorchNames:
 
     def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
         """Return settings, buckets and the latest error as a dictionary of strings and integers."""
-        return describe(self)
+        return describe(self.module, self.reducer, self._join_config.enable)
 
     def _check_reducer_finalized(self: Any) -> None:
         """Raise RuntimeError if the latest backward pass left a reduction unfinished."""

@@ -29,12 +29,12 @@ from ddp_core.construction import (
 from ddp_core.delayed import DelayedGradients, choose_delay
 from ddp_core.graph import at_end_of_backward, tensors_in, through_sink
 from ddp_core.hooks import CommHook, Hook, check_hook, check_timeout
-from ddp_core.joining import ShadowHook, elect, exchange_sync_flag
+from ddp_core.joining import MayRunOut, elect, exchange_sync_flag
 from ddp_core.reducer import Reducer, ReducerSettings
 from ddp_core.replicas import broadcast_coalesced, verify_same_model
 
 
-class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
+class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     """Train ``module`` on every rank of a process group, averaging gradients while the backward pass computes them.
 
     Takes the place of ``torch.nn.parallel.DistributedDataParallel``, whose arguments it has; nothing else in a
@@ -127,7 +127,6 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         self.buffer_hook = None
         self._buffers_sync_before_forward = True
         self._has_buffers = bool(self.module_buffers())  # a module may replace buffers later, but not gain its first
-        self._authoritative_rank = 0  # whose model all had after the latest join()
         self._sink_clones = True
         if init_sync:
             named = self.replicated_parameters() + list(self.module_buffers().items() if sync_buffers_now else [])
@@ -228,7 +227,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
         """Overwrite every rank's buffers (None: all that are not ignored) with those of group rank ``source``."""
         broadcast_coalesced(buffers or list(self.module_buffers().values()), self.process_group, source)
 
-    # ---------------------------------------------------------------- accumulation, uneven inputs
+    # ---------------------------------------------------------------- accumulation
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -252,53 +251,6 @@ class DistributedDataParallel(PyTorchNames, nn.Module, Joinable):
             yield
         finally:
             self.require_backward_grad_sync = before
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Return a context in which ranks may run out of inputs at different times.
-
-        A rank that leaves its loop early takes part in the others' collectives with zeros, until all have left; then
-        all get the model of the last one.
-
-        Args:
-            divide_by_initial_world_size: divide by all ranks, so that every input weighs the same; False: by those
-                that still train.
-            enable: False makes this a context without effect.
-            throw_on_early_termination: instead of going on, raise RuntimeError on every rank.
-
-        """
-        if enable:
-            self._require_mirrorable()
-        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
-        return Join([self], enable, throw_on_early_termination, **options)
-
-    def _require_mirrorable(self) -> None:
-        if self.reducer.settings.skip_all_reduce_unused_params or self.buffer_hook is not None:
-            raise NotImplementedError(
-                "join() works neither with skip_all_reduce_unused_params=True nor with a buffer hook: a rank that has "
-                "joined cannot know which collectives the others skip or issue"
-            )
-
-    _divides_by_initial_world_size = True
-
-    def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """Return what ``torch.distributed.algorithms.join.Join`` runs on ranks that have joined."""
-        self._divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return ShadowHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the collectives that ``Join`` issues."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group of the collectives that ``Join`` issues."""
-        return self.process_group
 
     # ---------------------------------------------------------------- communication hooks
 

@@ -6,23 +6,94 @@ trains, and the hook issues the collectives which that rank's forward and backwa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_core.collectives import all_reduce, finish
+from ddp_core.reducer import Reducer
 from ddp_core.replicas import broadcast_coalesced
 
-if TYPE_CHECKING:
-    from ddp_core.distributed import DistributedDataParallel
+
+class MayRunOut(Joinable):
+    """A wrapped module whose ranks may run out of inputs at different times; a base of ``DistributedDataParallel``."""
+
+    reducer: Reducer
+    buffer_hook: tuple[object, Callable[..., Any]] | None
+    forward_sync_buffers: bool
+    require_forward_param_sync: bool
+    require_backward_grad_sync: bool
+    device: torch.device
+    _divides_by_initial_world_size = True
+    _authoritative_rank = 0  # whose model all had after the latest join()
+
+    @abstractmethod
+    def replicated_parameters(self) -> list[tuple[str, Any]]: ...  # noqa: D102
+
+    @abstractmethod
+    def module_buffers(self) -> dict[str, Tensor]: ...  # noqa: D102
+
+    @abstractmethod
+    def will_sync_module_buffers(self) -> bool: ...  # noqa: D102
+
+    @abstractmethod
+    def broadcast_module_buffers(self, source: int, buffers: Sequence[Tensor] | None = None) -> None: ...  # noqa: D102
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context in which ranks may run out of inputs at different times.
+
+        A rank that leaves its loop early takes part in the others' collectives with zeros, until all have left; then
+        all get the model of the last one.
+
+        Args:
+            divide_by_initial_world_size: divide by all ranks, so that every input weighs the same; False: by those
+                that still train.
+            enable: False makes this a context without effect.
+            throw_on_early_termination: instead of going on, raise RuntimeError on every rank.
+
+        """
+        if enable:
+            self._require_mirrorable()
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **options)
+
+    def _require_mirrorable(self) -> None:
+        if self.reducer.settings.skip_all_reduce_unused_params or self.buffer_hook is not None:
+            raise NotImplementedError(
+                "join() works neither with skip_all_reduce_unused_params=True nor with a buffer hook: a rank that has "
+                "joined cannot know which collectives the others skip or issue"
+            )
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """Return what ``torch.distributed.algorithms.join.Join`` runs on ranks that have joined."""
+        self._divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return ShadowHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives that ``Join`` issues."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group of the collectives that ``Join`` issues."""
+        return self.reducer.process_group
 
 
 class ShadowHook(JoinHook):
     """Mirrors the collectives of one wrapped module on a rank that has joined."""
 
-    def __init__(self, ddp: DistributedDataParallel):
+    def __init__(self, ddp: MayRunOut):
         self.ddp = ddp
         super().__init__()
 
@@ -64,19 +135,19 @@ class ShadowHook(JoinHook):
         ddp._authoritative_rank = elect(ddp, candidate=is_last_joiner)
         buffers = ddp.module_buffers() if ddp.forward_sync_buffers else {}
         tensors = [*(p for _, p in ddp.replicated_parameters()), *buffers.values()]
-        broadcast_coalesced(tensors, ddp.process_group, ddp._authoritative_rank)
+        broadcast_coalesced(tensors, ddp.join_process_group, ddp._authoritative_rank)
 
 
-def elect(ddp: DistributedDataParallel, candidate: bool) -> int:
+def elect(ddp: MayRunOut, candidate: bool) -> int:
     """Agree on the highest rank among those that are candidates."""
-    rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
-    finish(all_reduce(ddp.process_group, rank, dist.ReduceOp.MAX))
+    rank = torch.tensor([ddp.join_process_group.rank() if candidate else -1], device=ddp.join_device)
+    finish(all_reduce(ddp.join_process_group, rank, dist.ReduceOp.MAX))
     assert rank.item() >= 0, "some rank has not joined, and it is a candidate"
     return int(rank.item())
 
 
-def exchange_sync_flag(ddp: DistributedDataParallel, joined: bool) -> bool:
+def exchange_sync_flag(ddp: MayRunOut, joined: bool) -> bool:
     """Tell the joined ranks, or as one of them learn, whether this iteration's backward pass synchronises."""
-    flag = torch.full((1,), float(not joined and ddp.require_backward_grad_sync), device=ddp.device)
-    finish(all_reduce(ddp.process_group, flag))
+    flag = torch.full((1,), float(not joined and ddp.require_backward_grad_sync), device=ddp.join_device)
+    finish(all_reduce(ddp.join_process_group, flag))
     return bool(flag.item())

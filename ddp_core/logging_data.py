@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch.nn import SyncBatchNorm
+from torch.nn import Module, SyncBatchNorm
 
-if TYPE_CHECKING:
-    from ddp_core.distributed import DistributedDataParallel
+from ddp_core.reducer import Reducer
 
 
-def describe(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """Return settings, buckets (sizes in bytes) and the latest error of ``ddp``, as strings and integers."""
-    reducer = ddp.reducer
+def describe(module: Module, reducer: Reducer, in_join: bool) -> dict[str, Any]:
+    """Return settings, buckets (sizes in bytes) and the latest error, as strings and integers."""
     sizes = ", ".join(str(bucket.flat.nbytes) for bucket in reducer.buckets)
     order = ", ".join(" ".join(map(str, bucket.indices)) for bucket in reducer.buckets)
     data = {
@@ -29,8 +27,8 @@ def describe(ddp: DistributedDataParallel) -> dict[str, Any]:
         "unused_parameter_size": sum(reducer.parameters[i].nbytes for i in reducer.unused),
         "bucket_sizes": sizes,
         "num_buckets_reduced": reducer.buckets_reduced,
-        "has_sync_bn": int(any(isinstance(module, SyncBatchNorm) for module in ddp.module.modules())),
-        "join_uneven_inputs": int(ddp._join_config.enable),
+        "has_sync_bn": int(any(isinstance(part, SyncBatchNorm) for part in module.modules())),
+        "join_uneven_inputs": int(in_join),
         "has_rebuilt_buckets": int(reducer.rebuilt),
         "has_error": int(reducer.last_error is not None),
         "error": reducer.last_error or "",

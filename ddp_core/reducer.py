@@ -130,6 +130,11 @@ class Reducer:
         """Return the parameters whose gradients are averaged, in buckets or delayed."""
         return self.parameters + [parameter for _, parameter in self.delayed.named]
 
+    def release_group(self) -> None:
+        """Let go of the process group, and of what may hold it: the process ends."""
+        self.hook = self.join_work = None
+        vars(self).pop("process_group", None)
+
     def detach(self) -> None:
         """Stop listening to the parameters, so that another wrapper can take the module over."""
         for handle in self._handles:

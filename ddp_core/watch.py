@@ -12,23 +12,32 @@ import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
+from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-if TYPE_CHECKING:
-    from ddp_core.reducer import Reducer
 
 REST_SECONDS = 2.0  # how long the end of the process may wait for Gloo's threads
 
-_watched: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+class Watched(Protocol):
+    """What is asked of a reducer; its file says what the answers are."""
+
+    @property
+    def in_progress(self) -> bool: ...  # noqa: D102
+    def all_parameters(self) -> list[Parameter]: ...  # noqa: D102
+    def require_finished(self) -> None: ...  # noqa: D102
+    def release_group(self) -> None: ...  # noqa: D102
+
+
+_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
 _given_up: list[torch._C.Future[Any]] = []  # collectives of hooks, still under way when their reduction failed
 
 
-def watch(reducer: Reducer) -> None:
+def watch(reducer: Watched) -> None:
     """Let ``reducer`` be checked before every optimiser step, and let go of its process group at exit."""
     _install()
     _watched.add(reducer)
@@ -80,8 +89,7 @@ def _before_exit(process: int) -> None:
     reducers = list(_watched)
     if not any(reducer.in_progress for reducer in reducers):  # else a group would wait for what may never end
         for reducer in reducers:
-            reducer.hook = reducer.join_work = None
-            vars(reducer).pop("process_group", None)
+            reducer.release_group()
         if reducers and dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
     # The group itself may live on: functions of torch.distributed.nn, imported after it was made, have it as a default.
