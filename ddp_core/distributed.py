@@ -30,8 +30,9 @@ from ddp_core.delayed import DelayedGradients, choose_delay
 from ddp_core.graph import at_end_of_backward, tensors_in, through_sink
 from ddp_core.hooks import CommHook, Hook, check_hook, check_timeout
 from ddp_core.joining import MayRunOut, elect, exchange_sync_flag
-from ddp_core.reducer import Reducer, ReducerSettings
+from ddp_core.reducer import Reducer
 from ddp_core.replicas import broadcast_coalesced, verify_same_model
+from ddp_core.settings import ReducerSettings
 
 
 class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
@@ -222,7 +223,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         else:  # in join(), rank 0 may have run out of inputs, and its buffers are then out of date
             self.broadcast_module_buffers(elect(self, candidate=True) if self._join_config.enable else 0)
 
-    @_disable_dynamo  # as in Reducer._rebuild_in_order
+    @_disable_dynamo  # as in Layout.rebuild_in_order
     def broadcast_module_buffers(self, source: int, buffers: Sequence[Tensor] | None = None) -> None:
         """Overwrite every rank's buffers (None: all that are not ignored) with those of group rank ``source``."""
         broadcast_coalesced(buffers or list(self.module_buffers().values()), self.process_group, source)
@@ -300,8 +301,8 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         reducer = self.reducer
         return {
             "limits": list(reducer.settings.rebuilt_limits),
-            "buckets": [list(bucket.names) for bucket in reducer.buckets],
-            "rebuilt": reducer.rebuilt,
+            "buckets": [list(bucket.names) for bucket in reducer.layout.buckets],
+            "rebuilt": reducer.layout.rebuilt,
         }
 
     def load_bucket_plan(self, plan: dict[str, Any]) -> bool:
@@ -326,9 +327,9 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
             )
         if not plan["rebuilt"] or reducer.searches_graph or plan["limits"] != list(reducer.settings.rebuilt_limits):
             return False
-        fitting = plan_from_names(plan["buckets"], reducer.names, reducer.specs)
+        fitting = plan_from_names(plan["buckets"], reducer.layout.names, reducer.layout.specs)
         if fitting is not None:
-            reducer.rebuild(fitting)
+            reducer.layout.rebuild(fitting)
         return fitting is not None
 
     # ---------------------------------------------------------------- conversions, copies, pickles

@@ -110,9 +110,9 @@ class ShadowHook(JoinHook):
     @torch.no_grad()
     def _mirror_backward(self) -> None:
         reducer = self.ddp.reducer
-        nothing = [0] * len(reducer.parameters)
+        nothing = [0] * len(reducer.layout.parameters)
         usage = reducer.count_usage(nothing) if reducer.learns_graph else None
-        in_flight = [reducer.launch(bucket, bucket.zeros()) for bucket in reducer.buckets]
+        in_flight = [reducer.launch(bucket, bucket.zeros()) for bucket in reducer.layout.buckets]
         if reducer.searches_graph:
             usage = reducer.count_usage(nothing)
         reducer.await_hook(in_flight)
@@ -126,8 +126,8 @@ class ShadowHook(JoinHook):
             finish(usage.work)
         if reducer.learns_graph:
             reducer.learned = True
-        elif reducer.wants_order and not reducer.ready_order:
-            reducer.ready_order = list(range(len(reducer.parameters)))  # any will do unless this is rank 0
+        elif reducer.wants_order and not reducer.layout.ready_order:
+            reducer.layout.ready_order = list(range(len(nothing)))  # any will do unless this is rank 0
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that trained to the end to all the others."""

@@ -11,8 +11,8 @@ from ddp_core.reducer import Reducer
 
 def describe(module: Module, reducer: Reducer, in_join: bool) -> dict[str, Any]:
     """Return settings, buckets (sizes in bytes) and the latest error, as strings and integers."""
-    sizes = ", ".join(str(bucket.flat.nbytes) for bucket in reducer.buckets)
-    order = ", ".join(" ".join(map(str, bucket.indices)) for bucket in reducer.buckets)
+    sizes = ", ".join(str(bucket.flat.nbytes) for bucket in reducer.layout.buckets)
+    order = ", ".join(" ".join(map(str, bucket.indices)) for bucket in reducer.layout.buckets)
     data = {
         "world_size": reducer.process_group.size(),
         "rank": reducer.process_group.rank(),
@@ -22,17 +22,17 @@ def describe(module: Module, reducer: Reducer, in_join: bool) -> dict[str, Any]:
         "gradient_as_bucket_view": int(reducer.settings.gradient_as_bucket_view),
         "static_graph": int(reducer.static_graph),
         "can_set_static_graph": int(reducer.graph_is_static),
-        "num_parameter_tensors": len(reducer.parameters),
-        "total_parameter_size_bytes": sum(p.nbytes for p in reducer.parameters),
-        "unused_parameter_size": sum(reducer.parameters[i].nbytes for i in reducer.unused),
+        "num_parameter_tensors": len(reducer.layout.parameters),
+        "total_parameter_size_bytes": sum(p.nbytes for p in reducer.layout.parameters),
+        "unused_parameter_size": sum(reducer.layout.parameters[i].nbytes for i in reducer.unused),
         "bucket_sizes": sizes,
         "num_buckets_reduced": reducer.buckets_reduced,
         "has_sync_bn": int(any(isinstance(part, SyncBatchNorm) for part in module.modules())),
         "join_uneven_inputs": int(in_join),
-        "has_rebuilt_buckets": int(reducer.rebuilt),
+        "has_rebuilt_buckets": int(reducer.layout.rebuilt),
         "has_error": int(reducer.last_error is not None),
         "error": reducer.last_error or "",
     }
-    if reducer.rebuilt:
+    if reducer.layout.rebuilt:
         data |= {"rebuilt_bucket_sizes": sizes, "rebuilt_per_bucket_param_indices": order}
     return data | ({"comm_hook": reducer.hook.name} if reducer.hook else {})

@@ -17,19 +17,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
-from ddp_core.bucket import Bucket, GradBucket, SparseBucket
-from ddp_core.bucketing import ParameterSpec, Plan, assign_buckets, plan_from_numbers, plan_to_numbers
-from ddp_core.collectives import all_reduce, broadcast, finish, result_of
+from ddp_core.bucket import Bucket, GradBucket
+from ddp_core.collectives import all_reduce, finish, result_of
 from ddp_core.delayed import DelayedGradients
 from ddp_core.errors import (
     broken_promise,
@@ -38,25 +35,15 @@ from ddp_core.errors import (
     late,
     marked_twice,
     static_graph_changed,
-    unannounced_sparse,
     unfinished,
     unseen_outputs,
 )
 from ddp_core.graph import at_end_of_backward, unreachable
 from ddp_core.hooks import CommHook, Pending
+from ddp_core.layout import Layout
+from ddp_core.settings import ReducerSettings
 from ddp_core.sparse import group_for_sparse_sums
 from ddp_core.watch import give_up, watch
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReducerSettings:
-    """How a reducer works; see the arguments of ``DistributedDataParallel``. Limits are in bytes."""
-
-    limits: tuple[int, ...]
-    rebuilt_limits: tuple[int, ...]
-    find_unused_parameters: bool
-    gradient_as_bucket_view: bool
-    skip_all_reduce_unused_params: bool
 
 
 class Usage:
@@ -84,26 +71,22 @@ class Reducer:
         settings: ReducerSettings,
         delayed: DelayedGradients,
     ):
-        self.names = [name for name, _ in named_parameters]
-        self.parameters = [parameter for _, parameter in named_parameters]
-        self.specs = [ParameterSpec(p.nbytes, (p.dtype, p.device), id(p) in sparse) for p in self.parameters]
+        self.layout = Layout(named_parameters, sparse, settings)
         self.process_group = process_group
         self.group_for_sparse = process_group
         if sparse:
-            self.group_for_sparse = group_for_sparse_sums(process_group, self.parameters[0].device)
+            self.group_for_sparse = group_for_sparse_sums(process_group, self.layout.parameters[0].device)
         self.settings = settings
         self.delayed = delayed
         self.hook: CommHook | None = None
         self.static_graph = False
         # after every forward pass, for unused parameters; not where all gradients are delayed
-        self.searches_graph = settings.find_unused_parameters and bool(self.parameters)
+        self.searches_graph = settings.find_unused_parameters and bool(self.layout.parameters)
         self.paused = False  # no_sync: gradients accumulate and nothing is counted
         self.promised = False  # joined ranks were told that the coming backward pass synchronises
         self.join_work: dist.Work | None = None  # counts the ranks that still train, if these are to divide
         self.buffer_futures: list[torch.futures.Future[Any]] = []
         self.last_error: str | None = None
-        # gradients become ready roughly from the last parameter to the first, so the last buckets go first
-        self._build_buckets(assign_buckets(self.specs, settings.limits)[::-1])
         self._attach()
         self.reset()
         watch(self)
@@ -112,7 +95,7 @@ class Reducer:
         self._lock = threading.RLock()  # a module on several devices has a backward thread for each
         # A node's own hook also fires when its gradient is undefined; a tensor's post-accumulate hook does not
         # (tests/ddp_core: an output left out of the loss). The nodes are ours to keep alive; we are not theirs.
-        self.accumulators = {_node_of(parameter): index for index, parameter in enumerate(self.parameters)}
+        self.accumulators = {_node_of(parameter): index for index, parameter in enumerate(self.layout.parameters)}
         self._delayed_nodes = {_node_of(parameter): i for i, (_, parameter) in enumerate(self.delayed.named)}
         self._trigger_nodes = {_node_of(self.delayed.trigger): 0} if self.delayed.trigger is not None else {}
         myself = weakref.ref(self)
@@ -128,7 +111,7 @@ class Reducer:
 
     def all_parameters(self) -> list[Parameter]:
         """Return the parameters whose gradients are averaged, in buckets or delayed."""
-        return self.parameters + [parameter for _, parameter in self.delayed.named]
+        return self.layout.parameters + [parameter for _, parameter in self.delayed.named]
 
     def release_group(self) -> None:
         """Let go of the process group, and of what may hold it: the process ends."""
@@ -140,31 +123,20 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
 
-    def _build_buckets(self, plan: Plan) -> None:
-        self.buckets: list[Bucket] = []
-        self.locations: dict[int, tuple[Bucket, int]] = {}  # of a parameter: its bucket, and its place in it
-        for position, indices in enumerate(plan):
-            kind = SparseBucket if self.specs[indices[0]].sparse else Bucket
-            members, names = [self.parameters[i] for i in indices], [self.names[i] for i in indices]
-            self.buckets.append(kind(position, indices, members, names))
-            self.locations |= {index: (self.buckets[-1], place) for place, index in enumerate(indices)}
-
     def reset(self) -> None:
         """Forget everything seen so far; buckets will be rebuilt in the order of the next backward pass."""
         self.iteration = 0  # synchronised forward passes begun
-        self.rebuilt = False
+        self.layout.reset()
         self.learned = False  # static graph: the first iteration is over
         self.graph_is_static = True  # the set of unused parameters never changed
-        self.ready_order: list[int] = []  # what the rebuilt buckets will follow
-        self.firings = [0] * len(self.parameters)  # static graph: how often each node fires in an iteration
-        self.used = [0] * len(self.parameters)  # 1 for those that this rank used
+        self.firings = [0] * len(self.layout.parameters)  # static graph: how often each node fires in an iteration
+        self.used = [0] * len(self.layout.parameters)  # 1 for those that this rank used
         self.unused: list[int] = []  # those that count as ready without firing
         self.globally_unused: set[int] = set()
         self.buckets_reduced = 0  # in the latest iteration
         self.failure: str | None = None  # what cut a reduction short: it never ends
         self.reduced = False  # this iteration's gradients are means now: one that comes later is late
         self._warned_late = False
-        self._layout_checks_left = 2
         self._end_iteration()
 
     def _end_iteration(self) -> None:
@@ -187,7 +159,7 @@ class Reducer:
 
     def require_same_parameters(self) -> None:
         """Raise RuntimeError if a parameter no longer reports here: a conversion gave it another graph node."""
-        for name, parameter in zip(self.names, self.parameters, strict=True):
+        for name, parameter in zip(self.layout.names, self.layout.parameters, strict=True):
             if parameter.requires_grad and _node_of(parameter) not in self.accumulators:
                 raise converted(name)
         for name, parameter in self.delayed.named:
@@ -203,7 +175,7 @@ class Reducer:
         if self.in_progress:
             missing = [index for index, left in enumerate(self.remaining) if left > 0]
             rank = self.process_group.rank()
-            raise self.noted(unfinished(missing, self.names, rank, self.searches_graph, self.static_graph))
+            raise self.noted(unfinished(missing, self.layout.names, rank, self.searches_graph, self.static_graph))
 
     def noted(self, error: RuntimeError) -> RuntimeError:
         """Keep an error's text for the logging data, and return the error."""
@@ -213,28 +185,13 @@ class Reducer:
     @property
     def wants_order(self) -> bool:
         """True while the order of readiness is to be learned (never where unused parameters are searched for)."""
-        return not self.rebuilt and not self.searches_graph
+        return not self.layout.rebuilt and not self.searches_graph
 
     def rebuild_if_due(self) -> None:
         """Once, after the first backward pass: bucket again, in the order in which rank 0's gradients became ready."""
         self.require_finished()
-        if self.wants_order and self.ready_order:
-            self._rebuild_in_order()
-
-    @_disable_dynamo  # torch.compile cannot trace a process group's methods (tests/torch_suite)
-    def _rebuild_in_order(self) -> None:
-        plan = assign_buckets(self.specs, self.settings.rebuilt_limits, self.ready_order)
-        numbers = torch.tensor(plan_to_numbers(plan), device=self.parameters[0].device)
-        finish(broadcast(self.process_group, numbers, source=0))
-        self.rebuild(plan_from_numbers(numbers.tolist()))
-
-    def rebuild(self, plan: Plan) -> None:
-        """Bucket as ``plan`` says, for good: no order is learned any more."""
-        self._build_buckets(plan)
-        self.rebuilt = True
-        if self.settings.gradient_as_bucket_view:
-            for bucket in self.buckets:
-                bucket.adopt()
+        if self.wants_order and self.layout.ready_order:
+            self.layout.rebuild_in_order(self.process_group)
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Prepare for the backward pass of a module whose outputs hold ``outputs``."""
@@ -242,8 +199,8 @@ class Reducer:
         self.in_flight = []
         self.delayed.reset()
         self._order: list[int] = []
-        self.remaining = list(self.firings) if self.static_graph else [1] * len(self.parameters)
-        for bucket in self.buckets:
+        self.remaining = list(self.firings) if self.static_graph else [1] * len(self.layout.parameters)
+        for bucket in self.layout.buckets:
             bucket.reset()
         if self.searches_graph:
             with torch.autograd.profiler.record_function("search_unused_parameters"):
@@ -260,10 +217,10 @@ class Reducer:
 
     def gradient_ready(self, index: int) -> None:
         """Count one firing of the AccumulateGrad node of parameter ``index``."""
-        if (self.searches_graph or self.static_graph) and self.parameters[index].grad is not None:
+        if (self.searches_graph or self.static_graph) and self.layout.parameters[index].grad is not None:
             self.used[index] = 1  # also under no_sync: what was used there is reduced later
         if self.paused or not self.expecting:
-            self._pass_over(self.names[index])
+            self._pass_over(self.layout.names[index])
             return
         if self.static_graph and not self.learned:
             self.firings[index] += 1
@@ -275,10 +232,10 @@ class Reducer:
         left = self.remaining[index] = self.remaining[index] - 1
         if left == 0:
             self._order.append(index)
-            self._arrive(*self.locations[index])
+            self._arrive(*self.layout.locations[index])
         elif left < 0:
             complaint = static_graph_changed if self.static_graph else marked_twice
-            raise self.noted(complaint(index, self.names[index]))
+            raise self.noted(complaint(index, self.layout.names[index]))
 
     def _begin(self) -> None:
         """Count what will not fire: the first gradient of the iteration has come."""
@@ -286,8 +243,9 @@ class Reducer:
             return
         for unused in self.unused:
             self.remaining[unused] = 0
-            self._arrive(*self.locations[unused])
-        if not self.buckets:  # all gradients are delayed: nothing else would ask for the end of the backward pass
+            self._arrive(*self.layout.locations[unused])
+        if not self.layout.buckets:
+            # all gradients are delayed: nothing else would ask for the end of the backward pass
             self._launch_complete_buckets()
 
     def delayed_ready(self, index: int) -> None:
@@ -312,7 +270,7 @@ class Reducer:
 
     def _launch_delayed_if_due(self) -> None:
         early = self.hook is None and not self.static_graph  # with the latter, another gradient may come
-        if early and len(self.in_flight) == len(self.buckets) and self.delayed.complete:
+        if early and len(self.in_flight) == len(self.layout.buckets) and self.delayed.complete:
             self._launch_delayed()
 
     def await_hook(self, in_flight: Sequence[Pending | None]) -> None:
@@ -351,8 +309,8 @@ class Reducer:
             self._launch_complete_buckets()
 
     def _gather(self, bucket: Bucket, places: Sequence[int]) -> None:
-        if self._layout_checks_left:
-            self._check_layout(bucket, places)
+        if self.layout.iterations_to_check:
+            self.layout.check_strides(bucket, places)
         if self._divisor is None:
             self._divisor = self._choose_divisor()
         bucket.gather(places, None if self.hook else self._divisor, self.settings.gradient_as_bucket_view)
@@ -363,25 +321,9 @@ class Reducer:
         ranks = result_of(self.join_work)
         return int((self.join_work.result() if ranks is None else ranks)[0].item())
 
-    def _check_layout(self, bucket: Bucket, places: Sequence[int]) -> None:
-        for place in places:
-            grad, view = bucket.members[place].grad, bucket.views[place]
-            if grad is None or isinstance(bucket, SparseBucket):
-                continue
-            if grad.is_sparse:
-                raise unannounced_sparse(bucket.names[place])
-            if any(g != v for g, v, size in zip(grad.stride(), view.stride(), grad.shape, strict=True) if size > 1):
-                self._layout_checks_left = 0
-                warnings.warn(
-                    f"the gradient of parameter {bucket.names[place]!r} has strides {grad.stride()}, its bucket view "
-                    f"{view.stride()}: results are right, but copies are slow.",
-                    stacklevel=2,
-                )
-                return
-
     def _launch_complete_buckets(self) -> None:
         """Launch, in order, every bucket that is complete and whose predecessors were launched."""
-        for bucket in self.buckets[len(self.in_flight) :]:
+        for bucket in self.layout.buckets[len(self.in_flight) :]:
             if bucket.pending:
                 return
             skip = self.settings.skip_all_reduce_unused_params and set(bucket.indices) <= set(self.unused)
@@ -393,7 +335,7 @@ class Reducer:
 
     def launch(self, bucket: Bucket, memory: Tensor) -> Pending:
         """Begin the reduction of ``memory``, which stands for ``bucket``: through the hook, or by an all-reduce."""
-        window = GradBucket(bucket.index, bucket is self.buckets[-1], memory, bucket.members, bucket.names)
+        window = GradBucket(bucket.index, bucket is self.layout.buckets[-1], memory, bucket.members, bucket.names)
         with self.fatal(self.in_flight):
             if self.hook is not None:
                 return self.hook.start(window, self.process_group)
@@ -413,7 +355,7 @@ class Reducer:
 
     def count_usage(self, used: Sequence[int]) -> Usage:
         """Start to count, for every parameter, the ranks that used it."""
-        return Usage(used, self.process_group, self.parameters[0].device)
+        return Usage(used, self.process_group, self.layout.parameters[0].device)
 
     @torch.no_grad()
     def reduce_all_at_once(self) -> None:
@@ -422,7 +364,7 @@ class Reducer:
             return  # reduced already; or no_sync, or an autograd.grad, which ends in no parameter
         self.unused = [index for index, firings in enumerate(self.firings) if firings == 0]
         self.usage = self.count_usage(self.used)
-        for bucket in self.buckets:
+        for bucket in self.layout.buckets:
             self._gather(bucket, range(len(bucket.members)))
             self.in_flight.append(self.launch(bucket, bucket.flat))
         self._finish()
@@ -437,20 +379,20 @@ class Reducer:
         self.buckets_reduced = len(in_flight) - in_flight.count(None)
         self._end_iteration()
         self.reduced = not self._warned_late
-        self._layout_checks_left = max(0, self._layout_checks_left - 1)
+        self.layout.iterations_to_check = max(0, self.layout.iterations_to_check - 1)
         if self.learns_graph:
             self.learned = True
         elif self.wants_order:
-            self.ready_order = self._order + (self.unused if self.static_graph else [])
+            self.layout.ready_order = self._order + (self.unused if self.static_graph else [])
         with self.fatal(in_flight):
             self._write_means(in_flight, delayed, usage)
         if self.searches_graph:
-            self.used = [0] * len(self.parameters)
+            self.used = [0] * len(self.layout.parameters)
 
     def _write_means(
         self, in_flight: Sequence[Pending | None], delayed: Sequence[Pending], usage: Usage | None
     ) -> None:
-        for bucket, pending in zip(self.buckets, in_flight, strict=True):
+        for bucket, pending in zip(self.layout.buckets, in_flight, strict=True):
             if pending is not None:
                 mean = pending.result()
                 bucket.scatter(mean, self._untouched(bucket, usage), self.settings.gradient_as_bucket_view)

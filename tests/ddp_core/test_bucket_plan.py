@@ -119,7 +119,7 @@ OTHER = [["b.weight"], ["a.weight", "c.weight"]]
 
 
 def buckets(ddp: Any) -> list[list[str]]:
-    return [list(bucket.names) for bucket in ddp.reducer.buckets]
+    return [list(bucket.names) for bucket in ddp.reducer.layout.buckets]
 
 
 @pytest.mark.usefixtures("alone")
@@ -152,10 +152,10 @@ def test_gradients_that_are_there_move_into_the_memory_of_loaded_buckets() -> No
     ddp.module.a.weight.grad = torch.full((1, 1), 7.0)
     assert ddp.load_bucket_plan({"limits": [6], "buckets": OTHER, "rebuilt": True})
     assert grads(ddp) == [[7.0], None, None]
-    assert ddp.module.a.weight.grad.data_ptr() == ddp.reducer.buckets[1].flat.data_ptr()
+    assert ddp.module.a.weight.grad.data_ptr() == ddp.reducer.layout.buckets[1].flat.data_ptr()
     ddp(ones()).sum().backward()
     assert grads(ddp) == [[8.0], [1.0], [1.0]]
-    for bucket in ddp.reducer.buckets:
+    for bucket in ddp.reducer.layout.buckets:
         assert all(p.grad.data_ptr() == view.data_ptr() for p, view in zip(bucket.members, bucket.views, strict=True))
 
 
@@ -175,9 +175,9 @@ def test_a_plan_that_does_not_fit_changes_nothing(why: str) -> None:
     fitting = {"limits": [6], "buckets": OTHER, "rebuilt": True}
     for steps in (0, 1, 2):
         ddp = trained(steps)
-        before = ddp.bucket_plan(), ddp.reducer.buckets
+        before = ddp.bucket_plan(), ddp.reducer.layout.buckets
         assert ddp.load_bucket_plan(fitting | UNFIT[why]) is False
-        assert (ddp.bucket_plan(), ddp.reducer.buckets) == before
+        assert (ddp.bucket_plan(), ddp.reducer.layout.buckets) == before
         ddp(ones()).sum().backward()
         assert ddp.bucket_plan()["rebuilt"] == (steps > 0)
 

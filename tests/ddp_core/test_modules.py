@@ -182,7 +182,7 @@ def gradients_are_views_of_the_bucket_where_asked(rank: int) -> None:
     ddp = wrap(Branches(), gradient_as_bucket_view=True)
     for _ in range(3):
         ddp(ones(rank)).backward()
-        (bucket,) = ddp.reducer.buckets
+        (bucket,) = ddp.reducer.layout.buckets
         assert [p.grad.data_ptr() for p in bucket.members] == [view.data_ptr() for view in bucket.views]
         assert ddp.module.a.weight.grad.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
         bucket.flat.fill_(7.0)
@@ -330,7 +330,7 @@ def a_dropped_wrapper_is_freed_at_once_with_its_buckets(rank: int) -> None:
             kept = ddp(torch.arange(4.0).view(4, 1))  # a graph that outlives the wrapper
         model.zero_grad()
         watched: list[weakref.ref[Any]] = [weakref.ref(ddp), weakref.ref(ddp.reducer)]
-        watched += [weakref.ref(bucket.flat) for bucket in ddp.reducer.buckets]
+        watched += [weakref.ref(bucket.flat) for bucket in ddp.reducer.layout.buckets]
         del ddp
         assert [alive() for alive in watched] == [None] * len(watched), mode
         kept.sum().backward()
@@ -342,12 +342,12 @@ def the_memory_of_old_buckets_is_freed_when_they_are_rebuilt(rank: int) -> None:
     gc.collect()
     gc.disable()
     ddp = wrap(Branches(), bucket_cap_mb=1e-6)
-    old = [weakref.ref(bucket.flat) for bucket in ddp.reducer.buckets]
+    old = [weakref.ref(bucket.flat) for bucket in ddp.reducer.layout.buckets]
     for _ in range(2):
         ddp(ones(rank)).backward()
     assert [alive() for alive in old] == [None]
-    assert [bucket.names for bucket in ddp.reducer.buckets] != [["a.weight", "b.weight"]]
-    assert len(ddp.reducer.buckets) == 2
+    assert [bucket.names for bucket in ddp.reducer.layout.buckets] != [["a.weight", "b.weight"]]
+    assert len(ddp.reducer.layout.buckets) == 2
     gc.enable()
 
 

@@ -309,7 +309,7 @@ def copies_and_pickles_delay_too(rank: int) -> None:
     for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
         twin(ones(rank)).backward()
         assert grads(twin.module) == [[MEAN], [MEAN]]
-        assert [bucket.names for bucket in twin.reducer.buckets] == [["a.weight"]]
+        assert [bucket.names for bucket in twin.reducer.layout.buckets] == [["a.weight"]]
     assert grads(ddp.module) == [None, None]
 
 
