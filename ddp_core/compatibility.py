@@ -50,8 +50,8 @@ class PyTorchNames:
             raise self.reducer.noted(RuntimeError("_set_static_graph should be called before training loop starts"))
         if self.find_unused_parameters:
             warnings.warn("static_graph learns unused parameters by itself: drop find_unused_parameters", stacklevel=2)
-        self.static_graph = self.reducer.static_graph = True
-        self.reducer.searches_graph = False
+        self.static_graph = True
+        self.reducer.unused.become_static()
 
     def _set_ddp_sink_clone(self: Any, val: bool) -> None:
         """Set whether outputs are copied at the sink: False saves memory, and forbids changing them in place."""

@@ -201,12 +201,12 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         if torch.is_grad_enabled():
             reducer.delayed.lend_memory()
         if synchronises:
-            reducer.after_forward(tensors_in(outputs) if reducer.searches_graph else [])
-            if reducer.learns_graph:
+            reducer.after_forward(tensors_in(outputs) if reducer.unused.searches else [])
+            if reducer.unused.learning:
                 for tensor in tensors_in(outputs):
                     if tensor.requires_grad:
                         tensor.register_hook(_BackwardBegins(reducer))
-        return through_sink(outputs, self._sink_clones) if reducer.searches_graph else outputs
+        return through_sink(outputs, self._sink_clones) if reducer.unused.searches else outputs
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         assert self.device_ids, "inputs are moved only if there is a device to move them to"
@@ -325,7 +325,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
                 "a bucket plan cannot be loaded while gradients are being reduced; do it between the end of one "
                 "backward pass and the start of the next"
             )
-        if not plan["rebuilt"] or reducer.searches_graph or plan["limits"] != list(reducer.settings.rebuilt_limits):
+        if not plan["rebuilt"] or reducer.unused.searches or plan["limits"] != list(reducer.settings.rebuilt_limits):
             return False
         fitting = plan_from_names(plan["buckets"], reducer.layout.names, reducer.layout.specs)
         if fitting is not None:
@@ -362,7 +362,7 @@ class _BackwardBegins:
 
     def __call__(self, _gradient: Tensor) -> None:
         reducer = self.reducer()
-        if reducer is not None and reducer.learns_graph:
+        if reducer is not None and reducer.unused.learning:
             at_end_of_backward(reducer.reduce_all_at_once)
 
 

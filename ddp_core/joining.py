@@ -111,9 +111,9 @@ class ShadowHook(JoinHook):
     def _mirror_backward(self) -> None:
         reducer = self.ddp.reducer
         nothing = [0] * len(reducer.layout.parameters)
-        usage = reducer.count_usage(nothing) if reducer.learns_graph else None
+        usage = reducer.count_usage(nothing) if reducer.unused.learning else None
         in_flight = [reducer.launch(bucket, bucket.zeros()) for bucket in reducer.layout.buckets]
-        if reducer.searches_graph:
+        if reducer.unused.searches:
             usage = reducer.count_usage(nothing)
         reducer.await_hook(in_flight)
         in_flight += reducer.delayed.launch(
@@ -124,8 +124,8 @@ class ShadowHook(JoinHook):
                 pending.result()
         if usage is not None:
             finish(usage.work)
-        if reducer.learns_graph:
-            reducer.learned = True
+        if reducer.unused.learning:
+            reducer.unused.learned = True
         elif reducer.wants_order and not reducer.layout.ready_order:
             reducer.layout.ready_order = list(range(len(nothing)))  # any will do unless this is rank 0
 

@@ -11,26 +11,22 @@ One iteration is: ``before_forward``, ``after_forward``, ``gradient_ready`` (onc
 
 from __future__ import annotations
 
-import functools
-import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
+from ddp_core import stepping
 from ddp_core.bucket import Bucket, GradBucket
 from ddp_core.collectives import all_reduce, finish, result_of
 from ddp_core.delayed import DelayedGradients
 from ddp_core.errors import (
     broken_promise,
-    converted,
     interrupted,
     late,
     marked_twice,
@@ -38,26 +34,16 @@ from ddp_core.errors import (
     unfinished,
     unseen_outputs,
 )
-from ddp_core.graph import at_end_of_backward, unreachable
+from ddp_core.graph import at_end_of_backward
 from ddp_core.hooks import CommHook, Pending
 from ddp_core.layout import Layout
+from ddp_core.listening import Listener
 from ddp_core.settings import ReducerSettings
 from ddp_core.sparse import group_for_sparse_sums
+from ddp_core.unused import UnusedParameters, Usage
 from ddp_core.watch import give_up, watch
 
-
-class Usage:
-    """The ranks that used each parameter, being counted by an all-reduce."""
-
-    def __init__(self, used: Sequence[int], group: dist.ProcessGroup, device: torch.device):
-        counts = torch.tensor(used, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.counts = counts.to(device, non_blocking=True)  # in the backward pass, where the host is not to wait
-        self.work = all_reduce(group, self.counts)
-
-    def unused(self) -> set[int]:
-        """Wait, and return the parameters that no rank used."""
-        finish(self.work)
-        return {index for index, count in enumerate(self.counts.tolist()) if count == 0}
+__all__ = ["Reducer", "Usage"]
 
 
 class Reducer:
@@ -79,35 +65,22 @@ class Reducer:
         self.settings = settings
         self.delayed = delayed
         self.hook: CommHook | None = None
-        self.static_graph = False
-        # after every forward pass, for unused parameters; not where all gradients are delayed
-        self.searches_graph = settings.find_unused_parameters and bool(self.layout.parameters)
         self.paused = False  # no_sync: gradients accumulate and nothing is counted
         self.promised = False  # joined ranks were told that the coming backward pass synchronises
         self.join_work: dist.Work | None = None  # counts the ranks that still train, if these are to divide
         self.buffer_futures: list[torch.futures.Future[Any]] = []
         self.last_error: str | None = None
-        self._attach()
+        self.listener = Listener(self)
+        accumulators = self.listener.listen(Reducer.gradient_ready, self.layout.parameters)
+        self.listener.listen(Reducer.delayed_ready, [parameter for _, parameter in delayed.named])
+        if delayed.trigger is not None:
+            self.listener.listen(Reducer.trigger_ready, [delayed.trigger])  # last: its gradient is counted by then
+        # without buckets, all gradients are delayed, and none of them is searched for
+        searches = settings.find_unused_parameters and bool(self.layout.parameters)
+        self.unused = UnusedParameters(self.layout.parameters, accumulators, searches)
+        self.steps_in_backward = False  # some optimiser does, as soon as it has a mean
         self.reset()
         watch(self)
-
-    def _attach(self) -> None:
-        self._lock = threading.RLock()  # a module on several devices has a backward thread for each
-        # A node's own hook also fires when its gradient is undefined; a tensor's post-accumulate hook does not
-        # (tests/ddp_core: an output left out of the loss). The nodes are ours to keep alive; we are not theirs.
-        self.accumulators = {_node_of(parameter): index for index, parameter in enumerate(self.layout.parameters)}
-        self._delayed_nodes = {_node_of(parameter): i for i, (_, parameter) in enumerate(self.delayed.named)}
-        self._trigger_nodes = {_node_of(self.delayed.trigger): 0} if self.delayed.trigger is not None else {}
-        myself = weakref.ref(self)
-        self._handles = [
-            node.register_hook(functools.partial(_on_node, myself, report, index))
-            for report, nodes in (
-                (Reducer.gradient_ready, self.accumulators),
-                (Reducer.delayed_ready, self._delayed_nodes),
-                (Reducer.trigger_ready, self._trigger_nodes),  # last: its gradient is counted by then
-            )
-            for node, index in nodes.items()
-        ]
 
     def all_parameters(self) -> list[Parameter]:
         """Return the parameters whose gradients are averaged, in buckets or delayed."""
@@ -120,19 +93,13 @@ class Reducer:
 
     def detach(self) -> None:
         """Stop listening to the parameters, so that another wrapper can take the module over."""
-        for handle in self._handles:
-            handle.remove()
+        self.listener.detach()
 
     def reset(self) -> None:
         """Forget everything seen so far; buckets will be rebuilt in the order of the next backward pass."""
         self.iteration = 0  # synchronised forward passes begun
         self.layout.reset()
-        self.learned = False  # static graph: the first iteration is over
-        self.graph_is_static = True  # the set of unused parameters never changed
-        self.firings = [0] * len(self.layout.parameters)  # static graph: how often each node fires in an iteration
-        self.used = [0] * len(self.layout.parameters)  # 1 for those that this rank used
-        self.unused: list[int] = []  # those that count as ready without firing
-        self.globally_unused: set[int] = set()
+        self.unused.reset()
         self.buckets_reduced = 0  # in the latest iteration
         self.failure: str | None = None  # what cut a reduction short: it never ends
         self.reduced = False  # this iteration's gradients are means now: one that comes later is late
@@ -154,28 +121,29 @@ class Reducer:
         self.require_finished()
         if self.iteration == 0:
             self.require_same_parameters()
-            self._take_over_optimizers()
+            self.steps_in_backward = stepping.take_over(self.all_parameters())
         self.iteration += 1
 
     def require_same_parameters(self) -> None:
         """Raise RuntimeError if a parameter no longer reports here: a conversion gave it another graph node."""
-        for name, parameter in zip(self.layout.names, self.layout.parameters, strict=True):
-            if parameter.requires_grad and _node_of(parameter) not in self.accumulators:
-                raise converted(name)
-        for name, parameter in self.delayed.named:
-            if parameter.requires_grad and _node_of(parameter) not in self._delayed_nodes:
-                raise converted(name)
+        self.listener.require_nodes(zip(self.layout.names, self.layout.parameters, strict=True))
+        self.listener.require_nodes(self.delayed.named)
 
     def require_finished(self) -> None:
         """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
         if self.failure is not None:
             raise self.noted(interrupted(self.failure))
-        if self.in_progress and self.learns_graph:
+        if self.in_progress and self.unused.learning:
             raise self.noted(unseen_outputs())
         if self.in_progress:
             missing = [index for index, left in enumerate(self.remaining) if left > 0]
             rank = self.process_group.rank()
-            raise self.noted(unfinished(missing, self.layout.names, rank, self.searches_graph, self.static_graph))
+            raise self.noted(unfinished(missing, self.layout.names, rank, self.unused.searches, self.unused.static))
+
+    @property
+    def graph_is_static(self) -> bool:
+        """True as long as every search found the same unused parameters."""
+        return self.unused.constant
 
     def noted(self, error: RuntimeError) -> RuntimeError:
         """Keep an error's text for the logging data, and return the error."""
@@ -185,7 +153,7 @@ class Reducer:
     @property
     def wants_order(self) -> bool:
         """True while the order of readiness is to be learned (never where unused parameters are searched for)."""
-        return not self.layout.rebuilt and not self.searches_graph
+        return not self.layout.rebuilt and not self.unused.searches
 
     def rebuild_if_due(self) -> None:
         """Once, after the first backward pass: bucket again, in the order in which rank 0's gradients became ready."""
@@ -199,31 +167,24 @@ class Reducer:
         self.in_flight = []
         self.delayed.reset()
         self._order: list[int] = []
-        self.remaining = list(self.firings) if self.static_graph else [1] * len(self.layout.parameters)
+        self.remaining = list(self.unused.firings) if self.unused.static else [1] * len(self.layout.parameters)
         for bucket in self.layout.buckets:
             bucket.reset()
-        if self.searches_graph:
-            with torch.autograd.profiler.record_function("search_unused_parameters"):
-                unused = unreachable(outputs, self.accumulators)
-            self.graph_is_static &= self.iteration <= 1 or unused == self.unused
-            self.unused = unused
+        if self.unused.searches:
+            self.unused.search(outputs, first=self.iteration <= 1)
 
     # ---------------------------------------------------------------- backward
 
-    @property
-    def learns_graph(self) -> bool:
-        """True in a static graph's first iteration: firings are counted, and all is reduced at the end."""
-        return self.static_graph and not self.learned
-
     def gradient_ready(self, index: int) -> None:
         """Count one firing of the AccumulateGrad node of parameter ``index``."""
-        if (self.searches_graph or self.static_graph) and self.layout.parameters[index].grad is not None:
-            self.used[index] = 1  # also under no_sync: what was used there is reduced later
+        unused = self.unused
+        if unused.tracked and unused.parameters[index].grad is not None:
+            unused.used[index] = 1  # also under no_sync: what was used there is reduced later
         if self.paused or not self.expecting:
             self._pass_over(self.layout.names[index])
             return
-        if self.static_graph and not self.learned:
-            self.firings[index] += 1
+        if unused.learning:
+            unused.firings[index] += 1
             self.in_progress = True
             return
         if not self.in_progress:
@@ -234,16 +195,16 @@ class Reducer:
             self._order.append(index)
             self._arrive(*self.layout.locations[index])
         elif left < 0:
-            complaint = static_graph_changed if self.static_graph else marked_twice
+            complaint = static_graph_changed if self.unused.static else marked_twice
             raise self.noted(complaint(index, self.layout.names[index]))
 
     def _begin(self) -> None:
         """Count what will not fire: the first gradient of the iteration has come."""
-        if self.learns_graph:
+        if self.unused.learning:
             return
-        for unused in self.unused:
-            self.remaining[unused] = 0
-            self._arrive(*self.layout.locations[unused])
+        for index in self.unused.here:
+            self.remaining[index] = 0
+            self._arrive(*self.layout.locations[index])
         if not self.layout.buckets:
             # all gradients are delayed: nothing else would ask for the end of the backward pass
             self._launch_complete_buckets()
@@ -269,7 +230,7 @@ class Reducer:
             self._launch_delayed_if_due()
 
     def _launch_delayed_if_due(self) -> None:
-        early = self.hook is None and not self.static_graph  # with the latter, another gradient may come
+        early = self.hook is None and not self.unused.static  # with the latter, another gradient may come
         if early and len(self.in_flight) == len(self.layout.buckets) and self.delayed.complete:
             self._launch_delayed()
 
@@ -326,10 +287,10 @@ class Reducer:
         for bucket in self.layout.buckets[len(self.in_flight) :]:
             if bucket.pending:
                 return
-            skip = self.settings.skip_all_reduce_unused_params and set(bucket.indices) <= set(self.unused)
+            skip = self.settings.skip_all_reduce_unused_params and set(bucket.indices) <= set(self.unused.here)
             self.in_flight.append(None if skip else self.launch(bucket, bucket.flat))
-        if self.searches_graph:
-            self.usage = self.count_usage(self.used)
+        if self.unused.searches:
+            self.usage = self.count_usage(self.unused.used)
         self._launch_delayed_if_due()
         at_end_of_backward(self._finish)
 
@@ -360,10 +321,10 @@ class Reducer:
     @torch.no_grad()
     def reduce_all_at_once(self) -> None:
         """End the first iteration of a static graph: what fires is known only now, so all is reduced now."""
-        if not self.expecting or self.paused or not self.learns_graph or not self.in_progress:
+        if not self.expecting or self.paused or not self.unused.learning or not self.in_progress:
             return  # reduced already; or no_sync, or an autograd.grad, which ends in no parameter
-        self.unused = [index for index, firings in enumerate(self.firings) if firings == 0]
-        self.usage = self.count_usage(self.used)
+        self.unused.learn()
+        self.usage = self.count_usage(self.unused.used)
         for bucket in self.layout.buckets:
             self._gather(bucket, range(len(bucket.members)))
             self.in_flight.append(self.launch(bucket, bucket.flat))
@@ -380,14 +341,14 @@ class Reducer:
         self._end_iteration()
         self.reduced = not self._warned_late
         self.layout.iterations_to_check = max(0, self.layout.iterations_to_check - 1)
-        if self.learns_graph:
-            self.learned = True
+        if self.unused.learning:
+            self.unused.learned = True
         elif self.wants_order:
-            self.layout.ready_order = self._order + (self.unused if self.static_graph else [])
+            self.layout.ready_order = self._order + (self.unused.here if self.unused.static else [])
         with self.fatal(in_flight):
             self._write_means(in_flight, delayed, usage)
-        if self.searches_graph:
-            self.used = [0] * len(self.layout.parameters)
+        if self.unused.searches:
+            self.unused.used = [0] * len(self.layout.parameters)
 
     def _write_means(
         self, in_flight: Sequence[Pending | None], delayed: Sequence[Pending], usage: Usage | None
@@ -395,60 +356,17 @@ class Reducer:
         for bucket, pending in zip(self.layout.buckets, in_flight, strict=True):
             if pending is not None:
                 mean = pending.result()
-                bucket.scatter(mean, self._untouched(bucket, usage), self.settings.gradient_as_bucket_view)
-                self._step_in_backward(bucket)
+                bucket.scatter(
+                    mean, self.unused.untouched(bucket.indices, usage), self.settings.gradient_as_bucket_view
+                )
+                if self.steps_in_backward:
+                    stepping.step(bucket.members)
         for bucket, pending in zip(self.delayed.buckets, delayed, strict=True):
             bucket.scatter(pending.result(), set(), as_views=True)
-            self._step_in_backward(bucket)
+            if self.steps_in_backward:
+                stepping.step(bucket.members)
         for future in self.buffer_futures:
             future.wait()
         self.buffer_futures = []
         if usage is not None:
             finish(usage.work)
-
-    def _untouched(self, bucket: Bucket, usage: Usage | None) -> set[int]:
-        """Return what no rank used, and so keeps its gradient; asked only if needed, as it costs a round trip."""
-        if not (self.searches_graph or self.static_graph) or all(self.used[i] for i in bucket.indices):
-            return set()
-        if usage is not None:
-            self.globally_unused = usage.unused()
-        return self.globally_unused
-
-    # ---------------------------------------------------------------- optimisers that step in the backward pass
-
-    def _take_over_optimizers(self) -> None:
-        """Let optimisers of ``_apply_optimizer_in_backward`` step on means: until now they step on local gradients."""
-        parameters = self.all_parameters()
-        self._steps = any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters)
-        if self._steps:
-            from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
-
-            for parameter in parameters:
-                for handle in param_to_optim_hook_handle_map.get(parameter, []):
-                    handle.remove()
-
-    def _step_in_backward(self, bucket: Bucket) -> None:
-        for member in bucket.members if self._steps else []:
-            for optimizer in getattr(member, "_in_backward_optimizers", []):
-                optimizer.step()
-                member.grad = None
-
-
-@torch.enable_grad()
-def _node_of(parameter: Parameter) -> Node:
-    return get_gradient_edge(parameter).node
-
-
-def _on_node(
-    reducer: weakref.ref[Reducer], report: Callable[[Reducer, int], None], index: int, _inputs: Any, _outputs: Any
-) -> None:
-    """Report to the reducer, if it still lives: the hook itself must not keep it alive."""
-    live = reducer()
-    if live is None:
-        return
-    with live._lock:
-        if torch.is_grad_enabled():  # create_graph=True: gradients have a history, which is not reduced
-            with torch.no_grad():
-                report(live, index)
-        else:
-            report(live, index)

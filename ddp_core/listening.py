@@ -1,0 +1,75 @@
+"""Hearing of every gradient: hooks on the nodes of the autograd graph that accumulate into ``p.grad``."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from ddp_core.errors import converted
+
+Owner = TypeVar("Owner")
+
+
+class Listener(Generic[Owner]):
+    """Reports every gradient of some parameters to ``owner``, one at a time, for as long as it lives."""
+
+    def __init__(self, owner: Owner):
+        self._owner = weakref.ref(owner)  # a node lives as long as any graph that it is part of, and its hooks with it
+        self._lock = threading.RLock()  # a module on several devices has a backward thread for each
+        # Nobody else keeps a node between two iterations; a new one in its place would have no hook.
+        self._nodes: set[Node] = set()
+        self._handles: list[RemovableHandle] = []
+
+    def listen(self, report: Callable[[Owner, int], None], parameters: Sequence[Parameter]) -> dict[Node, int]:
+        """Let ``report(owner, index)`` hear of the gradients of ``parameters``; return their nodes, with the index."""
+        nodes = {_node_of(parameter): index for index, parameter in enumerate(parameters)}
+        # A node's own hook also fires when its gradient is undefined; a tensor's post-accumulate hook does not
+        # (tests/ddp_core: an output left out of the loss).
+        for node, index in nodes.items():
+            hook = functools.partial(_on_node, self._owner, self._lock, report, index)
+            self._handles.append(node.register_hook(hook))
+        self._nodes |= nodes.keys()
+        return nodes
+
+    def require_nodes(self, named: Iterable[tuple[str, Parameter]]) -> None:
+        """Raise RuntimeError if a parameter is no longer heard of: a conversion gave it another graph node."""
+        for name, parameter in named:
+            if parameter.requires_grad and _node_of(parameter) not in self._nodes:
+                raise converted(name)
+
+    def detach(self) -> None:
+        """Report nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+
+
+@torch.enable_grad()
+def _node_of(parameter: Parameter) -> Node:
+    return get_gradient_edge(parameter).node
+
+
+def _on_node(
+    owner: weakref.ref[Owner],
+    lock: threading.RLock,
+    report: Callable[[Owner, int], None],
+    index: int,
+    _inputs: Any,
+    _outputs: Any,
+) -> None:
+    live = owner()
+    if live is None:
+        return
+    with lock:
+        if torch.is_grad_enabled():  # create_graph=True: gradients have a history, which is not reduced
+            with torch.no_grad():
+                report(live, index)
+        else:
+            report(live, index)

@@ -1,0 +1,27 @@
+"""Optimisers of ``_apply_optimizer_in_backward``, which step in the backward pass: here, once there is a mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.nn import Parameter
+
+
+def take_over(parameters: Sequence[Parameter]) -> bool:
+    """Let none of these optimisers step by itself, which is on local gradients; return True if there are any."""
+    if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
+        return False
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    for parameter in parameters:
+        for handle in param_to_optim_hook_handle_map.get(parameter, []):
+            handle.remove()
+    return True
+
+
+def step(parameters: Sequence[Parameter]) -> None:
+    """Step on the gradients of ``parameters``, and take these away."""
+    for parameter in parameters:
+        for optimizer in getattr(parameter, "_in_backward_optimizers", []):
+            optimizer.step()
+            parameter.grad = None
