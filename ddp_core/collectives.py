@@ -72,3 +72,11 @@ def result_of(work: dist.Work) -> Any:
     finish(work)
     future = future_of(work)
     return None if future is None else future.wait()
+
+
+def number_of_ranks(group: dist.ProcessGroup, count: dist.Work | None) -> int:
+    """Return how many ranks to divide by: the sum that ``count`` all-reduces, or all of ``group``."""
+    if count is None:
+        return group.size()
+    ranks = result_of(count)
+    return int((count.result() if ranks is None else ranks)[0].item())

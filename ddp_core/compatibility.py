@@ -47,7 +47,9 @@ class PyTorchNames:
             warnings.warn("static_graph is set already", stacklevel=2)
             return
         if self.reducer.iteration > 0:
-            raise self.reducer.noted(RuntimeError("_set_static_graph should be called before training loop starts"))
+            raise self.reducer.progress.noted(
+                RuntimeError("_set_static_graph should be called before training loop starts")
+            )
         if self.find_unused_parameters:
             warnings.warn("static_graph learns unused parameters by itself: drop find_unused_parameters", stacklevel=2)
         self.static_graph = True
@@ -68,7 +70,7 @@ class PyTorchNames:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # it imports PyTorch's own DDP
 
         hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-        self._set_hook(CommHook(self.process_group, hooks[comm_hook_type.name], str(comm_hook_type)))
+        self.reducer.set_hook(CommHook(self.process_group, hooks[comm_hook_type.name], str(comm_hook_type)))
 
     def _register_buffer_comm_hook(
         self: Any, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
@@ -99,7 +101,7 @@ class PyTorchNames:
 
     def _remove_autograd_hooks(self: Any) -> None:
         """Stop listening to the parameters, so that the module can be wrapped again."""
-        self.reducer.detach()
+        self.reducer.listener.detach()
 
     def _update_process_group(self: Any, new_process_group: Any) -> None:
         """Go on with other ranks: forget the unfinished, and rebuild buckets after the next backward pass."""

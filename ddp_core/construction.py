@@ -58,6 +58,15 @@ def check_module(module: nn.Module, parameters: Sequence[Tensor]) -> None:
         raise ValueError("SyncBatchNorm layers only work with GPU modules")
 
 
+def refuse_mixed_precision(policy: object) -> None:
+    """Refuse any policy of ``mixed_precision``: it concerns the model, not its gradients."""
+    if policy is not None:
+        raise NotImplementedError(
+            "mixed_precision is not offered: compute in low precision under torch.autocast, and communicate in it "
+            "with a casting communication hook (register_comm_hook)"
+        )
+
+
 def choose_devices(
     device_ids: Sequence[int | torch.device] | None, output_device: Any, parameters: Sequence[Tensor]
 ) -> tuple[list[torch.device] | None, torch.device | None]:

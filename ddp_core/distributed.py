@@ -24,10 +24,12 @@ from ddp_core.construction import (
     choose_devices,
     choose_process_group,
     refuse_distributed_autograd,
+    refuse_mixed_precision,
     sparse_parameters,
 )
 from ddp_core.delayed import DelayedGradients, choose_delay
-from ddp_core.graph import at_end_of_backward, tensors_in, through_sink
+from ddp_core.errors import amid_reduction
+from ddp_core.graph import tensors_in, through_sink
 from ddp_core.hooks import CommHook, Hook, check_hook, check_timeout
 from ddp_core.joining import MayRunOut, elect, exchange_sync_flag
 from ddp_core.reducer import Reducer
@@ -98,11 +100,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     ):
         super().__init__()
         Joinable.__init__(self)
-        if mixed_precision is not None:
-            raise NotImplementedError(
-                "mixed_precision is not offered: compute in low precision under torch.autocast, and communicate in it "
-                "with a casting communication hook (register_comm_hook)"
-            )
+        refuse_mixed_precision(mixed_precision)
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
         self.module = module
@@ -187,8 +185,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         active = Join.notify_join_context(self)
         self.reducer.join_work = None if self._divides_by_initial_world_size else active
         if torch.is_grad_enabled():
-            self.reducer.reduced = False
-            self.reducer.rebuild_if_due()
+            self.reducer.leave_iteration()
         if self._buffers_sync_before_forward and self.will_sync_module_buffers():
             self._sync_buffers()
         self.reducer.promised = self._join_config.enable and exchange_sync_flag(self, joined=False)
@@ -201,11 +198,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         if torch.is_grad_enabled():
             reducer.delayed.lend_memory()
         if synchronises:
-            reducer.after_forward(tensors_in(outputs) if reducer.unused.searches else [])
-            if reducer.unused.learning:
-                for tensor in tensors_in(outputs):
-                    if tensor.requires_grad:
-                        tensor.register_hook(_BackwardBegins(reducer))
+            reducer.after_forward(tensors_in(outputs))
         return through_sink(outputs, self._sink_clones) if reducer.unused.searches else outputs
 
     def _to_device(self, tensor: Tensor) -> Tensor:
@@ -271,23 +264,15 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
             check_hook(hook)
             check_timeout(hook_timeout)
         except (TypeError, ValueError) as error:
-            self.reducer.last_error = str(error)
+            self.reducer.progress.last_error = str(error)
             raise
         name = getattr(hook, "__qualname__", type(hook).__name__)
-        self._set_hook(CommHook(state, hook, name, hook_timeout))
+        self.reducer.set_hook(CommHook(state, hook, name, hook_timeout))
         return HookHandle(self)
 
     def remove_comm_hook(self) -> None:
         """Go back to the averaging all-reduce."""
-        self._set_hook(None)
-
-    def _set_hook(self, hook: CommHook | None) -> None:
-        if self.reducer.in_progress and self.reducer.failure is None:
-            raise RuntimeError(
-                "a communication hook cannot be registered, replaced or removed while gradients are being reduced; "
-                "do it between the end of one backward pass and the start of the next"
-            )
-        self.reducer.hook = hook
+        self.reducer.set_hook(None)
 
     # ---------------------------------------------------------------- buckets in a checkpoint
 
@@ -320,11 +305,8 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         names, dtypes, devices, and which gradients are sparse. Raises RuntimeError in the middle of a backward pass.
         """
         reducer = self.reducer
-        if reducer.in_progress or torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                "a bucket plan cannot be loaded while gradients are being reduced; do it between the end of one "
-                "backward pass and the start of the next"
-            )
+        if reducer.unfinished or torch._C._current_graph_task_id() != -1:
+            raise amid_reduction("a bucket plan cannot be loaded")
         if not plan["rebuilt"] or reducer.unused.searches or plan["limits"] != list(reducer.settings.rebuilt_limits):
             return False
         fitting = plan_from_names(plan["buckets"], reducer.layout.names, reducer.layout.specs)
@@ -352,18 +334,6 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # 'Call to untyped function "__setstate__"'
         settings, static_graph, self.static_graph = self.__dict__.pop("reducer"), self.static_graph, False
         self._build_reducer(choose_process_group(None, None), settings, static_graph)
-
-
-class _BackwardBegins:
-    """Called with an output's gradient: in the outermost backward pass, before any nested one."""
-
-    def __init__(self, reducer: Reducer):
-        self.reducer = weakref.ref(reducer)
-
-    def __call__(self, _gradient: Tensor) -> None:
-        reducer = self.reducer()
-        if reducer is not None and reducer.unused.learning:
-            at_end_of_backward(reducer.reduce_all_at_once)
 
 
 class HookHandle:

@@ -97,6 +97,14 @@ def unannounced_sparse(name: str) -> RuntimeError:
     )
 
 
+def amid_reduction(what: str) -> RuntimeError:
+    """Return the error for something that cannot be done in the middle of a backward pass."""
+    return RuntimeError(
+        f"{what} while gradients are being reduced; do it between the end of one backward pass and the start of the "
+        "next"
+    )
+
+
 def late(name: str) -> str:
     """Return the warning about a gradient that came after its iteration's gradients were reduced."""
     return (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -77,3 +79,20 @@ def through_sink(outputs: Any, copy: bool) -> Any:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass now running has computed every gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def at_end_of_backward_through(outputs: Iterable[Tensor], method: Callable[[], None]) -> None:
+    """Call ``method``, as long as its object lives, at the end of every backward pass that comes through ``outputs``.
+
+    An output's gradient comes in the outermost backward pass, before any nested one: of a reentrant checkpoint, say.
+    """
+    weak = weakref.WeakMethod(method)
+    for output in outputs:
+        if output.requires_grad:
+            output.register_hook(functools.partial(_on_output, weak))
+
+
+def _on_output(weak: weakref.WeakMethod[Callable[[], None]], _gradient: Tensor) -> None:
+    method = weak()
+    if method is not None:
+        at_end_of_backward(method)

@@ -100,7 +100,7 @@ class ShadowHook(JoinHook):
     def main_hook(self) -> None:
         """Mirror one iteration."""
         ddp = self.ddp
-        ddp.reducer.rebuild_if_due()
+        ddp.reducer.leave_iteration()
         if ddp.will_sync_module_buffers():
             ddp.broadcast_module_buffers(elect(ddp, candidate=False))
         ddp.require_forward_param_sync = exchange_sync_flag(ddp, joined=True)
@@ -119,7 +119,7 @@ class ShadowHook(JoinHook):
         in_flight += reducer.delayed.launch(
             reducer.process_group, [bucket.zeros() for bucket in reducer.delayed.buckets]
         )
-        with reducer.fatal(in_flight):
+        with reducer.progress.fatal(in_flight):
             for pending in in_flight:
                 pending.result()
         if usage is not None:

@@ -30,8 +30,8 @@ def describe(module: Module, reducer: Reducer, in_join: bool) -> dict[str, Any]:
         "has_sync_bn": int(any(isinstance(part, SyncBatchNorm) for part in module.modules())),
         "join_uneven_inputs": int(in_join),
         "has_rebuilt_buckets": int(reducer.layout.rebuilt),
-        "has_error": int(reducer.last_error is not None),
-        "error": reducer.last_error or "",
+        "has_error": int(reducer.progress.last_error is not None),
+        "error": reducer.progress.last_error or "",
     }
     if reducer.layout.rebuilt:
         data |= {"rebuilt_bucket_sizes": sizes, "rebuilt_per_bucket_param_indices": order}

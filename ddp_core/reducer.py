@@ -6,14 +6,14 @@ the communication hook, or all-reduced. Ranks become ready at different times an
 the same order, which is what lets their collectives pair up. When the last bucket is launched, a callback at the end
 of the backward pass waits for all of them and gives every parameter its mean.
 
-One iteration is: ``before_forward``, ``after_forward``, ``gradient_ready`` (once per parameter), ``_finish``.
+One iteration is: ``before_forward``, ``after_forward``, ``gradient_ready`` (once per parameter), ``_finish``. What it
+has come to is its ``Phase``.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,29 +21,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_core import stepping
+from ddp_core import errors, stepping
 from ddp_core.bucket import Bucket, GradBucket
-from ddp_core.collectives import all_reduce, finish, result_of
+from ddp_core.collectives import all_reduce, finish, number_of_ranks
 from ddp_core.delayed import DelayedGradients
-from ddp_core.errors import (
-    broken_promise,
-    interrupted,
-    late,
-    marked_twice,
-    static_graph_changed,
-    unfinished,
-    unseen_outputs,
-)
-from ddp_core.graph import at_end_of_backward
+from ddp_core.graph import at_end_of_backward, at_end_of_backward_through
 from ddp_core.hooks import CommHook, Pending
 from ddp_core.layout import Layout
 from ddp_core.listening import Listener
+from ddp_core.phase import Phase, Progress
 from ddp_core.settings import ReducerSettings
 from ddp_core.sparse import group_for_sparse_sums
 from ddp_core.unused import UnusedParameters, Usage
-from ddp_core.watch import give_up, watch
+from ddp_core.watch import watch
 
 __all__ = ["Reducer", "Usage"]
+
+REDUCING = Phase.REDUCING  # asked for with every gradient, and found ten times sooner than an enum's member (3.11)
 
 
 class Reducer:
@@ -57,19 +51,19 @@ class Reducer:
         settings: ReducerSettings,
         delayed: DelayedGradients,
     ):
-        self.layout = Layout(named_parameters, sparse, settings)
-        self.process_group = process_group
-        self.group_for_sparse = process_group
-        if sparse:
-            self.group_for_sparse = group_for_sparse_sums(process_group, self.layout.parameters[0].device)
         self.settings = settings
+        self.layout = Layout(named_parameters, sparse, settings)
         self.delayed = delayed
+        self.process_group = process_group
+        device = self.layout.parameters[0].device if sparse else None
+        self.group_for_sparse = group_for_sparse_sums(process_group, device) if device else process_group
         self.hook: CommHook | None = None
         self.paused = False  # no_sync: gradients accumulate and nothing is counted
         self.promised = False  # joined ranks were told that the coming backward pass synchronises
         self.join_work: dist.Work | None = None  # counts the ranks that still train, if these are to divide
         self.buffer_futures: list[torch.futures.Future[Any]] = []
-        self.last_error: str | None = None
+        self.steps_in_backward = False  # some optimiser does, as soon as there is a mean
+        self.progress = Progress()
         self.listener = Listener(self)
         accumulators = self.listener.listen(Reducer.gradient_ready, self.layout.parameters)
         self.listener.listen(Reducer.delayed_ready, [parameter for _, parameter in delayed.named])
@@ -78,7 +72,6 @@ class Reducer:
         # without buckets, all gradients are delayed, and none of them is searched for
         searches = settings.find_unused_parameters and bool(self.layout.parameters)
         self.unused = UnusedParameters(self.layout.parameters, accumulators, searches)
-        self.steps_in_backward = False  # some optimiser does, as soon as it has a mean
         self.reset()
         watch(self)
 
@@ -91,28 +84,59 @@ class Reducer:
         self.hook = self.join_work = None
         vars(self).pop("process_group", None)
 
-    def detach(self) -> None:
-        """Stop listening to the parameters, so that another wrapper can take the module over."""
-        self.listener.detach()
-
     def reset(self) -> None:
         """Forget everything seen so far; buckets will be rebuilt in the order of the next backward pass."""
         self.iteration = 0  # synchronised forward passes begun
+        self.buckets_reduced = 0  # in the latest iteration
+        self.warned_late = False
+        self.progress.reset()
         self.layout.reset()
         self.unused.reset()
-        self.buckets_reduced = 0  # in the latest iteration
-        self.failure: str | None = None  # what cut a reduction short: it never ends
-        self.reduced = False  # this iteration's gradients are means now: one that comes later is late
-        self._warned_late = False
-        self._end_iteration()
+        self._forget_iteration()
 
-    def _end_iteration(self) -> None:
-        self.expecting = False  # a forward pass has prepared for a backward pass that synchronises
-        self.in_progress = False  # some gradient was counted, and not all buckets were waited for
-        self.in_flight: list[Pending | None] = []
+    def _forget_iteration(self) -> None:
+        self.in_flight: list[Pending | None] = []  # of the buckets launched, in order; None: none of it was used
         self.usage: Usage | None = None
         self.delayed.reset()
-        self._divisor: int | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        """True if a reduction was begun that has not ended, or never will."""
+        return self.progress.reducing or self.progress.phase is Phase.FAILED
+
+    @property
+    def graph_is_static(self) -> bool:
+        """True as long as every search found the same unused parameters."""
+        return self.unused.constant
+
+    def require_finished(self) -> None:
+        """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
+        if self.progress.phase is Phase.FAILED:
+            raise self.progress.noted(errors.interrupted(self.progress.failure))
+        if self.progress.phase is Phase.LEARNING:
+            raise self.progress.noted(errors.unseen_outputs())
+        if self.progress.phase is Phase.REDUCING:
+            missing = [index for index, left in enumerate(self.remaining) if left > 0]
+            rank, unused = self.process_group.rank(), self.unused
+            raise self.progress.noted(
+                errors.unfinished(missing, self.layout.names, rank, unused.searches, unused.static)
+            )
+
+    def require_same_parameters(self) -> None:
+        """Raise RuntimeError if a parameter no longer reports here: a conversion gave it another graph node."""
+        self.listener.require_nodes(zip(self.layout.names, self.layout.parameters, strict=True))
+        self.listener.require_nodes(self.delayed.named)
+
+    def set_hook(self, hook: CommHook | None) -> None:
+        """Reduce through ``hook`` from now on; None: by an all-reduce. Raises RuntimeError in a backward pass."""
+        if self.progress.reducing:
+            raise errors.amid_reduction("a communication hook cannot be registered, replaced or removed")
+        self.hook = hook
+
+    @property
+    def wants_order(self) -> bool:
+        """True while the order of readiness is to be learned (never where unused parameters are searched for)."""
+        return not self.layout.rebuilt and not self.unused.searches
 
     # ---------------------------------------------------------------- forward
 
@@ -124,54 +148,29 @@ class Reducer:
             self.steps_in_backward = stepping.take_over(self.all_parameters())
         self.iteration += 1
 
-    def require_same_parameters(self) -> None:
-        """Raise RuntimeError if a parameter no longer reports here: a conversion gave it another graph node."""
-        self.listener.require_nodes(zip(self.layout.names, self.layout.parameters, strict=True))
-        self.listener.require_nodes(self.delayed.named)
+    def leave_iteration(self) -> None:
+        """Leave the latest iteration behind, whether the next one synchronises or not.
 
-    def require_finished(self) -> None:
-        """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
-        if self.failure is not None:
-            raise self.noted(interrupted(self.failure))
-        if self.in_progress and self.unused.learning:
-            raise self.noted(unseen_outputs())
-        if self.in_progress:
-            missing = [index for index, left in enumerate(self.remaining) if left > 0]
-            rank = self.process_group.rank()
-            raise self.noted(unfinished(missing, self.layout.names, rank, self.unused.searches, self.unused.static))
-
-    @property
-    def graph_is_static(self) -> bool:
-        """True as long as every search found the same unused parameters."""
-        return self.unused.constant
-
-    def noted(self, error: RuntimeError) -> RuntimeError:
-        """Keep an error's text for the logging data, and return the error."""
-        self.last_error = str(error)
-        return error
-
-    @property
-    def wants_order(self) -> bool:
-        """True while the order of readiness is to be learned (never where unused parameters are searched for)."""
-        return not self.layout.rebuilt and not self.unused.searches
-
-    def rebuild_if_due(self) -> None:
-        """Once, after the first backward pass: bucket again, in the order in which rank 0's gradients became ready."""
+        After the first backward pass, buckets are laid out in the order in which rank 0's gradients became ready.
+        """
         self.require_finished()
+        if self.progress.phase is Phase.REDUCED:
+            self.progress.enter(Phase.IDLE)
         if self.wants_order and self.layout.ready_order:
             self.layout.rebuild_in_order(self.process_group)
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Prepare for the backward pass of a module whose outputs hold ``outputs``."""
-        self.expecting = True
-        self.in_flight = []
-        self.delayed.reset()
-        self._order: list[int] = []
+        self.progress.enter(Phase.EXPECTING)
+        self._forget_iteration()  # one that was expected, and had no backward pass
+        self.order: list[int] = []  # in which parameters became ready
         self.remaining = list(self.unused.firings) if self.unused.static else [1] * len(self.layout.parameters)
         for bucket in self.layout.buckets:
             bucket.reset()
         if self.unused.searches:
             self.unused.search(outputs, first=self.iteration <= 1)
+        elif self.unused.learning:
+            at_end_of_backward_through(outputs, self.reduce_all_at_once)
 
     # ---------------------------------------------------------------- backward
 
@@ -180,86 +179,45 @@ class Reducer:
         unused = self.unused
         if unused.tracked and unused.parameters[index].grad is not None:
             unused.used[index] = 1  # also under no_sync: what was used there is reduced later
-        if self.paused or not self.expecting:
-            self._pass_over(self.layout.names[index])
-            return
-        if unused.learning:
-            unused.firings[index] += 1
-            self.in_progress = True
-            return
-        if not self.in_progress:
-            self.in_progress = True
-            self._begin()
+        if self.paused or self.progress.phase is not REDUCING:
+            if not self._takes_part(self.layout.names[index]):
+                return
+            if unused.learning:
+                unused.firings[index] += 1
+                return
         left = self.remaining[index] = self.remaining[index] - 1
         if left == 0:
-            self._order.append(index)
+            self.order.append(index)
             self._arrive(*self.layout.locations[index])
         elif left < 0:
-            complaint = static_graph_changed if self.unused.static else marked_twice
-            raise self.noted(complaint(index, self.layout.names[index]))
+            complaint = errors.static_graph_changed if unused.static else errors.marked_twice
+            raise self.progress.noted(complaint(index, self.layout.names[index]))
+
+    def _takes_part(self, name: str) -> bool:
+        """Return True if the gradient that has come is to be reduced; with the iteration's first one, begin."""
+        phase = self.progress.phase
+        if phase is Phase.EXPECTING and not self.paused:
+            self._begin()
+        if self.progress.reducing and not self.paused:
+            return True
+        if self.promised and (phase is Phase.EXPECTING or self.progress.reducing):
+            raise self.progress.noted(errors.broken_promise())
+        if phase is Phase.REDUCED and not self.warned_late:
+            self.warned_late = True
+            warnings.warn(errors.late(name), stacklevel=2)
+        return False
 
     def _begin(self) -> None:
-        """Count what will not fire: the first gradient of the iteration has come."""
+        self.progress.enter(Phase.LEARNING if self.unused.learning else Phase.REDUCING)
+        self.divisor = number_of_ranks(self.process_group, self.join_work)
         if self.unused.learning:
             return
+        # What will not fire counts only now: the last launch asks for the end of the backward pass, so one must run.
         for index in self.unused.here:
             self.remaining[index] = 0
             self._arrive(*self.layout.locations[index])
-        if not self.layout.buckets:
-            # all gradients are delayed: nothing else would ask for the end of the backward pass
+        if not self.layout.buckets:  # all are delayed: nothing else would ask for the end of the backward pass
             self._launch_complete_buckets()
-
-    def delayed_ready(self, index: int) -> None:
-        """Take note of the gradient of a delayed parameter."""
-        name = self.delayed.named[index][0]
-        if self.paused or not self.expecting:
-            self._pass_over(name)
-            return
-        if self.delayed.in_flight:
-            raise self.noted(marked_twice(index, name))
-        if not self.in_progress:
-            self.in_progress = True
-            self._begin()
-        self.delayed.missing.discard(index)
-        self._launch_delayed_if_due()
-
-    def trigger_ready(self, _: int) -> None:
-        """Let the delayed gradients go as soon as all of them are there and every bucket is on its way."""
-        if self.expecting and not self.paused:
-            self.delayed.triggered = True
-            self._launch_delayed_if_due()
-
-    def _launch_delayed_if_due(self) -> None:
-        early = self.hook is None and not self.unused.static  # with the latter, another gradient may come
-        if early and len(self.in_flight) == len(self.layout.buckets) and self.delayed.complete:
-            self._launch_delayed()
-
-    def await_hook(self, in_flight: Sequence[Pending | None]) -> None:
-        """Wait for what a hook returned, if gradients are delayed.
-
-        Callbacks of its futures may issue collectives of their own, at any time, as those of PyTorch's PowerSGD do; the
-        delayed all-reduce would get between them, elsewhere on every rank.
-        """
-        if self.hook is not None and self.delayed.buckets:
-            with self.fatal(in_flight):
-                for pending in in_flight:
-                    if pending is not None:
-                        pending.result()
-
-    def _launch_delayed(self) -> None:
-        if self._divisor is None:
-            self._divisor = self._choose_divisor()
-        self.delayed.gather(self._divisor)
-        memories = [bucket.flat for bucket in self.delayed.buckets]
-        with self.fatal(self.in_flight):
-            self.delayed.in_flight = self.delayed.launch(self.process_group, memories)
-
-    def _pass_over(self, name: str) -> None:
-        if self.expecting and self.promised:
-            raise self.noted(broken_promise())
-        if self.reduced and not self.expecting:
-            self.reduced, self._warned_late = False, True
-            warnings.warn(late(name), stacklevel=2)
 
     def _arrive(self, bucket: Bucket, place: int) -> None:
         if bucket.eager[place]:
@@ -272,15 +230,7 @@ class Reducer:
     def _gather(self, bucket: Bucket, places: Sequence[int]) -> None:
         if self.layout.iterations_to_check:
             self.layout.check_strides(bucket, places)
-        if self._divisor is None:
-            self._divisor = self._choose_divisor()
-        bucket.gather(places, None if self.hook else self._divisor, self.settings.gradient_as_bucket_view)
-
-    def _choose_divisor(self) -> int:
-        if self.join_work is None:
-            return self.process_group.size()
-        ranks = result_of(self.join_work)
-        return int((self.join_work.result() if ranks is None else ranks)[0].item())
+        bucket.gather(places, None if self.hook else self.divisor, self.settings.gradient_as_bucket_view)
 
     def _launch_complete_buckets(self) -> None:
         """Launch, in order, every bucket that is complete and whose predecessors were launched."""
@@ -289,6 +239,7 @@ class Reducer:
                 return
             skip = self.settings.skip_all_reduce_unused_params and set(bucket.indices) <= set(self.unused.here)
             self.in_flight.append(None if skip else self.launch(bucket, bucket.flat))
+        # after the last bucket, here as on joined ranks: collectives pair up by the order in which they are issued
         if self.unused.searches:
             self.usage = self.count_usage(self.unused.used)
         self._launch_delayed_if_due()
@@ -297,31 +248,62 @@ class Reducer:
     def launch(self, bucket: Bucket, memory: Tensor) -> Pending:
         """Begin the reduction of ``memory``, which stands for ``bucket``: through the hook, or by an all-reduce."""
         window = GradBucket(bucket.index, bucket is self.layout.buckets[-1], memory, bucket.members, bucket.names)
-        with self.fatal(self.in_flight):
+        with self.progress.fatal(self.in_flight):
             if self.hook is not None:
                 return self.hook.start(window, self.process_group)
             group = self.group_for_sparse if memory.is_sparse else self.process_group
             return Pending(all_reduce(group, memory), window, "all-reduce")
 
-    @contextmanager
-    def fatal(self, in_flight: Iterable[Pending | None]) -> Iterator[None]:
-        """Let no later step run if what is done within raises: some gradients are means then, and some are not."""
-        try:
-            yield
-        except BaseException as error:
-            give_up(pending.future() for pending in in_flight if pending is not None and pending.group is not None)
-            self.in_progress = True
-            self.failure = f"{type(error).__name__}: {error}"  # the error itself holds frames, and these hold us
-            raise
-
     def count_usage(self, used: Sequence[int]) -> Usage:
         """Start to count, for every parameter, the ranks that used it."""
         return Usage(used, self.process_group, self.layout.parameters[0].device)
 
+    # ---------------------------------------------------------------- delayed gradients
+
+    def delayed_ready(self, index: int) -> None:
+        """Take note of the gradient of a delayed parameter."""
+        name = self.delayed.named[index][0]
+        if self._takes_part(name):
+            if self.delayed.in_flight:
+                raise self.progress.noted(errors.marked_twice(index, name))
+            self.delayed.missing.discard(index)
+            self._launch_delayed_if_due()
+
+    def trigger_ready(self, _: int) -> None:
+        """Let the delayed gradients go as soon as all of them are there and every bucket is on its way."""
+        if not self.paused:
+            self.delayed.triggered = True
+            self._launch_delayed_if_due()
+
+    def _launch_delayed_if_due(self) -> None:
+        early = self.hook is None and not self.unused.static  # with the latter, another gradient may come
+        if early and len(self.in_flight) == len(self.layout.buckets) and self.delayed.complete:
+            self._launch_delayed()
+
+    def _launch_delayed(self) -> None:
+        self.delayed.gather(self.divisor)
+        memories = [bucket.flat for bucket in self.delayed.buckets]
+        with self.progress.fatal(self.in_flight):
+            self.delayed.in_flight = self.delayed.launch(self.process_group, memories)
+
+    def await_hook(self, in_flight: Sequence[Pending | None]) -> None:
+        """Wait for what a hook returned, if gradients are delayed.
+
+        Callbacks of its futures may issue collectives of their own, at any time, as those of PyTorch's PowerSGD do; the
+        delayed all-reduce would get between them, elsewhere on every rank.
+        """
+        if self.hook is not None and self.delayed.buckets:
+            with self.progress.fatal(in_flight):
+                for pending in in_flight:
+                    if pending is not None:
+                        pending.result()
+
+    # ---------------------------------------------------------------- the end of the backward pass
+
     @torch.no_grad()
     def reduce_all_at_once(self) -> None:
         """End the first iteration of a static graph: what fires is known only now, so all is reduced now."""
-        if not self.expecting or self.paused or not self.unused.learning or not self.in_progress:
+        if self.paused or self.progress.phase is not Phase.LEARNING:
             return  # reduced already; or no_sync, or an autograd.grad, which ends in no parameter
         self.unused.learn()
         self.usage = self.count_usage(self.unused.used)
@@ -336,16 +318,18 @@ class Reducer:
         if not self.delayed.in_flight:
             self.await_hook(self.in_flight)
             self._launch_delayed()
+        # The iteration is over before anything is waited for: what steps in the backward pass would else be refused, as
+        # unfinished, and what raises from here on leaves nothing behind but the failure.
         in_flight, delayed, usage = self.in_flight, self.delayed.in_flight, self.usage
+        self._forget_iteration()
         self.buckets_reduced = len(in_flight) - in_flight.count(None)
-        self._end_iteration()
-        self.reduced = not self._warned_late
         self.layout.iterations_to_check = max(0, self.layout.iterations_to_check - 1)
         if self.unused.learning:
             self.unused.learned = True
         elif self.wants_order:
-            self.layout.ready_order = self._order + (self.unused.here if self.unused.static else [])
-        with self.fatal(in_flight):
+            self.layout.ready_order = self.order + (self.unused.here if self.unused.static else [])
+        self.progress.enter(Phase.REDUCED)
+        with self.progress.fatal(in_flight):
             self._write_means(in_flight, delayed, usage)
         if self.unused.searches:
             self.unused.used = [0] * len(self.layout.parameters)
@@ -356,9 +340,8 @@ class Reducer:
         for bucket, pending in zip(self.layout.buckets, in_flight, strict=True):
             if pending is not None:
                 mean = pending.result()
-                bucket.scatter(
-                    mean, self.unused.untouched(bucket.indices, usage), self.settings.gradient_as_bucket_view
-                )
+                untouched = self.unused.untouched(bucket.indices, usage)
+                bucket.scatter(mean, untouched, self.settings.gradient_as_bucket_view)
                 if self.steps_in_backward:
                     stepping.step(bucket.members)
         for bucket, pending in zip(self.delayed.buckets, delayed, strict=True):

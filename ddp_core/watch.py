@@ -27,7 +27,7 @@ class Watched(Protocol):
     """What is asked of a reducer; its file says what the answers are."""
 
     @property
-    def in_progress(self) -> bool: ...  # noqa: D102
+    def unfinished(self) -> bool: ...  # noqa: D102
     def all_parameters(self) -> list[Parameter]: ...  # noqa: D102
     def require_finished(self) -> None: ...  # noqa: D102
     def release_group(self) -> None: ...  # noqa: D102
@@ -68,7 +68,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
 
     PyTorch notices at the *next* forward pass; by then the optimiser has used gradients that differ between ranks.
     """
-    busy = [reducer for reducer in _watched if reducer.in_progress]
+    busy = [reducer for reducer in _watched if reducer.unfinished]
     if busy and torch._C._current_graph_task_id() == -1:  # a step inside a backward pass knows what it does
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for reducer in busy:
@@ -87,7 +87,7 @@ def _before_exit(process: int) -> None:
     if os.getpid() != process:
         return
     reducers = list(_watched)
-    if not any(reducer.in_progress for reducer in reducers):  # else a group would wait for what may never end
+    if not any(reducer.unfinished for reducer in reducers):  # else a group would wait for what may never end
         for reducer in reducers:
             reducer.release_group()
         if reducers and dist.is_initialized() and dist.get_backend() == "gloo":
