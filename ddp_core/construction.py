@@ -58,13 +58,15 @@ def check_module(module: nn.Module, parameters: Sequence[Tensor]) -> None:
         raise ValueError("SyncBatchNorm layers only work with GPU modules")
 
 
-def refuse_mixed_precision(policy: object) -> None:
-    """Refuse any policy of ``mixed_precision``: it concerns the model, not its gradients."""
-    if policy is not None:
+def check_arguments_without_effect(mixed_precision: object, check_reduction: bool) -> None:
+    """Raise NotImplementedError if ``mixed_precision`` is given, and warn of ``check_reduction``."""
+    if mixed_precision is not None:
         raise NotImplementedError(
             "mixed_precision is not offered: compute in low precision under torch.autocast, and communicate in it "
             "with a casting communication hook (register_comm_hook)"
         )
+    if check_reduction:
+        warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=3)
 
 
 def choose_devices(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +18,12 @@ from torch.utils import _pytree as pytree  # see ddp_core/graph.py
 from ddp_core.bucketing import MIB, choose_limits, plan_from_names
 from ddp_core.compatibility import PyTorchNames
 from ddp_core.construction import (
+    check_arguments_without_effect,
     check_module,
     choose_buffer_sync,
     choose_devices,
     choose_process_group,
     refuse_distributed_autograd,
-    refuse_mixed_precision,
     sparse_parameters,
 )
 from ddp_core.delayed import DelayedGradients, choose_delay
@@ -100,9 +99,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     ):
         super().__init__()
         Joinable.__init__(self)
-        refuse_mixed_precision(mixed_precision)
-        if check_reduction:
-            warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
+        check_arguments_without_effect(mixed_precision, check_reduction)
         self.module = module
         self.device_mesh = device_mesh
         group = choose_process_group(process_group, device_mesh)
@@ -182,6 +179,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         if synchronises:
             refuse_distributed_autograd()
             self.reducer.before_forward()
+        # From here on, collectives in the order of Join and ShadowHook.main_hook, which issue those of joined ranks.
         active = Join.notify_join_context(self)
         self.reducer.join_work = None if self._divides_by_initial_world_size else active
         if torch.is_grad_enabled():

@@ -110,6 +110,8 @@ class ShadowHook(JoinHook):
     @torch.no_grad()
     def _mirror_backward(self) -> None:
         reducer = self.ddp.reducer
+        # In the order of the reducer's collectives, with which these pair up: usage is counted first if all is reduced
+        # at once, and else after the buckets; delayed gradients come last.
         nothing = [0] * len(reducer.layout.parameters)
         usage = reducer.count_usage(nothing) if reducer.unused.learning else None
         in_flight = [reducer.launch(bucket, bucket.zeros()) for bucket in reducer.layout.buckets]

@@ -55,8 +55,9 @@ class Reducer:
         self.layout = Layout(named_parameters, sparse, settings)
         self.delayed = delayed
         self.process_group = process_group
-        device = self.layout.parameters[0].device if sparse else None
-        self.group_for_sparse = group_for_sparse_sums(process_group, device) if device else process_group
+        self.group_for_sparse = process_group
+        if sparse:
+            self.group_for_sparse = group_for_sparse_sums(process_group, self.layout.parameters[0].device)
         self.hook: CommHook | None = None
         self.paused = False  # no_sync: gradients accumulate and nothing is counted
         self.promised = False  # joined ranks were told that the coming backward pass synchronises
@@ -111,16 +112,15 @@ class Reducer:
 
     def require_finished(self) -> None:
         """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
-        if self.progress.phase is Phase.FAILED:
-            raise self.progress.noted(errors.interrupted(self.progress.failure))
-        if self.progress.phase is Phase.LEARNING:
-            raise self.progress.noted(errors.unseen_outputs())
-        if self.progress.phase is Phase.REDUCING:
+        progress, unused = self.progress, self.unused
+        if progress.phase is Phase.FAILED:
+            raise progress.noted(errors.interrupted(progress.failure))
+        if progress.phase is Phase.LEARNING:
+            raise progress.noted(errors.unseen_outputs())
+        if progress.phase is Phase.REDUCING:
             missing = [index for index, left in enumerate(self.remaining) if left > 0]
-            rank, unused = self.process_group.rank(), self.unused
-            raise self.progress.noted(
-                errors.unfinished(missing, self.layout.names, rank, unused.searches, unused.static)
-            )
+            rank, names = self.process_group.rank(), self.layout.names
+            raise progress.noted(errors.unfinished(missing, names, rank, unused.searches, unused.static))
 
     def require_same_parameters(self) -> None:
         """Raise RuntimeError if a parameter no longer reports here: a conversion gave it another graph node."""
@@ -149,10 +149,7 @@ class Reducer:
         self.iteration += 1
 
     def leave_iteration(self) -> None:
-        """Leave the latest iteration behind, whether the next one synchronises or not.
-
-        After the first backward pass, buckets are laid out in the order in which rank 0's gradients became ready.
-        """
+        """Leave the latest iteration behind; after the first one, lay buckets out in its order of readiness."""
         self.require_finished()
         if self.progress.phase is Phase.REDUCED:
             self.progress.enter(Phase.IDLE)
@@ -212,7 +209,7 @@ class Reducer:
         self.divisor = number_of_ranks(self.process_group, self.join_work)
         if self.unused.learning:
             return
-        # What will not fire counts only now: the last launch asks for the end of the backward pass, so one must run.
+        # What will not fire arrives only now, and not in the forward pass: a launch needs a backward pass to end in.
         for index in self.unused.here:
             self.remaining[index] = 0
             self._arrive(*self.layout.locations[index])
@@ -239,7 +236,7 @@ class Reducer:
                 return
             skip = self.settings.skip_all_reduce_unused_params and set(bucket.indices) <= set(self.unused.here)
             self.in_flight.append(None if skip else self.launch(bucket, bucket.flat))
-        # after the last bucket, here as on joined ranks: collectives pair up by the order in which they are issued
+        # After the last bucket, as on joined ranks (joining.py): collectives pair up in the order of their launch.
         if self.unused.searches:
             self.usage = self.count_usage(self.unused.used)
         self._launch_delayed_if_due()
@@ -287,16 +284,13 @@ class Reducer:
             self.delayed.in_flight = self.delayed.launch(self.process_group, memories)
 
     def await_hook(self, in_flight: Sequence[Pending | None]) -> None:
-        """Wait for what a hook returned, if gradients are delayed.
-
-        Callbacks of its futures may issue collectives of their own, at any time, as those of PyTorch's PowerSGD do; the
-        delayed all-reduce would get between them, elsewhere on every rank.
-        """
+        """Wait for what a hook returned, if gradients are delayed."""
+        # Callbacks of its futures may issue collectives of their own, at any time, as those of PyTorch's PowerSGD do;
+        # the delayed all-reduce would get between them, elsewhere on every rank.
         if self.hook is not None and self.delayed.buckets:
             with self.progress.fatal(in_flight):
-                for pending in in_flight:
-                    if pending is not None:
-                        pending.result()
+                for pending in filter(None, in_flight):
+                    pending.result()
 
     # ---------------------------------------------------------------- the end of the backward pass
 
@@ -318,8 +312,7 @@ class Reducer:
         if not self.delayed.in_flight:
             self.await_hook(self.in_flight)
             self._launch_delayed()
-        # The iteration is over before anything is waited for: what steps in the backward pass would else be refused, as
-        # unfinished, and what raises from here on leaves nothing behind but the failure.
+        # Forgotten before it is waited for: if a wait raised, the reducer would keep what hooks returned for good.
         in_flight, delayed, usage = self.in_flight, self.delayed.in_flight, self.usage
         self._forget_iteration()
         self.buckets_reduced = len(in_flight) - in_flight.count(None)
