@@ -202,7 +202,7 @@ class Reducer:
         if phase is Phase.REDUCED and not self.warned_late:
             self.warned_late = True
             warnings.warn(errors.late(name), stacklevel=2)
-        return False
+        return False  # in FAILED too: the module may have been wrapped again, and we hear of its gradients all the same
 
     def _begin(self) -> None:
         self.progress.enter(Phase.LEARNING if self.unused.learning else Phase.REDUCING)

@@ -129,6 +129,28 @@ def test_a_future_that_fails_in_another_thread_raises_its_own_error_with_a_note(
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_after_a_hook_raised_the_module_can_be_wrapped_again_though_the_first_wrapper_lives(options: Any) -> None:
+    launched: list[str] = []
+
+    def broken(state: object, bucket: Any) -> Any:
+        launched.append(bucket.names()[0])
+        raise LookupError("no such luck")
+
+    ddp = wrap(scale(), **options)
+    ddp.register_comm_hook(None, broken)
+    with pytest.raises(LookupError):
+        ddp(ones()).sum().backward()
+    again = wrap(ddp.module)
+    again.zero_grad()
+    again(ones()).sum().backward()
+    assert grads(again) == [[1.0]]
+    assert launched == ["weight"]
+    with pytest.raises(RuntimeError, match="interrupted by LookupError: no such luck"):
+        ddp(ones())
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_future_that_is_done_costs_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     def done(state: object, bucket: Any) -> Future[Any]:
         future: Future[Any] = Future()
