@@ -16,7 +16,7 @@ from commhooks.engine.undo import UndoLog
 from commhooks.errors import AttachError, GradientError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.scheduling.ledger import ParameterTraffic, Statistics
+from commhooks.scheduling.ledger import Ledger, Statistics
 from commhooks.scheduling.line import Line
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
@@ -54,18 +54,16 @@ class Engine:
         self._may_be_unused = may_be_unused
         self._may_join = may_join  # zeros outside of a backward pass are those of a rank that has run out of inputs
         self._undo = UndoLog() if atomic else None
-        self._resumed = Resumed()
+        self.resumed = Resumed()
         self._names_are_checked = not by_parameter
-
-    # --- the way of a bucket ------------------------------------------------------------------------------------------
 
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Take a bucket, and return the future of its mean; called in the same order on every rank."""
         self._begin_step_if(bucket)
-        if not self._resumed.plan:
+        if not self.resumed.plan:
             return self._hand_in(bucket)
         self.buckets.learn_names(bucket, bucket.parameters())
-        parts = self._resumed.parts_of(bucket, self.state)
+        parts = self.resumed.parts_of(bucket, self.state)
         if not parts:
             return self._hand_in(bucket)
         futures = [self._hand_in(part) for part in parts]
@@ -132,10 +130,8 @@ class Engine:
     def end_step(self) -> None:
         """End the step under way; a DDP may have skipped its last bucket, or the backward pass was cut short."""
         self.buckets.end_step(self.step)
-        self._resumed.end_step()
+        self.resumed.end_step()
         self.step += 1
-
-    # --- between two steps --------------------------------------------------------------------------------------------
 
     def stand_between_steps(self, caller: str) -> None:
         """Raise `AttachError` in the middle of a backward pass."""
@@ -167,24 +163,17 @@ class Engine:
         """Go on from a step of another run, whose state the table holds now."""
         self.step = step
         self.loss_scale.load(grad_scale)
-        self._resumed = resumed
+        self.resumed = resumed
         self._names_are_checked = False
         self.buckets.forget_last_step()
         if self._undo is not None:
             self._undo.forget()
-
-    @property
-    def resumed_plan(self) -> Sequence[Sequence[str]]:
-        """The names in the buckets of the run that this one goes on from, while its steps are cut like them."""
-        return self._resumed.plan
 
     def bind(self, named_parameters: Sequence[tuple[str, Tensor]], *, may_be_unused: bool = False) -> None:
         """Learn the names of one model's parameters, and whether a step may leave some of them unused."""
         self.buckets.are_one_models = True
         self.state.bind(named_parameters)
         self._may_be_unused = may_be_unused
-
-    # --- the line to the other ranks ----------------------------------------------------------------------------------
 
     def scheduler_for(self, device: torch.device, refusal: Exception | None = None) -> Scheduler:
         """Return the line's scheduler; the first call opens the line."""
@@ -210,24 +199,19 @@ class Engine:
             return f"refusal: {refusal}"
         counted = "counted" if self._may_be_unused else "not counted"
         return (
-            f"compressor {compressor!r}\nunused parameters are {counted}\n{self._resumed.fingerprint}\n"
+            f"compressor {compressor!r}\nunused parameters are {counted}\n{self.resumed.fingerprint}\n"
             f"policy {self.line.policy!r}\n{self._fingerprint}"
         )
-
-    # --- what is told -------------------------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
         """Return what was counted so far."""
         scheduler = self.line.scheduler
         return scheduler.ledger.totals(scheduler.traffic()) if scheduler else Statistics()
 
-    def last_step(self) -> Statistics:
-        """Return what the last whole step counted."""
-        return self.line.scheduler.ledger.last_step() if self.line.scheduler else Statistics()
-
-    def by_parameter(self) -> dict[str, ParameterTraffic]:
-        """Return what was counted so far for each parameter, by name."""
-        return self.line.scheduler.ledger.by_parameter() if self.line.scheduler else {}
+    @property
+    def ledger(self) -> Ledger:
+        """What was counted, bucket by bucket; an empty one before the first."""
+        return self.line.scheduler.ledger if self.line.scheduler is not None else Ledger()
 
     def memory_report(self) -> MemoryReport:
         """Return how many bytes are taken, and for what."""

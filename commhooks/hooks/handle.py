@@ -44,14 +44,14 @@ class Handle(ABC):
 
     def last_step(self) -> Statistics:
         """Return what the last whole step counted, on this rank."""
-        return self._engine.last_step() if self._engine is not None else Statistics()
+        return self._engine.ledger.last_step() if self._engine is not None else Statistics()
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         """Return each parameter's share of what was counted so far, by name, on this rank.
 
         PyTorch's DDP does not tell a bare hook any names; `attach` and `PowerSGDState.bind` do.
         """
-        return self._engine.by_parameter() if self._engine is not None else {}
+        return self._engine.ledger.by_parameter() if self._engine is not None else {}
 
     def memory_report(self) -> MemoryReport:
         """Return how many bytes the hook uses on this rank, and for what."""

@@ -56,7 +56,7 @@ class PerParameter(Compressor):
         for pattern, _ in self.rules:
             if not fnmatch.filter(named, pattern):
                 raise SettingsError(
-                    f"PerParameter: {pattern!r} must match a parameter's name; there are {list(named)}."
+                    f"PerParameter: {pattern!r} must match a parameter's name; there are {', '.join(list(named)[:8])}."
                 )
         for name in named:
             matching = [pattern for pattern, _ in self.rules if fnmatch.fnmatchcase(name, pattern)]

@@ -1,0 +1,88 @@
+"""Rules: some parameters to one compressor, some to another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from commhooks import AllReduceMean, PerParameter, SettingsError, make_compressor
+from tests.commhooks.workers import Workers, mean_of, normal, zeros
+
+SHAPES = ((24, 40), (40,), (64, 33), (24, 40))
+NAMES = ["head.weight", "head.bias", "body.weight", "tail.weight"]
+RULES = (
+    ("head.*", make_compressor("powersgd", rank=2)),
+    ("body.*", make_compressor("sign", block=32)),
+    ("tail.*", make_compressor("top-k", ratio=0.1)),
+)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize("buckets", [1, 2, 4])
+def test_each_parameter_gets_what_its_compressor_makes_of_it(policy: str, buckets: int) -> None:
+    """As if it were alone with it: in float64, where the order of a sum's terms is the same in lockstep."""
+    parameters = zeros(*SHAPES, dtype=torch.float64)
+    together = Workers(PerParameter(rules=RULES), 3, parameters, NAMES, buckets=buckets, policy=policy)
+    alone = [
+        Workers(
+            next((c for p, c in RULES if p[:4] == name[:4]), AllReduceMean()), 3, [parameter], [name], policy=policy
+        )
+        for name, parameter in zip(NAMES, parameters, strict=True)
+    ]
+    for step in range(4):
+        gradients = normal(parameters, 3, seed=step)
+        means = together.step(gradients)
+        for index, workers in enumerate(alone):
+            theirs = workers.step([[own[index]] for own in gradients])
+            assert all(torch.allclose(means[r][index], theirs[r][0], rtol=0, atol=1e-9) for r in range(3))
+
+
+def test_a_step_takes_the_rounds_of_the_longest_and_not_the_sum() -> None:
+    workers = Workers(PerParameter(rules=RULES), 2, zeros(*SHAPES), NAMES, policy="fused")
+    workers.step(normal(workers.parameters, 2, seed=0))
+    # Round one: a sum, an exchange and a gather; round two: a sum and a gather.
+    assert workers.traffic.collectives == 5
+
+
+def test_the_rest_is_averaged_as_it_is() -> None:
+    rules = (("head.weight", make_compressor("top-k", ratio=0.1)),)
+    workers = Workers(PerParameter(rules=rules), 2, zeros(*SHAPES, dtype=torch.float64), NAMES)
+    gradients = normal(workers.parameters, 2, seed=0)
+    means = workers.step(gradients)[0]
+    assert all((means[index] - mean_of(gradients, index)).abs().amax() <= 1e-15 for index in (1, 2, 3))
+
+
+def test_an_inf_is_the_whole_steps() -> None:
+    workers = Workers(PerParameter(rules=RULES), 2, zeros(*SHAPES), NAMES, policy="fused")
+    workers.step(normal(workers.parameters, 2, seed=0))
+    before = [[workers.residual(rank, index).clone() for index in range(4)] for rank in range(2)]
+    spoiled = normal(workers.parameters, 2, seed=1)
+    spoiled[1][3][2, 3] = float("nan")
+    workers.step(spoiled)
+    for rank in range(2):
+        assert all(torch.equal(workers.residual(rank, index), before[rank][index]) for index in range(4))
+
+
+@pytest.mark.parametrize(
+    ("rules", "complaint"),
+    [
+        ((), "must be a tuple of"),
+        ([("a", AllReduceMean())], "must be a tuple of"),
+        ((("a", "top-k"),), "must be a tuple of"),
+        ((("a", make_compressor("powersgd", matrices="whole-bucket")),), "must be given whole buckets"),
+    ],
+    ids=["none", "a list", "a name", "whole buckets"],
+)
+def test_rules_that_cannot_work_are_refused_when_they_are_built(rules: object, complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        PerParameter(rules=rules)  # type: ignore[arg-type]  # "object": that is what is tested
+
+
+def test_patterns_that_match_nothing_or_overlap_are_refused_by_name() -> None:
+    named = dict(zip(NAMES, zeros(*SHAPES), strict=True))
+    with pytest.raises(SettingsError, match=r"'haed.\*' must match a parameter's name; there are head.weight"):
+        PerParameter(rules=(("haed.*", AllReduceMean()),)).check_parameters(named)
+    twice = (("head.*", AllReduceMean()), ("*.weight", make_compressor("top-k")))
+    with pytest.raises(SettingsError, match=r"'head.weight' is matched by 'head.\*' and '\*.weight'"):
+        PerParameter(rules=twice).check_parameters(named)
+    PerParameter(rules=twice, first_match=True).check_parameters(named)
