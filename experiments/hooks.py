@@ -11,7 +11,7 @@ import torch
 import commhooks
 from commhooks.compressors import COMPRESSORS
 from commhooks.language.compressor import Compressor
-from commhooks.scheduling.thread import POLICIES
+from commhooks.scheduling.scheduler import POLICIES
 from experiments.runs import HookSpec
 
 _DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
@@ -48,9 +48,11 @@ def policy_of(spec: HookSpec) -> str:
 
 def _settings_of(hook: str) -> list[str]:
     """Return the names that a hook of this name takes settings under: its own, and those of every hook."""
-    every = inspect.signature(commhooks.make_compressor).parameters.values()
-    own = inspect.signature(COMPRESSORS[hook]).parameters.values()
-    return sorted({"policy", *(p.name for p in (*own, *every) if p.kind is p.KEYWORD_ONLY)})
+    make = COMPRESSORS[hook].make
+    codec = getattr(make, "args", ())  # a two-hop compressor's codec, which takes settings too
+    takers = [commhooks.make_compressor, make, *codec]
+    found = [setting for taker in takers for setting in inspect.signature(taker).parameters.values()]
+    return sorted({"policy", *(p.name for p in found if p.kind is p.KEYWORD_ONLY)})
 
 
 def _unknown(spec: HookSpec, name: str, known: list[str]) -> str:

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from commhooks.language.requests import AllReduce, Request
-
 if TYPE_CHECKING:
-    from commhooks.communicators import Communicator, Pending
+    from commhooks.communicators import Collective, Communicator, Pending
 
 _QUANTITY = re.compile(r"\s*(?P<number>\d+\.?\d*|\.\d+)\s*(?P<prefix>[kKmMgGtT]?)(?P<unit>\S+)\s*")
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -105,17 +103,17 @@ class LinkSettings:
                 f"LinkSettings(latency_seconds={self.latency_seconds}): latency_seconds must be in [0, inf)."
             )
 
-    def seconds_for(self, request: Request, world_size: int) -> float:
-        """Return how long a ring of `world_size` ranks takes at least to answer the request over this link."""
+    def seconds_for(self, collective: Collective, world_size: int) -> float:
+        """Return how long a ring of `world_size` ranks takes at least for the collective over this link."""
         if world_size == 1:
             return 0.0
-        for_bytes = 8 * request.ring_bytes(world_size) / self.bits_per_second if self.bits_per_second else 0.0
-        return for_bytes + ring_steps(request, world_size) * self.latency_seconds
+        for_bytes = 8 * collective.ring_bytes(world_size) / self.bits_per_second if self.bits_per_second else 0.0
+        return for_bytes + ring_steps(collective, world_size) * self.latency_seconds
 
 
-def ring_steps(request: Request, world_size: int) -> int:
-    """Return how many times a ring passes a message on for this request: an all-reduce goes round twice."""
-    rounds = 2 if isinstance(request, AllReduce) else 1
+def ring_steps(collective: Collective, world_size: int) -> int:
+    """Return how many times a ring passes a message on for this collective: an all-reduce goes around twice."""
+    rounds = 2 if collective.kind == "all-reduce" else 1
     return rounds * (world_size - 1)
 
 
@@ -151,13 +149,13 @@ class EmulatedLink:
         """The number of this rank."""
         return self._inner.rank
 
-    def start(self, request: Request) -> Pending:
+    def start(self, collective: Collective) -> Pending:
         """Start the collective, and put its bytes into the link's queue."""
         with self._lock:
             begin = max(self._clock(), self._free_at)
-            self._free_at = begin + self._link.seconds_for(request, self.world_size)
+            self._free_at = begin + self._link.seconds_for(collective, self.world_size)
             arrival = self._free_at
-        return _InTransit(self._inner.start(request), arrival, self._clock, self._sleep)
+        return _InTransit(self._inner.start(collective), arrival, self._clock, self._sleep)
 
 
 class _InTransit:

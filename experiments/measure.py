@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from commhooks.communicators import Communicator, Pending
-    from commhooks.language.requests import Request
+    from commhooks.communicators import Collective, Communicator, Pending
 
 Interval = tuple[float, float]
 
@@ -71,8 +70,8 @@ class _ClockedCommunicator:
     def rank(self) -> int:
         return self._inner.rank
 
-    def start(self, request: Request) -> Pending:
-        return _ClockedPending(self._inner.start(request), self._waits)
+    def start(self, collective: Collective) -> Pending:
+        return _ClockedPending(self._inner.start(collective), self._waits)
 
 
 class _ClockedPending:

@@ -18,8 +18,7 @@ from rich.table import Table
 from torch import nn
 
 import commhooks
-from commhooks.communicators import Communicator, Pending, ProcessGroupCommunicator
-from commhooks.language.requests import AllReduce, Request
+from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
 from experiments.launch import Send, run_world
 from experiments.link import EmulatedLink, LinkSettings, format_rate
 from experiments.report.words import spread_in_words
@@ -107,16 +106,16 @@ def overlap_table(result: OverlapResult) -> Table:
 
 
 class _Noting:
-    """A communicator that notes the sizes of what it is asked for."""
+    """A communicator that notes the sizes of the collectives that it starts."""
 
     def __init__(self, inner: Communicator) -> None:
         self._inner = inner
         self.rank, self.world_size = inner.rank, inner.world_size
         self.sizes: list[int] = []
 
-    def start(self, request: Request) -> Pending:
-        self.sizes.append(request.tensor.numel())
-        return self._inner.start(request)
+    def start(self, collective: Collective) -> Pending:
+        self.sizes.append(collective.tensor.numel())
+        return self._inner.start(collective)
 
 
 def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
@@ -159,7 +158,7 @@ def _step(task: Task, model: nn.Module, batch: Batch) -> None:
 
 def _communicate(link: EmulatedLink, sizes: list[int]) -> None:
     """Do the collectives of a step, one behind the other, with nothing to compute."""
-    for pending in [link.start(AllReduce(torch.zeros(size), average=True)) for size in sizes]:
+    for pending in [link.start(Collective("all-reduce", torch.zeros(size))) for size in sizes]:
         pending.wait()
 
 
@@ -177,7 +176,7 @@ def _balanced(task: Task, settings: OverlapSettings) -> Task:
     """Return the task with the batch for which compute takes as long as the link takes for the gradients."""
     model = task.model(settings.seed)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    gradients = AllReduce(torch.empty(sum(p.numel() for p in model.parameters())))
+    gradients = Collective("all-reduce", torch.empty(sum(p.numel() for p in model.parameters())))
     wanted = settings.link.seconds_for(gradients, ranks)
     for _ in range(3):  # the batch that was found is timed again: a step's cost is not quite linear in it
         batch = task.batch(settings.seed, 0, rank, ranks)

@@ -51,9 +51,9 @@ def plan(
     known = [make_task(_known_task(task), size) for task in tasks]
     for task in known:
         task.batch(seed, 0, world - 1, world)  # raises where there is too little data for so many ranks
-        names = [name for name, _ in task.model(seed).named_parameters()]
+        parameters = dict(task.model(seed).named_parameters())
         for spec in specs:
-            make_hook(spec).check_parameters(names)
+            make_hook(spec).check_parameters(parameters)
     return tuple(
         RunSettings(
             task=task.name,

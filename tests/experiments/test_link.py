@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commhooks.language.requests import AllGather, AllReduce, AllToAll, Request
+from commhooks import Collective
 from experiments.link import EmulatedLink, LinkSettings, format_rate, parse_latency, parse_rate
 
 
@@ -69,20 +69,21 @@ def test_link_settings_that_cannot_be_are_refused(settings: dict[str, float]) ->
 
 
 @pytest.mark.parametrize(
-    ("request_", "bytes_sent", "hops"),
+    ("collective", "bytes_sent", "hops"),
     [
-        (AllReduce(torch.zeros(1000)), 2 * 3 * 4000 // 4, 6),
-        (AllGather(torch.zeros(1000)), 3 * 4000, 3),
-        (AllToAll(torch.zeros(4, 250)), 3 * 4000 // 4, 3),
+        (Collective("all-reduce", torch.zeros(1000)), 2 * 3 * 4000 // 4, 6),
+        (Collective("all-gather", torch.zeros(1000)), 3 * 4000, 3),
+        (Collective("all-to-all", torch.zeros(4, 250)), 3 * 4000 // 4, 3),
+        (Collective("reduce-scatter", torch.zeros(4, 250)), 3 * 4000 // 4, 3),
     ],
-    ids=["all-reduce", "all-gather", "all-to-all"],
+    ids=lambda value: value.kind if isinstance(value, Collective) else "",
 )
 def test_a_ring_of_four_needs_the_time_of_its_bytes_and_of_its_hops(
-    request_: Request, bytes_sent: int, hops: int
+    collective: Collective, bytes_sent: int, hops: int
 ) -> None:
     link = LinkSettings(bits_per_second=8e6, latency_seconds=0.01)
-    assert link.seconds_for(request_, 4) == pytest.approx(bytes_sent / 1e6 + hops * 0.01)
-    assert link.seconds_for(request_, 1) == 0.0
+    assert link.seconds_for(collective, 4) == pytest.approx(bytes_sent / 1e6 + hops * 0.01)
+    assert link.seconds_for(collective, 1) == 0.0
 
 
 class FakeTime:
@@ -109,7 +110,7 @@ class Instant:
         self._seconds = seconds
         self.result = torch.zeros(1)
 
-    def start(self, request: Request) -> Instant:
+    def start(self, collective: Collective) -> Instant:
         return self
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -121,10 +122,10 @@ def emulated(time: FakeTime, *, inner_seconds: float = 0.0) -> EmulatedLink:
     return EmulatedLink(Instant(time, inner_seconds), link, clock=time.clock, sleep=time.sleep)
 
 
-def megabytes(count: float) -> AllReduce:
-    """Return a request for which each of two ranks sends so many megabytes."""
+def megabytes(count: float) -> Collective:
+    """Return a collective for which each of two ranks sends so many megabytes."""
     tensor: Tensor = torch.empty(int(count * 250_000))
-    return AllReduce(tensor)
+    return Collective("all-reduce", tensor)
 
 
 def test_a_collective_lasts_as_long_as_its_bytes() -> None:
@@ -173,9 +174,9 @@ def test_the_rate_is_never_exceeded(transfers: list[tuple[float, float]]) -> Non
     begin, carried = time.now, 0.0
     for idle, size in transfers:
         time.sleep(idle)
-        request = megabytes(size)
-        link.start(request).wait()
-        carried += request.ring_bytes(2) / 1e6
+        collective = megabytes(size)
+        link.start(collective).wait()
+        carried += collective.ring_bytes(2) / 1e6
         assert carried <= time.now - begin + 1e-6
 
 

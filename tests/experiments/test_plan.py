@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from commhooks import PowerSGD
+from commhooks import ErrorFeedback, PowerSGD
 from experiments.hooks import make_hook, policy_of
 from experiments.link import LinkSettings
 from experiments.plan import plan
@@ -49,7 +49,9 @@ def test_every_task_is_run_under_every_hook() -> None:
         ({"hooks": ["powersgd:rank=four"]}, "rank must be"),
         ({"hooks": ["powersgd:wire=fp12"]}, "wire must be one of fp16"),
         ({"hooks": ["fp16:policy=lifo"]}, "policy must be one of fifo, fused"),
-        ({"hooks": ["powersgd:skip=haed"]}, "'haed' must fit a parameter's name"),
+        ({"hooks": ["powersgd:skip=haed"]}, "'haed' must match a parameter's name"),
+        ({"hooks": ["sign:blok=64"]}, r"has no setting 'blok'; it has block, .*server_feedback.*Did you mean 'block'"),
+        ({"hooks": ["int4:block=3"]}, "block must be even"),
         ({"hooks": ["powersgd:matrices=round"]}, "matrices must be one of first-dimension"),
         ({"hooks": ["fp16", "fp16"]}, "fp16 is asked for twice"),
         ({"hooks": []}, "name at least one task and one hook"),
@@ -85,4 +87,5 @@ def test_a_hook_may_say_its_policy_and_what_to_skip() -> None:
     spec = HookSpec.parse("powersgd:rank=2,policy=fused,skip=head.*+*.bias")
     made = make_hook(spec)
     assert policy_of(spec) == "fused" and policy_of(HookSpec.parse("fp16")) == "fifo"
-    assert isinstance(made, PowerSGD) and made.skip == ("head.*", "*.bias")
+    assert isinstance(made, ErrorFeedback) and isinstance(made.inner, PowerSGD)
+    assert made.inner.skip == ("head.*", "*.bias")

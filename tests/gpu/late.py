@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commhooks import Communicator
-from commhooks.communicators import Pending
-from commhooks.language.requests import Request
+from commhooks import Collective, Communicator, Pending
 
 LATE = 200_000_000
 """Cycles of about a tenth of a second."""
@@ -21,8 +19,8 @@ class LateCommunicator:
         self._inner = inner
         self._cycles = cycles
 
-    def start(self, request: Request) -> Pending:
-        return _LatePending(self._inner.start(request), self._cycles)
+    def start(self, collective: Collective) -> Pending:
+        return _LatePending(self._inner.start(collective), self._cycles)
 
 
 class _LatePending:

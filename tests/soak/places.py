@@ -72,8 +72,8 @@ def _in_collective(countdown: Countdown) -> None:
     _patch_method(ProcessGroupCommunicator, "start", _start, countdown)
 
 
-def _start(self: ProcessGroupCommunicator, original: Any, countdown: Countdown, request: Any) -> Any:
-    pending = original(self, request)
+def _start(self: ProcessGroupCommunicator, original: Any, countdown: Countdown, collective: Any) -> Any:
+    pending = original(self, collective)
     if countdown.is_over():
         countdown.die()
     return pending
