@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
 import commhooks
+from commhooks.language.bucket import Slot
 from commhooks.state.table import StateTable
 
 
@@ -53,21 +54,24 @@ def compressed(parameters: Sequence[Tensor], rank: int) -> list[Tensor]:
 def draw_basis(ours: StateTable, parameters: Sequence[Tensor], rank: int, seed: int) -> None:
     """Let our hook start from a random Q."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in compressed(parameters, rank):
+    matrices = compressed(parameters, rank)
+    slots = [Slot(p, p.detach().reshape(-1), ours.of(p)) for p in matrices]
+    ours.lay_out(slots, commhooks.PowerSGD(rank=rank))
+    for parameter in matrices:
         n, m = _matrix_shape(parameter)
         Q = torch.randn(min(n, m, rank), m, generator=generator, dtype=parameter.dtype)
-        ours.of(parameter).replicated["Q"] = Q
+        ours.of(parameter)["Q"].copy_(Q)
 
 
 def hand_over(ours: StateTable, theirs: stock.PowerSGDState, parameters: Sequence[Tensor]) -> None:
     """Copy our Q and this rank's residual to where PyTorch's hook keeps its own (there Q is m by r)."""
     matrices = compressed(parameters, theirs.matrix_approximation_rank)
-    bases = [ours.of(p).replicated["Q"] for p in matrices]
+    bases = [ours.of(p)["Q"] for p in matrices]
     rows = sum(Q.shape[0] * p.shape[0] for Q, p in zip(bases, matrices, strict=True))
     none = {p: torch.zeros(p.numel(), dtype=p.dtype) for p in parameters}
     theirs.q_memory_dict[0] = torch.cat([Q.t().reshape(-1) for Q in bases])
     theirs.p_memory_dict[0] = torch.empty(rows, dtype=bases[0].dtype)
-    theirs.error_dict[0] = torch.cat([ours.of(p).local.get("residual", none[p]) for p in parameters])
+    theirs.error_dict[0] = torch.cat([ours.of(p).tensors.get("residual", none[p]) for p in parameters])
     theirs.iter = max(theirs.iter, theirs.start_powerSGD_iter)
 
 

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import commhooks
-from commhooks import Context
+from commhooks.scheduling.lockstep import run_in_turns
 from tests.cases import CASES, Case
 from tests.commhooks.models import Shape, resnet18_shapes
 from tests.commhooks.stock import Bucket
-from tests.commhooks.workers import Workers, normal, zeros
+from tests.commhooks.workers import GivenBucket, Workers, normal, zeros
 
 MIXED: list[Shape] = [(200, 300), (200, 300), (300,), (64, 24, 3, 3)]
 
@@ -63,6 +63,13 @@ def test_memory_that_is_made_is_noted_once_and_until_it_is_gone() -> None:
     assert (memory.largest_bytes, memory.peak_bytes) == (4000, 8000)
 
 
+def step_as_it_is(workers: Workers) -> None:
+    """Average what the workers' only buckets hold, and copy nothing in or out."""
+    for engine, memory in zip(workers.engines, workers.memories, strict=True):
+        engine.run(GivenBucket(0, memory, workers.parameters, is_last=True))
+    run_in_turns(workers.schedulers)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith("powersgd")], ids=str)
 def test_a_steady_step_makes_nothing_of_a_gradients_size(case: Case, dtype: torch.dtype) -> None:
@@ -71,10 +78,8 @@ def test_a_steady_step_makes_nothing_of_a_gradients_size(case: Case, dtype: torc
     gradients = normal(workers.parameters, 2, seed=0)
     for _ in range(2):
         workers.step(gradients)
-    compressor = workers.compressor
-    exchanges = [compressor.compress(view, Context(rank, 2, 2)) for rank, (view,) in enumerate(workers.views)]
     with NewMemory() as memory:
-        commhooks.run_lockstep(exchanges)
+        step_as_it_is(workers)
     itemsize = max(4, dtype.itemsize)
     assert 0 < memory.largest_bytes < itemsize * 6000
     whole = itemsize * sum(p.numel() for p in workers.parameters)
@@ -85,11 +90,12 @@ def test_a_steady_step_makes_nothing_of_a_gradients_size(case: Case, dtype: torc
 @pytest.mark.parametrize("settings", [{}, {"rank": 4}, {"alternating": True}, {"skip": ("layer0", "layer1?")}], ids=str)
 def test_state_takes_little_more_than_what_is_compressed(settings: dict[str, Any], dtype: torch.dtype) -> None:
     """In fp32, whatever the gradients are in."""
-    workers = Workers(commhooks.PowerSGD(**settings), 1, zeros(*resnet18_shapes(), dtype=dtype))
+    compressor = commhooks.PowerSGD(**settings)
+    workers = Workers(commhooks.ErrorFeedback(inner=compressor), 1, zeros(*resnet18_shapes(), dtype=dtype))
     for _ in range(2):
         workers.step([workers.parameters])
-    compressor, names = commhooks.PowerSGD(**settings), workers.states[0].names()
-    compressed = [p for p, name in zip(workers.parameters, names, strict=True) if compressor.compresses(p, name)]
+    named = zip(workers.parameters, workers.names, strict=True)
+    compressed = [p for p, name in named if compressor.compresses(p, name)]
     rank = settings.get("rank", 1)
     factors = sum(rank * (p.shape[0] + p[0].numel()) for p in compressed)
     residuals = sum(p.numel() for p in compressed)
@@ -107,16 +113,16 @@ def test_a_step_takes_less_memory_than_one_of_pytorchs_hook(
     shapes = resnet18_shapes()
     gradient = normal(zeros(*shapes, dtype=dtype), 1, seed=0)
     dense = sum(g.numel() * g.element_size() for g in gradient[0])
-    workers = Workers(commhooks.PowerSGD(rank=rank), 1, zeros(*shapes, dtype=dtype))
-    ((view,),) = workers.views
+    workers = Workers(commhooks.make_compressor("powersgd", rank=rank), 1, zeros(*shapes, dtype=dtype))
+    (memory,) = workers.memories
     bucket = Bucket(zeros(*shapes, dtype=dtype))
     stock_state = stock.PowerSGDState(_Alone(), rank, start_powerSGD_iter=2)
     stock_state.iter = 2
     for step, name in enumerate(["first", "second", "third"]):
         bucket.fill(gradient[0])
-        view.memory.copy_(bucket.buffer())
+        memory.copy_(bucket.buffer())
         with NewMemory() as ours:
-            commhooks.run_lockstep([workers.compressor.compress(view, Context(0, 1, step))])
+            step_as_it_is(workers)
         with NewMemory() as theirs:
             stock.powerSGD_hook(stock_state, bucket)
         print(

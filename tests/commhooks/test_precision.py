@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks import PowerSGD
+from commhooks import make_compressor
 from commhooks.compressors.powersgd import precision
 from commhooks.compressors.powersgd.precision import in_full, is_reduced
 from tests.commhooks.workers import Workers, normal
@@ -70,7 +70,7 @@ def test_a_product_in_full_has_fp32s_own_rounding_and_no_other(reduced: Reduced)
 def test_sent_and_owed_add_up(alternating: bool, reduced: Reduced) -> None:
     ranks, r = 3, 2
     parameters = [torch.zeros(40, 50), torch.zeros(60, 30)]
-    workers = Workers(PowerSGD(rank=r, alternating=alternating), ranks, parameters)
+    workers = Workers(make_compressor("powersgd", rank=r, alternating=alternating), ranks, parameters)
     gradients = normal(parameters, ranks, seed=0)
     with reduced:
         means = workers.step(gradients)[0]

@@ -32,7 +32,7 @@ class Compression(Protocol):
 
 class _Ours:
     def __init__(self) -> None:
-        self._workers = Workers(commhooks.PowerSGD(rank=1), RANKS, zeros((CLASSES, FEATURES)))
+        self._workers = Workers(commhooks.make_compressor("powersgd", rank=1), RANKS, zeros((CLASSES, FEATURES)))
 
     def step(self, gradients: Tensor) -> Tensor:
         return self._workers.step([[gradient] for gradient in gradients])[0][0]
@@ -99,7 +99,7 @@ def test_opposite_residuals_grow_only_if_the_basis_never_turns(rank: int, grows:
 
     At rank 1 a mean of one constant direction holds the basis; another row of it has nothing to hold it, and turns.
     """
-    workers = Workers(commhooks.PowerSGD(rank=rank), 2, zeros((20, 30)))
+    workers = Workers(commhooks.make_compressor("powersgd", rank=rank), 2, zeros((20, 30)))
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(20, 1, generator=generator) @ torch.randn(1, 30, generator=generator)
     skew = torch.randn(20, 30, generator=generator)
