@@ -42,11 +42,16 @@ class Form(Protocol):
 
 
 class Scratch:
-    """Memory of the computing dtype that a bucket's tiles share, and the number of the bucket's turn."""
+    """What a bucket's tiles share: memory of the computing dtype, the number of the bucket's turn, a sparse mean.
+
+    Tiles hold this and not the bucket, which would hold itself through them: its memory would then be freed only by the
+    cyclic garbage collector, which some training loops turn off.
+    """
 
     def __init__(self, memory: Tensor) -> None:
         self.turn = 0
         """Counts steps: what was formed in an earlier one is not formed any more."""
+        self.sparse_mean: Tensor | None = None
         self.is_needed = not memory.is_sparse and memory.dtype != computing_dtype(memory.dtype)
         self._memory = memory.new_empty(0, dtype=computing_dtype(memory.dtype))
 
@@ -62,7 +67,7 @@ class Tile:
 
     def __init__(
         self,
-        bucket: BucketView,
+        scratch: Scratch,
         gradient: Tensor,
         layout: Layout,
         residuals: Sequence[tuple[int, Tensor]],
@@ -71,7 +76,7 @@ class Tile:
         self.gradient = gradient
         """A view of the bucket's memory, of any shape; or one parameter's sparse gradient."""
         self.layout = layout
-        self._bucket = bucket
+        self._scratch = scratch
         self._residuals = residuals
         """Where in the stretch each begins, and its memory: 1-D, or of the gradient's shape if it is the only one."""
         self._whole = residuals[0][1] if len(residuals) == 1 and residuals[0][1].shape == gradient.shape else None
@@ -90,15 +95,14 @@ class Tile:
 
         Where it is not, all tiles of a bucket share one scratch memory.
         """
-        scratch = self._bucket.scratch
-        return scratch.room(self.gradient.shape) if scratch.is_needed else self.gradient
+        return self._scratch.room(self.gradient.shape) if self._scratch.is_needed else self.gradient
 
     def form(self) -> Tensor:
         """Return gradient + residual in `room`, as often as wanted in a step until `write` is called.
 
         It may be written into; a wide bucket has no other copy.
         """
-        room, scratch = self.room, self._bucket.scratch
+        room, scratch = self.room, self._scratch
         if scratch.is_needed:
             room.copy_(self.gradient)
         elif self._formed_in == scratch.turn:
@@ -143,7 +147,7 @@ class Tile:
                 f"a mean of shape {tuple(mean.shape)} was written for gradients of shape {tuple(self.gradient.shape)}."
             )
         if self.gradient.is_sparse:
-            self._bucket.mean = mean
+            self._scratch.sparse_mean = mean
         else:
             self.gradient.copy_(mean)
 
@@ -161,7 +165,7 @@ class Tile:
             ends = [min(first + rows, form.n) * form.m for first in range(0, form.n, rows)]
             residuals = [self._overlap(end - block.numel(), end) for end, block in zip(ends, blocks, strict=True)]
         pairs = zip(blocks, residuals, strict=True)
-        return [Tile(self._bucket, block, self.layout, own, self._decay) for block, own in pairs]
+        return [Tile(self._scratch, block, self.layout, own, self._decay) for block, own in pairs]
 
     def rest(self, start: int) -> list[Tile]:
         """Return what begins at an element, in one tile; none if there is nothing. It has the layout of the whole."""
@@ -169,7 +173,7 @@ class Tile:
         if start == end:
             return []
         own = self._overlap(start, end)
-        return [Tile(self._bucket, self.gradient.view(-1)[start:], self.layout, own, self._decay)]
+        return [Tile(self._scratch, self.gradient.view(-1)[start:], self.layout, own, self._decay)]
 
     def _overlap(self, start: int, end: int) -> list[tuple[int, Tensor]]:
         """Return the pieces of residuals that belong to a stretch of this tile."""
@@ -260,11 +264,14 @@ class BucketView:
 
     def __post_init__(self) -> None:
         self.scratch = self.scratch or Scratch(self.memory)
-        self.mean = self.memory
-        """The mean in the end: `memory` itself unless that is sparse."""
         for slot in self.slots:
             residuals = [(0, slot.remembered[RESIDUAL])] if self._has_residual(slot) else []
-            slot.tile = Tile(self, slot.gradient, slot.layout(slot.gradient.numel()), residuals, self.decay)
+            slot.tile = Tile(self.scratch, slot.gradient, slot.layout(slot.gradient.numel()), residuals, self.decay)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean in the end: `memory` itself unless that is sparse."""
+        return self.memory if self.scratch.sparse_mean is None else self.scratch.sparse_mean
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -283,7 +290,7 @@ class BucketView:
             if self._has_residual(slot):
                 residuals.append((first, slot.remembered[RESIDUAL]))
             first += slot.gradient.numel()
-        return [Tile(self, self.memory, self.layout, residuals, self.decay)]
+        return [Tile(self.scratch, self.memory, self.layout, residuals, self.decay)]
 
     def with_residuals(self, loses: Callable[[Slot], bool], decay: float = 1.0) -> BucketView:
         """Return the bucket with the residuals of those slots that lose something in what is formed."""

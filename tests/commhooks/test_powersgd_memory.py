@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -84,6 +86,25 @@ def test_a_steady_step_makes_nothing_of_a_gradients_size(case: Case, dtype: torc
     assert 0 < memory.largest_bytes < itemsize * 6000
     whole = itemsize * sum(p.numel() for p in workers.parameters)
     assert memory.peak_bytes < whole / 3
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_buckets_that_were_dealt_anew_leave_nothing_behind(case: Case) -> None:
+    """Also if nobody collects cycles, as in loops that collect at moments of their own choice."""
+    workers = Workers(case.make(), 2, zeros(*MIXED), atomic=case.error_feedback)
+    workers.step(normal(workers.parameters, 2, seed=0))
+    gc.collect()
+    gc.disable()
+    try:
+        views = [weakref.ref(view) for engine in workers.engines for view in engine.buckets.views()]
+        memories = [StorageWeakRef(memory.untyped_storage()) for memory in workers.memories]
+        workers.deal([[1, 3], [0, 2]])
+        for step in range(2):
+            workers.step(normal(workers.parameters, 2, seed=step))
+        assert len(views) == 2 and all(view() is None for view in views)
+        assert len(memories) == 2 and all(memory.expired() for memory in memories)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
