@@ -11,6 +11,7 @@ from torch import Tensor
 from commhooks.errors import GradientError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor
+from commhooks.language.requests import Layout
 from commhooks.state.table import StateTable
 
 Key = tuple[int, ...]
@@ -37,6 +38,7 @@ class Buckets:
         self._views: dict[Key, BucketView] = {}
         self._parameters: dict[Key, list[Tensor]] = {}  # while they live, no other object has their identity
         self._laid_out: dict[Key, Compressor] = {}
+        self._layouts: dict[tuple[int, int], Layout] = {}
         self._now: dict[Key, None] = {}
         self._before: dict[Key, None] = {}
         self._last_index = -1
@@ -44,7 +46,10 @@ class Buckets:
     def view(self, bucket: Bucket, memory: Tensor) -> BucketView:
         """Return a bucket's view, the one of the last step if parameters and memory are the same."""
         if not self._by_parameter:
-            return BucketView(bucket.index(), memory)
+            view = BucketView(bucket.index(), memory)
+            if not memory.is_sparse:  # counters tell layouts apart by identity, so a bucket's must stay the same
+                view.layout = self._layouts.setdefault((view.index, memory.numel()), view.layout)
+            return view
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
         self._now[key] = None

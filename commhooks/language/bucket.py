@@ -52,13 +52,15 @@ class Scratch:
         self.turn = 0
         """Counts steps: what was formed in an earlier one is not formed any more."""
         self.sparse_mean: Tensor | None = None
-        self.is_needed = not memory.is_sparse and memory.dtype != computing_dtype(memory.dtype)
-        self._memory = memory.new_empty(0, dtype=computing_dtype(memory.dtype))
+        self._device = memory.device
+        self._dtype = computing_dtype(memory.dtype)
+        self.is_needed = memory.dtype != self._dtype and not memory.is_sparse
+        self._memory: Tensor | None = None
 
     def room(self, shape: torch.Size) -> Tensor:
         """Return memory of a shape; its content lasts until the next call."""
-        if self._memory.numel() < shape.numel():
-            self._memory = self._memory.new_empty(shape.numel())
+        if self._memory is None or self._memory.numel() < shape.numel():
+            self._memory = torch.empty(shape.numel(), dtype=self._dtype, device=self._device)
         return self._memory[: shape.numel()].view(shape)
 
 
