@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from commhooks.communicators.collective import Collective
+from commhooks.communicators.collective import Collective, ring_bytes
 
 
 @dataclasses.dataclass
@@ -29,7 +29,8 @@ class Traffic:
 
     def count(self, collective: Collective, world_size: int) -> None:
         """Add one collective."""
-        payload, moved = collective.payload_bytes, collective.ring_bytes(world_size)
+        payload = collective.payload_bytes
+        moved = ring_bytes(collective.kind, payload, world_size, is_sparse=collective.tensor.is_sparse)
         self.payload_elements += collective.payload_elements
         for counts in (self, self.by_kind.setdefault(collective.kind, KindTraffic())):
             counts.collectives += 1

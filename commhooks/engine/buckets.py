@@ -48,7 +48,10 @@ class Buckets:
         if not self._by_parameter:
             view = BucketView(bucket.index(), memory)
             if not memory.is_sparse:  # counters tell layouts apart by identity, so a bucket's must stay the same
-                view.layout = self._layouts.setdefault((view.index, memory.numel()), view.layout)
+                layout = self._layouts.get((view.index, memory.numel()))
+                if layout is None:
+                    layout = self._layouts[view.index, memory.numel()] = view.layout
+                view.layout = layout
             return view
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))

@@ -157,13 +157,14 @@ class Ledger:
         memory = task.bucket.memory
         totals.buckets_on_gpu += int(memory.is_cuda)
         totals.gradient_elements += tensor_elements(memory)
-        totals.gradient_bytes += tensor_bytes(memory)
+        gradient_bytes = tensor_bytes(memory)
+        totals.gradient_bytes += gradient_bytes
         totals.seconds_compressing += task.seconds_compressing
         noted: list[tuple[Shares, Sequence[int]]] = [
             ((request.layouts, request.part_bytes), (0, 1, 0, request.payload_bytes, request.moved_bytes))
             for request in task.asked
         ]
-        self._shares.note([(((task.bucket.layout,), (1,)), (1, 0, tensor_bytes(memory), 0, 0)), *noted])
+        self._shares.note([(((task.bucket.layout,), (1,)), (1, 0, gradient_bytes, 0, 0)), *noted])
         if task.is_last:
             totals.steps += 1
             totals.seconds_exposed += time.perf_counter() - task.handed_in
