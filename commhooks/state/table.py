@@ -121,6 +121,7 @@ class StateTable:
                 continue
             _begin(fresh, entry)
             if kept is not None and is_there:  # kept otherwise: by another compressor, or loaded as it was saved
+                wait_for_copies([kept])
                 fresh.copy_(kept)
                 keep_until_read([kept])
             state.tensors[name] = fresh

@@ -12,16 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import BucketView, Compressor, Context, Slot, run_lockstep, streams
-from commhooks.compressors.powersgd.low_rank import joint_residual
+from commhooks import AllReduce, BucketView, Compressor, Context, Entry, Exchange, streams
 from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
-from commhooks.engine.undo import Journal
-from commhooks.language.compressor import Exchange, Result, residual_of
-from commhooks.language.requests import AllReduce
+from commhooks.engine.undo import UndoLog
+from commhooks.language.bucket import commit
+from commhooks.language.entries import RESIDUAL, Declared
 from commhooks.state.loss_scale import LossScale
-from commhooks.state.table import ParameterState
-
-ALONE = Context(0, 1, 0)
+from commhooks.state.table import StateTable
+from tests.commhooks.alone import ALONE, bucket_of, run_alone
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,17 +68,23 @@ class Halving(Compressor):
     """Send half of gradient and residual, and keep the rest, by way of a stream."""
 
     stream: LateStream
+    dtype: torch.dtype | None = None
+    """Of the residual."""
+
+    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+        return {RESIDUAL: Entry(kind="residual", dtype=self.dtype)}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        residuals = [residual_of(slot) for slot in bucket.slots]
+        (tile,) = bucket.tiles
+        residuals = [slot.state(RESIDUAL) for slot in bucket.slots]
         self.stream.come_to()  # a copy to the device stands in the same queue
         owed = torch.cat([residual.clone() for residual in residuals])
         half = (bucket.memory + owed) / 2
         bucket.memory.copy_(half)
-        mean = yield AllReduce(bucket.memory, average=True, last=True)
+        (mean,) = yield AllReduce(tile.part(), average=True, last=True)
         for residual, unsent in zip(residuals, half.split([r.numel() for r in residuals]), strict=True):
             streams.queue_copy(residual, unsent)
-        return Result(mean)
+        tile.write(mean)
 
 
 class Run:
@@ -88,22 +92,19 @@ class Run:
 
     def __init__(self, stream: LateStream) -> None:
         self.compressor = Halving(stream=stream)
+        self.table = StateTable()
         parameters, memory = [torch.zeros(2), torch.zeros(3)], torch.full((5,), 4.0)
-        slots = [
-            Slot(parameter, part, ParameterState(f"parameter {number}"))
-            for number, (parameter, part) in enumerate(zip(parameters, memory.split([2, 3]), strict=True))
-        ]
-        self.bucket = BucketView(0, memory, slots)
+        self.bucket = bucket_of(parameters, memory, self.table, self.compressor)
 
     @property
     def residuals(self) -> list[Tensor]:
-        return [slot.state.local["residual"] for slot in self.bucket.slots]
+        return self.table.residuals()
 
     def step(self, gradient: float, around: Callable[[BucketView, Exchange], Exchange] | None = None) -> Tensor:
         """Run one step in which all gradients are the same; return the mean."""
         self.bucket.memory.fill_(gradient)
         exchange = self.compressor.compress(self.bucket, ALONE)
-        return run_lockstep([exchange if around is None else around(self.bucket, exchange)])[0].mean
+        return run_alone(self.bucket, exchange if around is None else around(self.bucket, exchange))
 
 
 def check(residuals: Sequence[Tensor], expected: float) -> None:
@@ -127,11 +128,11 @@ def test_parameters_that_nobody_uses_keep_their_residual(stream: LateStream) -> 
 
 
 def test_a_step_that_does_not_count_is_undone_after_what_was_queued(stream: LateStream) -> None:
-    run, journal = Run(stream), Journal()
+    run, undo = Run(stream), UndoLog()
     for gradient in (4.0, float("nan")):
-        journal.begin_step()
-        journal.expect(last=True)
-        journal.judge(run.step(gradient, journal.watch))
+        undo.begin_step()
+        undo.expect(last=True)
+        undo.settle(run.step(gradient, undo.watch))
     stream.come_to()
     check(run.residuals, 2.0)
 
@@ -145,12 +146,23 @@ def test_the_loss_scale_changes_what_was_queued(stream: LateStream) -> None:
     check(run.residuals, 16.0)
 
 
-def test_residuals_that_are_laid_together_hold_what_was_queued(stream: LateStream) -> None:
+def test_residuals_that_are_laid_out_anew_hold_what_was_queued(stream: LateStream) -> None:
     run = Run(stream)
     run.step(4.0)
-    joint = joint_residual(run.bucket.slots)
+    run.table.lay_out(run.bucket.slots, Halving(stream=stream, dtype=torch.float64))
     stream.come_to()
-    check([joint, *run.residuals], 2.0)
+    assert [residual.dtype for residual in run.residuals] == [torch.float64] * 2
+    check(run.residuals, 2.0)
+
+
+def test_what_is_loaded_replaces_what_was_queued(stream: LateStream) -> None:
+    run = Run(stream)
+    run.step(4.0)
+    kinds = run.table.kinds()
+    own = {f"weights.{number}": {RESIDUAL: torch.full((size,), 7.0)} for number, size in enumerate((2, 3))}
+    run.table.load({}, own, kinds)
+    stream.come_to()
+    check(run.residuals, 7.0)
 
 
 def test_what_is_known_of_copies_does_not_grow_with_memory_that_is_gone(
@@ -168,6 +180,6 @@ def test_what_is_known_of_copies_does_not_grow_with_memory_that_is_gone(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_commit_writes_into_narrower_memory_where_it_may(dtype: torch.dtype) -> None:
     memory = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=dtype)
-    ALONE.commit(memory, torch.tensor([[5.0, 6.0], [7.0, 8.0]]), torch.tensor([[True], [False]]))
+    commit(memory, torch.tensor([[5.0, 6.0], [7.0, 8.0]]), torch.tensor([[True], [False]]))
     assert memory.tolist() == [[5.0, 6.0], [3.0, 4.0]]
     assert memory.dtype == dtype
