@@ -64,7 +64,7 @@ def company(rank: int, kind: str, policy: str, steps: int, groups: Sequence[Sequ
 
 def differences(kind: str, policy: str, steps: int, group: dist.ProcessGroup | None, seed: int) -> list[str]:
     models = [wrap(kind, Talking(*SHAPES), process_group=group, **TINY_BUCKETS) for _ in range(2)]
-    pairs = [Mirrored(kind, commhooks.PowerSGD(rank=2), policy, model=model) for model in models]
+    pairs = [Mirrored(kind, commhooks.make_compressor("powersgd", rank=2), policy, model=model) for model in models]
     rank, differ = dist.get_rank(group), []
     for step in range(steps):
         gradients = [normal(zeros(*SHAPES), 2, seed=100 * step + 10 * seed + i) for i in range(2)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 import commhooks
-from commhooks import PowerSGD
+from commhooks import make_compressor
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from tests.cases import LowRankBytes
 from tests.commhooks.hooks_in_worlds import backward
@@ -66,12 +66,12 @@ def collectives_of_a_step(rank: int, kind: str) -> None:
             formula = LowRankBytes(**settings)
             for policy in ("fifo", "fused"):
                 model = wrap(kind, Given(*shapes), bucket_cap_mb=bucket_cap_mb)
-                attachment = commhooks.attach(model, PowerSGD(**settings), policy=policy)
+                attachment = commhooks.attach(model, make_compressor("powersgd", **settings), policy=policy)
                 steps = []
                 for step in range(4):
                     backward(model, gradients)
                     steps.append(attachment.last_step())
-                    payload = formula(list(model.parameters()), step)
+                    payload = formula(list(model.parameters()), step, 2)
                     where = f"{name}, {policy}, {buckets} buckets, step {step}"
                     assert steps[-1].payload_bytes == steps[-1].moved_bytes == payload, (
                         where

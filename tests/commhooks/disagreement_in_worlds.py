@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import PowerSGD, SettingsError, make_compressor
+from commhooks import ErrorFeedback, PowerSGD, SettingsError, make_compressor
 from tests import bounds
 from tests.commhooks.hooks_in_worlds import SHAPES, TINY_BUCKETS, Mirrored, backward, largest_error
 from tests.commhooks.inline_on_cpu import as_on_nccl
@@ -79,9 +79,9 @@ ATTACHED: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
 COMPRESSORS = {
     "fp16": make_compressor("fp16"),
     "bf16": make_compressor("bf16"),
-    "rank 1": PowerSGD(rank=1),
-    "rank 2": PowerSGD(rank=2),
-    "rank 1, seed 1": PowerSGD(rank=1, seed=1),
+    "rank 1": make_compressor("powersgd", rank=1),
+    "rank 2": make_compressor("powersgd", rank=2),
+    "rank 1, seed 1": make_compressor("powersgd", rank=1, seed=1),
 }
 
 
@@ -119,7 +119,7 @@ def refused_attachments(rank: int, kind: str) -> dict[str, Told]:
 
 def refused_replacements(rank: int, kind: str, policy: str) -> dict[str, Told]:
     """Replace by what differs on one rank; the old compressor must go on as if nobody had asked."""
-    both = Mirrored(kind, PowerSGD(rank=2), policy)
+    both = Mirrored(kind, make_compressor("powersgd", rank=2), policy)
     told = {}
     for step, (what, names) in enumerate(
         {"compressor": ("fp16", "bf16"), "rank": ("rank 1", "rank 2"), "seed": ("rank 1", "rank 1, seed 1")}.items()
@@ -131,7 +131,7 @@ def refused_replacements(rank: int, kind: str, policy: str) -> dict[str, Told]:
         assert both.attachment.compressor is old
     for step in (3, 4):
         _demand_the_means_of_lockstep(both, step)
-    both.replace(PowerSGD(rank=4))
+    both.replace(make_compressor("powersgd", rank=4))
     _demand_the_means_of_lockstep(both, 5)
     both.attachment.detach()
     return told
@@ -146,7 +146,7 @@ def _demand_the_means_of_lockstep(both: Mirrored, step: int) -> None:
 class Particular(PowerSGD):
     """Have the same settings on every rank, and refuse the model on one of them."""
 
-    def check_parameters(self, names: Iterable[str]) -> None:
+    def check_parameters(self, named: Mapping[str, Tensor]) -> None:
         if dist.get_rank() == ODD:
             raise SettingsError("Particular: 'head.*' is missing on this rank.")
 
@@ -157,12 +157,12 @@ def refused_by_one(rank: int, kind: str, when: str) -> list[Told]:
     Attach also as on NCCL, where the group's own collectives carry what ranks agree on.
     """
     model = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
-    compressor = PowerSGD(rank=2, skip=("head.*",) if rank == ODD else ())
+    compressor = make_compressor("powersgd", rank=2, skip=("head.*",) if rank == ODD else ())
     gradients = normal(zeros(*SHAPES), 2, seed=0)
     if when == "attach":
         told = [told_by(functools.partial(commhooks.attach, model, compressor))]
         with as_on_nccl():
-            told.append(told_by(functools.partial(commhooks.attach, model, Particular(rank=2))))
+            told.append(told_by(functools.partial(commhooks.attach, model, ErrorFeedback(inner=Particular(rank=2)))))
         attachment = commhooks.attach(model, "all-reduce")
     else:
         attachment = commhooks.attach(model, "all-reduce")

@@ -45,7 +45,7 @@ class Training:
 
     def __init__(self, kind: str) -> None:
         self.model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.005)
-        self.attachment = commhooks.attach(self.model, commhooks.PowerSGD(rank=2))
+        self.attachment = commhooks.attach(self.model, commhooks.make_compressor("powersgd", rank=2))
         self.gradients = [torch.randn(shape) for shape in SHAPES]
         self.children: list[int] = []
 

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock
 import commhooks
 from commhooks import BucketView, Compressor, Context
 from commhooks.language.compressor import Exchange
+from commhooks.wrappers.wrapper import Wrapper
 from tests import bounds
 from tests.cases import CASES
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
@@ -88,22 +89,18 @@ def powersgd_hook_with_fp16_on_the_wire(rank: int, kind: str) -> tuple[int, set[
         model(*normal(zeros((40, 60), (9,)), 2, seed=step)[rank]).backward()
     assert state.parameters is not None
     kept = [state.parameters.of(parameter) for parameter in model.parameters()]
-    dtypes = {tensor.dtype for one in kept for tensor in [*one.local.values(), *one.replicated.values()]}
+    dtypes = {tensor.dtype for one in kept for tensor in one.tensors.values()}
     return state.statistics().payload_bytes, dtypes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Watched(Compressor):
+class Watched(Wrapper):
     """Note which parameters lie in each bucket that `inner` is given."""
 
-    inner: Compressor
     seen: list[list[str]] = dataclasses.field(compare=False, repr=False)
 
-    def takes(self, gradient: Tensor) -> bool:
-        return self.inner.takes(gradient)
-
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        self.seen.append([slot.state.key for slot in bucket.slots])
+        self.seen.append([slot.name for slot in bucket.slots])
         return self.inner.compress(bucket, context)
 
 
@@ -127,7 +124,8 @@ class Mirrored:
 
     def replace(self, compressor: Compressor) -> None:
         self.attachment.replace(Watched(inner=compressor, seen=self.seen))
-        self.workers.compressor = compressor
+        for engine in self.workers.engines:
+            engine.replace(compressor, torch.device("cpu"))
 
     def step(self, gradients: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradients' means on this rank, and what they are in lockstep."""

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from commhooks.engine import engine
+from commhooks.scheduling import line
 from commhooks.scheduling.inline import SideStream
 
 
@@ -48,6 +48,6 @@ class HostStream(SideStream):
 @contextlib.contextmanager
 def as_on_nccl() -> Iterator[None]:
     """Let what is attached here take the way that it takes on NCCL, over whatever backend there is."""
-    backend = mock.patch.object(engine, "backend_of", return_value="nccl")
-    with backend, mock.patch.object(engine, "SideStream", HostStream):
+    backend = mock.patch.object(line, "backend_of", return_value="nccl")
+    with backend, mock.patch.object(line, "SideStream", HostStream):
         yield

@@ -73,8 +73,4 @@ def _take_over_state(both: Mirrored, looking: int) -> float:
 
 def _tensors(table: StateTable, parameters: list[Tensor]) -> dict[tuple[int, str], Tensor]:
     states = [table.of(parameter) for parameter in parameters]
-    return {
-        (index, name): tensor
-        for index, state in enumerate(states)
-        for name, tensor in {**state.local, **state.replicated}.items()
-    }
+    return {(index, name): tensor for index, state in enumerate(states) for name, tensor in state.tensors.items()}

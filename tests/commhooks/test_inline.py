@@ -57,13 +57,11 @@ class Harness:
         view = BucketView(0, torch.ones(3))
         task = BucketTask(
             exchange=(compressor or AllReduceMean()).compress(view, Context(0, 1, 0)),
+            bucket=view,
             future=self.board.future,
-            memory=view.memory,
             step=0,
-            index=0,
             is_last=True,
             parameters=lambda: "parameters a, b",
-            layout=view.layout,
             world_size=1,
         )
         self.scheduler.submit(task)
@@ -99,7 +97,7 @@ class Failing(Compressor):
         if self.before:
             raise ValueError("no such factor")
         try:
-            yield AllReduce(bucket.memory)
+            yield AllReduce(*(tile.part() for tile in bucket.tiles))
             raise ValueError("no such factor")
         finally:
             self.cleaned.append("cleaned")

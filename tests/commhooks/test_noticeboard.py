@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from commhooks import AllReduceMean
-from commhooks.communicators import Communicator, ProcessGroupCommunicator, connection, noticeboard
+from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator, connection, noticeboard
 from commhooks.communicators.connection import Address, open_connection
 from commhooks.communicators.noticeboard import Noticeboard, SilentStoreError, StoreThread, address_of
 from commhooks.errors import CollectiveError
-from commhooks.language.compressor import BucketView, Context
-from commhooks.language.requests import Request
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Context
 from commhooks.scheduling.task import BucketTask
 from commhooks.scheduling.thread import ThreadScheduler
 from tests.world.launcher import ROOT
@@ -156,8 +156,8 @@ class NeverDone:
     def __init__(self, inner: Communicator) -> None:
         self.rank, self.world_size = inner.rank, inner.world_size
 
-    def start(self, request: Request) -> NeverDone:
-        self.result = request.tensor
+    def start(self, collective: Collective) -> NeverDone:
+        self.result = collective.tensor
         return self
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -176,11 +176,11 @@ def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store
     bucket = BucketView(0, torch.zeros(4))
     exchange = AllReduceMean().compress(bucket, Context(0, 1, 0))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    threaded.submit(BucketTask(exchange, future, bucket.memory, 0, 0, True, lambda: "p", bucket.layout, 1))
+    threaded.submit(BucketTask(exchange, bucket, future, 0, True, lambda: "p", 1))
     time.sleep(0.1)
     store.answers.clear()
     threaded.stop()
-    assert threaded._desk.abandoned is not None  # so the end of the process knows of it
+    assert threaded._worker.abandoned is not None  # so the end of the process knows of it
     with pytest.raises(CollectiveError, match="the process is ending"):
         future.wait()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import AllReduce, ProcessGroupCommunicator
+from commhooks import Collective, ProcessGroupCommunicator
 from tests.commhooks.models import wrap
 from tests.commhooks.ranks import run_ranks
 
@@ -41,10 +41,10 @@ def test_the_group_for_sparse_sums_is_opened_by_the_first_of_them_and_takes_only
 
     group = Counting()
     communicator = ProcessGroupCommunicator(group, open_another)
-    communicator._start(AllReduce(torch.ones(3)))
+    communicator._start(Collective("all-reduce", torch.ones(3)))
     assert not opened
     for _ in range(2):
-        communicator._start(AllReduce(torch.eye(3).to_sparse()))
+        communicator._start(Collective("all-reduce", torch.eye(3).to_sparse()))
     assert (group.calls, [another.calls for another in opened]) == (1, [2])
     communicator.release()
     assert communicator._for_sparse is None

@@ -9,19 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import BucketView, Context, PowerSGD, Slot, run_lockstep
-from commhooks.compressors.powersgd.low_rank import joint_residual
+from commhooks import Entry, make_compressor
 from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
-from commhooks.engine.undo import Journal
+from commhooks.engine.undo import UndoLog
 from commhooks.language.randomness import seeded_normal
 from commhooks.state.loss_scale import LossScale
-from commhooks.state.table import RESIDUAL_STORAGES, ParameterState
+from commhooks.state.table import RESIDUAL_STORAGES, StateTable
+from tests.commhooks.alone import ALONE, bucket_of, run_alone
 from tests.gpu.late import LATE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 SHAPE = (300, 400)
-ALONE = Context(0, 1, 0)
 DEVICE = "cuda"
 
 
@@ -31,31 +30,33 @@ class Run:
     def __init__(self, storage: str) -> None:
         self.gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         self.memory = torch.empty(self.gradient.numel(), device=DEVICE)
-        self.state = ParameterState("weight", storage=storage)
-        self.bucket = BucketView(0, self.memory, [Slot(torch.zeros(SHAPE, device=DEVICE), self.memory, self.state)])
+        self.compressor = make_compressor("powersgd", rank=2)
+        parameter, table = torch.zeros(SHAPE, device=DEVICE), StateTable(0, 1, storage)
+        self.bucket = bucket_of([parameter], self.memory, table, self.compressor)
+        self.kept = table.of(parameter)["residual"]
         self.stream = torch.cuda.Stream()
         torch.cuda.synchronize()
 
     def step(self, factor: float, guard: str = "") -> Tensor:
         """Run a step on the side stream with a gradient times `factor`; return its mean."""
-        exchange = PowerSGD(rank=2).compress(self.bucket, ALONE)
+        exchange = self.compressor.compress(self.bucket, ALONE)
         if guard:
             exchange = {"joined": take_part_with_zeros, "unused": keep_what_is_unused}[guard](self.bucket, exchange)
         with torch.cuda.stream(self.stream), torch.no_grad():
             torch.cuda._sleep(LATE)
             self.memory.copy_(self.gradient.view(-1) * factor)
-            return run_lockstep([exchange])[0].mean
+            return run_alone(self.bucket, exchange)
 
     def residual(self) -> Tensor:
         torch.cuda.synchronize()
-        return self.state.local["residual"].cpu().clone()
+        return self.kept.cpu().clone()
 
 
 def test_a_narrow_residual_is_committed() -> None:
     narrow, wide = Run("bf16"), Run("fp32")
     for run in (narrow, wide):
         run.step(1.0)
-    assert narrow.state.local["residual"].dtype == torch.bfloat16
+    assert narrow.kept.dtype == torch.bfloat16
     assert torch.equal(narrow.residual(), wide.residual().bfloat16())
 
 
@@ -72,15 +73,15 @@ def test_a_rank_that_sends_nothing_keeps_its_residual(guard: str, storage: str) 
 
 @pytest.mark.parametrize("storage", RESIDUAL_STORAGES)
 def test_a_step_that_is_undone_leaves_the_residual_of_the_one_before(storage: str) -> None:
-    run, journal = Run(storage), Journal()
+    run, undo = Run(storage), UndoLog()
     for factor in (1.0, float("nan")):
-        journal.begin_step()
-        journal.expect(last=True)
-        exchange = journal.watch(run.bucket, PowerSGD(rank=2).compress(run.bucket, ALONE))
+        undo.begin_step()
+        undo.expect(last=True)
+        exchange = undo.watch(run.bucket, run.compressor.compress(run.bucket, ALONE))
         with torch.cuda.stream(run.stream), torch.no_grad():
             torch.cuda._sleep(LATE)
             run.memory.copy_(run.gradient.view(-1) * factor)
-            journal.judge(run_lockstep([exchange])[0].mean)
+            undo.settle(run_alone(run.bucket, exchange))
     expected = Run(storage)
     expected.step(1.0)
     assert torch.equal(run.residual(), expected.residual())
@@ -92,26 +93,24 @@ def test_the_loss_scale_multiplies_what_was_committed(storage: str) -> None:
     run.step(1.0)
     scale.announce(8.0)
     torch.cuda.current_stream().wait_stream(run.stream)  # as after a backward pass
-    scale.apply_to({1: [run.state.local["residual"]]}, torch.device(DEVICE))
+    scale.apply_to({1: [run.kept]}, torch.device(DEVICE))
     expected = Run(storage)
     expected.step(1.0)
     assert torch.equal(run.residual(), 8 * expected.residual())
 
 
-@pytest.mark.parametrize("how", ["kept otherwise", "laid together"])
-def test_what_was_loaded_is_not_reused_before_it_was_read(how: str) -> None:
+def test_what_was_loaded_is_not_reused_before_it_was_read() -> None:
     elements = 1_000_003  # nobody else asks for so many
-    loaded = ParameterState("weight", local={"residual": torch.full((elements,), 3.0, device=DEVICE)})
-    if how == "kept otherwise":
-        loaded.local["residual"] = loaded.local["residual"].bfloat16()
-    gradient = torch.zeros(elements, device=DEVICE)
+    gradient, table = torch.zeros(elements, device=DEVICE), StateTable()
+    table.bind([("weights.0", gradient)])
+    own = {"weights.0": {"residual": torch.full((elements,), 3.0, dtype=torch.bfloat16, device=DEVICE)}}
+    table.load({}, own, {"residual": Entry(kind="residual")})
+    del own
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(LATE)
-        if how == "kept otherwise":
-            read = loaded.residual(gradient)
-        else:
-            read = joint_residual([Slot(gradient, gradient, loaded)])
+        bucket_of([gradient], gradient, table, make_compressor("fp16", error_feedback=True))
+        read = table.of(gradient)["residual"]
     rubbish = [torch.full((elements,), 7.0, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)]
     torch.cuda.synchronize()
     assert set(read.tolist()) == {3.0}

@@ -92,7 +92,7 @@ def train_and_end_what_is_stopped(rank: int, kind: str, policy: str, fault: Faul
 def train(rank: int, kind: str, policy: str, fault: Fault, hook_timeout: float | None = None) -> Told:
     """Train to the end, or until something fails."""
     model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
-    commhooks.attach(model, commhooks.PowerSGD(rank=2), policy=policy, hook_timeout=hook_timeout)
+    commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2), policy=policy, hook_timeout=hook_timeout)
     world_size = dist.get_world_size()
     for step in range(STEPS):
         if step >= STEP:
