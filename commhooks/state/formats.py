@@ -44,20 +44,22 @@ def from_format_1(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _settings_of_format_1(settings: object) -> object:
-    """Return settings as format 2 has them: PowerSGD with error feedback is `ErrorFeedback` around it."""
+    """Return settings as format 2 has them: PowerSGD with error feedback is `ErrorFeedback` around it, with a decay."""
     if not isinstance(settings, dict):
         return settings
-    for key, value in settings.items():
-        owner = key.removesuffix("compressor")
-        if key.endswith("compressor") and value == "PowerSGD" and f"{owner}error_feedback" in settings:
-            feeds_back = settings[f"{owner}error_feedback"] == "True"
-            own = {k.removeprefix(owner): v for k, v in settings.items() if k.startswith(owner)}
-            rest = {k: v for k, v in settings.items() if owner and not k.startswith(owner)}
-            del own["error_feedback"]
-            if feeds_back:
-                own = {"compressor": "ErrorFeedback", "decay": "1.0"} | {f"inner.{k}": v for k, v in own.items()}
-            return rest | {owner + k: v for k, v in own.items()}
-    return settings
+    feeding_back = {
+        key.removesuffix("error_feedback")
+        for key, text in settings.items()
+        if key.endswith("error_feedback") and text == "True"
+    }
+    translated = {}
+    for key, text in settings.items():
+        owner, name = key[: key.rfind(".") + 1], key[key.rfind(".") + 1 :]
+        if name != "error_feedback":
+            translated[f"{owner}{'inner.' * (owner in feeding_back)}{name}"] = text
+        if name == "compressor" and (owner in feeding_back or text == "ErrorFeedback"):
+            translated |= {f"{owner}compressor": "ErrorFeedback", f"{owner}decay": "1.0"}
+    return translated
 
 
 def _faults_of_fields(state: Mapping[str, Any]) -> list[str]:
@@ -89,6 +91,7 @@ def _faults_of_entries(state: Mapping[str, Any]) -> list[str]:
         if str(rank) == number or not number.isdecimal() or int(number) >= state["world_size"]:
             faults.append(f"local[{rank!r}]: expected one of rank0 to rank{state['world_size'] - 1}")
         parts[f"local[{rank!r}]"] = entries
+    known = {*state["kinds"], RESIDUAL}
     for where, entries in parts.items():
         if not isinstance(entries, Mapping):
             faults.append(f"{where}: expected a dictionary, got {kind_of(entries)}")
@@ -98,6 +101,9 @@ def _faults_of_entries(state: Mapping[str, Any]) -> list[str]:
                 faults.append(f"{where}[{name!r}]: no such parameter among its shapes")
             elif not isinstance(kept, Mapping) or not all(isinstance(tensor, Tensor) for tensor in kept.values()):
                 faults.append(f"{where}[{name!r}]: expected a dictionary of tensors")
+            elif where != "replicated" and not kept.keys() <= known:
+                unknown = ", ".join(sorted(map(repr, kept.keys() - known)))
+                faults.append(f"{where}[{name!r}]: nothing says of what kind {unknown} is")
             elif RESIDUAL in kept and kept[RESIDUAL].numel() not in _sizes_of_residual(state["shapes"][name]):
                 faults.append(f"{where}[{name!r}]: a residual of shape {tuple(kept[RESIDUAL].shape)}")
     return faults

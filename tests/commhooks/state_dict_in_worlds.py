@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import CheckpointError, PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from commhooks import CheckpointError, PowerSGDState, batched_powerSGD_hook, make_compressor, powerSGD_hook
 from tests import bounds
 from tests.commhooks.hooks_in_worlds import SHAPES, TINY_BUCKETS, backward, given
 from tests.commhooks.models import Given, wrap
@@ -24,7 +24,7 @@ from tests.commhooks.workers import largest, normal, zeros
 
 def _trained(kind: str, rank: int, steps: int, **settings: Any) -> tuple[nn.Module, commhooks.Attachment]:
     model = given(kind)
-    attachment = commhooks.attach(model, PowerSGD(rank=2, **settings))
+    attachment = commhooks.attach(model, make_compressor("powersgd", rank=2, **settings))
     for step in range(steps):
         backward(model, normal(zeros(*SHAPES), 2, seed=step)[rank])
     return model, attachment
@@ -38,13 +38,13 @@ def holds_plain_data_and_is_a_copy(rank: int, kind: str, folder: str) -> None:
     read = torch.load(Path(folder) / f"{rank}.pt")
     _require_plain(read)
     assert distance(read, state) == 0.0
-    assert (read["step"], read["world_size"], read["format_version"], list(read["local"])) == (3, 2, 1, [f"rank{rank}"])
-    assert read["settings"]["rank"] == "2" and read["settings"]["compressor"] == "PowerSGD"
+    assert (read["step"], read["world_size"], read["format_version"], list(read["local"])) == (3, 2, 2, [f"rank{rank}"])
+    assert read["settings"]["inner.rank"] == "2" and read["settings"]["inner.compressor"] == "PowerSGD"
     assert read["local"][f"rank{rank}"]["weights.0"]["residual"].shape == (30, 50)
     attachment.load_state_dict(read)  # back to the third step: what is done again comes out the same
     again = backward(model, normal(zeros(*SHAPES), 2, seed=8)[rank])
     other = given(kind)
-    second = commhooks.attach(other, PowerSGD(rank=2))
+    second = commhooks.attach(other, make_compressor("powersgd", rank=2))
     second.load_state_dict(state)
     if kind == "torch":  # its buckets are cut after its first step
         assert second.steps == 3
@@ -73,20 +73,32 @@ def refuses_what_does_not_fit(rank: int, kind: str) -> None:
 
     own = f"rank{rank}"
     shapes = {name: list(shape) for name, shape in before["shapes"].items()}
-    other_settings = before["settings"] | {"rank": "4", "seed": "1"}
+    other_settings = before["settings"] | {"inner.rank": "4", "inner.seed": "1"}
     reshaped = {"shapes": shapes | {"weights.0": [50, 30]}}
     renamed = {"shapes": {name.replace("weights.0", "w.0"): shape for name, shape in shapes.items()}}
     damaged = copy.deepcopy(before["local"])
     damaged[own]["weights.0"]["residual"] = torch.zeros(3)
+    undescribed = copy.deepcopy(before["local"])
+    undescribed[own]["weights.0"]["momentum"] = torch.zeros(30, 50)
     cases: list[tuple[dict[str, Any], str]] = [
-        (altered(settings=other_settings), "setting rank: saved with 4, now 2; setting seed: saved with 1, now 0"),
+        (
+            altered(settings=other_settings),
+            "setting inner.rank: saved with 4, now 2; setting inner.seed: saved with 1, now 0",
+        ),
         (altered(**reshaped), r"parameter 'weights.0': saved with shape \(50, 30\), now \(30, 50\)"),
         (
             _without_weights_0(altered(**renamed), own),
             "checkpoint has no parameter 'weights.0'.*checkpoint has parameter 'w.0', which the model has not",
         ),
-        (altered(format_version=2), "saved in format 2; this version of commhooks reads format 1"),
+        (altered(format_version=3), "saved in format 3; this version of commhooks reads formats 1 to 2"),
         (altered(world_size=3), "saved by 3 ranks, loaded by 2; pass world_size='spread'"),
+        (
+            altered(kinds={"residual": {"kind": "rest", "units": 1, "block": 0}}),
+            r"kinds\['residual'\]: Entry\(kind='rest'\): kind must be one of replicated, residual, private, share",
+        ),
+        (altered(kinds={"residual": 5}), r"kinds\['residual'\]: "),
+        (altered(kinds={"residual": {"kind": "share"}}), "a share has a block, and nothing else has"),
+        (altered(local=undescribed), r"weights.0'\]: nothing says of what kind 'momentum' is"),
         (altered(local=damaged), r"weights.0'\]: a residual of shape \(3,\)"),
         (altered(inventory=5), "the hook's state is damaged"),
         (altered(bucket_plan={"handed_in": 3}), r"bucket_plan\['handed_in'\]: expected lists of names"),
@@ -130,7 +142,9 @@ def _without_weights_0(state: dict[str, Any], own: str) -> dict[str, Any]:
 
 def reading_changes_nothing(rank: int, kind: str) -> None:
     """Read the state of one of two like runs, before and after another compressor's turn: they go on alike."""
-    turns = commhooks.StartAfter(inner=PowerSGD(rank=2), before=PowerSGD(rank=1), steps=3)
+    turns = commhooks.StartAfter(
+        inner=make_compressor("powersgd", rank=2), before=make_compressor("powersgd", rank=1), steps=3
+    )
     models = [given(kind), given(kind)]
     hooks = [commhooks.attach(model, turns) for model in models]
     for step in range(6):
@@ -146,7 +160,7 @@ def replaced_after_a_refusal(rank: int, kind: str) -> None:
     saved = attachment.state_dict()
     with pytest.raises(CheckpointError, match="nothing was loaded|damaged"):
         attachment.load_state_dict(saved | {"step": "two"} if rank else saved)
-    attachment.replace(PowerSGD(rank=1))
+    attachment.replace(make_compressor("powersgd", rank=1))
     backward(model, normal(zeros(*SHAPES), 2, seed=2)[rank])
     assert attachment.steps == 3
 
@@ -253,7 +267,7 @@ def copies_of_a_model_have_nothing_attached(rank: int, kind: str) -> None:
 
 def a_failed_step_cannot_be_saved(rank: int) -> None:
     model = wrap("core", Given((30, 50), (40, 30)), **TINY_BUCKETS)
-    attachment = commhooks.attach(model, PowerSGD(rank=2), wrap_communicator=_Failing)
+    attachment = commhooks.attach(model, make_compressor("powersgd", rank=2), wrap_communicator=_Failing)
     gradients = normal(zeros((30, 50), (40, 30)), 2, seed=0)[rank]
     model(*gradients).backward()
     with pytest.raises(commhooks.CollectiveError):
@@ -274,11 +288,11 @@ class _Failing:
     def world_size(self) -> int:
         return self._inner.world_size
 
-    def start(self, request: commhooks.Request) -> commhooks.Pending:
+    def start(self, collective: commhooks.Collective) -> commhooks.Pending:
         self._started += 1
         if self._started > 4:
             raise commhooks.CollectiveError("broken on purpose")
-        return self._inner.start(request)
+        return self._inner.start(collective)
 
 
 def resized(rank: int, world_size: int, folder: str, first: int, last: int, how: str) -> list[list[float]]:
@@ -292,7 +306,7 @@ def _resized(rank: int, world_size: int, seed: int, folder: str, first: int, las
         "core", nn.Sequential(nn.Linear(36, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = commhooks.attach(ddp, PowerSGD(rank=1))
+    attachment = commhooks.attach(ddp, make_compressor("powersgd", rank=1))
     loaded = commhooks.load_checkpoint(folder, model=ddp, optimizer=optimizer, hooks=attachment, world_size=how)
     assert (loaded is None) == (first == 0) and (loaded is None or loaded.step == first)
     if loaded is not None:
@@ -332,6 +346,74 @@ def _total_residual(attachment: commhooks.Attachment, *, of_magnitudes: bool = F
             summed.abs_()
         dist.all_reduce(summed)
     return total
+
+
+POWERSGD_IN_FORMAT_1 = {
+    "compressor": "PowerSGD", "rank": "2", "min_compression_rate": "2.0", "error_feedback": "True",
+    "warm_start": "True", "epsilon": "0.0", "seed": "0", "alternating": "False", "iterations": "1",
+    "matrices": "'first-dimension'", "skip": "()",
+}  # fmt: skip
+
+
+def _under(prefix: str, settings: dict[str, str]) -> dict[str, str]:
+    return {f"{prefix}.{name}": text for name, text in settings.items()}
+
+
+IN_FORMAT_1: dict[str, tuple[commhooks.Compressor, dict[str, str]]] = {
+    "powersgd": (make_compressor("powersgd", rank=2), POWERSGD_IN_FORMAT_1),
+    "no feedback": (
+        make_compressor("powersgd", rank=2, error_feedback=False),
+        POWERSGD_IN_FORMAT_1 | {"error_feedback": "False"},
+    ),
+    "start after": (
+        make_compressor("powersgd", rank=2, start_after=2),
+        {"compressor": "StartAfter", **_under("inner", POWERSGD_IN_FORMAT_1), "steps": "2",
+         "before.compressor": "AllReduceMean"},
+    ),
+    "wire": (
+        make_compressor("powersgd", rank=2, wire=torch.float16),
+        {"compressor": "WireDtype", **_under("inner", POWERSGD_IN_FORMAT_1), "dtype": "torch.float16"},
+    ),
+    "wire around start after": (
+        commhooks.WireDtype(inner=make_compressor("powersgd", rank=2, start_after=2), dtype=torch.bfloat16),
+        {"compressor": "WireDtype", "inner.compressor": "StartAfter", **_under("inner.inner", POWERSGD_IN_FORMAT_1),
+         "inner.steps": "2", "inner.before.compressor": "AllReduceMean", "dtype": "torch.bfloat16"},
+    ),
+    "two": (
+        commhooks.StartAfter(
+            inner=make_compressor("powersgd", rank=2), before=make_compressor("powersgd", rank=1), steps=1
+        ),
+        {"compressor": "StartAfter", **_under("inner", POWERSGD_IN_FORMAT_1), "steps": "1",
+         **_under("before", POWERSGD_IN_FORMAT_1 | {"rank": "1"})},
+    ),
+    "fp16": (
+        make_compressor("fp16", error_feedback=True),
+        {"compressor": "ErrorFeedback", "inner.compressor": "Cast", "inner.dtype": "torch.float16"},
+    ),
+}  # fmt: skip
+
+
+def resumed_from_format_1(rank: int, kind: str) -> None:
+    """Read what version 1 would have saved; its runs go on as those that were not interrupted, bit for bit."""
+    for name, (compressor, settings) in IN_FORMAT_1.items():
+        models = [given(kind), given(kind)]
+        hooks = [commhooks.attach(model, compressor) for model in models]
+        for step in range(3):
+            backward(models[0], normal(zeros(*SHAPES), 2, seed=step)[rank])
+        saved = roundtrip(hooks[0].state_dict())
+        del saved["kinds"]
+        hooks[1].load_state_dict(saved | {"format_version": 1, "settings": settings})
+        assert hooks[1].steps == 3
+        for step in range(3, 6):
+            gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+            ours, theirs = (backward(model, gradients) for model in models)
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), (name, step)
+        resumed, uninterrupted = (one.state_dict() for one in hooks)
+        assert distance(resumed, uninterrupted) == 0.0, name
+        with pytest.raises(CheckpointError, match="setting .*: saved with "):
+            hooks[1].load_state_dict(saved | {"format_version": 1, "settings": settings | {"compressor": "Other"}})
+        for one in hooks:
+            one.detach()
 
 
 def roundtrip(state: dict[str, Any]) -> dict[str, Any]:
