@@ -83,7 +83,7 @@ class Request(ABC):
     @property
     def is_empty(self) -> bool:
         """Whether nothing would travel. An empty sparse tensor may meet other ranks' full ones, so it travels."""
-        return not any([part.tensor.is_sparse or part.tensor.numel() for part in self.parts])
+        return not any(part.tensor.is_sparse or part.tensor.numel() for part in self.parts)
 
 
 class AllReduce(Request):
