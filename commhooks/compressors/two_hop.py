@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks.errors import SettingsError
+from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Declared, Entry, blocks_served
@@ -132,9 +132,9 @@ class TwoHop(Compressor):
         exchange = AllToAll(*(Part(payload[plan.rows], plan.layout) for payload in rows))  # each [W, b, ...]
         received, *means_of_rest = (yield (exchange, mean_of_rest)) if mean_of_rest else [(yield exchange)]
 
-        served = self.codec.decode([payload[0] for payload in received])  # b×block; ranks are added in rank order
+        served = self._decode([payload[0] for payload in received])  # b×block; ranks are added in rank order
         for rank in range(1, context.world_size):
-            served += self.codec.decode([payload[rank] for payload in received])
+            served += self._decode([payload[rank] for payload in received])
         served /= context.world_size
         for share in plan.shares if self.server_feedback else ():
             served[share.start : share.end] += share.slot.state(SERVER_ERROR).to(served)
@@ -144,19 +144,28 @@ class TwoHop(Compressor):
         scales = [payload for payload in gathered if payload.is_floating_point()]
         finite = yield Judge(*scales, *(mean for means in means_of_rest for mean in means))
         if self.server_feedback:
-            served -= self.codec.decode(code)
+            served -= self._decode(code)
             for share in plan.shares:
                 share.slot.commit(SERVER_ERROR, served[share.start : share.end], finite)
         for slot, own, at in zip(plan.coded, codes, plan.places, strict=True):
             M = slot.form()
-            self._blocks(M).sub_(self.codec.decode(own))
+            self._blocks(M).sub_(self._decode(own))
             M[len(at) * block :] = 0
             slot.keep(M, finite)
             mean = slot.room
-            self._blocks(mean).copy_(self.codec.decode([payload.flatten(0, 1)[at] for payload in gathered]))
+            self._blocks(mean).copy_(self._decode([payload.flatten(0, 1)[at] for payload in gathered]))
             slot.write(mean)
         for means in means_of_rest:
             self._write_rest(plan, means)
+
+    def _decode(self, code: Sequence[Tensor]) -> Tensor:
+        blocks = self.codec.decode(code)
+        if blocks.shape != (len(code[0]), self.codec.block):
+            raise CompressorError(
+                f"{self.codec!r}.decode must return blocks of shape {(len(code[0]), self.codec.block)} "
+                f"(got {tuple(blocks.shape)})."
+            )
+        return blocks
 
     def _blocks(self, memory: Tensor) -> Tensor:
         """View the whole blocks of 1-D memory."""

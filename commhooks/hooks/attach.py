@@ -28,7 +28,7 @@ from commhooks.hooks.facts import check_step_has_an_end, searches_for_unused
 from commhooks.hooks.foreign import name_of
 from commhooks.hooks.handle import Handle, check_run_settings
 from commhooks.hooks.stateless import deliver, group_or_default, run_stateless
-from commhooks.language.compressor import Compressor
+from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import StateTable
@@ -187,8 +187,7 @@ def _checked_compressor(caller: str, compressor: Compressor | str) -> Compressor
     """Return the compressor, making it if it is a name; raise `SettingsError` for anything else."""
     if isinstance(compressor, str):
         compressor = make_compressor(compressor)
-    if not isinstance(compressor, Compressor):
-        raise SettingsError(f"{caller}: expected a Compressor or a name (got {compressor!r}).")
+    check_compressor(caller, compressor)
     return compressor
 
 

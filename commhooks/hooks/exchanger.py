@@ -13,7 +13,7 @@ from commhooks.engine.engine import Engine
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.hooks.handle import Handle, check_run_settings
 from commhooks.hooks.stateless import group_or_default
-from commhooks.language.compressor import Compressor
+from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.lockstep import LockstepScheduler, run_in_turns
 from commhooks.state.loss_scale import Scaler
@@ -42,8 +42,7 @@ class Exchanger(Handle):
     ) -> None:
         check_run_settings("Exchanger", policy, hook_timeout)
         compressor = make_compressor(compressor) if isinstance(compressor, str) else compressor
-        if not isinstance(compressor, Compressor):
-            raise SettingsError(f"Exchanger(compressor={compressor!r}): expected a Compressor or a name.")
+        check_compressor("Exchanger", compressor)
         if not tensors:
             raise SettingsError("Exchanger(tensors={}): tensors must name at least one tensor.")
         for name, tensor in tensors.items():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared
 from commhooks.language.requests import Asked
@@ -99,6 +100,23 @@ class Compressor(ABC):
         A collective that fails is thrown into the generator at its `yield`; it may clean up, and must let the exception
         pass. State is written only after `Judge` was answered, and only where that says so.
         """
+
+
+def check_compressor(caller: str, compressor: object) -> None:
+    """Raise `SettingsError` for what is no compressor, or one that could keep tensors from step to step by itself."""
+    if not isinstance(compressor, Compressor):
+        raise SettingsError(f"{caller}: expected a Compressor or a name (got {compressor!r}).")
+    kind: Any = type(compressor)
+    if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+        raise SettingsError(f"{caller}: {kind.__name__} must be a frozen dataclass, whose fields are its settings.")
+    for name, value in vars(compressor).items():
+        if isinstance(value, Tensor):
+            raise SettingsError(
+                f"{caller}: {kind.__name__}.{name} holds a tensor, which no checkpoint would save; declare it by "
+                "Compressor.state(), and make scratch memory by BucketView.plan()."
+            )
+        if isinstance(value, Compressor):
+            check_compressor(caller, value)
 
 
 def map_requests(carry: Carry, exchange: Exchange) -> Exchange:

@@ -156,7 +156,7 @@ class BucketTask:
             raise CompressorError(f"the compressor asked for something that is no request (got {asked!r}).")
         self.requests = tuple(self._complete(request) for request in requests)
         self._answers = [[part.tensor for part in request.parts] for request in self.requests]
-        travels = any([not request.is_empty for request in self.requests])
+        travels = any(not request.is_empty for request in self.requests)
         if travels:
             self.asked += [self._asking(request) for request in self.requests]
         return travels

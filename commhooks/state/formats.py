@@ -129,7 +129,7 @@ def _is_ddp_core_plan(plan: object) -> bool:
 
 
 def _sizes_of_residual(shape: object) -> tuple[int, ...]:
-    """Return how many elements may be owed: twice the parameter's if those are complex, as PyTorch's DDP has them."""
+    """Return how many elements a residual may have: twice as many for complex ones, as PyTorch's DDP hands them in."""
     if not _is_shape(shape):
         return ()
     elements = torch.Size(shape).numel()  # type: ignore[arg-type]  # "object" is not Iterable: just looked at

@@ -1,0 +1,161 @@
+"""What a compressor must not do, said in words before anything is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import (
+    AllGather,
+    AllReduce,
+    BucketView,
+    Codec,
+    Compressor,
+    CompressorError,
+    Context,
+    Entry,
+    ErrorFeedback,
+    Exchange,
+    Exchanger,
+    Judge,
+    Part,
+    SettingsError,
+    TwoHop,
+    lockstep_lines,
+)  # fmt: skip
+from tests.commhooks.workers import Workers, zeros
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mean(Compressor):
+    """An average, and something wrong."""
+
+    wrong: str = ""
+    kept: Any = None
+
+    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
+        return {"declared": Entry(kind="private")}
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        (slot,) = bucket.slots
+        means = yield AllReduce(slot.part(slot.form()), average=True, last=self.wrong != "after last")
+        if self.wrong == "after last":
+            means = yield AllReduce(slot.part(means[0]), last=True)
+            means = yield AllReduce(slot.part(means[0]), last=True)
+        finite = yield Judge(*means)
+        if self.wrong == "after judge":
+            yield AllReduce(slot.part(means[0]))
+        if self.wrong == "undeclared":
+            slot.state("undeclared")
+        if self.wrong == "shape":
+            slot.write(means[0][:-1])
+        if self.wrong == "no request":
+            yield means[0]  # that is what is tested
+        slot.commit("declared", means[0], finite)
+        slot.write(means[0])
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ("after last", "asked for an all-reduce after a request marked last=True"),
+        ("after judge", "asked for something after Judge, which must be the last"),
+        ("undeclared", r"'layer0' has no state 'undeclared'.*\(declared: declared\)"),
+        ("shape", r"a mean of shape \(4,\) was written for gradients of shape \(5,\)"),
+        ("no request", "after Judge|is no request"),
+    ],
+)
+def test_what_an_exchange_must_not_do_is_named_with_rank_and_bucket(policy: str, wrong: str, complaint: str) -> None:
+    workers = Workers(Mean(wrong=wrong), 2, zeros((5,)), policy=policy)
+    with pytest.raises(CompressorError, match=rf"(?s)rank \d, step 0, bucket 0 \(parameters layer0\): .*{complaint}"):
+        workers.step([[torch.ones(5)]] * 2)
+
+
+def test_a_request_without_parts_or_with_a_tensor_is_refused_where_it_is_made() -> None:
+    with pytest.raises(TypeError, match="AllGather: expected one Part or more"):
+        AllGather()
+    with pytest.raises(TypeError, match="AllReduce: expected one Part or more"):
+        AllReduce(torch.zeros(3))  # type: ignore[arg-type]  # "Tensor": that is what is tested
+    layout = BucketView(0, torch.zeros(4)).layout
+    with pytest.raises(ValueError, match=r"must describe the tensor's 3 elements \(got 4\)"):
+        Part(torch.zeros(3), layout, in_place=True)
+
+
+def test_a_kind_that_does_not_exist_is_refused_where_it_is_declared() -> None:
+    with pytest.raises(SettingsError, match="kind must be one of replicated, residual, private, share"):
+        Entry(kind="mine")  # type: ignore[arg-type]  # that is what is tested
+    with pytest.raises(SettingsError, match="a share has a block, and nothing else has"):
+        Entry(kind="share")
+
+
+@pytest.mark.parametrize(
+    ("compressor", "complaint"),
+    [
+        (Mean(kept=torch.zeros(2)), r"Mean.kept holds a tensor, which no checkpoint would save"),
+        (ErrorFeedback(inner=Mean(kept=torch.zeros(2))), r"Mean.kept holds a tensor"),
+        ("powersdg", "Did you mean 'powersgd'"),
+        (3, "expected a Compressor or a name"),
+    ],
+    ids=["a tensor", "a tensor inside", "a misspelt name", "a number"],
+)
+def test_a_compressor_that_keeps_tensors_is_refused(compressor: Any, complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        Exchanger({"w": torch.zeros(3)}, compressor, line=lockstep_lines(1)[0])
+
+
+def test_a_compressor_that_is_no_frozen_dataclass_is_refused() -> None:
+    thawed = dataclasses.make_dataclass("Thawed", [], bases=(Compressor,), namespace={"compress": Mean.compress})
+    with pytest.raises(SettingsError, match="Thawed must be a frozen dataclass"):
+        Exchanger({"w": torch.zeros(3)}, thawed(), line=lockstep_lines(1)[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Short(Codec):
+    """A codec that loses a column."""
+
+    block: int = 8
+
+    def encode(self, blocks: Tensor) -> Sequence[Tensor]:
+        return (blocks.to(torch.bfloat16),)
+
+    def decode(self, code: Sequence[Tensor]) -> Tensor:
+        return code[0][:, 1:].float()
+
+    def relative_error(self) -> float:
+        return 0.0
+
+
+def test_a_codec_that_decodes_to_another_shape_is_named() -> None:
+    workers = Workers(TwoHop(codec=Short()), 2, zeros((24,)))
+    with pytest.raises(
+        CompressorError, match=r"Short\(block=8\).decode must return blocks of shape \(\d, 8\) \(got \(\d, 7\)\)"
+    ):
+        workers.step([[torch.ones(24)]] * 2)
+    with pytest.raises(SettingsError, match="codec must be a Codec"):
+        TwoHop(codec="sign")  # type: ignore[arg-type]  # that is what is tested
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Expanding(Mean):
+    """Loses more than it is given."""
+
+    def loses(self, name: str, parameter: Tensor) -> bool:
+        return True
+
+    def relative_error(self, elements: int) -> float:
+        return 1.5
+
+
+def test_feedback_of_what_expands_is_refused_unless_it_fades() -> None:
+    tensors = {"w": torch.zeros(3)}
+    with pytest.raises(SettingsError, match="of parameter 'w', inner may lose 1.5 times.*set decay below 1"):
+        Exchanger(tensors, ErrorFeedback(inner=Expanding()), line=lockstep_lines(1)[0])
+    Exchanger(tensors, ErrorFeedback(inner=Expanding(), decay=0.5), line=lockstep_lines(1)[0])
+    with pytest.raises(SettingsError, match=r"decay must be in \(0, 1\]"):
+        ErrorFeedback(inner=Mean(), decay=0.0)
