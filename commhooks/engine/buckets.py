@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -37,7 +38,7 @@ class Buckets:
         self._by_parameter = by_parameter
         self._views: dict[Key, BucketView] = {}
         self._parameters: dict[Key, list[Tensor]] = {}  # while they live, no other object has their identity
-        self._laid_out: dict[Key, Compressor] = {}
+        self._laid_out: weakref.WeakKeyDictionary[BucketView, Compressor] = weakref.WeakKeyDictionary()
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._now: dict[Key, None] = {}
         self._before: dict[Key, None] = {}
@@ -63,20 +64,18 @@ class Buckets:
         self.learn_names(bucket, parameters)
         view = self._views[key] = BucketView(bucket.index(), memory, self._slots(memory, parameters))
         self._parameters[key] = parameters
-        self._laid_out.pop(key, None)
         if known is not None:
             view.layout = known.layout
         return view
 
     def lay_out(self, view: BucketView, compressor: Compressor) -> bool:
         """Lay out what a compressor remembers for a bucket, unless that is done; return whether it was not."""
-        key = tuple(id(slot.parameter) for slot in view.slots)
-        if self._laid_out.get(key) is compressor or not view.slots:
+        if self._laid_out.get(view) is compressor or not view.slots:
             return False
         view.plans.clear()  # made for another compressor, they may refer to memory that is not the table's any more
         self._table.lay_out(view.slots, compressor)
         self._table.lay_out_entries(view.slots[0], compressor.bucket_state(view))
-        self._laid_out[key] = compressor
+        self._laid_out[view] = compressor
         return True
 
     def learn_names(self, bucket: Bucket, parameters: list[Tensor]) -> None:
@@ -118,7 +117,6 @@ class Buckets:
         for key in self._parameters.keys() - self._now.keys():
             del self._parameters[key]
             self._views.pop(key, None)
-            self._laid_out.pop(key, None)
         self._before, self._now = self._now, {}
 
     def forget_last_step(self) -> None:
