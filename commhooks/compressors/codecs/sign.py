@@ -30,18 +30,20 @@ class Sign(Codec):
 
     def encode(self, blocks: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes of 8 signs each [B, block/8]."""
-        bits = (blocks >= 0).view(len(blocks), -1, 8) * self._powers(blocks)
-        return blocks.abs().mean(1, keepdim=True), bits.sum(2, dtype=torch.uint8)
+        bits = (blocks >= 0).view(-1, 8).float() @ _powers(blocks)  # whole numbers up to 255, exact in any precision
+        return blocks.abs().mean(1, keepdim=True), bits.to(torch.uint8).view(len(blocks), -1)
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the signs times the scales."""
         scales, packed = code
-        is_positive = (packed.unsqueeze(2) & self._powers(packed)) > 0
-        return torch.where(is_positive.view(len(packed), -1), scales, -scales)
+        bits = torch.arange(256, device=packed.device).unsqueeze(1) & _powers(packed).long()  # 256×8: of every byte
+        signs = torch.where(bits > 0, 1.0, -1.0).to(scales.dtype)
+        return signs.index_select(0, packed.flatten().int()).view(len(packed), -1).mul_(scales)
 
     def relative_error(self) -> float:
         """Return 1 - 1/block: a block with a single element that is not 0 is matched worst."""
         return 1 - 1 / self.block
 
-    def _powers(self, like: Tensor) -> Tensor:
-        return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=like.device)
+
+def _powers(like: Tensor) -> Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.float32, device=like.device)
