@@ -198,16 +198,20 @@ class Packer:
         self._by_name = by_name
         self._messages: dict[Hashable, _Message] = {}
 
-    def ship(self, requests: Sequence[Request]) -> list[Shipment]:
-        """Return as few collectives as possible for what is asked for at the same time."""
+    def ship(self, requests: Sequence[Request], turn: int) -> list[Shipment]:
+        """Return as few collectives as possible for what is asked for at the same time.
+
+        `turn` tells the requests of one exchange apart: an answer may lie in its message until the exchange ends.
+        """
         if len(requests) == 1 and len(requests[0].parts) == 1 and isinstance(requests[0], AllReduce):
-            return [self._shipment(requests[0], [Place(0, 0, requests[0].parts[0])])]
+            alone = [Place(0, 0, requests[0].parts[0])]  # what most buckets ask for, most of the time
+            return [self._shipment(requests[0], alone, (turn, AllReduce))]
         alike: dict[Hashable, list[Place]] = {}
         for number, request in enumerate(requests):
             for position, part in enumerate(request.parts):
                 place = Place(number, position, part)
                 alike.setdefault(self._kind_of(request, place), []).append(place)
-        return [self._shipment(requests[places[0].request], places) for places in alike.values()]
+        return [self._shipment(requests[places[0].request], places, (turn, kind)) for kind, places in alike.items()]
 
     def end_step(self) -> None:
         """Forget what was not used for some steps."""
@@ -244,7 +248,7 @@ class Packer:
             f"expected a request for an all-reduce, all-gather, all-to-all or reduce-scatter (got {request!r})."
         )
 
-    def _shipment(self, request: Request, places: Sequence[Place]) -> Shipment:
+    def _shipment(self, request: Request, places: Sequence[Place], kind: Hashable) -> Shipment:
         part = places[0].part
         if isinstance(request, AllReduce) and len(places) == 1:
             only_itself = part.tensor.is_sparse or part.tensor.is_complex()
@@ -252,7 +256,7 @@ class Packer:
             if only_itself or (part.in_place and (not self._by_name or in_order or part.on_wire == part.tensor.dtype)):
                 return _Alone(places[0], request, self._world_size)
         parts = [place.part for place in places]
-        key = type(request), *((part.layout, part.tensor.shape, part.tensor.dtype, part.on_wire) for part in parts)
+        key = kind, *((part.layout, part.tensor.shape, part.tensor.dtype, part.on_wire) for part in parts)
         message = self._messages.get(key)
         if message is None:
             message = self._messages[key] = (

@@ -60,7 +60,10 @@ class Policy(ABC):
         """
         begun = time.perf_counter()
         asked = [(task, number) for task in tasks for number in range(len(task.requests))]
-        shipments = self._packer.ship([task.requests[number] for task, number in asked])
+        requests = [task.requests[number] for task, number in asked]
+        shipments = self._packer.ship(requests, tasks[0].rounds)  # of all that ask in one round, the same
+        for task in tasks:
+            task.rounds += 1
         tasks[0].seconds_compressing += time.perf_counter() - begun
         for shipment in shipments:
             self.touching = asked[shipment.places[0].request][0]

@@ -65,6 +65,8 @@ class BucketTask:
         default_factory=deque
     )
     """Collectives that this task waits for; with each, the tasks and the numbers of their requests in it."""
+    rounds: int = 0
+    """How often it has asked for something that travelled."""
     seconds_compressing: float = 0.0
     asked: list[Asking] = dataclasses.field(default_factory=list)
     """Whose all requests so far were, and how large."""
