@@ -179,7 +179,7 @@ class _Rows(_Message):
         leading = result.shape[:-1]
         return [
             self._view(result, cut, part.tensor.dtype).view(
-                *leading, *(part.tensor.shape[1:] if self._rows else part.tensor.shape)
+                (*leading, *(part.tensor.shape[1:] if self._rows else part.tensor.shape))
             )
             for cut, part in zip(self._cuts, parts, strict=True)
         ]
