@@ -7,7 +7,7 @@ from collections import deque
 from commhooks.communicators import Communicator
 from commhooks.errors import CollectiveError
 from commhooks.scheduling.policy import Finish, Policy, Wait
-from commhooks.scheduling.task import BucketTask, judge
+from commhooks.scheduling.task import BucketTask
 
 
 class Fused(Policy):
@@ -78,8 +78,7 @@ class Fused(Policy):
             return
         to_judge = [task for task in self._step if task.judge is not None]
         if to_judge:
-            self.touching = to_judge[0]
-            judge(to_judge)
+            self.judge(to_judge)
         self._packer.end_step()
         self._rounds_begun = False
         while self._step:

@@ -233,20 +233,9 @@ class Packer:
             if tensor.is_sparse or tensor.is_complex() or goes_as_it_is:
                 return place
             return AllReduce, part.on_wire, tensor.device, request.average, request.group
-        if isinstance(request, (AllToAll, ReduceScatter)) and (
-            tensor.dim() == 0 or tensor.shape[0] != self._world_size
-        ):
-            raise CompressorError(
-                f"{request.kind}: a part must have one row for each of {self._world_size} ranks "
-                f"(got shape {tuple(tensor.shape)})."
-            )
         if isinstance(request, ReduceScatter):
             return ReduceScatter, tensor.dtype, tensor.device, request.group
-        if isinstance(request, (AllGather, AllToAll)):
-            return type(request), tensor.device, request.group
-        raise CompressorError(
-            f"expected a request for an all-reduce, all-gather, all-to-all or reduce-scatter (got {request!r})."
-        )
+        return type(request), tensor.device, request.group
 
     def _shipment(self, request: Request, places: Sequence[Place], kind: Hashable) -> Shipment:
         part = places[0].part
@@ -266,6 +255,21 @@ class Packer:
             )
         message.unused_for = 0
         return _Packed(places, message, message.pack(parts, request, self._world_size))
+
+
+def check(request: Request, world_size: int) -> None:
+    """Raise `CompressorError` for what cannot be laid out."""
+    if not isinstance(request, (AllReduce, AllGather, AllToAll, ReduceScatter)):
+        raise CompressorError(
+            f"expected a request for an all-reduce, all-gather, all-to-all or reduce-scatter (got {request!r})."
+        )
+    if isinstance(request, (AllToAll, ReduceScatter)):
+        for shape in (part.tensor.shape for part in request.parts):
+            if not shape or shape[0] != world_size:
+                raise CompressorError(
+                    f"{request.kind}: a part must have one row for each of {world_size} ranks "
+                    f"(got shape {tuple(shape)})."
+                )
 
 
 def empty_answers(request: Request, world_size: int) -> list[Tensor]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from commhooks.communicators import Communicator, Pending
 from commhooks.scheduling.packing import Packer
-from commhooks.scheduling.task import BucketTask, judge
+from commhooks.scheduling.task import BucketTask
+from commhooks.tensors import all_finite
 
 Wait = Callable[[Pending], bool]
 """Wait a slice of time for a collective, and return whether it is done."""
@@ -84,6 +85,16 @@ class Policy(ABC):
         task.seconds_compressing += time.perf_counter() - begun
         return not task.under_way
 
+    def judge(self, tasks: Sequence[BucketTask]) -> None:
+        """Answer several tasks that have asked for a verdict by one that they share."""
+        self.touching = tasks[0]
+        begun = time.perf_counter()
+        finite = all_finite(tensor for task in tasks if task.judge is not None for tensor in task.judge.tensors)
+        tasks[0].seconds_compressing += time.perf_counter() - begun
+        for task in tasks:
+            self.touching = task
+            task.answer_verdict(finite)
+
 
 class Fifo(Policy):
     """Bucket by bucket: all rounds of one, then all rounds of the next.
@@ -137,7 +148,7 @@ class Fifo(Policy):
                 self._issuing = None
             return
         if task.judge is not None:
-            judge([task])
+            self.judge([task])
         if task is self._issuing:
             self._issuing = None
         else:

@@ -17,8 +17,8 @@ from commhooks.errors import CompressorError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
 from commhooks.language.requests import AllReduce, Judge, Layout, Part, ReduceScatter, Request
-from commhooks.scheduling.packing import Shipment, empty_answers
-from commhooks.tensors import all_finite, tensor_bytes
+from commhooks.scheduling.packing import Shipment, check, empty_answers
+from commhooks.tensors import tensor_bytes
 
 
 class Asking(NamedTuple):
@@ -156,6 +156,8 @@ class BucketTask:
         requests = asked if isinstance(asked, tuple) else (asked,)
         if not requests or not all(isinstance(request, Request) for request in requests):
             raise CompressorError(f"the compressor asked for something that is no request (got {asked!r}).")
+        for request in requests:
+            check(request, self.world_size)
         self.requests = tuple(self._complete(request) for request in requests)
         self._answers = [[part.tensor for part in request.parts] for request in self.requests]
         travels = any(not request.is_empty for request in self.requests)
@@ -178,12 +180,3 @@ class BucketTask:
         is_sparse = request.parts[0].tensor.is_sparse
         moved = ring_bytes(request.kind, sum(sizes), self.world_size, is_sparse=is_sparse)
         return Asking(tuple(part.layout or self.bucket.layout for part in request.parts), sizes, sum(sizes), moved)
-
-
-def judge(tasks: Sequence[BucketTask]) -> None:
-    """Answer several tasks that have asked for a verdict by one that they share."""
-    begun = time.perf_counter()
-    finite = all_finite(tensor for task in tasks if task.judge is not None for tensor in task.judge.tensors)
-    tasks[0].seconds_compressing += time.perf_counter() - begun
-    for task in tasks:
-        task.answer_verdict(finite)
