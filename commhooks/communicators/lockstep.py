@@ -50,6 +50,8 @@ class LockstepCommunicator:
 
     def start(self, collective: Collective) -> LockstepPending:
         """Bring this worker's collective to its next round."""
+        if collective.group is not None:
+            raise CollectiveError(f"this run has no group {collective.group!r} of ranks, which a request names.")
         pending = LockstepPending(collective, self.rank)
         self._group.join(self._round, self.rank, pending)
         self._round += 1
@@ -105,4 +107,4 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 def _describe(one: Collective) -> str:
     shape = "sparse" if one.tensor.is_sparse else tuple(one.tensor.shape)
-    return f"{one.kind} {shape} {one.tensor.dtype}{'' if one.group is None else f' in group {one.group!r}'}"
+    return f"{one.kind} {shape} {one.tensor.dtype}"
