@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import BucketView, Context, streams
+from commhooks.communicators.traffic import Traffic
 from commhooks.language.randomness import seeded_normal
-from commhooks.scheduling.ledger import Ledger, Traffic
+from commhooks.scheduling.ledger import Ledger
 from commhooks.state.table import RESIDUAL_STORAGES, StateTable
 from tests.cases import CASES, Case
 from tests.commhooks.alone import bucket_of, run_alone
