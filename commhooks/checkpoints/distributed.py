@@ -91,7 +91,7 @@ def _read_state(
     paths = {name: path for name, path in paths.items() if path[0] not in ("local", "inventory") or path[1] in parts}
     state = _read(reader, metadata, paths)
     # DCP saves nothing of an empty dictionary; the inventory lists every part, so none is lost unnoticed.
-    for part in ("bucket_plan", "replicated", "local"):
+    for part in ("bucket_plan", "kinds", "replicated", "local"):
         state.setdefault(part, {})
     state["local"] = {part: {} for part in parts & state.get("inventory", {}).keys()} | state["local"]
     return state

@@ -313,7 +313,7 @@ def every_case(rank: int, kind: str, policy: str, folder: str, resume: bool) -> 
             torch.save(run.result(), path / f"whole.{rank}")
             run.end()
             continue
-        by_parameter = bool(case.make().first_steps())
+        by_parameter = not case.depends_on_buckets
         for how in ["load_distributed"] + ["dcp.load"] * by_parameter:
             # A DDP cuts its buckets up after its first step: whoever resumes there takes a second such step.
             for step in range(1 if by_parameter else 2, LAST):

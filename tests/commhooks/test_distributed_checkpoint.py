@@ -91,7 +91,7 @@ def test_dcp_alone_refuses_to_leave_anything_behind(saved_by: SavedBy, kind: str
     attempts += [(str(saved_by(kind) / "all-reduce"), "all-reduce", False)]  # a model without its last bias
     for bucketed, another_model in run_ranks(on_every_rank.refused_directly, 2, kind, attempts):
         assert bucketed.error == another_model.error == "CheckpointError"
-        assert "the state was read without local.0.bias.residual, " in bucketed.text
+        assert "the state was read without replicated.0.weight.Q of the bucket, " in bucketed.text
         assert bucketed.text.endswith("read it with commhooks.load_distributed.")
         assert "read without shapes.5.bias, which the checkpoint holds" in another_model.text
     for told, far in run_ranks(on_every_rank.waiting_residual, 2, kind, str(tmp_path)):
