@@ -53,15 +53,18 @@ class Cast(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Ask for the mean of the bucket's memory, cast on the wire."""
+        if not self._narrows(bucket.memory):
+            means = yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, last=True)
+            for tile, mean in zip(bucket.tiles, means, strict=True):
+                tile.write(mean)
+            return
         formed = [tile.form() for tile in bucket.tiles]
         # What the wire makes of it is known before it travels, and the memory is overwritten by the answer.
         unsent = [
             self._rounded_away(M, context.world_size) if tile.keeps else M
             for tile, M in zip(bucket.tiles, formed, strict=True)
         ]
-        parts = [
-            tile.part(M, self.dtype if self._narrows(M) else None) for tile, M in zip(bucket.tiles, formed, strict=True)
-        ]
+        parts = [tile.part(M, self.dtype) for tile, M in zip(bucket.tiles, formed, strict=True)]
         means = yield AllReduce(*parts, average=True, last=True)
         for tile, mean in zip(bucket.tiles, means, strict=True):
             tile.write(mean)
@@ -71,13 +74,11 @@ class Cast(Compressor):
                 tile.keep(left, finite)
 
     def _narrows(self, memory: Tensor) -> bool:
-        """Return whether the cast saves anything; fp16 for bf16 would save nothing, and overflow."""
+        """Return whether the cast of a gradient saves anything; fp16 for bf16 would save nothing, and overflow."""
         return memory.element_size() // (2 if memory.is_complex() else 1) > self.dtype.itemsize
 
     def _rounded_away(self, memory: Tensor, world_size: int) -> Tensor:
         """Return the difference between the gradient and what the wire makes of it."""
-        if not self._narrows(memory):
-            return torch.zeros_like(memory)
         share = memory / world_size
         return share.sub_(share.to(self.dtype)).mul_(world_size)
 

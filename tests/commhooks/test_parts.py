@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,72 +17,156 @@ from commhooks import (
     AllReduce,
     AllToAll,
     BucketView,
+    Collective,
     Compressor,
     Context,
+    Entry,
+    Exchange,
+    Judge,
     Layout,
     LockstepGroup,
+    Part,
+    ProcessGroupCommunicator,
+    ReduceScatter,
     Request,
-    Result,
+    Slot,
 )
-from commhooks.communicators import ProcessGroupCommunicator
-from commhooks.communicators.lockstep import answer_requests
+from commhooks.communicators.collective import CollectiveKind
+from commhooks.communicators.lockstep import run_collective
+from commhooks.communicators.traffic import Traffic
 from commhooks.compressors.powersgd.matrices import form_of
-from commhooks.scheduling.fused import Fused, Packings, bundles
-from commhooks.scheduling.ledger import Ledger, Traffic
+from commhooks.scheduling.fused import Fused
+from commhooks.scheduling.ledger import Ledger
+from commhooks.scheduling.packing import Packer
 from commhooks.scheduling.policy import Fifo
 from commhooks.scheduling.task import BucketTask
 from commhooks.state.table import StateTable
+from tests.commhooks.models import wrap
 from tests.commhooks.ranks import run_ranks
 from tests.commhooks.workers import Workers, normal, zeros
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
+def carried_out(requests: Sequence[Request], *, by_name: bool = False) -> list[list[Tensor]]:
+    """Return every rank's answers to what it asked for; one request for each rank."""
+    world_size = len(requests)
+    answers = [[part.tensor for part in request.parts] for request in requests]
+    of_ranks = [Packer(world_size, by_name=by_name).ship([request]) for request in requests]
+    for shipments in zip(*of_ranks, strict=True):
+        results = run_collective([shipment.collective for shipment in shipments])
+        for own, shipment, result in zip(answers, shipments, results, strict=True):
+            for place, answer in zip(shipment.places, shipment.answers(result), strict=True):
+                own[place.number] = answer
+    return answers
+
+
 @pytest.mark.parametrize(
-    ("request_", "payload", "moved_by_two", "moved_by_four"),
+    ("request_", "payload", "moved_by_four"),
     [
-        (AllReduce(torch.zeros(100)), 400, 400, 600),
-        (AllReduce(torch.zeros(100), wire=torch.float16), 200, 200, 300),
-        (AllReduce(torch.zeros(100, dtype=torch.complex64)), 800, 800, 1200),
-        (AllReduce(torch.zeros(100, dtype=torch.complex64), wire=torch.float16), 400, 400, 600),
-        (AllReduce(torch.zeros(10, 8).to_sparse()), 0, 0, 0),
-        (AllReduce(torch.eye(4).to_sparse()), 4 * 2 * 8 + 4 * 4, 80, 240),
-        (AllGather(torch.zeros(25, dtype=torch.int8)), 25, 25, 75),
-        (AllToAll(torch.zeros(4, 5, dtype=torch.float64)), 160, 80, 120),
-        (AllReduce(torch.zeros(0)), 0, 0, 0),
+        (AllReduce(Part(torch.zeros(100))), 400, 600),
+        (AllReduce(Part(torch.zeros(100), wire=torch.float16)), 200, 300),
+        (AllReduce(Part(torch.zeros(100, dtype=torch.complex64))), 800, 1200),
+        (AllReduce(Part(torch.zeros(100, dtype=torch.complex64), wire=torch.float16)), 400, 600),
+        (AllReduce(Part(torch.zeros(10, 8).to_sparse())), 0, 0),
+        (AllReduce(Part(torch.eye(4).to_sparse())), 4 * 2 * 8 + 4 * 4, 240),
+        (AllReduce(Part(torch.zeros(60)), Part(torch.zeros(4, 10))), 400, 600),
+        (AllGather(Part(torch.zeros(25, dtype=torch.int8))), 25, 75),
+        (AllGather(Part(torch.zeros(3)), Part(torch.zeros(5, dtype=torch.uint8))), 20, 60),  # rows begin at fours
+        (AllToAll(Part(torch.zeros(4, 5, dtype=torch.float64))), 160, 120),
+        (ReduceScatter(Part(torch.zeros(4, 5))), 80, 60),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_requests_know_their_bytes(request_: Request, payload: int, moved_by_two: int, moved_by_four: int) -> None:
-    assert request_.payload_bytes == payload
-    assert [request_.ring_bytes(size) for size in (1, 2, 4)] == [0, moved_by_two, moved_by_four]
+def test_collectives_know_their_bytes(request_: Request, payload: int, moved_by_four: int) -> None:
+    (shipment,) = Packer(4, by_name=False).ship([request_])
+    assert shipment.collective.payload_bytes == payload
+    assert shipment.collective.ring_bytes(4) == moved_by_four
+    assert shipment.collective.ring_bytes(1) == 0
+
+
+def test_a_ring_of_two_sends_a_sum_once_and_half_of_what_is_swapped() -> None:
+    moved = {kind: Collective(kind, torch.zeros(2, 50)).ring_bytes(2) for kind in get_args(CollectiveKind)}
+    assert moved == {"all-reduce": 400, "all-gather": 400, "all-to-all": 200, "reduce-scatter": 200}
 
 
 @pytest.mark.parametrize("mean", [3e-8, 5e4])
 def test_a_mean_that_fits_the_wire_survives_it(mean: float) -> None:
     """PyTorch's fp16 hook casts before it divides: the first of these becomes 0 there, the second inf."""
     ranks = [torch.tensor([4 * mean]), *torch.zeros(3, 1)]
-    answers = answer_requests([AllReduce(tensor, average=True, wire=torch.float16) for tensor in ranks])
-    assert all(answer.item() == torch.tensor(mean).half().item() for answer in answers)
+    answers = carried_out([AllReduce(Part(tensor, wire=torch.float16), average=True) for tensor in ranks])
+    assert all(answer.item() == torch.tensor(mean).half().item() for (answer,) in answers)
     assert torch.tensor(4 * mean).half().div_(4).item() in (0.0, float("inf"))
 
 
 def test_the_elements_of_a_sparse_payload_are_those_of_its_values() -> None:
     rows = torch.ones(10, 16).to_sparse(1).index_select(0, torch.tensor([1, 4, 7]))
-    assert AllReduce(rows).payload_elements == 48
+    assert Collective("all-reduce", rows).payload_elements == 48
 
 
-def test_a_layout_must_describe_the_tensor() -> None:
+def test_the_elements_of_a_message_of_bytes_are_those_that_were_put_in() -> None:
+    (shipment,) = Packer(2, by_name=False).ship([AllGather(Part(torch.zeros(3)), Part(torch.zeros(5).to(torch.uint8)))])
+    assert shipment.collective.tensor.dtype == torch.uint8 and shipment.collective.payload_elements == 8
+
+
+def test_a_layout_must_describe_what_is_summed_in_place() -> None:
     layout = Layout(("a", "b"), (2, 3))
     assert layout.elements == 5
-    AllReduce(torch.zeros(5), layout=layout)
-    with pytest.raises(ValueError, match=r"AllReduce: the layout must describe the tensor's 6 elements \(got 5\)"):
-        AllReduce(torch.zeros(6), layout=layout)
+    Part(torch.zeros(5), layout, in_place=True)
+    with pytest.raises(ValueError, match=r"Part: the layout must describe the tensor's 6 elements \(got 5\)"):
+        Part(torch.zeros(6), layout, in_place=True)
+
+
+@pytest.mark.parametrize("parts", [(), (torch.zeros(3),), (Part(torch.zeros(3)), None)], ids=str)
+def test_a_request_is_made_of_parts(parts: Any) -> None:
+    with pytest.raises(TypeError, match=r"AllReduce: expected one Part or more, such as slot.part\(tensor\)"):
+        AllReduce(*parts)
 
 
 def test_a_single_rank_gets_its_own_back() -> None:
-    tensor = torch.tensor([1.0, 2.0])
-    assert answer_requests([AllReduce(tensor, average=True)])[0].tolist() == [1.0, 2.0]
+    ((answer,),) = carried_out([AllReduce(Part(torch.tensor([1.0, 2.0])), average=True)])
+    assert answer.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_is_not_to_be_written_into_is_only_read(by_name: bool) -> None:
+    """And what is, is the answer itself."""
+    own = [torch.full((3,), float(rank)) for rank in range(2)]
+    layout = Layout(("a",), (3,))
+    for parts in (1, 2):
+        kept = [[own[rank].clone() for _ in range(parts)] for rank in range(2)]
+        answers = carried_out([AllReduce(*(Part(p, layout) for p in of_rank)) for of_rank in kept], by_name=by_name)
+        assert all(torch.equal(p, own[rank]) for rank, of_rank in enumerate(kept) for p in of_rank)
+        assert all(answer.tolist() == [1.0, 1.0, 1.0] for of_rank in answers for answer in of_rank)
+        requests = [AllReduce(*(Part(p, layout, in_place=True) for p in of_rank)) for of_rank in kept]
+        for of_rank, answered in zip(kept, carried_out(requests, by_name=by_name), strict=True):
+            assert all(answer is p and p.tolist() == [1.0] * 3 for p, answer in zip(of_rank, answered, strict=True))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_parts_of_any_dtype_and_shape_come_back_typed(by_name: bool) -> None:
+    """Side by side in one message, the widest first; float8 and bool too, which no backend sends as they are."""
+    dtypes = [torch.uint8, torch.float64, torch.float8_e4m3fn, torch.bool, torch.int32, torch.bfloat16, torch.int64]
+    shapes = [(2, 3), (2,), (2, 1, 2), (2, 0), (2, 5), (2, 2, 2), (2, 1)]
+    drawn = [
+        [torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(rank)) for shape in shapes]
+        for rank in range(2)
+    ]
+    parts = [[Part(d.to(dtype)) for d, dtype in zip(own, dtypes, strict=True)] for own in drawn]
+    gathered = carried_out([AllGather(*own) for own in parts], by_name=by_name)
+    swapped = carried_out([AllToAll(*own) for own in parts], by_name=by_name)
+    for rank in range(2):
+        for number, dtype in enumerate(dtypes):
+            both = torch.stack([drawn[0][number], drawn[1][number]])
+            for answer, expected in ((gathered[rank][number], both), (swapped[rank][number], both[:, rank])):
+                assert answer.dtype == dtype and torch.equal(answer.to(torch.int64), expected)
+
+
+@pytest.mark.parametrize("kind", [AllToAll, ReduceScatter])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2)], ids=str)
+def test_what_is_handed_out_has_a_row_for_each_rank(kind: type[Request], shape: tuple[int, ...]) -> None:
+    with pytest.raises(commhooks.CompressorError, match=r"a part must have one row for each of 2 ranks \(got shape"):
+        Packer(2, by_name=False).ship([kind(Part(torch.zeros(shape)))])
 
 
 # --- communicators --------------------------------------------------------------------------------------------------
@@ -89,76 +174,72 @@ def test_a_single_rank_gets_its_own_back() -> None:
 
 def test_lockstep_and_gloo_answer_alike() -> None:
     gathered = run_ranks(_ask_everything, 3)
-    expected = [_answers_in_lockstep(rank, 3) for rank in range(3)]
-    for ours, theirs in zip(gathered, expected, strict=True):
-        for name, answer in theirs.items():
-            assert ours[name] == answer, name
+    every_rank = [_requests(rank, 3) for rank in range(3)]
+    for name in every_rank[0]:
+        for ours, expected in zip(gathered, carried_out([asked[name] for asked in every_rank]), strict=True):
+            assert ours[name] == [_plain(answer) for answer in expected], name
 
 
 def _requests(rank: int, world_size: int) -> dict[str, Request]:
     base = torch.arange(6, dtype=torch.float32).view(3, 2) + 10 * rank
     return {
-        "sum": AllReduce(base.clone()),
-        "mean": AllReduce(base.clone(), average=True),
-        "mean in bf16": AllReduce(base.clone(), average=True, wire=torch.bfloat16),
-        "complex": AllReduce(torch.complex(base, -base), average=True),
-        "gather": AllGather(base.clone()),
-        "gather bytes": AllGather(base.to(torch.uint8)),
-        "swap": AllToAll(base.clone()),
-        "sparse": AllReduce(torch.eye(4)[[rank]].to_sparse(), average=True),
+        "sum": AllReduce(Part(base.clone())),
+        "mean": AllReduce(Part(base.clone()), average=True),
+        "mean in bf16": AllReduce(Part(base.clone(), wire=torch.bfloat16), average=True),
+        "means of two": AllReduce(Part(base.clone()), Part(base.double()), average=True),
+        "complex": AllReduce(Part(torch.complex(base, -base)), average=True),
+        "gather": AllGather(Part(base.clone())),
+        "gather bytes": AllGather(Part(base.to(torch.uint8))),
+        "gather float8 and int32": AllGather(Part(base.to(torch.float8_e5m2)), Part(base.to(torch.int32))),
+        "swap": AllToAll(Part(base.clone())),
+        "swap two": AllToAll(Part(base.clone()), Part(base.to(torch.uint8))),
+        "scatter": ReduceScatter(Part(base.clone())),
+        "sparse": AllReduce(Part(torch.eye(4)[[rank]].to_sparse()), average=True),
     }
 
 
 def _plain(tensor: Tensor) -> Any:
-    return tensor.to_dense().tolist()
+    dense = tensor.to_dense()
+    return (dense if dense.is_complex() else dense.double()).tolist()
 
 
 def _ask_everything(rank: int) -> dict[str, Any]:
     communicator = ProcessGroupCommunicator()
     answers = {}
     for name, request in _requests(rank, communicator.world_size).items():
-        pending = communicator.start(request)
-        pending.wait(10.0)
-        pending.wait()
-        answers[name] = _plain(pending.result)
+        own = list(request.parts)
+        answers[name] = [None for _ in own]
+        for shipment in Packer(communicator.world_size, by_name=False).ship([request]):
+            pending = communicator.start(shipment.collective)
+            pending.wait(10.0)
+            pending.wait()
+            for place, answer in zip(shipment.places, shipment.answers(pending.result), strict=True):
+                answers[name][place.number] = _plain(answer)
     return answers
-
-
-def _answers_in_lockstep(rank: int, world_size: int) -> dict[str, Any]:
-    every_rank = [_requests(other, world_size) for other in range(world_size)]
-    return {name: _plain(answer_requests([r[name] for r in every_rank])[rank]) for name in every_rank[0]}
 
 
 def test_lockstep_says_who_asked_for_something_else() -> None:
     with pytest.raises(
         commhooks.CollectiveError, match=r"rank 0 asked for all-reduce \(2,\).*rank 1 for all-reduce \(3,\)"
     ):
-        answer_requests([AllReduce(torch.zeros(2)), AllReduce(torch.zeros(3))])
+        run_collective([Collective("all-reduce", torch.zeros(2)), Collective("all-reduce", torch.zeros(3))])
     with pytest.raises(commhooks.CollectiveError, match="rank 0 asked for all-reduce.*rank 1 for all-gather"):
-        answer_requests([AllReduce(torch.zeros(2)), AllGather(torch.zeros(2))])
+        run_collective([Collective("all-reduce", torch.zeros(2)), Collective("all-gather", torch.zeros(2))])
 
 
 def test_lockstep_does_not_wait_for_workers_that_have_not_come() -> None:
     first, second = LockstepGroup(2).communicators()
-    pending = first.start(AllReduce(torch.ones(1)))
+    pending = first.start(Collective("all-reduce", torch.ones(1)))
     with pytest.raises(commhooks.CollectiveError, match="before every worker brought its request"):
         pending.wait()
-    second.start(AllReduce(torch.ones(1)))
+    second.start(Collective("all-reduce", torch.ones(1)))
     pending.wait()
     assert pending.result.item() == 2.0
 
 
-def test_run_lockstep_returns_what_each_worker_returns() -> None:
-    def add_ranks(rank: int) -> Generator[Request, Tensor, float]:
-        answer = yield AllReduce(torch.tensor([float(rank)]))
-        return answer.item() + rank
-
-    assert commhooks.run_lockstep([add_ranks(rank) for rank in range(4)]) == [6.0, 7.0, 8.0, 9.0]
-
-
 def test_a_thousand_workers_fit_in_one_process() -> None:
     parameters = zeros((12, 20), (5,))
-    workers = Workers(commhooks.PowerSGD(rank=1), 1000, parameters)
+    workers = Workers(commhooks.make_compressor("powersgd", rank=1), 1000, parameters)
     means = workers.step([parameters] * 999 + [normal(parameters, 1, seed=0)[0]])
     assert all(torch.equal(means[0][0], mean[0]) for mean in means)
 
@@ -168,16 +249,16 @@ def test_a_thousand_workers_fit_in_one_process() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounds(Compressor):
-    """Ask for so many sums."""
+    """Ask for so many sums; of the bucket's own memory if `in_place`."""
 
     rounds: int
     says_last: bool = True
+    in_place: bool = False
 
-    def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
         for number in range(self.rounds):
             last = self.says_last and number == self.rounds - 1
-            yield AllReduce(bucket.memory, last=last)
-        return Result(bucket.memory)
+            yield AllReduce(Part(bucket.memory, bucket.layout, in_place=self.in_place), last=last)
 
 
 class Scripted:
@@ -188,11 +269,13 @@ class Scripted:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.sizes: list[int] = []
+        self.places: list[int] = []
 
-    def start(self, request: Request) -> ScriptedPending:
-        self.sizes.append(request.payload_elements)
-        self.log.append(f"start {int(request.tensor[0])}")
-        return ScriptedPending(request.tensor, len(self.log) - 1)
+    def start(self, collective: Collective) -> ScriptedPending:
+        self.sizes.append(collective.payload_elements)
+        self.places.append(collective.tensor.data_ptr())
+        self.log.append(f"start {int(collective.tensor[0])}")
+        return ScriptedPending(collective.tensor, len(self.log) - 1)
 
 
 class ScriptedPending:
@@ -205,10 +288,16 @@ class ScriptedPending:
 
 
 def _task(bucket: int, compressor: Compressor, *, is_last: bool = False) -> BucketTask:
-    memory = torch.full((2,), float(bucket))
-    view = BucketView(bucket, memory)
-    exchange = compressor.compress(view, Context(0, 1, 0))
-    return BucketTask(exchange, torch.futures.Future(), memory, 0, bucket, is_last, lambda: "p", view.layout, 1)
+    view = BucketView(bucket, torch.full((2,), float(bucket)))
+    return BucketTask(
+        exchange=compressor.compress(view, Context(0, 1, 0)),
+        bucket=view,
+        future=torch.futures.Future(),
+        step=0,
+        is_last=is_last,
+        parameters=lambda: "p",
+        world_size=1,
+    )
 
 
 @pytest.mark.parametrize("says_last", [True, False])
@@ -217,7 +306,7 @@ def test_the_order_of_collectives_does_not_depend_on_when_buckets_come(arrivals:
     communicator = Scripted()
     finished: list[int] = []
     waits = iter(range(10**6))
-    policy = Fifo(communicator, lambda pending: next(waits) % 3 == 0, lambda task: finished.append(task.index))
+    policy = Fifo(communicator, lambda pending: next(waits) % 3 == 0, lambda task: finished.append(task.bucket.index))
     for turn in range(60):
         for bucket, arrival in enumerate(arrivals):
             if arrival == turn:
@@ -233,7 +322,7 @@ def test_fused_makes_one_collective_of_a_round_whenever_buckets_come(arrivals: l
     communicator = Scripted()
     finished: list[int] = []
     waits = iter(range(10**6))
-    policy = Fused(communicator, lambda pending: next(waits) % 3 == 0, lambda task: finished.append(task.index))
+    policy = Fused(communicator, lambda pending: next(waits) % 3 == 0, lambda task: finished.append(task.bucket.index))
     for step in range(2):
         for turn in range(60):
             for bucket, arrival in enumerate(arrivals):
@@ -247,16 +336,28 @@ def test_fused_makes_one_collective_of_a_round_whenever_buckets_come(arrivals: l
     assert communicator.sizes == [6, 4, 2] * 2  # the buckets that have a first round, a second, a third
 
 
+@pytest.mark.parametrize("policy", [Fifo, Fused])
+def test_a_bucket_that_travels_whole_is_not_copied(policy: type[Fifo | Fused]) -> None:
+    communicator = Scripted()
+    order = policy(communicator, lambda pending: True, lambda task: None)
+    tasks = [_task(bucket, Rounds(rounds=1, in_place=True), is_last=bucket == 2) for bucket in range(3)]
+    for task in tasks:
+        order.add(task)
+    while order.turn():
+        pass
+    assert communicator.places == [task.bucket.memory.data_ptr() for task in tasks]
+    assert order.working_memory() == []
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gathers(Compressor):
-    """Average by gathering everything, and once more by handing shares round: what sign and top-k will need."""
+    """Average by gathering everything, and once more by handing shares around."""
 
-    def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
-        gathered = yield AllGather(bucket.memory.view(-1, 1))
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        (gathered,) = yield AllGather(Part(bucket.memory.view(-1, 1)))
         shares = gathered[:, :, 0] * torch.arange(1.0, context.world_size + 1).view(-1, 1)  # to each rank its own
-        received = yield AllToAll(shares.contiguous(), last=True)
+        (received,) = yield AllToAll(Part(shares.contiguous()), last=True)
         bucket.memory.copy_(received.sum(0))
-        return Result(bucket.memory)
 
 
 def test_gathers_and_all_to_alls_of_many_buckets_travel_as_one() -> None:
@@ -269,60 +370,94 @@ def test_gathers_and_all_to_alls_of_many_buckets_travel_as_one() -> None:
     assert one_by_one.traffic.payload_bytes == together.traffic.payload_bytes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Asks(Compressor):
-    """Ask for one request that the test made."""
-
-    requests: tuple[Request, ...]
-
-    def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
-        yield self.requests[bucket.index]
-        return Result(bucket.memory)
-
-
-def test_only_requests_of_one_kind_dtype_and_purpose_travel_together() -> None:
+def test_only_what_is_of_one_kind_dtype_and_purpose_travels_together() -> None:
     tensor = torch.zeros(4)
     kinds = (
-        AllReduce(tensor),
-        AllReduce(tensor, average=True),
-        AllReduce(tensor, average=True, wire=torch.float16),
-        AllReduce(tensor.double(), average=True),
-        AllReduce(tensor.to_sparse(), average=True),
-        AllGather(tensor),
-        AllToAll(tensor),
+        AllReduce(Part(tensor)),
+        AllReduce(Part(tensor), average=True),
+        AllReduce(Part(tensor), average=True, group="inner"),
+        AllReduce(Part(tensor, wire=torch.float16), average=True),
+        AllReduce(Part(tensor.double()), average=True),
+        AllReduce(Part(tensor.to_sparse()), average=True),
+        AllReduce(Part(torch.complex(tensor, tensor)), average=True),
+        AllReduce(Part(tensor, in_place=True), average=True),
+        AllGather(Part(tensor)),
+        AllGather(Part(tensor), group="inner"),
+        AllToAll(Part(tensor)),
+        ReduceScatter(Part(tensor)),
+        ReduceScatter(Part(tensor.double())),
     )
-    asks = Asks(requests=(*kinds, *kinds))
-    tasks = [_task(bucket, asks) for bucket in range(len(asks.requests))]
-    for task in tasks:
-        task.begin()
-    made = bundles(tasks, Packings())
-    assert sorted(len(bundle.tasks) for bundle in made) == [1, 1, 2, 2, 2, 2, 2, 2]  # the sparse ones travel alone
-    assert sum(bundle.request.payload_bytes for bundle in made) == sum(r.payload_bytes for r in asks.requests)
+    made = Packer(4, by_name=True).ship([*kinds, *kinds])
+    # What is sparse, complex, or needs no other memory than its own travels alone.
+    assert sorted(len(shipment.places) for shipment in made) == [1] * 6 + [2] * 10
+    sizes = [16, 16, 16, 8, 32, 0, 32, 16, 16, 16, 16, 16, 32]
+    assert sum(shipment.collective.payload_bytes for shipment in made) == 2 * sum(sizes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeveralAtOnce(Compressor):
+    """Ask for a sum, a gather and an exchange at once; then judge."""
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        own, rows = Part(bucket.memory), Part(bucket.memory.expand(context.world_size, -1).contiguous())
+        answers = yield (AllReduce(own, average=True, last=True), AllGather(own, last=True), AllToAll(rows, last=True))
+        (mean,), (gathered,), (swapped,) = answers
+        assert torch.equal(gathered, swapped)
+        yield Judge(mean)
+        bucket.memory.copy_(gathered.mean(0) + mean)
+
+
+@pytest.mark.parametrize(("policy", "collectives"), [("fifo", 6), ("fused", 3)])
+def test_several_requests_at_once_are_answered_together(policy: str, collectives: int) -> None:
+    workers = Workers(SeveralAtOnce(), 2, zeros((4,), (6,)), buckets=2, policy=policy)
+    for means in workers.step(
+        [[torch.full((4,), 1.0), torch.full((6,), 5.0)], [torch.full((4,), 2.0), zeros((6,))[0]]]
+    ):
+        assert means[0].tolist() == [3.0] * 4 and means[1].tolist() == [5.0] * 6
+    assert workers.traffic.collectives == collectives
 
 
 def test_a_message_that_is_no_longer_used_is_let_go() -> None:
-    workers = Workers(
-        commhooks.make_compressor("powersgd", start_after=1), 1, zeros((30, 40), (30, 40)), buckets=2, policy="fused"
+    compressor = commhooks.StartAfter(
+        before=commhooks.make_compressor("fp16"), steps=1, inner=commhooks.make_compressor("powersgd")
     )
-    packings = workers.policies[0]._packings  # type: ignore[attr-defined]  # "Policy": the fused one has them
+    workers = Workers(compressor, 1, zeros((30, 40), (30, 40)), buckets=2, policy="fused")
     for step in range(8):
         workers.step(normal(workers.parameters, 1, seed=step))
-        assert len(packings) == (1 if step == 0 else 3 if step < 4 else 2)  # the dense one, P's and Q's
+        messages = workers.schedulers[0].working_memory()
+        assert len(messages) == (1 if step == 0 else 3 if step < 4 else 2)  # the dense one, P's and Q's
 
 
-def test_a_request_after_the_last_one_is_refused() -> None:
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Insatiable(Compressor):
-        def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
-            yield AllReduce(bucket.memory, last=True)
-            yield AllReduce(bucket.memory)
-            return Result(bucket.memory)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asks(Compressor):
+    """Ask for what the test says, in order."""
 
-    policy = Fifo(Scripted(), lambda pending: True, lambda task: None)
-    policy.add(_task(0, Insatiable()))
-    policy.turn()
-    with pytest.raises(commhooks.CompressorError, match="after a request marked last=True"):
-        policy.turn()
+    asked: tuple[Any, ...]
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        for one in self.asked:
+            _ = yield one
+
+
+SUM = AllReduce(Part(torch.zeros(2)), last=True)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ((SUM, SUM), "after a request marked last=True"),
+        ((Judge(torch.zeros(2)), SUM), "after Judge, which must be the last"),
+        ((torch.zeros(2),), "asked for something that is no request"),
+        (((),), "asked for something that is no request"),
+        (((SUM, Judge(torch.zeros(2))),), "asked for something that is no request"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_may_not_be_asked_for_is_refused(policy: str, asked: tuple[Any, ...], complaint: str) -> None:
+    workers = Workers(Asks(asked=asked), 1, zeros((2,)), policy=policy)
+    with pytest.raises(commhooks.CompressorError, match=rf"rank 0, step 0, bucket 0 .*layer0.*{complaint}"):
+        workers.step([[torch.ones(2)]])
 
 
 def test_a_collective_that_fails_is_thrown_into_the_compressor() -> None:
@@ -330,19 +465,24 @@ def test_a_collective_that_fails_is_thrown_into_the_compressor() -> None:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Watching(Compressor):
-        def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
+        def compress(self, bucket: BucketView, context: Context) -> Exchange:
             try:
-                yield AllReduce(bucket.memory)
+                yield AllReduce(Part(bucket.memory))
             except commhooks.CollectiveError as error:
                 seen.append(error)
                 raise
-            return Result(bucket.memory)
 
-    for compressor in (Watching(), commhooks.WireDtype(inner=Watching(), dtype=torch.float16)):
+    wrappers: list[Compressor] = [
+        Watching(),
+        commhooks.WireDtype(inner=Watching(), dtype=torch.float16),
+        commhooks.ErrorFeedback(inner=Watching()),
+        commhooks.StartAfter(inner=commhooks.AllReduceMean(), before=Watching(), steps=1),
+    ]
+    for compressor in wrappers:
         task = _task(0, compressor)
         task.begin()
         task.throw(commhooks.CollectiveError("the line is cut"))
-    assert [str(error) for error in seen] == ["the line is cut"] * 2
+    assert [str(error) for error in seen] == ["the line is cut"] * 4
 
 
 # --- wrappers -------------------------------------------------------------------------------------------------------
@@ -409,9 +549,8 @@ def test_a_step_that_was_cut_short_is_dropped_when_the_next_one_begins() -> None
 def test_only_sums_can_be_cast_on_the_wire() -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Gathering(Compressor):
-        def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
-            yield AllGather(bucket.memory)
-            return Result(bucket.memory)
+        def compress(self, bucket: BucketView, context: Context) -> Exchange:
+            yield AllGather(Part(bucket.memory))
 
     task = _task(0, commhooks.WireDtype(inner=Gathering(), dtype=torch.float16))
     with pytest.raises(commhooks.CompressorError, match="only sums can be cast on the wire.*asked for an all-gather"):
@@ -426,32 +565,68 @@ def test_a_wire_that_cannot_sum_is_refused(dtype: Any) -> None:
         commhooks.StartAfter(inner=commhooks.AllReduceMean(), steps=-1)
 
 
-def test_error_feedback_refuses_what_leaves_nothing_out_or_remembers_by_itself() -> None:
-    for inner in (commhooks.AllReduceMean(), commhooks.PowerSGD(), commhooks.NoOp()):
-        with pytest.raises(commhooks.SettingsError, match=r"ErrorFeedback\(inner=.*inner must tell what it left out"):
-            commhooks.ErrorFeedback(inner=inner)
-    with pytest.raises(commhooks.SettingsError, match="inner must tell"):
-        commhooks.make_compressor("all-reduce", error_feedback=True)
+def test_error_feedback_refuses_itself_and_a_decay_that_is_none() -> None:
+    once = commhooks.ErrorFeedback(inner=commhooks.Cast(dtype=torch.float16))
+    with pytest.raises(commhooks.SettingsError, match=r"ErrorFeedback\(inner=.*inner must not be ErrorFeedback itself"):
+        commhooks.ErrorFeedback(inner=once)
+    for decay in (0.0, -1.0, 1.5, float("nan")):
+        with pytest.raises(commhooks.SettingsError, match=r"ErrorFeedback\(decay=.*\): decay must be in \(0, 1\]"):
+            dataclasses.replace(once, decay=decay)
 
 
-def test_the_word_error_feedback_means_the_wrapper_or_the_compressors_own() -> None:
-    assert commhooks.make_compressor("fp16", error_feedback=True) == commhooks.ErrorFeedback(
-        inner=commhooks.Cast(dtype=torch.float16)
-    )
-    assert commhooks.make_compressor("fp16", error_feedback=False) == commhooks.Cast(dtype=torch.float16)
-    assert commhooks.make_compressor("powersgd", error_feedback=False) == commhooks.PowerSGD(error_feedback=False)
-    assert commhooks.make_compressor("powersgd") == commhooks.PowerSGD()
+@pytest.mark.parametrize("name", ["all-reduce", "noop"])
+def test_error_feedback_keeps_nothing_where_nothing_is_lost(name: str) -> None:
+    workers = Workers(commhooks.make_compressor(name, error_feedback=True), 2, zeros((30, 40), (7,)))
+    workers.step(normal(workers.parameters, 2, seed=0))
+    assert workers.states[0].memory_bytes() == 0
 
 
-def test_error_feedback_names_a_compressor_that_does_not_tell() -> None:
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Forgetful(commhooks.AllReduceMean):
-        @property
-        def tells_unsent(self) -> bool:
-            return True
+def test_the_word_error_feedback_means_the_wrapper() -> None:
+    half = commhooks.Cast(dtype=torch.float16)
+    assert commhooks.make_compressor("fp16", error_feedback=True) == commhooks.ErrorFeedback(inner=half)
+    assert commhooks.make_compressor("fp16", error_feedback=False) == commhooks.make_compressor("fp16") == half
+    powersgd, sign = commhooks.PowerSGD(), commhooks.TwoHop(codec=commhooks.Sign())
+    assert commhooks.make_compressor("powersgd", error_feedback=False) == powersgd
+    assert commhooks.make_compressor("powersgd") == commhooks.ErrorFeedback(inner=powersgd)
+    assert commhooks.make_compressor("sign") == commhooks.ErrorFeedback(inner=sign)
+    without = dataclasses.replace(sign, server_feedback=False)
+    assert commhooks.make_compressor("sign", error_feedback=False) == without
 
-    with pytest.raises(commhooks.CompressorError, match=r"Forgetful\(\) must tell what it left out"):
-        Workers(commhooks.ErrorFeedback(inner=Forgetful()), 1, zeros((3,))).step([[torch.ones(3)]])
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Expanding(commhooks.AllReduceMean):
+    """Lose, at worst, so many times what is given, in squared norms."""
+
+    error: float
+
+    def relative_error(self, elements: int) -> float:
+        return self.error if elements > 5 else 0.0
+
+
+@pytest.mark.parametrize("error", [1.0, 3.0, float("inf")])
+def test_a_residual_that_would_grow_without_bound_is_refused_unless_it_fades(error: float) -> None:
+    named = {"small": torch.zeros(5), "large": torch.zeros(6)}
+    growing = commhooks.ErrorFeedback(inner=Expanding(error=error))
+    started = commhooks.StartAfter(inner=commhooks.WireDtype(inner=growing, dtype=torch.float16), steps=3)
+    complaint = rf"of parameter 'large', inner may lose {error:.3g} times.*grow without bound; set decay below 1"
+    for refused in (growing, started):
+        with pytest.raises(commhooks.SettingsError, match=complaint):
+            refused.check_parameters(named)
+        refused.check_parameters({"small": named["small"]})
+    dataclasses.replace(growing, decay=0.9).check_parameters(named)
+    commhooks.ErrorFeedback(inner=Expanding(error=0.999)).check_parameters(named)
+
+
+def test_what_is_attached_must_not_let_residuals_grow() -> None:
+    run_ranks(_attach_what_expands, 2, check_exit=False)
+
+
+def _attach_what_expands(rank: int) -> None:
+    model = wrap("core", torch.nn.Linear(3, 2))
+    growing = commhooks.ErrorFeedback(inner=Expanding(error=1.0))
+    with pytest.raises(commhooks.SettingsError, match="of parameter 'weight', inner may lose 1 times"):
+        commhooks.attach(model, growing)
+    commhooks.attach(model, dataclasses.replace(growing, decay=0.5)).detach()
 
 
 # --- state and statistics -------------------------------------------------------------------------------------------
@@ -464,6 +639,71 @@ def test_state_is_found_by_the_parameter_itself_and_takes_its_name() -> None:
     assert table.of(first) is table.of(first) is not table.of(second)
     table.bind([("weight", first)])
     assert table.of(first).key == "weight" and table.name_of(second) is None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remembers(commhooks.AllReduceMean):
+    """Declare what the test says."""
+
+    entries: dict[str, Entry] = dataclasses.field(hash=False)
+
+    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
+        return self.entries
+
+
+def _laid_out(table: StateTable, parameter: Tensor, **entries: Entry) -> dict[str, Tensor]:
+    slot = Slot(parameter, parameter.reshape(-1), table.of(parameter))
+    table.lay_out([slot], Remembers(entries=entries))
+    return table.of(parameter).tensors
+
+
+def test_memory_of_state_stays_where_it_is_and_what_is_loaded_is_copied_into_it() -> None:
+    table, parameter = StateTable(), torch.zeros(4, 6).t()
+    table.bind([("w", parameter)])
+    entries = {
+        "residual": Entry(kind="residual"),
+        "v": Entry(kind="private", units=2),
+        "Q": Entry(kind="replicated", shape=(2, 6), init=functools.partial(torch.full_like, fill_value=3.0)),
+    }
+    kept = _laid_out(table, parameter, **entries)
+    places = {name: tensor.data_ptr() for name, tensor in kept.items()}
+    assert kept["residual"].tolist() == [0.0] * 24 and kept["Q"].tolist() == [[3.0] * 6] * 2
+    kept["residual"].copy_(torch.arange(24))
+    replicated, own = table.export()
+    assert replicated.keys() == own.keys() == {"w"} and own["w"].keys() == {"residual", "v"}
+    assert torch.equal(own["w"]["residual"], torch.arange(24.0).view(4, 6).t())  # in the parameter's own shape
+    saved = {name: {e: t.contiguous().clone() for e, t in held["w"].items()} for name, held in (("own", own),)}["own"]
+    kept["residual"].zero_()
+    kept["v"].fill_(5.0)
+    table.load({}, {"w": {"residual": saved["residual"]}}, table.kinds())
+    assert {name: tensor.data_ptr() for name, tensor in table.of(parameter).tensors.items()} == places
+    assert kept["residual"].tolist() == list(range(24))
+    assert kept["v"].tolist() == [0.0] * 24 and kept["Q"].tolist() == [[3.0] * 6] * 2  # not loaded: begun anew
+    assert _laid_out(table, parameter, **entries)["residual"].data_ptr() == places["residual"]
+
+
+def test_what_is_loaded_waits_for_the_compressor_that_declares_it() -> None:
+    table, parameter = StateTable(), torch.zeros(3)
+    table.bind([("w", parameter)])
+    table.load({}, {"w": {"residual": torch.ones(3), "v": torch.full((3,), 2.0)}}, {"v": Entry(kind="private")})
+    assert table.kinds()["v"].kind == "private"
+    assert _laid_out(table, parameter, residual=Entry(kind="residual"))["residual"].tolist() == [1.0] * 3
+    assert _laid_out(table, parameter, v=Entry(kind="private"))["v"].tolist() == [2.0] * 3
+    assert _laid_out(table, parameter, v=Entry(kind="private", shape=(5,)))["v"].tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"kind": "rest"}, r"Entry\(kind='rest'\): kind must be one of replicated, residual, private, share"),
+        ({"kind": "share"}, r"Entry\(kind='share', block=0\): a share has a block, and nothing else has"),
+        ({"kind": "private", "block": 8}, r"Entry\(kind='private', block=8\): a share has a block"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_an_entry_of_no_kind_is_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(commhooks.SettingsError, match=complaint):
+        Entry(**settings)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 3, 2), (1, 5), (5, 1), (4, 3, 2, 2)], ids=str)
@@ -488,7 +728,7 @@ def test_the_ledger_tells_the_last_step_from_all_of_them() -> None:
         for bucket in range(2):
             task = _task(bucket, Rounds(rounds=1))
             task.is_last = bucket == 1
-            traffic.count(AllReduce(torch.zeros(10 * (step + 1))), world_size=2)
+            traffic.count(Collective("all-reduce", torch.zeros(10 * (step + 1))), world_size=2)
             ledger.enter(task, traffic)
     totals, last = ledger.totals(traffic), ledger.last_step()
     assert (totals.steps, totals.buckets, totals.collectives, totals.payload_bytes) == (3, 6, 6, 480)
