@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import CheckpointError, Compressor, PowerSGD, PowerSGDState
+from commhooks import CheckpointError, Compressor, PowerSGDState, make_compressor
 from commhooks.checkpoints import files as checkpoint
 from commhooks.checkpoints.folder import prepare
 from tests.commhooks.models import wrap
@@ -90,7 +90,7 @@ class Run:
         settings = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
         self.optimizer = optimizer(self.ddp.parameters(), lr=0.05, **settings)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scales)
-        self.hooks = commhooks.attach(self.ddp, compressor or PowerSGD(rank=1), scaler=self.scaler)
+        self.hooks = commhooks.attach(self.ddp, compressor or make_compressor("powersgd", rank=1), scaler=self.scaler)
         self.steps = 0
 
     def train(self, steps: int) -> None:
@@ -236,7 +236,7 @@ def _forgeries(mark: Path, other: Path) -> Iterator[tuple[str, str, Callable[[Pa
     yield "no text", "manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00")
     yield "version of the manifest", "manifest.json", _other_version
     yield "version of a file", "rank1.pt", lambda path: _rewrite(path, format_version=2)
-    yield "version of the hook", "shared.pt", lambda path: _rewrite_hooks(path, format_version=2)
+    yield "version of the hook", "shared.pt", lambda path: _rewrite_hooks(path, format_version=3)
     yield "kind of the hook's entries", "shared.pt", lambda path: _rewrite_hooks(path, replicated=[1])
     yield "hooks no dictionary", "shared.pt", lambda path: _rewrite(path, hooks=[1])
     yield "model no dictionary", "shared.pt", lambda path: _rewrite(path, model=1)
@@ -278,7 +278,7 @@ def misfits(rank: int, folder: str) -> list[Told]:
     runs: dict[str, dict[str, Any]] = {
         "names": {"module": Renamed()},
         "shapes": {"module": Network(width=10)},
-        "settings": {"compressor": PowerSGD(rank=2, iterations=2)},
+        "settings": {"compressor": make_compressor("powersgd", rank=2, iterations=2)},
         "compressor": {"compressor": commhooks.AllReduceMean()},
         "optimizer": {"optimizer": torch.optim.Adagrad},
     }

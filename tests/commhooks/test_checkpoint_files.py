@@ -26,7 +26,7 @@ FORGED = {
     "no text": ("manifest.json", "cannot be read"),
     "version of the manifest": ("was saved in format 2", "reads format 1"),
     "version of a file": ("rank1.pt", "format 1"),
-    "version of the hook": ("version of the hook", "the hook's state was saved in format 2", "reads format 1"),
+    "version of the hook": ("version of the hook", "the hook's state was saved in format 3", "reads formats 1 to 2"),
     "kind of the hook's entries": ("replicated: expected dict, got list",),
     "hooks no dictionary": ("hooks no dictionary",),
     "model no dictionary": ("shared.pt", "it has no model, or of another type"),
@@ -42,7 +42,7 @@ FORGED = {
 MISFITS = {
     "names": ("checkpoint has no 'head.weight'", "checkpoint has 'last.weight', which the model has not"),
     "shapes": ("'first.weight' was saved with shape (8, 6), now (10, 6)",),
-    "settings": ("setting rank: saved with 1, now 2", "setting iterations: saved with 1, now 2"),
+    "settings": ("setting inner.rank: saved with 1, now 2", "setting inner.iterations: saved with 1, now 2"),
     "compressor": ("setting compressor: saved with PowerSGD, now AllReduceMean",),
     "optimizer": ("optimizer: saved from SGD, now Adagrad",),
     "hooks": ("it was saved without hooks=",),
@@ -157,7 +157,7 @@ def test_buffers_that_are_no_state_may_have_any_shape(tmp_path: Path) -> None:
 def test_a_powersgd_state_is_saved_and_loaded_as_an_attachment_is(kind: str, tmp_path: Path) -> None:
     for same, text in run_ranks(on_every_rank.of_a_powersgd_state, 2, kind, str(tmp_path)):
         assert same, text
-        assert "setting inner.rank: saved with 1, now 2" in text
+        assert "setting inner.inner.rank: saved with 1, now 2" in text
 
 
 @pytest.mark.parametrize("step", [-1, 2.0, True, "3", None])
