@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 import commhooks
-from commhooks import PowerSGD, PowerSGDState
+from commhooks import PowerSGD, PowerSGDState, make_compressor
 from tests.commhooks.hooks_in_worlds import TINY_BUCKETS
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
@@ -54,7 +54,7 @@ def recovery(rank: int, kind: str, policy: str, atomic: bool, seeds: int) -> lis
     found = []
     plain, compressed = scaled(kind), scaled(kind)
     attachment = commhooks.attach(
-        compressed.model, PowerSGD(rank=2), policy=policy, scaler=compressed.scaler, atomic=atomic
+        compressed.model, make_compressor("powersgd", rank=2), policy=policy, scaler=compressed.scaler, atomic=atomic
     )
     for seed in range(seeds):
         dice = random.Random(seed)
@@ -106,14 +106,16 @@ def a_changing_scale_changes_nothing(rank: int, kind: str, how: str) -> None:
     scaled_up = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
     plain = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
     scaler = GradScaler("cpu", init_scale=65536.0)
-    commhooks.attach(plain, PowerSGD(rank=2))
+    commhooks.attach(plain, make_compressor("powersgd", rank=2))
     if how == "hook":
         state = PowerSGDState(None, 2, start_powerSGD_iter=0)
         state.bind(scaled_up, scaler=scaler)
         scaled_up.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]
         attachment: Any = state
     else:
-        attachment = commhooks.attach(scaled_up, PowerSGD(rank=2), scaler=scaler if how == "scaler" else None)
+        attachment = commhooks.attach(
+            scaled_up, make_compressor("powersgd", rank=2), scaler=scaler if how == "scaler" else None
+        )
     for step, scale in enumerate([65536.0, 65536.0, 1.0, 2.0, 2.0**-3, 2.0**10, 1.0]):
         scaler.scale(torch.ones(()))  # a scaler has no scale to change before it was used
         if how == "announced":
@@ -136,7 +138,7 @@ def accumulate_unscale_clip_step(rank: int, kind: str) -> tuple[int, list[Tensor
         model = wrap(kind, nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30)), **TINY_BUCKETS)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=2, enabled=with_scaler)
-        attachment = commhooks.attach(model, PowerSGD(rank=2), scaler=scaler)
+        attachment = commhooks.attach(model, make_compressor("powersgd", rank=2), scaler=scaler)
         for step in range(6):
             optimizer.zero_grad()
             inputs = [torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * step + i + rank)) for i in (0, 5)]

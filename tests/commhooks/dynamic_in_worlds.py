@@ -125,7 +125,9 @@ def uneven_inputs(rank: int, kind: str, how: str, case: str) -> None:
 def spoilt_after_joining(rank: int, kind: str, policy: str, matrices: Any) -> None:
     """Let rank 0 join, and bring an inf to a run whose steps are atomic: nobody's state changes any more."""
     model = wrap(kind, Branches(), **BRANCHES)
-    hooks = commhooks.attach(model, commhooks.PowerSGD(rank=2, matrices=matrices), policy=policy, atomic=True)
+    hooks = commhooks.attach(
+        model, commhooks.make_compressor("powersgd", rank=2, matrices=matrices), policy=policy, atomic=True
+    )
     kept: list[dict[str, Tensor]] = []
     with model.join():  # type: ignore[operator]
         for step in range(5 if rank else 3):
@@ -146,7 +148,7 @@ def spoilt_after_joining(rank: int, kind: str, policy: str, matrices: Any) -> No
 def joined_when_buckets_are_cut(rank: int, kind: str) -> None:
     """Let rank 0 join after the first step, where residuals are laid out for other buckets: it keeps what it owes."""
     model = wrap(kind, Branches(), **BRANCHES)
-    hooks = commhooks.attach(model, commhooks.PowerSGD(rank=2, matrices="whole-bucket"))
+    hooks = commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2, matrices="whole-bucket"))
     kept: list[Tensor] = []
     with model.join():  # type: ignore[operator]
         for step in range(3 if rank else 1):

@@ -166,7 +166,7 @@ def unusual_models(rank: int, kind: str) -> dict[str, bool]:
     right = {}
     for policy in ("fifo", "fused"):
         complex_model = given(kind, dtype=torch.complex64)
-        commhooks.attach(complex_model, commhooks.PowerSGD(rank=2), policy=policy)
+        commhooks.attach(complex_model, commhooks.make_compressor("powersgd", rank=2), policy=policy)
         gradients = integers(0, torch.complex64)
         right[f"complex, {policy}"] = same(step(complex_model, gradients[rank]), means(gradients))
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks import PowerSGD, make_compressor
+from commhooks import make_compressor
 from tests.commhooks.disagreement_in_worlds import Told, told_by
 from tests.commhooks.hooks_in_worlds import SHAPES, Mirrored, backward, given, largest_error
 from tests.commhooks.replicas_in_worlds import digest_of
@@ -21,8 +21,8 @@ from tests.commhooks.workers import mean_of, normal, zeros
 
 SEQUENCE = [
     make_compressor("fp16"),
-    PowerSGD(rank=2),
-    PowerSGD(rank=4),
+    make_compressor("powersgd", rank=2),
+    make_compressor("powersgd", rank=4),
     make_compressor("all-reduce"),
     make_compressor("fp16", error_feedback=True),
 ]
@@ -65,7 +65,7 @@ def sequence(rank: int, kind: str, policy: str) -> Replaced:
 
 
 def _mean_residual(both: Mirrored, parameter: Tensor) -> Tensor:
-    kept = both.attachment.state.of(parameter).local.get("residual")
+    kept = both.attachment.state.of(parameter).tensors.get("residual")
     total = torch.zeros(parameter.shape, dtype=torch.float64) if kept is None else kept.double().view(parameter.shape)
     dist.all_reduce(total)
     return total / 2
@@ -73,7 +73,7 @@ def _mean_residual(both: Mirrored, parameter: Tensor) -> Tensor:
 
 def refusals(rank: int, kind: str, policy: str) -> dict[str, Told]:
     """Ask for replacements that cannot be; after each, the old compressor must go on as if nobody had asked."""
-    both = Mirrored(kind, PowerSGD(rank=2), policy)
+    both = Mirrored(kind, make_compressor("powersgd", rank=2), policy)
     replace, told = both.attachment.replace, {}
     step = iter(range(20))
 
@@ -82,7 +82,7 @@ def refusals(rank: int, kind: str, policy: str) -> dict[str, Told]:
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
     demand_lockstep()
-    told["skip"] = told_by(lambda: replace(PowerSGD(rank=2, skip=("head.*",))))
+    told["skip"] = told_by(lambda: replace(make_compressor("powersgd", rank=2, skip=("head.*",))))
     demand_lockstep()
     told["name"] = told_by(lambda: replace("powersdg"))
     demand_lockstep()

@@ -137,7 +137,7 @@ def resumed_in_place(rank: int, kind: str, folder: str) -> dict[str, float]:
 
     The compressor makes one matrix of a bucket, so that it shows at once if the first step's are cut otherwise.
     """
-    whole = commhooks.PowerSGD(rank=2, matrices="whole-bucket")
+    whole = commhooks.make_compressor("powersgd", rank=2, matrices="whole-bucket")
     distances = {}
     for what, cap in (
         ("replaced", SMALL_BUCKETS),
@@ -147,7 +147,9 @@ def resumed_in_place(rank: int, kind: str, folder: str) -> dict[str, float]:
     ):
         path = Path(folder) / what
         static: dict[str, Any] = {"static_graph": what == "static graph"}
-        run = begin(kind, "fifo", commhooks.PowerSGD(rank=1) if what == "replaced" else whole, cap, **static)
+        run = begin(
+            kind, "fifo", commhooks.make_compressor("powersgd", rank=1) if what == "replaced" else whole, cap, **static
+        )
         run.train(rank, 0, 3)
         if isinstance(run.hooks, Attachment) and what == "replaced":
             run.hooks.replace(whole)

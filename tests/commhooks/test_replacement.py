@@ -50,7 +50,7 @@ def test_a_replacement_that_cannot_be_is_refused_and_the_old_compressor_goes_on(
             "in mid-step": "AttachError",
             "detached": "AttachError",
         }
-        assert "'head.*' must fit a parameter's name; there are weights.0, weights.1" in told["skip"].text
+        assert "'head.*' must match a parameter's name; there are weights.0, weights.1" in told["skip"].text
         assert "Did you mean 'powersgd'" in told["name"].text
         assert "expected a Compressor or a name (got 3)" in told["type"].text
         assert "replace: step 4 is under way; call it between two steps" in told["in mid-step"].text
