@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
 
 import pytest
 import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import AllGather, AllReduce, AllToAll, BucketView, Compressor, Context, Request, Result
-from commhooks.language.compressor import Exchange
+from commhooks import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    BucketView,
+    Compressor,
+    Context,
+    Entry,
+    Exchange,
+    Judge,
+    Part,
+    ReduceScatter,
+    Request,
+)
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
@@ -21,21 +32,23 @@ both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
 class Notes(Compressor):
     """Ask for one of each kind, and note the shapes of the answers."""
 
-    shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, hash=False)
+    shapes: dict[str, list[tuple[int, ...]]] = dataclasses.field(default_factory=dict, hash=False)
 
-    def compress(self, bucket: BucketView, context: Context) -> Generator[Request, Tensor, Result]:
-        rows = bucket.memory.expand(context.world_size, -1).contiguous()
-        requests = [
-            AllReduce(bucket.memory),
-            AllGather(bucket.memory),
-            AllGather(bucket.memory.view(-1, 1)),
-            AllToAll(rows),
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        W = context.world_size
+        rows = bucket.memory.expand(W, -1).contiguous()
+        requests: list[Request] = [
+            AllReduce(Part(bucket.memory)),
+            AllGather(Part(bucket.memory)),
+            AllGather(Part(bucket.memory.view(-1, 1)), Part(bucket.memory.to(torch.uint8))),
+            AllToAll(Part(rows), Part(rows.view(W, -1, 1).double())),
+            ReduceScatter(Part(rows)),
         ]
         for number, request in enumerate(requests):
-            answer = yield request
-            self.shapes[f"{number} {request.kind}"] = tuple(answer.shape)
-            assert answer.dtype == bucket.memory.dtype
-        return Result(bucket.memory)
+            answers = yield request
+            for part, answer in zip(request.parts, answers, strict=True):
+                assert answer.dtype == part.tensor.dtype
+                self.shapes.setdefault(f"{number} {request.kind}", []).append(tuple(answer.shape))
 
 
 @both_policies
@@ -44,10 +57,11 @@ def test_answers_have_the_promised_shape_also_if_they_are_empty(policy: str, siz
     notes = Notes()
     Workers(notes, 3, zeros((size,)), policy=policy).step([[torch.ones(size)]] * 3)
     assert notes.shapes == {
-        "0 all-reduce": (size,),
-        "1 all-gather": (3, size),
-        "2 all-gather": (3, size, 1),
-        "3 all-to-all": (3, size),
+        "0 all-reduce": [(size,)] * 3,
+        "1 all-gather": [(3, size)] * 3,
+        "2 all-gather": [(3, size, 1), (3, size)] * 3,
+        "3 all-to-all": [(3, size), (3, size, 1)] * 3,
+        "4 reduce-scatter": [(size,)] * 3,
     }
 
 
@@ -55,14 +69,16 @@ def test_answers_have_the_promised_shape_also_if_they_are_empty(policy: str, siz
 class LosesInf(Compressor):
     """Exchange shares, and pass them on by way of a code that cannot carry an inf; count the steps committed."""
 
+    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
+        return {"commits": Entry(kind="replicated", shape=(1,))}
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        state = bucket.slots[0].state.replicated
-        commits = state.setdefault("commits", torch.zeros(1))
-        received = yield AllToAll(bucket.memory.view(context.world_size, -1))
-        shares = yield AllGather(received.sum(0).clamp(-9, 9), last=True)
-        context.commit(commits, commits + 1, context.all_finite(shares))
-        bucket.memory.copy_(shares.reshape(-1))
-        return Result(bucket.memory)
+        (slot,) = bucket.slots
+        (received,) = yield AllToAll(Part(bucket.memory.view(context.world_size, -1)))
+        (shares,) = yield AllGather(Part(received.sum(0).clamp(-9, 9)), last=True)
+        finite = yield Judge(shares)
+        slot.commit("commits", slot.state("commits") + 1, finite)
+        slot.write(shares.reshape(-1))
 
 
 @both_policies
@@ -72,15 +88,15 @@ def test_what_only_one_rank_received_does_not_decide_the_step(policy: str) -> No
     gradients = normal(workers.parameters, 2, seed=0)
     gradients[0][0][3] = torch.inf
     workers.step(gradients)
-    commits = [[table.of(p).replicated["commits"].item() for p in workers.parameters] for table in workers.states]
-    assert commits[0] == commits[1]
+    commits = [[table.of(p)["commits"].item() for p in workers.parameters] for table in workers.states]
+    assert commits[0] == commits[1] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16], ids=str)
 def test_a_wire_ends_with_the_compressor_that_it_was_put_around(wire: torch.dtype) -> None:
     """In float64 a step's means and what is owed add up to some hundred roundings of 2**-53 of numbers below 10."""
     before = commhooks.WireDtype(inner=commhooks.AllReduceMean(), dtype=wire)
-    compressor = commhooks.StartAfter(before=before, steps=2, inner=commhooks.PowerSGD(rank=1))
+    compressor = commhooks.StartAfter(before=before, steps=2, inner=commhooks.make_compressor("powersgd", rank=1))
     workers = Workers(compressor, 2, zeros((24, 40), dtype=torch.float64))
     short = torch.zeros(24, 40, dtype=torch.float64)
     for step in range(5):
@@ -94,7 +110,7 @@ def test_a_wire_ends_with_the_compressor_that_it_was_put_around(wire: torch.dtyp
 
 @pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16], ids=str)
 def test_of_nested_wires_only_the_outermost_counts(outer: torch.dtype) -> None:
-    inner = commhooks.PowerSGD(rank=1)
+    inner = commhooks.make_compressor("powersgd", rank=1)
     nested = commhooks.WireDtype(inner=commhooks.WireDtype(inner=inner, dtype=torch.float16), dtype=outer)
     left: list[list[torch.Tensor]] = []
     for compressor in (nested, commhooks.WireDtype(inner=inner, dtype=outer)):

@@ -1,7 +1,8 @@
-"""Local state that is not the residual: what becomes of it where state must change without its compressor."""
+"""State of a rank's own that is not the residual: what becomes of it where state must change without its compressor."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,169 +10,257 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import Context, LoadRules, LocalEntry, Snapshot, run_lockstep
-from commhooks.engine.guards import refuse_what_is_not_declared, take_part_with_zeros
+from commhooks import (
+    AllReduce,
+    BucketView,
+    Compressor,
+    CompressorError,
+    Context,
+    Entry,
+    Exchange,
+    LoadRules,
+    Slot,
+    Snapshot,
+    make_compressor,
+)
+from commhooks.compressors.two_hop import SERVER_ERROR
+from commhooks.engine.replay import Resumed
+from commhooks.language.entries import blocks_served
 from commhooks.state.loss_scale import LossScale
-from commhooks.state.memory import memory_report
 from commhooks.state.snapshot import settings_of
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
 from tests.commhooks.ranks import run_ranks
-from tests.commhooks.two_hops import SERVER_ERROR, TwoHops
-from tests.commhooks.workers import Workers, mean_of, normal, zeros
+from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
 
-SIZE = 22
-"""Not a multiple of the ranks."""
+BLOCK = 8
+SHAPES = ((9, 10), (5, 7), (6,), (40,))
+"""11 blocks and a rest of 2; 4 and 3; a rest alone; 5 blocks."""
 
 
-def trained(world_size: int = 4, steps: int = 3, **settings: Any) -> tuple[Workers, Tensor]:
+def sign() -> Compressor:
+    return make_compressor("sign", block=BLOCK)
+
+
+def trained(world_size: int = 4, steps: int = 3, **settings: Any) -> tuple[Workers, list[Tensor]]:
     """Return workers after some steps, and what the means sent so far fall short of those of the gradients."""
     dtype = settings.pop("dtype", torch.float64)
-    workers = Workers(TwoHops(), world_size, zeros((SIZE,), dtype=dtype), **settings)
-    short = torch.zeros(SIZE, dtype=torch.float64)
+    workers = Workers(sign(), world_size, zeros(*SHAPES, dtype=dtype), **settings)
+    short = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for step in range(steps):
         gradients = normal(workers.parameters, world_size, seed=step)
-        short += mean_of(gradients, 0) - workers.step(gradients)[0][0].double()
+        for index, mean in enumerate(workers.step(gradients)[0]):
+            short[index] += mean_of(gradients, index) - mean.double()
     return workers, short
 
 
-def owed(workers: Workers) -> Tensor:
-    """Return what is to reach the model yet: the mean of the residuals, and every rank's share."""
-    residuals = torch.stack([workers.residual(rank, 0).double() for rank in range(workers.world_size)])
-    return residuals.mean(0) + torch.cat([error(workers, rank).double() for rank in range(workers.world_size)])[:SIZE]
-
-
-def error(workers: Workers, rank: int) -> Tensor:
-    return workers.states[rank].of(workers.parameters[0]).local[SERVER_ERROR]
+def error(workers: Workers, rank: int, index: int = 0) -> Tensor:
+    return workers.states[rank].of(workers.parameters[index])[SERVER_ERROR]
 
 
 def snapshot_of(workers: Workers) -> Snapshot:
     return Snapshot(
         step=3, world_size=workers.world_size, policy="fifo", grad_scale=1.0, settings=settings_of(workers.compressor),
-        shapes={}, bucket_plan={}, replicated={},
+        shapes={name: list(p.shape) for name, p in zip(workers.names, workers.parameters, strict=True)},
+        bucket_plan={}, kinds=workers.states[0].kinds(), replicated={},
         local={rank: table.export()[1] for rank, table in enumerate(workers.states)},
     )  # fmt: skip
 
 
-def test_two_hops_lose_nothing() -> None:
-    workers, short = trained()
-    assert max(float(error(workers, rank).abs().max()) for rank in range(4)) > 0.1
-    assert (short - owed(workers)).abs().max() <= 1e-13  # some 50 roundings of numbers below 4, in float64
+def taken_up(saved: Snapshot, world_size: int, how: str) -> Workers:
+    """Return so many workers that go on from a snapshot."""
+    rules = LoadRules(world_size=how)
+    workers = Workers(sign(), world_size, zeros(*SHAPES, dtype=torch.float64))
+    declared = {name: workers.kinds() for name in workers.names}
+    shapes = {name: list(p.shape) for name, p in zip(workers.names, workers.parameters, strict=True)}
+    for rank, engine in enumerate(workers.engines):
+        assert saved.differences(sign(), shapes, declared, world_size, rank, rules) == []
+        engine.state.load(saved.replicated, saved.entries_for(rank, world_size, rules), saved.kinds)
+        engine.go_on_from(saved.step, saved.grad_scale, Resumed())
+    return workers
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
+def test_two_hops_lose_nothing(world_size: int) -> None:
+    """Sent, and not sent by any hop, add up: some 50 roundings of numbers below 8, in float64."""
+    workers, short = trained(world_size)
+    assert world_size == 1 or max(largest(error(workers, rank)) for rank in range(world_size)) > 0.1
+    for index, missing in enumerate(short):
+        assert largest(missing - workers.unsent(index)) <= 1e-13
+
+
+def test_every_block_is_served_by_one_rank() -> None:
+    workers, _ = trained()
+    for index, name in enumerate(workers.names):
+        blocks = workers.parameters[index].numel() // BLOCK
+        served = [list(blocks_served(name, blocks, rank, 4)) for rank in range(4)]
+        assert sorted(number for own in served for number in own) == list(range(blocks))
+        if blocks:
+            assert [len(error(workers, rank, index)) for rank in range(4)] == [len(own) for own in served]
 
 
 @pytest.mark.parametrize("how", ["spread", "spread-mean"])
-def test_a_share_cannot_be_spread_and_says_so(how: str) -> None:
+def test_shares_are_dealt_again_for_other_numbers_of_ranks_and_lose_nothing(how: str) -> None:
+    """4, 2 and 4 ranks again: under "spread" the sum over ranks of what is unsent stays, otherwise the mean.
+
+    Halves and doubles lose no digit, so servers' errors of 4 ranks come back bit for bit.
+    """
+    first, _ = trained(4)
+    fewer = taken_up(snapshot_of(first), 2, how)
+    again = taken_up(snapshot_of(fewer), 4, how)
+    for index, shape in enumerate(SHAPES):
+        before, between, after = (workers.unsent(index) for workers in (first, fewer, again))
+        times = 2.0 if how == "spread" else 1.0
+        assert largest(between - times * before) <= 1e-14  # a few roundings of numbers below 16, in float64
+        assert largest(after - before) <= 1e-14
+        if torch.Size(shape).numel() >= BLOCK:
+            for rank in range(2):
+                assert largest(error(fewer, rank, index)) > 0.05
+            for rank in range(4):
+                assert torch.equal(error(again, rank, index), error(first, rank, index))
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (3, 2), (1, 4), (4, 1)])
+def test_steps_after_shares_were_dealt_again_lose_nothing_either(old: int, new: int) -> None:
+    workers = taken_up(snapshot_of(trained(old)[0]), new, "spread-mean")
+    before = [workers.unsent(index) for index in range(len(SHAPES))]
+    gradients = normal(workers.parameters, new, seed=9)
+    means = workers.step(gradients)
+    assert all(torch.equal(a, b) for own in means for a, b in zip(own, means[0], strict=True))
+    for index, kept in enumerate(before):
+        assert largest(means[0][index] + workers.unsent(index) - mean_of(gradients, index) - kept) <= 1e-13
+
+
+def test_reset_forgets_shares_and_residuals() -> None:
     saved = snapshot_of(trained()[0])
-    faults = saved.differences(TwoHops(), {}, 2, 0, LoadRules(world_size=how))
-    assert faults == [
-        "local state 'server error' is each rank's share of 4 ranks and cannot be spread over 2; pass "
-        "world_size='reset' to start all local state from nothing"
-    ]
-    assert saved.differences(TwoHops(), {}, 2, 0, LoadRules(world_size="reset")) == []
     assert saved.entries_for(0, 2, LoadRules(world_size="reset")) == {}
-    assert saved.differences(TwoHops(), {}, 4, 0, LoadRules(world_size=how)) == []
-    assert saved.entries_for(1, 4, LoadRules(world_size=how)) == saved.local[1]
+    workers = taken_up(saved, 2, "reset")
+    workers.step([workers.parameters] * 2)
+    assert not any(largest(workers.unsent(index)) for index in range(len(SHAPES)))
+    same = LoadRules(world_size="spread")
+    assert saved.entries_for(1, 4, same) == saved.local[1]
 
 
 def test_what_is_like_a_residual_is_spread_with_it() -> None:
     local = {rank: {"w": {"residual": torch.full((3,), 1.0 + rank), "m": torch.full((3,), 10.0)}} for rank in range(4)}
-    saved = snapshot_of(trained()[0])
-    saved = Snapshot(**{name: getattr(saved, name) for name in saved.__dataclass_fields__} | {"local": local})
-    declaring = TwoHops(entries={"m": LocalEntry(kind="residual", units=0)})
-    assert not [f for f in saved.differences(declaring, {}, 2, 0, LoadRules(world_size="spread")) if "local" in f]
+    kinds = {"residual": Entry(kind="residual"), "m": Entry(kind="private", units=0)}
+    saved = dataclasses.replace(snapshot_of(trained()[0]), local=local, kinds=kinds)
     spread = [saved.entries_for(rank, 2, LoadRules(world_size="spread"))["w"] for rank in range(2)]
     assert [kept["residual"][0].item() for kept in spread] == [4.0, 6.0]
     assert [kept["m"][0].item() for kept in spread] == [20.0, 20.0]
 
 
 def test_state_that_the_compressor_does_not_keep_is_refused_or_dropped() -> None:
-    saved, powersgd = snapshot_of(trained()[0]), commhooks.PowerSGD()
-    faults = saved.differences(powersgd, {}, 4, 0, LoadRules(settings="change"))
+    workers, _ = trained()
+    saved, powersgd = snapshot_of(workers), make_compressor("powersgd")
+    named = dict(zip(workers.names, workers.parameters, strict=True))
+    shapes = {name: list(parameter.shape) for name, parameter in named.items()}
+    declared = {name: powersgd.state(name, parameter, 4) for name, parameter in named.items()}
+    faults = saved.differences(powersgd, shapes, declared, 4, 0, LoadRules(settings="change"))
     assert faults == [
-        "checkpoint has local state 'server error', which PowerSGD does not keep; pass missing='reset' to drop it"
+        "checkpoint has local state 'server error', which ErrorFeedback does not keep; pass missing='reset' to drop it"
     ]
-    assert saved.differences(powersgd, {}, 4, 0, LoadRules(settings="change", missing="reset")) == []
-    dropped = saved.without_entries_unknown_to(powersgd)
+    assert saved.differences(powersgd, shapes, declared, 4, 0, LoadRules(settings="change", missing="reset")) == []
+    dropped = saved.without_entries_unknown_to(powersgd, named, 4)
     assert dropped.local[2]["layer0"].keys() == {"residual"}
-    assert saved.without_entries_unknown_to(commhooks.WireDtype(inner=TwoHops(), dtype=torch.float16)) == saved
+    started = commhooks.StartAfter(inner=sign(), steps=2)
+    assert saved.without_entries_unknown_to(started, named, 4) == saved
 
 
 def test_the_loss_scale_takes_all_state_along_that_is_in_its_units() -> None:
     """A power of two changes no digit, so the scaled run's means are the other's, times the scale."""
     (plain, _), (scaled, _) = trained(dtype=torch.float32), trained(dtype=torch.float32)
-    for table in scaled.states:
-        scale = LossScale()
-        scale.announce(1024.0)
-        table.declare(TwoHops().local_entries())
-        scale.apply_to(table.local_by_units(), torch.device("cpu"))
+    for engine in scaled.engines:
+        engine.loss_scale.announce(1024.0)
     gradients = normal(plain.parameters, 4, seed=9)
     larger = [[gradient * 1024 for gradient in own] for own in gradients]
-    assert torch.equal(scaled.step(larger)[0][0], plain.step(gradients)[0][0] * 1024)
+    for ours, theirs in zip(scaled.step(larger)[0], plain.step(gradients)[0], strict=True):
+        assert torch.equal(ours, theirs * 1024)
 
 
 def test_units_are_powers_of_the_loss_scale() -> None:
     table, parameter = StateTable(), torch.zeros(2)
-    table.declare({"squares": LocalEntry(kind="residual", units=2), "counts": LocalEntry(kind="residual", units=0)})
-    table.of(parameter).local |= {name: torch.ones(2) for name in ("residual", "squares", "counts")}
+    entries = {
+        "residual": Entry(kind="residual"),
+        "squares": Entry(kind="private", units=2),
+        "counts": Entry(kind="private", units=0),
+        "basis": Entry(kind="replicated"),
+        "served": Entry(kind="share", block=2),
+    }
+    slot = Slot(parameter, parameter, table.of(parameter))
+    table.lay_out_entries(slot, {name: dataclasses.replace(e, init=torch.ones_like) for name, e in entries.items()})
     scale = LossScale()
     scale.announce(4.0)
-    scale.apply_to(table.local_by_units(), torch.device("cpu"))
-    assert {name: kept[0].item() for name, kept in table.of(parameter).local.items()} == {
-        "residual": 4.0, "squares": 16.0, "counts": 1.0,
+    scale.apply_to(table.by_units(), torch.device("cpu"))
+    assert {name: kept.flatten()[0].item() for name, kept in table.of(parameter).tensors.items()} == {
+        "residual": 4.0, "squares": 16.0, "counts": 1.0, "basis": 1.0, "served": 4.0,
     }  # fmt: skip
 
 
 def test_a_rank_that_has_joined_keeps_its_residual_and_goes_on_serving() -> None:
+    """Zeros outside of a backward pass are those of a rank that has run out of inputs."""
     workers, short = trained()
     gradients = normal(workers.parameters, 4, seed=9)
-    gradients[0][0].zero_()
+    for own in gradients[0]:
+        own.zero_()
     before = {rank: (workers.residual(rank, 0).clone(), error(workers, rank).clone()) for rank in range(4)}
-    exchanges = []
-    for rank, (view,) in enumerate(workers.views):
-        workers.states[rank].declare(TwoHops().local_entries())
-        view.memory.copy_(gradients[rank][0])
-        exchange = TwoHops().compress(view, Context(rank, 4, 3))
-        exchanges.append(take_part_with_zeros(view, exchange) if rank == 0 else exchange)
-    mean = run_lockstep(exchanges)[0].mean
-    short += mean_of(gradients, 0) - mean
+    means = workers.step(gradients)[0]
+    for index, mean in enumerate(means):
+        short[index] += mean_of(gradients, index) - mean
     assert torch.equal(workers.residual(0, 0), before[0][0])
+    assert not torch.equal(workers.residual(1, 0), before[1][0])
     assert all(not torch.equal(error(workers, rank), before[rank][1]) for rank in range(4))
-    assert (short - owed(workers)).abs().max() <= 1e-13  # as above
+    for index, missing in enumerate(short):
+        assert largest(missing - workers.unsent(index)) <= 1e-13  # as above
 
 
 @pytest.mark.parametrize("storage", ["fp32", "bf16", "host"])
 def test_local_state_is_kept_where_residuals_are_and_reported_with_them(storage: str) -> None:
     workers, _ = trained(world_size=2, dtype=torch.float32, storage=storage)
     assert error(workers, 0).dtype == (torch.bfloat16 if storage == "bf16" else torch.float32)
-    report = memory_report(workers.states[0], [], [], [])
-    assert report.residuals + report.residuals_on_host == (SIZE + SIZE // 2) * (2 if storage == "bf16" else 4)
+    served = sum(error(workers, 0, index).numel() for index in (0, 1, 3))
+    report = workers.engines[0].memory_report()
+    owed = 90 + 35 + 40  # elements of what has a whole block
+    assert report.residuals + report.residuals_on_host == (owed + served) * (2 if storage == "bf16" else 4)
     assert report.bases == 0
 
 
-def test_local_state_that_nobody_declared_is_named_before_anything_is_lost() -> None:
-    workers, _ = trained()
-    table, view = workers.states[0], workers.views[0][0]
-    complaint = r"'layer0' has local state 'server error', which no compressor has declared.*\(declared: residual\)"
-    with pytest.raises(commhooks.CompressorError, match=complaint):
-        table.local_by_units()
-    with pytest.raises(commhooks.CompressorError, match=complaint):
-        next(take_part_with_zeros(view, TwoHops().compress(view, Context(0, 1, 3))))
-    alone, _ = trained(world_size=1)
-    with pytest.raises(commhooks.CompressorError, match=complaint):
-        run_lockstep(
-            [refuse_what_is_not_declared(alone.views[0][0], TwoHops().compress(alone.views[0][0], Context(0, 1, 3)))]
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadsWhatItDoesNotDeclare(Compressor):
+    """Ask first, so that the state is missed in the middle of a step."""
+
+    writes: bool = False
+
+    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
+        return {"y": Entry(kind="private")}
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        means = yield AllReduce(*(slot.part(slot.form()) for slot in bucket.slots), average=True, last=True)
+        for slot, mean in zip(bucket.slots, means, strict=True):
+            if self.writes:
+                slot.commit("x", mean, torch.ones(()).bool())
+            slot.write(mean + slot.state("x"))
 
 
-def test_in_training_undeclared_state_is_named_on_every_rank() -> None:
-    for told in run_ranks(train_undeclared, 2, check_exit=False):
-        assert "rank " in told and "has local state 'server error', which no compressor has declared" in told
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize("writes", [False, True], ids=["read", "written"])
+def test_state_that_nobody_declared_is_named(policy: str, writes: bool) -> None:
+    workers = Workers(ReadsWhatItDoesNotDeclare(writes=writes), 2, zeros((4, 5)), policy=policy)
+    complaint = r"parameter 'layer0' has no state 'x': no compressor has declared it; .*\(declared: y\)"
+    with pytest.raises(CompressorError, match=rf"rank 0, step 0, bucket 0 \(parameters layer0\): .*{complaint}"):
+        workers.step(normal(workers.parameters, 2, seed=0))
 
 
-def train_undeclared(rank: int) -> str:
-    """Train with a share that is not declared; return the error."""
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+def test_in_training_undeclared_state_is_named_on_every_rank(policy: str) -> None:
+    for told in run_ranks(train_undeclared, 2, policy, check_exit=False):
+        assert "rank " in told and "parameter 'weight' has no state 'x': no compressor has declared it" in told
+
+
+def train_undeclared(rank: int, policy: str) -> str:
+    """Train with state that is not declared; return the error."""
     model = wrap("core", torch.nn.Linear(8, 4, bias=False))
-    commhooks.attach(model, TwoHops(entries={}))
+    commhooks.attach(model, ReadsWhatItDoesNotDeclare(), policy=policy)
     try:
         model(torch.ones(2, 8)).sum().backward()
     except Exception as error:
