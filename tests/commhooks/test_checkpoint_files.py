@@ -43,7 +43,7 @@ MISFITS = {
     "names": ("checkpoint has no 'head.weight'", "checkpoint has 'last.weight', which the model has not"),
     "shapes": ("'first.weight' was saved with shape (8, 6), now (10, 6)",),
     "settings": ("setting inner.rank: saved with 1, now 2", "setting inner.iterations: saved with 1, now 2"),
-    "compressor": ("setting compressor: saved with PowerSGD, now AllReduceMean",),
+    "compressor": ("setting compressor: saved with ErrorFeedback, now AllReduceMean",),
     "optimizer": ("optimizer: saved from SGD, now Adagrad",),
     "hooks": ("it was saved without hooks=",),
     "similar optimizer": ("optimizer: saved from Adam, now Adamax",),
