@@ -52,7 +52,7 @@ def carried_out(requests: Sequence[Request], *, by_name: bool = False) -> list[l
     """Return every rank's answers to what it asked for; one request for each rank."""
     world_size = len(requests)
     answers = [[part.tensor for part in request.parts] for request in requests]
-    of_ranks = [Packer(world_size, by_name=by_name).ship([request]) for request in requests]
+    of_ranks = [Packer(world_size, by_name=by_name).ship([request], 0) for request in requests]
     for shipments in zip(*of_ranks, strict=True):
         results = run_collective([shipment.collective for shipment in shipments])
         for own, shipment, result in zip(answers, shipments, results, strict=True):
@@ -79,7 +79,7 @@ def carried_out(requests: Sequence[Request], *, by_name: bool = False) -> list[l
     ids=lambda value: type(value).__name__,
 )
 def test_collectives_know_their_bytes(request_: Request, payload: int, moved_by_four: int) -> None:
-    (shipment,) = Packer(4, by_name=False).ship([request_])
+    (shipment,) = Packer(4, by_name=False).ship([request_], 0)
     assert shipment.collective.payload_bytes == payload
     assert shipment.collective.ring_bytes(4) == moved_by_four
     assert shipment.collective.ring_bytes(1) == 0
@@ -105,7 +105,9 @@ def test_the_elements_of_a_sparse_payload_are_those_of_its_values() -> None:
 
 
 def test_the_elements_of_a_message_of_bytes_are_those_that_were_put_in() -> None:
-    (shipment,) = Packer(2, by_name=False).ship([AllGather(Part(torch.zeros(3)), Part(torch.zeros(5).to(torch.uint8)))])
+    (shipment,) = Packer(2, by_name=False).ship(
+        [AllGather(Part(torch.zeros(3)), Part(torch.zeros(5).to(torch.uint8)))], 0
+    )
     assert shipment.collective.tensor.dtype == torch.uint8 and shipment.collective.payload_elements == 8
 
 
@@ -166,7 +168,7 @@ def test_parts_of_any_dtype_and_shape_come_back_typed(by_name: bool) -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2)], ids=str)
 def test_what_is_handed_out_has_a_row_for_each_rank(kind: type[Request], shape: tuple[int, ...]) -> None:
     with pytest.raises(commhooks.CompressorError, match=r"a part must have one row for each of 2 ranks \(got shape"):
-        Packer(2, by_name=False).ship([kind(Part(torch.zeros(shape)))])
+        Packer(2, by_name=False).ship([kind(Part(torch.zeros(shape)))], 0)
 
 
 # --- communicators --------------------------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ def _ask_everything(rank: int) -> dict[str, Any]:
     for name, request in _requests(rank, communicator.world_size).items():
         own = list(request.parts)
         answers[name] = [None for _ in own]
-        for shipment in Packer(communicator.world_size, by_name=False).ship([request]):
+        for shipment in Packer(communicator.world_size, by_name=False).ship([request], 0):
             pending = communicator.start(shipment.collective)
             pending.wait(10.0)
             pending.wait()
@@ -387,7 +389,7 @@ def test_only_what_is_of_one_kind_dtype_and_purpose_travels_together() -> None:
         ReduceScatter(Part(tensor)),
         ReduceScatter(Part(tensor.double())),
     )
-    made = Packer(4, by_name=True).ship([*kinds, *kinds])
+    made = Packer(4, by_name=True).ship([*kinds, *kinds], 0)
     # What is sparse, complex, or needs no other memory than its own travels alone.
     assert sorted(len(shipment.places) for shipment in made) == [1] * 6 + [2] * 10
     sizes = [16, 16, 16, 8, 32, 0, 32, 16, 16, 16, 16, 16, 32]

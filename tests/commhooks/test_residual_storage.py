@@ -54,7 +54,7 @@ def test_residuals_in_bf16_lose_no_more_than_their_rounding(case: Case, dtype: t
 
 
 def rounded_in_bf16(workers: Workers, index: int) -> float:
-    """Return what keeping in bf16 has rounded away of what is unsent, at most: of a residual, and of a server's error."""
+    """Return what keeping in bf16 has rounded away at most: of a residual, and of a server's error."""
     residuals = largest(*(workers.residual(rank, index) for rank in (0, 1)))
     states = [table.of(workers.parameters[index]) for table in workers.states]
     served = largest(*(kept for state in states for kept in state.of_kind("share").values()))
