@@ -11,11 +11,11 @@ import torch
 
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.compressors.cast import Cast
-from commhooks.compressors.codecs import Int4, Sign
+from commhooks.compressors.codecs import Codec, Int4, Sign
 from commhooks.compressors.noop import NoOp
 from commhooks.compressors.powersgd import PowerSGD
 from commhooks.compressors.top_k import TopK
-from commhooks.compressors.two_hop import Codec, TwoHop
+from commhooks.compressors.two_hop import TwoHop
 from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype

@@ -12,43 +12,20 @@ Legend: n elements in B whole blocks; W ranks; b blocks a rank, padded.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from commhooks.compressors.codecs.codec import Codec
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
 from commhooks.language.entries import Declared, Entry, blocks_served
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part
 
 SERVER_ERROR = "server error"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Codec(ABC):
-    """A code for blocks of `block` elements. What it loses must be smaller than the block, in the Euclidean norm."""
-
-    block: int
-    """Larger: fewer scales are sent, and each suits its elements less."""
-
-    @abstractmethod
-    def encode(self, blocks: Tensor) -> Sequence[Tensor]:
-        """Return the code of blocks [B, block]: tensors [B, ...] of any dtypes.
-
-        Those of a floating-point dtype, the scales, must not be finite for a block that is not.
-        """
-
-    @abstractmethod
-    def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return blocks [B, block], in fp32 at least."""
-
-    @abstractmethod
-    def relative_error(self) -> float:
-        """Return the largest |block - decoded|² / |block|²."""
 
 
 class _Share(NamedTuple):
@@ -112,25 +89,15 @@ class TwoHop(Compressor):
         return self.codec.relative_error() if elements >= self.codec.block else 0.0
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Exchange the codes of all blocks, and average the rest; then gather the codes of the blocks' means."""
-        block = self.codec.block
-        plan = bucket.plan(self, lambda: _Plan(bucket, block, context))
-        rest = [slot.part(slot.form()[slot.gradient.numel() // block * block :].clone()) for slot in plan.rest]
-        mean_of_rest = AllReduce(*rest, average=True, last=not plan.coded) if rest else None
-        if not plan.coded:
-            if mean_of_rest is not None:
-                means = yield mean_of_rest
-                yield Judge(*means)
-                self._write_rest(plan, means)
-            return
+        """Exchange the codes of all blocks, and gather the codes of their means; average the rest meanwhile."""
+        plan = bucket.plan(self, lambda: _Plan(bucket, self.codec.block, context))
+        exchanges = [self._average_blocks(plan, context)] if plan.coded else []
+        return side_by_side([*exchanges, self._average_rest(plan)] if plan.rest else exchanges)
 
+    def _average_blocks(self, plan: _Plan, context: Context) -> Exchange:
         codes = [self.codec.encode(self._blocks(slot.form())) for slot in plan.coded]
-        rows = [
-            torch.cat([*payload, payload[0].new_zeros(1, *payload[0].shape[1:])])
-            for payload in zip(*codes, strict=True)
-        ]
-        exchange = AllToAll(*(Part(payload[plan.rows], plan.layout) for payload in rows))  # each [W, b, ...]
-        received, *means_of_rest = (yield (exchange, mean_of_rest)) if mean_of_rest else [(yield exchange)]
+        rows = [torch.cat([*of_slots, of_slots[0][:1] * 0]) for of_slots in zip(*codes, strict=True)]
+        received = yield AllToAll(*(Part(payload[plan.rows], plan.layout) for payload in rows))  # each [W, b, ...]
 
         served = self._decode([payload[0] for payload in received])  # b×block; ranks are added in rank order
         for rank in range(1, context.world_size):
@@ -141,8 +108,7 @@ class TwoHop(Compressor):
         code = self.codec.encode(served)
         gathered = yield AllGather(*(Part(payload, plan.layout) for payload in code), last=True)  # each [W, b, ...]
 
-        scales = [payload for payload in gathered if payload.is_floating_point()]
-        finite = yield Judge(*scales, *(mean for means in means_of_rest for mean in means))
+        finite = yield Judge(*(payload for payload in gathered if payload.is_floating_point()))
         if self.server_feedback:
             served -= self._decode(code)
             for share in plan.shares:
@@ -150,13 +116,20 @@ class TwoHop(Compressor):
         for slot, own, at in zip(plan.coded, codes, plan.places, strict=True):
             M = slot.form()
             self._blocks(M).sub_(self._decode(own))
-            M[len(at) * block :] = 0
+            M[len(at) * self.codec.block :] = 0
             slot.keep(M, finite)
             mean = slot.room
             self._blocks(mean).copy_(self._decode([payload.flatten(0, 1)[at] for payload in gathered]))
             slot.write(mean)
-        for means in means_of_rest:
-            self._write_rest(plan, means)
+
+    def _average_rest(self, plan: _Plan) -> Exchange:
+        starts = [slot.gradient.numel() // self.codec.block * self.codec.block for slot in plan.rest]
+        tails = [slot.form()[start:].clone() for slot, start in zip(plan.rest, starts, strict=True)]
+        parts = [slot.part(tail) for slot, tail in zip(plan.rest, tails, strict=True)]
+        means = yield AllReduce(*parts, average=True, last=True)
+        yield Judge(*means)
+        for slot, start, mean in zip(plan.rest, starts, means, strict=True):
+            slot.gradient[start:] = mean  # after the blocks' mean, which was written with zeros here
 
     def _decode(self, code: Sequence[Tensor]) -> Tensor:
         blocks = self.codec.decode(code)
@@ -170,7 +143,3 @@ class TwoHop(Compressor):
     def _blocks(self, memory: Tensor) -> Tensor:
         """View the whole blocks of 1-D memory."""
         return memory[: memory.numel() // self.codec.block * self.codec.block].view(-1, self.codec.block)
-
-    def _write_rest(self, plan: _Plan, means: Sequence[Tensor]) -> None:
-        for slot, mean in zip(plan.rest, means, strict=True):
-            slot.gradient[slot.gradient.numel() - mean.numel() :] = mean

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared
-from commhooks.language.requests import Asked
+from commhooks.language.requests import Asked, Judge, Request
 
 Exchange = Generator[Asked, Any, None]
 """What `Compressor.compress` returns: yields requests and is sent their answers. A request is answered by a list of
@@ -132,3 +132,49 @@ def map_requests(carry: Carry, exchange: Exchange) -> Exchange:
                 asked = exchange.send(answer)
     except StopIteration:
         return
+
+
+def side_by_side(exchanges: Sequence[Exchange]) -> Exchange:
+    """Run several exchanges as one: what they ask for at the same time is asked for at once, and judged together."""
+    asked: dict[int, Asked] = {}
+    for number, exchange in enumerate(exchanges):
+        _advance(number, exchange, None, asked)
+    while asked:
+        judges = {number: one for number, one in asked.items() if isinstance(one, Judge)}
+        try:
+            if len(judges) == len(asked):
+                finite = yield Judge(*(tensor for one in judges.values() for tensor in one.tensors))
+                answers = dict.fromkeys(judges, finite)
+            else:
+                requests = {number: _as_tuple(one) for number, one in asked.items() if not isinstance(one, Judge)}
+                found = iter((yield tuple(request for own in requests.values() for request in own)))
+                of_all = {number: [next(found) for _ in own] for number, own in requests.items()}
+                answers = {n: of if isinstance(asked[n], tuple) else of[0] for n, of in of_all.items()}
+        except Exception as error:  # every one of them may clean up
+            for number in asked:
+                _close(exchanges[number], error)
+            raise
+        for number in sorted(answers):  # always in the order in which they were given
+            del asked[number]
+            _advance(number, exchanges[number], answers[number], asked)
+
+
+def _advance(number: int, exchange: Exchange, answer: Any, asked: dict[int, Asked]) -> None:
+    try:
+        asked[number] = next(exchange) if answer is None else exchange.send(answer)
+    except StopIteration:
+        return
+
+
+def _close(exchange: Exchange, error: Exception) -> None:
+    """Throw an error into an exchange, which ends it whatever it makes of that."""
+    try:
+        exchange.throw(error)
+    except BaseException:  # its own, or the one thrown in
+        return
+    exchange.close()
+
+
+def _as_tuple(asked: Asked) -> tuple[Request, ...]:
+    assert not isinstance(asked, Judge), "a verdict is asked for when nothing else is"
+    return asked if isinstance(asked, tuple) else (asked,)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks.compressors.two_hop import Codec
+from commhooks.compressors.codecs.codec import Codec
 from commhooks.errors import SettingsError
 
 
