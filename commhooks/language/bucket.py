@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -301,6 +301,11 @@ class BucketView:
     def subset(self, slots: Sequence[Slot]) -> BucketView:
         """Return some of the slots as a bucket."""
         return self._derived(slots, self.feeds_back, self.decay, is_whole=False)
+
+    def renamed(self, names: Callable[[Slot], Mapping[str, str]]) -> BucketView:
+        """Return the bucket with its slots' state under other names; see `ParameterState.renamed`."""
+        slots = [Slot(slot.parameter, slot.gradient, slot.remembered.renamed(names(slot))) for slot in self.slots]
+        return self._derived(slots, self.feeds_back, self.decay, is_whole=self.is_whole)
 
     def plan(self, compressor: object, make: Callable[[], Plan]) -> Plan:
         """Return what `make` returned for this bucket the first time: views and scratch memory, never state."""

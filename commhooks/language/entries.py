@@ -62,6 +62,10 @@ class Entry:
         """The power of the loss scale."""
         return self.units if self.units is not None else int(self.kind != "replicated")
 
+    def is_like(self, other: Entry) -> bool:
+        """Return whether both may share a tensor: only their first values may differ."""
+        return dataclasses.replace(self, init=None) == dataclasses.replace(other, init=None)
+
     @property
     def is_own(self) -> bool:
         """Whether ranks have different ones."""
@@ -85,6 +89,17 @@ class ParameterState:
                 f"Compressor.state() (declared: {', '.join(sorted(self.entries)) or 'nothing'})."
             )
         return self.tensors[name]
+
+    def renamed(self, names: Mapping[str, str]) -> ParameterState:
+        """Return the same tensors under the names that a compressor declared, given the names that they are kept by."""
+        state = ParameterState(self.key)
+        own = {kept: declared for declared, kept in names.items()}
+        hidden = names.keys() - own.keys()
+        for name, tensor in self.tensors.items():
+            if name not in hidden:
+                state.tensors[own.get(name, name)] = tensor
+                state.entries[own.get(name, name)] = self.entries[name]
+        return state
 
     def of_kind(self, *kinds: Kind) -> dict[str, Tensor]:
         """Return the tensors of these kinds, by name."""

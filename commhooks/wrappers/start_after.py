@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
-from commhooks.language.bucket import BucketView
+from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Declared
 from commhooks.wrappers.wrapper import Wrapper
@@ -44,12 +44,13 @@ class StartAfter(Wrapper):
         self.before.check_parameters(named)
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return those of both compressors."""
-        return {**self.before.state(name, parameter, world_size), **self.inner.state(name, parameter, world_size)}
+        """Return those of both compressors; what they declare alike they share, such as a residual."""
+        declared = self.before.state(name, parameter, world_size), self.inner.state(name, parameter, world_size)
+        return _together(*declared)
 
     def bucket_state(self, bucket: BucketView) -> Declared:
-        """Return those of both compressors."""
-        return {**self.before.bucket_state(bucket), **self.inner.bucket_state(bucket)}
+        """Return those of both compressors; what they declare alike they share."""
+        return _together(self.before.bucket_state(bucket), self.inner.bucket_state(bucket))
 
     def remembers(self, step: int) -> bool:
         """Return what the one does that has its turn."""
@@ -57,7 +58,36 @@ class StartAfter(Wrapper):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Hand the bucket to whichever compressor has its turn."""
-        return self._in_turn(context.step).compress(bucket, context)
+        if context.step >= self.steps:
+            return self.inner.compress(bucket, context)
+        renamed = bucket.plan(self, lambda: self._bucket_of_before(bucket, context))
+        return self.before.compress(renamed or bucket, context)
+
+    def _bucket_of_before(self, bucket: BucketView, context: Context) -> BucketView | None:
+        """Return the bucket with the state that `before` has for itself under the names that it knows, if it has any.
+
+        None and not the bucket, whose plans this is kept in: it would hold itself.
+        """
+        names: dict[Slot, dict[str, str]] = {}
+        for slot in bucket.slots:
+            where = slot.name, slot.parameter, context.world_size
+            names[slot] = _kept_apart(self.before.state(*where), self.inner.state(*where))
+        if bucket.slots:
+            of_bucket = _kept_apart(self.before.bucket_state(bucket), self.inner.bucket_state(bucket))
+            names[bucket.slots[0]] |= of_bucket
+        return bucket.renamed(names.__getitem__) if any(names.values()) else None
 
     def _in_turn(self, step: int) -> Compressor:
         return self.before if step < self.steps else self.inner
+
+
+def _kept_apart(before: Declared, inner: Declared) -> dict[str, str]:
+    """Return the names of entries that the two declare differently, and what those of `before` are kept by."""
+    return {
+        name: f"{name} before" for name, entry in before.items() if name in inner and not entry.is_like(inner[name])
+    }
+
+
+def _together(before: Declared, inner: Declared) -> Declared:
+    apart = _kept_apart(before, inner)
+    return {apart.get(name, name): entry for name, entry in before.items()} | dict(inner)

@@ -35,6 +35,7 @@ from commhooks.communicators.collective import CollectiveKind
 from commhooks.communicators.lockstep import run_collective
 from commhooks.communicators.traffic import Traffic
 from commhooks.compressors.powersgd.matrices import form_of
+from commhooks.engine.resume import lay_out
 from commhooks.scheduling.fused import Fused
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.packing import Packer
@@ -499,6 +500,33 @@ def test_start_after_runs_the_other_compressor_first() -> None:
         workers.step(normal(workers.parameters, 2, seed=step))
         payloads.append(workers.traffic.payload_bytes - before)
     assert payloads == [4800, 4800, 280, 280]
+
+
+@pytest.mark.parametrize("matrices", ["first-dimension", "whole-bucket"])
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+def test_what_comes_first_has_its_own_state_and_hands_over_the_residual(matrices: str, policy: str) -> None:
+    """Bases of rank 3 are not those of rank 1, by whatever name. All state is laid out before the first step."""
+    wide, narrow = (commhooks.make_compressor("powersgd", rank=rank, matrices=matrices) for rank in (3, 1))
+    parameters = zeros((30, 40), (30, 40), (7,))
+    started = Workers(commhooks.StartAfter(before=wide, inner=narrow, steps=3), 2, parameters, policy=policy)
+    first = Workers(wide, 2, parameters, policy=policy)
+    for engine in started.engines:
+        lay_out(engine, set())
+    for step in range(3):
+        gradients = normal(parameters, 2, seed=step)
+        for ours, theirs in zip(started.step(gradients)[0], first.step(gradients)[0], strict=True):
+            assert torch.equal(ours, theirs)
+    for own, same in zip(started.states, first.states, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(own.residuals(), same.residuals(), strict=True))
+    then = Workers(narrow, 2, parameters, policy=policy)
+    for table, of_first in zip(then.states, first.states, strict=True):
+        own = {name: {"residual": kept["residual"]} for name, kept in of_first.export()[1].items()}
+        table.load({}, own, of_first.kinds())
+    then.step_number = 3
+    for step in range(3, 6):
+        gradients = normal(parameters, 2, seed=step)
+        for ours, theirs in zip(started.step(gradients)[0], then.step(gradients)[0], strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import commhooks
 from commhooks.scheduling.lockstep import run_in_turns
-from tests.cases import CASES, Case
+from tests.cases import BY_NAME, CASES, Case
 from tests.commhooks.models import Shape, resnet18_shapes
 from tests.commhooks.stock import Bucket
 from tests.commhooks.workers import GivenBucket, Workers, normal, zeros
@@ -88,7 +89,16 @@ def test_a_steady_step_makes_nothing_of_a_gradients_size(case: Case, dtype: torc
     assert memory.peak_bytes < whole / 3
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+STARTING = dataclasses.replace(
+    BY_NAME["powersgd-2"],
+    name="powersgd-1-before-2",
+    make=lambda: commhooks.StartAfter(
+        before=commhooks.make_compressor("powersgd"), inner=BY_NAME["powersgd-2"].make(), steps=9
+    ),
+)
+
+
+@pytest.mark.parametrize("case", [*CASES, STARTING], ids=str)
 def test_buckets_that_were_dealt_anew_leave_nothing_behind(case: Case) -> None:
     """Also if nobody collects cycles, as in loops that collect at moments of their own choice."""
     workers = Workers(case.make(), 2, zeros(*MIXED), atomic=case.error_feedback)
