@@ -31,6 +31,7 @@ from commhooks.state.snapshot import settings_of
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
 from tests.commhooks.ranks import run_ranks
+from tests.commhooks.state_dict_in_worlds import roundtrip
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
 
 BLOCK = 8
@@ -129,6 +130,34 @@ def test_steps_after_shares_were_dealt_again_lose_nothing_either(old: int, new: 
     assert all(torch.equal(a, b) for own in means for a, b in zip(own, means[0], strict=True))
     for index, kept in enumerate(before):
         assert largest(means[0][index] + workers.unsent(index) - mean_of(gradients, index) - kept) <= 1e-13
+
+
+@pytest.mark.parametrize("how", ["spread", "spread-mean"])
+def test_saved_shares_are_dealt_again_as_a_state_dict_is_loaded(how: str) -> None:
+    """Of 4 ranks by 2, and of these by 4; read from a file as torch.load reads by default."""
+    tensors = {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
+    generations = [
+        [commhooks.Exchanger(tensors, sign(), line=line) for line in commhooks.lockstep_lines(world_size, "fused")]
+        for world_size in (4, 2, 4)
+    ]
+    saved: list[dict[str, Any]] = []
+    for number, exchangers in enumerate(generations):
+        for exchanger in exchangers if saved else ():
+            with pytest.raises(commhooks.CheckpointError, match="pass world_size='spread'"):
+                exchanger.load_state_dict(saved[-1])
+            exchanger.load_state_dict(saved[-1], world_size=how)
+        saved.append(roundtrip(commhooks.merge_state_dicts([one.state_dict() for one in exchangers])))
+        if number == 0:
+            for step in range(3):
+                drawn = normal(list(tensors.values()), 4, seed=step)
+                commhooks.average_in_lockstep(exchangers, [dict(zip(tensors, own, strict=True)) for own in drawn])
+            saved[0] = roundtrip(commhooks.merge_state_dicts([one.state_dict() for one in exchangers]))
+    first, _, again = saved
+    for rank in range(4):
+        for name in ("layer0", "layer1", "layer3"):
+            before, after = (one["local"][f"rank{rank}"][name][SERVER_ERROR] for one in (first, again))
+            assert torch.equal(before, after) and largest(before) > 0.05
+    assert [sorted(one["local"]) for one in saved] == [[f"rank{r}" for r in range(size)] for size in (4, 2, 4)]
 
 
 def test_reset_forgets_shares_and_residuals() -> None:
