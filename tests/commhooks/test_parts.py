@@ -520,8 +520,8 @@ def test_what_comes_first_has_its_own_state_and_hands_over_the_residual(matrices
         assert all(torch.equal(a, b) for a, b in zip(own.residuals(), same.residuals(), strict=True))
     then = Workers(narrow, 2, parameters, policy=policy)
     for table, of_first in zip(then.states, first.states, strict=True):
-        own = {name: {"residual": kept["residual"]} for name, kept in of_first.export()[1].items()}
-        table.load({}, own, of_first.kinds())
+        owed = {name: {"residual": kept["residual"]} for name, kept in of_first.export()[1].items()}
+        table.load({}, owed, of_first.kinds())
     then.step_number = 3
     for step in range(3, 6):
         gradients = normal(parameters, 2, seed=step)
