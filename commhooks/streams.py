@@ -1,4 +1,4 @@
-"""What memory needs where work on it is queued on a CUDA stream, and done later.
+"""Memory on which a CUDA stream works later than the host queues the work.
 
 Residuals in the host's memory (`residuals="host"`) are written by copies that a stream carries out when it comes to
 them. Whoever touches such memory on the host waits for the last one first: it would be overwritten otherwise, or read

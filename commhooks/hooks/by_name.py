@@ -39,7 +39,7 @@ class _Registration:
 class DDPCommHookType(enum.Enum):
     """The hooks that `register_ddp_comm_hook` registers: those of PyTorch's enumeration but two.
 
-    QUANTIZE_PER_TENSOR and QUANTIZE_PER_CHANNEL are missing, since there is no quantising compressor here yet.
+    QUANTIZE_PER_TENSOR and QUANTIZE_PER_CHANNEL are missing: no compressor here has PyTorch's codes.
     PowerSGD has its defaults except for the rank, so its first 1,000 steps are a plain all-reduce.
     """
 
