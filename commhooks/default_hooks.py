@@ -1,4 +1,4 @@
-"""The hooks without a state of their own, in a module that is named as PyTorch's is."""
+"""The hooks without a state of their own, under a module name that PyTorch's users know."""
 
 from commhooks.hooks.default import (
     allreduce_hook,

@@ -1,4 +1,4 @@
-"""PowerSGD's hook and its state, where PyTorch's users, and pickles, look for them."""
+"""PowerSGD's hook and its state, under the module name by which PyTorch's users and pickles find them."""
 
 from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 

@@ -1,4 +1,4 @@
-"""A collective: what carries out requests, all of whose parts lie in one tensor by now."""
+"""A collective: one tensor, and what the ranks do with it. The parts of requests lie in it, packed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What goes around an exchange so that state survives where a DDP's step is not like the others.
+"""Guards: what goes around an exchange so that state survives steps that are not like the others.
 
-Each guard takes an exchange and is one, so a compressor knows nothing of it; and each acts on state by kind.
+Each guard takes an exchange and is one, so compressors need not know of it, and each acts on state by its kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine saves, and takes up again."""
+"""What an engine saves, and what it resumes from."""
 
 from __future__ import annotations
 

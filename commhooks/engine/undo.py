@@ -1,4 +1,4 @@
-"""Copies of state as it was, for a step that turns out not to count."""
+"""Copies of state, to write back if a step turns out not to count."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""What the author of a compressor reads: compressors, requests, entries of state, random numbers."""
+"""What the author of a compressor reads: compressors, buckets, requests, entries of state, random numbers.
+
+docs/guide/compressors.md goes through it with examples.
+"""

@@ -1,7 +1,11 @@
-"""What a compressor sees of a bucket: slots, one a parameter, and tiles, stretches of them to compute with.
+"""A bucket as a compressor sees it: one slot for each parameter, and tiles, the stretches that it computes with.
 
 A tile is where gradient and residual meet. `form` returns their sum, `keep` takes what was not sent, and `write` takes
 the mean. Whether there is a residual, in which dtype and in whose memory, the compressor need not know.
+
+Finish with a tile before forming the next one, in the order form, keep, room, write. If gradients are fp32 or wider,
+`form` and `room` are the bucket's own memory. If they are narrower, all tiles share one scratch memory: forming another
+tile overwrites it. So copy what is to be sent, and form again after a `yield`.
 """
 
 from __future__ import annotations

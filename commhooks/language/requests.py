@@ -1,8 +1,9 @@
 """What a compressor may ask for. A request is asked for; a collective is what then runs.
 
 A request is made of parts: tensors of any dtype, each with the names of the parameters whose elements it holds. The
-answer is a list with one tensor for each part, of the part's own dtype. Who carries a request out lays its parts out in
-messages: a compressor packs nothing.
+answer is a list with one tensor for each part, of the part's own dtype. The scheduler lays parts out in messages, so a
+compressor packs nothing. An answer may be a view of a message, which is used again: by the next step, or by a later
+request of the step whose parts are alike in layout, shape and dtype.
 """
 
 from __future__ import annotations

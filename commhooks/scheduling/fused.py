@@ -1,4 +1,4 @@
-"""The policy that makes one collective of a round, whatever the number of buckets."""
+"""The policy that runs each round of all of a step's buckets together, in as few collectives as possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which scheduler carries an attachment's requests, chosen when the gradients' device is known."""
+"""One rank's line to the others: its number, and the scheduler, chosen when the gradients' device is known."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The scheduler off NCCL: a worker thread issues collectives and waits for them, so that the backward pass need not.
 
-Futures are completed by that thread, too. It owns the line to the other ranks, and when it fails, or another rank
-does, it is the one who says so.
+That thread completes the futures, too. It owns the connection to the other ranks, and reports failures: its own, and
+those of other ranks.
 """
 
 from __future__ import annotations

@@ -4,20 +4,20 @@
     step            steps synchronised before it was taken
     world_size      ranks that trained
     policy          the order of collectives, for the record
-    grad_scale      the loss scale in whose units residuals are
+    grad_scale      the loss scale that residuals are multiplied by
     settings        of the compressor, each as text
     shapes          of every parameter, by name
     bucket_plan     how parameters were cut into buckets: as handed in, and as ddp_core's DDP takes it up again
     kinds           how each rank's own entries behave, by entry's name: see `Entry`
     replicated      by parameter's name and entry's name: the same on every rank
     local           by "rank<r>", parameter's name and entry's name: each rank's own
-    inventory       by "rank<r>", the name of everything that belongs to that rank's state: what reads it part by
-                    part, as torch.distributed.checkpoint does, is found out if it left something behind
+    inventory       by "rank<r>", the name of everything in that rank's state, so that what reads it part by part, as
+                    torch.distributed.checkpoint does, cannot leave something out unnoticed
 
-One rank's has its own part of `local` only; `merge_state_dicts` puts several together.
+Each rank's holds its own part of `local` only; `merge_state_dicts` puts several together.
 
-Format 1 had no kinds, for residuals were all that a rank kept for itself, and PowerSGD's error feedback was a setting
-of its own; it is read as format 2.
+Format 1 had no `kinds`, as residuals were all that a rank kept for itself, and error feedback was a setting of
+PowerSGD; it is converted to format 2 when it is read.
 """
 
 from __future__ import annotations
