@@ -20,8 +20,8 @@ from torch import Tensor
 
 from commhooks.errors import CompressorError
 from commhooks.language.entries import RESIDUAL, ParameterState
+from commhooks.language.memory import add_residuals, commit, surely
 from commhooks.language.requests import Layout, Part
-from commhooks.streams import queue_copy
 from commhooks.tensors import computing_dtype
 
 Plan = TypeVar("Plan")
@@ -325,29 +325,3 @@ class BucketView:
 
     def _has_residual(self, slot: Slot) -> bool:
         return self.feeds_back is not None and self.feeds_back(slot)
-
-
-def commit(memory: Tensor, value: Tensor, allowed: Tensor) -> None:
-    """Write `value` into `memory` where `allowed` (a broadcastable bool) is true; dtype and device may differ."""
-    if memory is value:
-        return
-    if allowed.numel() == 1 and not allowed.is_cuda:
-        if allowed:
-            memory.copy_(value)
-    elif memory.device == value.device:
-        torch.where(allowed, value.to(memory.dtype), memory, out=memory)  # out takes no other dtype
-    else:
-        queue_copy(memory, torch.where(allowed, value, memory.to(value.device, non_blocking=True)))
-
-
-def add_residuals(memories: Sequence[Tensor], residuals: Sequence[Tensor], decay: float = 1.0) -> None:
-    """Add residuals, wherever and however they are kept, to memory of the computing dtype."""
-    if residuals[0].device != memories[0].device:
-        pairs = zip(residuals, memories, strict=True)
-        residuals = [kept.to(memory.device, non_blocking=True) for kept, memory in pairs]
-    torch._foreach_add_(list(memories), list(residuals), alpha=decay)
-
-
-def surely(mask: Tensor) -> bool:
-    """Return whether all of a mask is known to be true; always False on a GPU, where finding out would mean waiting."""
-    return not mask.is_cuda and bool(mask if mask.dim() == 0 else mask.all())

@@ -15,7 +15,7 @@ from torch import Tensor
 from commhooks import AllReduce, BucketView, Compressor, Context, Entry, Exchange, streams
 from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.undo import UndoLog
-from commhooks.language.bucket import commit
+from commhooks.language.memory import commit
 from commhooks.language.entries import RESIDUAL, Declared
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.table import StateTable

@@ -28,9 +28,10 @@ from commhooks.compressors.powersgd.low_rank import OTHER, LowRankMatrix, Side
 from commhooks.compressors.powersgd.matrices import MATRIX_RULES, MatrixForm, MatrixRule, form_of, form_of_bucket
 from commhooks.compressors.powersgd.precision import in_full
 from commhooks.errors import SettingsError
-from commhooks.language.bucket import BucketView, Tile, surely
+from commhooks.language.bucket import BucketView, Tile
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Declared, Entry
+from commhooks.language.memory import surely
 from commhooks.language.randomness import seeded_normal, stable_seed
 from commhooks.language.requests import AllReduce, Judge, Part
 
