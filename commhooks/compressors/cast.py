@@ -58,7 +58,8 @@ class Cast(Compressor):
             for tile, mean in zip(bucket.tiles, means, strict=True):
                 tile.write(mean)
             return
-        formed = [tile.form() for tile in bucket.tiles]
+        # Tiles of a narrow bucket share the memory that they are formed in, so several are copied out of it.
+        formed = [tile.form() if len(bucket.tiles) == 1 else tile.form().clone() for tile in bucket.tiles]
         # What the wire makes of it is known before it travels, and the memory is overwritten by the answer.
         unsent = [
             self._rounded_away(M, context.world_size) if tile.keeps else M

@@ -55,10 +55,19 @@ class TopK(Compressor):
             places.append(torch.topk(M.abs(), self.k(M.numel()), sorted=False).indices)
             parts += [slot.part(M[places[-1]]), slot.part(places[-1].to(torch.int32))]
         answers = yield AllGather(*parts, last=True)
-        finite = yield Judge(*answers[::2])
-        for slot, own, values, indices in zip(slots, places, answers[::2], answers[1::2], strict=True):
+        received = [(values / context.world_size, at) for values, at in zip(answers[::2], answers[1::2], strict=True)]
+        to_judge = answers[::2]
+        if slots[0].tile.has_short_range:
+            pairs = zip(slots, received, strict=True)
+            to_judge += [_sum(slot.room.zero_(), *own).abs().amax().to(slot.gradient.dtype) for slot, own in pairs]
+        finite = yield Judge(*to_judge)
+        for slot, own, (values, at) in zip(slots, places, received, strict=True):
             slot.keep(slot.form().index_fill_(0, own, 0.0), finite)
-            mean = slot.room.zero_()
-            for of_rank, at in zip(values / context.world_size, indices.long(), strict=True):
-                mean.index_add_(0, at, of_rank)
-            slot.write(mean)
+            slot.write(_sum(slot.room.zero_(), values, at))
+
+
+def _sum(memory: Tensor, values: Tensor, indices: Tensor) -> Tensor:
+    """Add what all ranks have sent, values and indices W×k, to 1-D memory; in rank order."""
+    for of_rank, at in zip(values, indices.long(), strict=True):
+        memory.index_add_(0, at, of_rank)
+    return memory

@@ -108,7 +108,11 @@ class TwoHop(Compressor):
         code = self.codec.encode(served)
         gathered = yield AllGather(*(Part(payload, plan.layout) for payload in code), last=True)  # each [W, b, ...]
 
-        finite = yield Judge(*(payload for payload in gathered if payload.is_floating_point()))
+        to_judge = [payload for payload in gathered if payload.is_floating_point()]
+        if plan.coded[0].tile.has_short_range:
+            means = [self._decode([payload[rank] for payload in gathered]) for rank in range(context.world_size)]
+            to_judge += [mean.abs().amax().to(plan.coded[0].gradient.dtype) for mean in means]
+        finite = yield Judge(*to_judge)
         if self.server_feedback:
             served -= self._decode(code)
             for share in plan.shares:

@@ -96,6 +96,14 @@ class Tile:
         return bool(self._residuals)
 
     @property
+    def has_short_range(self) -> bool:
+        """Whether a mean that is finite in fp32 may be inf in the bucket's own dtype, so that it must be judged there.
+
+        In fp16 it may; bf16 reaches as far as fp32.
+        """
+        return torch.finfo(self.gradient.dtype).max < torch.finfo(torch.bfloat16).max
+
+    @property
     def room(self) -> Tensor:
         """Memory of the tile's shape and the computing dtype: the bucket's own, if that is wide enough.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import LoadRules, Snapshot
+from commhooks import LoadRules, PerParameter, Snapshot
 from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.resume import lay_out
 from commhooks.state.table import StateTable
@@ -277,22 +277,45 @@ def test_a_non_finite_gradient_on_one_rank_commits_nothing_and_shows_on_every_ra
 
 @every_feeding_back_case
 def test_a_mean_that_the_gradients_dtype_cannot_hold_commits_nothing(case: Case) -> None:
-    """The answers may be finite in fp32 and their product not in fp16: a gradient scaler then skips the step."""
+    """The answers may be finite in fp32 and the mean not in fp16: a gradient scaler then skips the step."""
     parameters = zeros((24, 40), (6,), dtype=torch.float16)
     workers = Workers(case.make(), 2, parameters)
     for step in range(3):
         workers.step(normal(parameters, 2, seed=step))
-    before = [[workers.residual(rank, index).clone() for index in range(2)] for rank in range(2)]
-    for seed in range(4):
+    for seed in range(12):  # what is not sent of such gradients adds up
+        before = [[workers.residual(rank, index).clone() for index in range(2)] for rank in range(2)]
         large = [[g.sign() * 60_000 for g in rank] for rank in normal(parameters, 2, seed=seed)]
         means = workers.step(large)
         skipped = not all(torch.isfinite(mean).all() for mean in means[0])
         kept = [[torch.equal(workers.residual(r, i), before[r][i]) for i in range(2)] for r in range(2)]
         assert not skipped or all(all(row) for row in kept)
-        if not skipped:
-            return  # what this case sends of such gradients is no larger than they are
+    workers = Workers(case.make(), 2, parameters)
     workers.step(normal(parameters, 2, seed=100))
     assert torch.isfinite(workers.step(normal(parameters, 2, seed=101))[0][0]).all()
+
+
+@every_feeding_back_case
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("how", ["a whole bucket", "some of its parameters"])
+def test_what_16_bits_hold_of_a_step_is_sent_or_kept(case: Case, dtype: torch.dtype, how: str) -> None:
+    """Besides what a step in fp32 rounds, the mean is rounded once when it is written."""
+    compressor = case.make()
+    if how != "a whole bucket":
+        if compressor.needs_whole_buckets:
+            pytest.skip("it refuses to be given some of a bucket's parameters")
+        compressor = PerParameter(rules=(("layer[013]", compressor),))
+    shapes = ((24, 40), (12, 30), (7,), (9, 16))
+    workers = Workers(compressor, 3, zeros(*shapes, dtype=dtype))
+    for step in range(4):
+        before = [workers.unsent(index) for index in range(len(shapes))]
+        residuals = [[workers.residual(rank, i).double() for i in range(len(shapes))] for rank in range(3)]
+        gradients = normal(workers.parameters, 3, seed=step)
+        means = workers.step(gradients)
+        for index, allowed in enumerate(losses_of_a_step(case, gradients, residuals)):
+            left = means[0][index].double() + workers.unsent(index) - mean_of(gradients, index) - before[index]
+            written = bounds.unit_roundoff(dtype) * largest(means[0][index])
+            averaged = bounds.of_mean(3, dtype) * largest(*(own[index] for own in gradients))
+            assert largest(left) <= allowed + 2 * written + averaged
 
 
 @every_feeding_back_case

@@ -15,8 +15,8 @@ from torch import Tensor
 from commhooks import AllReduce, BucketView, Compressor, Context, Entry, Exchange, streams
 from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.undo import UndoLog
-from commhooks.language.memory import commit
 from commhooks.language.entries import RESIDUAL, Declared
+from commhooks.language.memory import commit
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.table import StateTable
 from tests.commhooks.alone import ALONE, bucket_of, run_alone

@@ -188,16 +188,13 @@ class PowerSGD(Compressor):
             tile.write(torch.mm(P_rows, Q, out=tile.room))
 
     def _largest(self, plan: _Plan, side: Side, means: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the largest elements of the mean, in the bucket's own dtype, if that has too short a range for some.
-
-        That is fp16; bf16 reaches as far as fp32.
-        """
-        dtype = plan.matrices[0].blocks[0].tile.gradient.dtype
-        if torch.finfo(dtype).max >= torch.finfo(torch.float32).max / 2:
+        """Return the largest elements of the mean, in the bucket's own dtype, if that has a short range."""
+        tile = plan.matrices[0].blocks[0].tile
+        if not tile.has_short_range:
             return []
         pairs = zip(plan.matrices, means, strict=True)
         products = [(x, *in_full(*((mean.t(), x.Q) if side == "P" else (x.P.t(), mean)))) for x, mean in pairs]
-        return [x.largest_mean(P, Q).to(dtype) for x, P, Q in products]
+        return [x.largest_mean(P, Q).to(tile.gradient.dtype) for x, P, Q in products]
 
     def compresses(self, parameter: Tensor, name: str = "") -> bool:
         """Return whether a parameter's gradient is sent as factors of its own; always False with "whole-bucket"."""
