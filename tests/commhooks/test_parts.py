@@ -165,13 +165,6 @@ def test_parts_of_any_dtype_and_shape_come_back_typed(by_name: bool) -> None:
                 assert answer.dtype == dtype and torch.equal(answer.to(torch.int64), expected)
 
 
-@pytest.mark.parametrize("kind", [AllToAll, ReduceScatter])
-@pytest.mark.parametrize("shape", [(), (3,), (0, 2)], ids=str)
-def test_what_is_handed_out_has_a_row_for_each_rank(kind: type[Request], shape: tuple[int, ...]) -> None:
-    with pytest.raises(commhooks.CompressorError, match=r"a part must have one row for each of 2 ranks \(got shape"):
-        Packer(2, by_name=False).ship([kind(Part(torch.zeros(shape)))], 0)
-
-
 # --- communicators --------------------------------------------------------------------------------------------------
 
 
@@ -461,6 +454,14 @@ def test_what_may_not_be_asked_for_is_refused(policy: str, asked: tuple[Any, ...
     workers = Workers(Asks(asked=asked), 1, zeros((2,)), policy=policy)
     with pytest.raises(commhooks.CompressorError, match=rf"rank 0, step 0, bucket 0 .*layer0.*{complaint}"):
         workers.step([[torch.ones(2)]])
+
+
+@pytest.mark.parametrize("kind", [AllToAll, ReduceScatter])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2)], ids=str)
+def test_what_is_handed_out_has_a_row_for_each_rank(kind: type[Request], shape: tuple[int, ...]) -> None:
+    workers = Workers(Asks(asked=(kind(Part(torch.zeros(shape))),)), 2, zeros((2,)))
+    with pytest.raises(commhooks.CompressorError, match=r"must have one row for each of 2 ranks \(got "):
+        workers.step([[torch.ones(2)]] * 2)
 
 
 def test_a_collective_that_fails_is_thrown_into_the_compressor() -> None:
