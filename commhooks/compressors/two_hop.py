@@ -74,6 +74,8 @@ class TwoHop(Compressor):
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise SettingsError(f"TwoHop(codec={self.codec!r}): codec must be a Codec, such as Sign().")
+        if self.codec.block < 1:
+            raise SettingsError(f"TwoHop(codec={self.codec!r}): block must be at least 1.")
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the server's error of the blocks that this rank serves."""
@@ -95,7 +97,7 @@ class TwoHop(Compressor):
         return side_by_side([*exchanges, self._average_rest(plan)] if plan.rest else exchanges)
 
     def _average_blocks(self, plan: _Plan, context: Context) -> Exchange:
-        codes = [self.codec.encode(self._blocks(slot.form())) for slot in plan.coded]
+        codes = [self._encode(self._blocks(slot.form())) for slot in plan.coded]
         rows = [torch.cat([*of_slots, of_slots[0][:1] * 0]) for of_slots in zip(*codes, strict=True)]
         received = yield AllToAll(*(Part(payload[plan.rows], plan.layout) for payload in rows))  # each [W, b, ...]
 
@@ -105,7 +107,7 @@ class TwoHop(Compressor):
         served /= context.world_size
         for share in plan.shares if self.server_feedback else ():
             served[share.start : share.end] += share.slot.state(SERVER_ERROR).to(served)
-        code = self.codec.encode(served)
+        code = self._encode(served)
         gathered = yield AllGather(*(Part(payload, plan.layout) for payload in code), last=True)  # each [W, b, ...]
 
         to_judge = [payload for payload in gathered if payload.is_floating_point()]
@@ -134,6 +136,14 @@ class TwoHop(Compressor):
         yield Judge(*means)
         for slot, start, mean in zip(plan.rest, starts, means, strict=True):
             slot.gradient[start:] = mean  # after the blocks' mean, which was written with zeros here
+
+    def _encode(self, blocks: Tensor) -> Sequence[Tensor]:
+        code = self.codec.encode(blocks)
+        if not isinstance(code, (tuple, list)) or any(len(payload) != len(blocks) for payload in code):
+            raise CompressorError(
+                f"{self.codec!r}.encode must return a tuple of tensors of {len(blocks)} rows, one for each block."
+            )
+        return code
 
     def _decode(self, code: Sequence[Tensor]) -> Tensor:
         blocks = self.codec.decode(code)

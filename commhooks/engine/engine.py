@@ -15,7 +15,7 @@ from commhooks.engine.replay import Resumed, put_together
 from commhooks.engine.undo import UndoLog
 from commhooks.errors import AttachError, GradientError
 from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.compressor import Compressor, Context, Exchange, begin_exchange
 from commhooks.scheduling.ledger import Ledger, Statistics
 from commhooks.scheduling.line import Line
 from commhooks.scheduling.scheduler import Scheduler
@@ -106,10 +106,10 @@ class Engine:
             exchange = AllReduceMean().compress(view, context)
             return judge_mean(view, exchange) if compressor.remembers(self.step) else exchange
         if not compressor.remembers(self.step):  # on every rank alike; what waits for another one is not touched
-            return compressor.compress(view, context)
+            return begin_exchange(compressor, view, context)
         if self.buckets.lay_out(view, compressor) and self._undo is not None:
             self._undo.forget(view)
-        exchange = compressor.compress(view, context)
+        exchange = begin_exchange(compressor, view, context)
         if view.slots and self._may_be_unused:
             exchange = keep_what_is_unused(view, exchange)
         if view.slots and self._may_join and has_joined(view.memory):

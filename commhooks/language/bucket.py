@@ -146,6 +146,11 @@ class Tile:
 
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
         """Remember what was not sent, of the tile's shape, for the next step; if `finite` is false, change nothing."""
+        if unsent.shape != self.gradient.shape:
+            raise CompressorError(
+                f"what was not sent, of shape {tuple(unsent.shape)}, was kept for gradients of shape "
+                f"{tuple(self.gradient.shape)}."
+            )
         if self._whole is not None:
             commit(self._whole, unsent, finite)
             return
@@ -241,7 +246,7 @@ class Slot:
         return self.tile.room
 
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
-        """Remember what was not sent; see `Tile.keep`."""
+        """Remember what was not sent, 1-D, before `room` or `write` is used for the mean; see `Tile.keep`."""
         self.tile.keep(unsent, finite)
 
     def write(self, mean: Tensor) -> None:

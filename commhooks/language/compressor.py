@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.errors import SettingsError
+from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared
 from commhooks.language.requests import Asked, Judge, Request
@@ -41,6 +41,15 @@ class Context:
 
     Here and not in the bucket, which is kept from step to step and shared by compressors that have other wires.
     """
+
+    def as_sent(self, tensor: Tensor) -> Tensor:
+        """Return what an average gets of this rank's own tensor: itself, or what the wire's dtype leaves of it.
+
+        The difference is unsent, too.
+        """
+        if self.wire is None or self.wire.itemsize >= tensor.element_size():
+            return tensor
+        return (tensor / self.world_size).to(self.wire).to(tensor.dtype).mul_(self.world_size)
 
 
 class Compressor(ABC):
@@ -87,7 +96,7 @@ class Compressor(ABC):
         return False
 
     def relative_error(self, elements: int) -> float:
-        """Return the largest |unsent|² / |gradient|², for a parameter of so many elements.
+        """Return the largest |unsent|² / |formed|², or its expectation if it is random, for so many elements.
 
         Below 1, error feedback gets everything through in the end; from 1 on its residual grows without bound.
         """
@@ -109,6 +118,12 @@ def check_compressor(caller: str, compressor: object) -> None:
     kind: Any = type(compressor)
     if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         raise SettingsError(f"{caller}: {kind.__name__} must be a frozen dataclass, whose fields are its settings.")
+    try:
+        hash(compressor)
+    except TypeError as error:
+        raise SettingsError(
+            f"{caller}: the settings of {compressor!r} must be hashable, such as tuples ({error})."
+        ) from error
     for name, value in vars(compressor).items():
         if isinstance(value, Tensor):
             raise SettingsError(
@@ -117,6 +132,17 @@ def check_compressor(caller: str, compressor: object) -> None:
             )
         if isinstance(value, Compressor):
             check_compressor(caller, value)
+
+
+def begin_exchange(compressor: Compressor, bucket: BucketView, context: Context) -> Exchange:
+    """Return a compressor's exchange; raise `CompressorError` if `compress` is no generator."""
+    exchange = compressor.compress(bucket, context)
+    if not isinstance(exchange, Generator):
+        raise CompressorError(
+            f"{type(compressor).__name__}.compress must be a generator, which yields requests (it returned "
+            f"{type(exchange).__name__})."
+        )
+    return exchange
 
 
 def map_requests(carry: Carry, exchange: Exchange) -> Exchange:

@@ -18,6 +18,17 @@ def stable_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def seeded_places(elements: int, count: int, seed: int, like: Tensor) -> Tensor:
+    """Return `count` different places among so many elements, as indices on the device of `like`; all are as likely.
+
+    Drawn on the CPU, so that they are the same on every device, and copied without anybody waiting for it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.empty(elements, dtype=torch.int64, pin_memory=like.is_cuda)
+    torch.randperm(elements, generator=generator, out=drawn)
+    return drawn[:count].to(like.device, non_blocking=True)
+
+
 def seeded_normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
     """Return standard normal numbers of the dtype and on the device of `like`.
 

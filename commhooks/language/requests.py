@@ -81,6 +81,10 @@ class Request(ABC):
         """Return the same request for other parts."""
         return type(self)(*parts, last=self.last, group=self.group)
 
+    def __bool__(self) -> bool:
+        """Raise `TypeError`: a request has no value until it is yielded."""
+        raise TypeError(f"{type(self).__name__} was not answered: write `yield {type(self).__name__}(...)`.")
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing would travel. An empty sparse tensor may meet other ranks' full ones, so it travels."""
@@ -144,6 +148,10 @@ class Judge:
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
+
+    def __bool__(self) -> bool:
+        """Raise `TypeError`: a verdict is what is sent back to a `yield`."""
+        raise TypeError("Judge was not answered: write `finite = yield Judge(...)`.")
 
 
 Asked = Request | Judge | tuple[Request, ...]

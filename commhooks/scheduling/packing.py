@@ -263,6 +263,10 @@ def check(request: Request, world_size: int) -> None:
         raise CompressorError(
             f"expected a request for an all-reduce, all-gather, all-to-all or reduce-scatter (got {request!r})."
         )
+    if isinstance(request, AllReduce) and request.average:
+        for dtype in {part.tensor.dtype for part in request.parts}:
+            if not (dtype.is_floating_point or dtype.is_complex):
+                raise CompressorError(f"AllReduce(average=True): a part of dtype {dtype} has no mean.")
     if isinstance(request, (AllToAll, ReduceScatter)):
         for shape in (part.tensor.shape for part in request.parts):
             if not shape or shape[0] != world_size:

@@ -159,3 +159,43 @@ def test_feedback_of_what_expands_is_refused_unless_it_fades() -> None:
     Exchanger(tensors, ErrorFeedback(inner=Expanding(), decay=0.5), line=lockstep_lines(1)[0])
     with pytest.raises(SettingsError, match=r"decay must be in \(0, 1\]"):
         ErrorFeedback(inner=Mean(), decay=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slip(Compressor):
+    """A slip of the pen in `compress`."""
+
+    slip: str
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        return self._compress(bucket) if self.slip != "no generator" else None  # type: ignore[return-value]  # tested
+
+    def _compress(self, bucket: BucketView) -> Exchange:
+        (slot,) = bucket.slots
+        if self.slip == "not yielded" and Judge(slot.gradient):
+            return
+        if self.slip == "integers":
+            yield AllReduce(slot.part(slot.gradient.int()), average=True)
+        (mean,) = yield AllReduce(slot.part(slot.form()), average=True, last=True)
+        finite = yield Judge(mean)
+        slot.keep(mean[:-1], finite)
+
+
+@pytest.mark.parametrize(
+    ("slip", "complaint"),
+    [
+        ("no generator", "Slip.compress must be a generator, which yields requests .it returned NoneType"),
+        ("not yielded", "write `finite = yield Judge"),
+        ("integers", "a part of dtype torch.int32 has no mean"),
+        ("shape", r"what was not sent, of shape \(4,\), was kept for gradients of shape \(5,\)"),
+    ],
+)
+def test_slips_of_the_pen_are_named(slip: str, complaint: str) -> None:
+    workers = Workers(Slip(slip=slip), 2, zeros((5,)))
+    with pytest.raises(CompressorError, match=complaint):
+        workers.step([[torch.ones(5)]] * 2)
+
+
+def test_settings_must_be_hashable() -> None:
+    with pytest.raises(SettingsError, match="must be hashable, such as tuples"):
+        Exchanger({"w": torch.zeros(3)}, Mean(kept=[1]), line=lockstep_lines(1)[0])

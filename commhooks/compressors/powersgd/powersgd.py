@@ -174,7 +174,7 @@ class PowerSGD(Compressor):
 
     def _finish(self, x: LowRankMatrix, side: Side, mean: Tensor, context: Context, finite: Tensor) -> None:
         """Write the mean, from the last side's `mean` factor, and the residual, from this rank's own."""
-        sent = _as_sent(x.factor(side), context.wire, context.world_size)
+        sent = context.as_sent(x.factor(side))
         P, Q = (mean, x.Q) if side == "P" else (x.P, mean)
         P = P.t().contiguous()  # n×r, which products of few columns read faster
         P_sent, Q_sent = (sent.t().contiguous(), Q) if side == "P" else (P, sent)
@@ -303,13 +303,6 @@ def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
         basis = basis * (norms / (norms + epsilon))
     rows: Tensor = basis.t()
     return rows
-
-
-def _as_sent(factor: Tensor, wire: torch.dtype | None, world_size: int) -> Tensor:
-    """Return this rank's own factor as the wire rounds it, so that what is rounded away stays in the residual."""
-    if wire is None or wire.itemsize >= factor.element_size():
-        return factor
-    return (factor / world_size).to(wire).to(factor.dtype).mul_(world_size)
 
 
 def _there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:
