@@ -32,6 +32,11 @@ class TopK(Compressor):
         if not 0 < self.ratio <= 1:
             raise SettingsError(f"TopK(ratio={self.ratio!r}): ratio must be in (0, 1].")
 
+    @property
+    def only_sums(self) -> bool:
+        """Return False: what is sent cannot be summed."""
+        return False
+
     def loses(self, name: str, parameter: Tensor) -> bool:
         """Return whether not all elements are sent."""
         return self.k(parameter.numel()) < parameter.numel()

@@ -82,6 +82,11 @@ class TwoHop(Compressor):
         has_blocks = self.server_feedback and parameter.numel() >= self.codec.block
         return {SERVER_ERROR: Entry(kind="share", block=self.codec.block)} if has_blocks else {}
 
+    @property
+    def only_sums(self) -> bool:
+        """Return False: what is sent cannot be summed."""
+        return False
+
     def loses(self, name: str, parameter: Tensor) -> bool:
         """Return whether the parameter has a whole block."""
         return parameter.numel() >= self.codec.block

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from commhooks.errors import GradientError, SettingsError
@@ -77,6 +78,10 @@ class Buckets:
         self._table.lay_out_entries(view.slots[0], compressor.bucket_state(view))
         self._laid_out[view] = compressor
         return True
+
+    def lay_out_anew(self) -> None:
+        """Lay state out again for whatever compressor comes next."""
+        self._laid_out.clear()
 
     def learn_names(self, bucket: Bucket, parameters: list[Tensor]) -> None:
         """Learn parameters' names from a bucket that tells them, as ddp_core's do."""
@@ -151,7 +156,10 @@ class Buckets:
                 f"({self._table.describe(parameters)})."
             )
         parts = [memory] if memory.is_sparse else memory.detach().split(sizes)
-        return [Slot(*pair, self._table.of(pair[0])) for pair in zip(parameters, parts, strict=True)]
+        # A compressor sees such a parameter as those reals, so that its elements are the gradient's.
+        reals = [torch.view_as_real(p.detach()) if as_pairs and p.is_complex() else p for p in parameters]
+        states = [self._table.of(parameter) for parameter in parameters]
+        return [Slot(*slot) for slot in zip(reals, parts, states, strict=True)]
 
     def _refuse_a_second_model(self, step: int) -> None:
         """Raise `SettingsError` if this step has no parameter in common with the last one.

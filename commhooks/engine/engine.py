@@ -10,12 +10,12 @@ from torch import Tensor
 
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.engine.buckets import Bucket, Buckets
-from commhooks.engine.guards import has_joined, judge_mean, keep_what_is_unused, take_part_with_zeros
+from commhooks.engine.guards import has_joined, keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.replay import Resumed, put_together
 from commhooks.engine.undo import UndoLog
 from commhooks.errors import AttachError, GradientError
 from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange, begin_exchange
+from commhooks.language.compressor import Compressor, Context, Exchange, begin_exchange, judged
 from commhooks.scheduling.ledger import Ledger, Statistics
 from commhooks.scheduling.line import Line
 from commhooks.scheduling.scheduler import Scheduler
@@ -26,10 +26,7 @@ from commhooks.state.table import StateTable
 
 
 class Engine:
-    """Average buckets with one compressor: hand-in on the training thread, everything else on the line's scheduler.
-
-    What it saves and takes up again is in resume.py.
-    """
+    """Average buckets with one compressor; what is saved of it is in resume.py."""
 
     def __init__(
         self,
@@ -104,12 +101,12 @@ class Engine:
         compressor, context = self.compressor, Context(self.line.rank, self.line.world_size, self.step)
         if not compressor.takes(view.memory):
             exchange = AllReduceMean().compress(view, context)
-            return judge_mean(view, exchange) if compressor.remembers(self.step) else exchange
+            return judged(view, exchange) if compressor.remembers(self.step) else exchange
         if not compressor.remembers(self.step):  # on every rank alike; what waits for another one is not touched
             return begin_exchange(compressor, view, context)
         if self.buckets.lay_out(view, compressor) and self._undo is not None:
             self._undo.forget(view)
-        exchange = begin_exchange(compressor, view, context)
+        exchange = judged(view, begin_exchange(compressor, view, context))
         if view.slots and self._may_be_unused:
             exchange = keep_what_is_unused(view, exchange)
         if view.slots and self._may_join and has_joined(view.memory):
@@ -128,7 +125,7 @@ class Engine:
         self.buckets.follow(bucket)
 
     def end_step(self) -> None:
-        """End the step under way; a DDP may have skipped its last bucket, or the backward pass was cut short."""
+        """End the step under way, also if its last bucket never came."""
         self.buckets.end_step(self.step)
         self.resumed.end_step()
         self.step += 1
@@ -158,6 +155,7 @@ class Engine:
             if refusal is not None:
                 raise refusal
         self.compressor = compressor
+        self.buckets.lay_out_anew()
 
     def go_on_from(self, step: int, grad_scale: float, resumed: Resumed) -> None:
         """Go on from a step of another run, whose state the table holds now."""
@@ -200,7 +198,7 @@ class Engine:
         counted = "counted" if self._may_be_unused else "not counted"
         return (
             f"compressor {compressor!r}\nunused parameters are {counted}\n{self.resumed.fingerprint}\n"
-            f"policy {self.line.policy!r}\n{self._fingerprint}"
+            f"policy {self.line.policy!r}, atomic {self._undo is not None}\n{self._fingerprint}"
         )
 
     def statistics(self) -> Statistics:

@@ -21,12 +21,6 @@ _ELEMENTS_TO_SAMPLE = 1024
 _PART_ELEMENTS = 1 << 18
 
 
-def judge_mean(bucket: BucketView, exchange: Exchange) -> Exchange:
-    """Run an exchange that asks for no verdict, and let its mean count in that of the step."""
-    yield from exchange
-    yield Judge(bucket.mean)
-
-
 def has_joined(memory: Tensor) -> bool:
     """Return whether a DDP handed in zeros for a rank that has run out of inputs: outside of any backward pass."""
     return torch._C._current_graph_task_id() == -1 and _is_zero(memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,8 +16,9 @@ from commhooks.hooks.handle import Handle, check_run_settings
 from commhooks.hooks.stateless import group_or_default
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.scheduling.line import Line, ProcessGroupLine
-from commhooks.scheduling.lockstep import LockstepScheduler, run_in_turns
+from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.state.loss_scale import Scaler
+from commhooks.tensors import is_dense
 
 
 class Exchanger(Handle):
@@ -49,7 +51,9 @@ class Exchanger(Handle):
             if tensor.layout != torch.strided or not tensor.is_floating_point():
                 raise SettingsError(f"Exchanger: {name!r} must be dense and of floating point (got {tensor.dtype}).")
         compressor.check_parameters(tensors)
-        self._like = dict(tensors)
+        # Of its own, since state is kept by object: one tensor may come under two names.
+        self._like = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        self._under_way = threading.Lock()
         if line is None:
             line = ProcessGroupLine(
                 group_or_default(process_group), label="Exchanger", policy=policy, hook_timeout=hook_timeout
@@ -59,7 +63,7 @@ class Exchanger(Handle):
             compressor, line, fingerprint=described, residuals=residuals, atomic=atomic, may_join=False
         )
         self._model = _no_model
-        self._engine.bind(list(tensors.items()))
+        self._engine.bind(list(self._like.items()))
         if scaler is not None:
             self._engine.loss_scale.follow(scaler)
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
@@ -78,12 +82,21 @@ class Exchanger(Handle):
     def average(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace each tensor by its mean over the ranks; every rank calls this, as often as the others.
 
-        Raises `CompressorError` if the tensors are not those that were named, and `CollectiveError` if another rank
-        fails; the tensors are unchanged then.
+        Raises `CompressorError` if the tensors are not those that were named, which ends this exchanger and so fails
+        the other ranks' calls; and `CollectiveError` if another rank fails. The tensors are unchanged then.
         """
+        if isinstance(self._engine.line, LockstepLine):
+            if self._engine.line.world_size > 1:
+                raise CompressorError("Exchanger.average: workers of one process meet in average_in_lockstep.")
+            average_in_lockstep([self], [tensors])
+            return
         futures = self.begin(tensors)
-        for future in futures:
-            future.wait()
+        try:
+            for future in futures:
+                future.wait()
+        except Exception:
+            self._under_way.release()
+            raise
         self.end(tensors)
 
     def begin(self, tensors: Mapping[str, Tensor]) -> Sequence[torch.futures.Future[Tensor]]:
@@ -91,11 +104,14 @@ class Exchanger(Handle):
         found = {name: (tuple(t.shape), t.dtype, t.device) for name, t in tensors.items()}
         wanted = {name: (tuple(t.shape), t.dtype, t.device) for name, t in self._like.items()}
         if found != wanted:
+            self.close()
             wrong = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
             raise CompressorError(
                 f"rank {self._engine.line.rank}: Exchanger was made for other tensors: {wrong[0]!r} is "
                 f"{found.get(wrong[0], 'missing')}, and was {wanted.get(wrong[0], 'not named')}."
             )
+        if not self._under_way.acquire(blocking=False):
+            raise CompressorError("Exchanger: the last average has not ended; one thread at a time may call it.")
         for bucket in self._buckets:
             torch._foreach_copy_(bucket.places, [tensors[name] for name in bucket.names()])
         return [self._engine.run(bucket) for bucket in self._buckets]
@@ -104,6 +120,7 @@ class Exchanger(Handle):
         """Write the means back."""
         for bucket in self._buckets:
             torch._foreach_copy_([tensors[name] for name in bucket.names()], bucket.places)
+        self._under_way.release()
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -116,10 +133,14 @@ class Exchanger(Handle):
 @torch.no_grad()
 def average_in_lockstep(exchangers: Sequence[Exchanger], tensors: Sequence[Mapping[str, Tensor]]) -> None:
     """Let workers in this process average, each its own tensors; see `Exchanger.average`."""
-    for exchanger, own in zip(exchangers, tensors, strict=True):
-        exchanger.begin(own)
-    schedulers = [exchanger._engine.line.scheduler for exchanger in exchangers]
-    run_in_turns([scheduler for scheduler in schedulers if isinstance(scheduler, LockstepScheduler)])
+    lines = [exchanger._engine.line for exchanger in exchangers]
+    schedulers = [line.scheduler for line in lines if isinstance(line, LockstepLine)]
+    if len(schedulers) < len(lines):
+        raise CompressorError("average_in_lockstep: every Exchanger must have a line of lockstep_lines.")
+    futures = [exchanger.begin(own) for exchanger, own in zip(exchangers, tensors, strict=True)]
+    run_in_turns(schedulers)
+    for future in (future for of_one in futures for future in of_one):
+        future.value()
     for exchanger, own in zip(exchangers, tensors, strict=True):
         exchanger.end(own)
 
@@ -134,8 +155,9 @@ class _Flat:
         self._is_last = is_last
         sizes = [tensor.numel() for tensor in self._tensors]
         self._memory = self._tensors[0].new_zeros(sum(sizes))
+        # In the order of each tensor's memory, as a DDP lays gradients out: state is saved accordingly.
         flat = zip(self._memory.split(sizes), self._tensors, strict=True)
-        self.places = [part.view(tensor.shape) for part, tensor in flat]
+        self.places = [_in_order_of(tensor, part) for part, tensor in flat]
 
     def index(self) -> int:
         return self._number
@@ -151,6 +173,12 @@ class _Flat:
 
     def is_last(self) -> bool:
         return self._is_last
+
+
+def _in_order_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    if not is_dense(tensor):
+        return memory.view(tensor.shape)
+    return memory.as_strided(tensor.shape, tensor.stride(), memory.storage_offset())
 
 
 def _no_model() -> None:

@@ -65,6 +65,11 @@ class Compressor(ABC):
         return False
 
     @property
+    def only_sums(self) -> bool:
+        """Whether all that `compress` asks for is sums, which alone can be cast on the wire."""
+        return True
+
+    @property
     def needs_whole_buckets(self) -> bool:
         """Whether `compress` must be given a bucket's slots all together."""
         return False
@@ -130,8 +135,14 @@ def check_compressor(caller: str, compressor: object) -> None:
                 f"{caller}: {kind.__name__}.{name} holds a tensor, which no checkpoint would save; declare it by "
                 "Compressor.state(), and make scratch memory by BucketView.plan()."
             )
-        if isinstance(value, Compressor):
-            check_compressor(caller, value)
+        for inner in _compressors_in(value):
+            check_compressor(caller, inner)
+
+
+def _compressors_in(value: object) -> list[Compressor]:
+    if isinstance(value, tuple):
+        return [compressor for item in value for compressor in _compressors_in(item)]
+    return [value] if isinstance(value, Compressor) else []
 
 
 def begin_exchange(compressor: Compressor, bucket: BucketView, context: Context) -> Exchange:
@@ -160,6 +171,24 @@ def map_requests(carry: Carry, exchange: Exchange) -> Exchange:
         return
 
 
+def judged(bucket: BucketView, exchange: Exchange) -> Exchange:
+    """Run an exchange; if it asks for no verdict, let its means count in that of the step."""
+    seen = _Seen()
+    yield from map_requests(seen.carry, exchange)
+    if not seen.judge:
+        yield Judge(*([bucket.mean] if bucket.is_whole else [slot.gradient for slot in bucket.slots]))
+
+
+class _Seen:
+    """Whether an exchange has asked for a verdict."""
+
+    judge = False
+
+    def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
+        self.judge = self.judge or isinstance(asked, Judge)
+        return (yield asked)
+
+
 def side_by_side(exchanges: Sequence[Exchange]) -> Exchange:
     """Run several exchanges as one: what they ask for at the same time is asked for at once, and judged together."""
     asked: dict[int, Asked] = {}
@@ -182,7 +211,12 @@ def side_by_side(exchanges: Sequence[Exchange]) -> Exchange:
             raise
         for number in sorted(answers):  # always in the order in which they were given
             del asked[number]
-            _advance(number, exchanges[number], answers[number], asked)
+            try:
+                _advance(number, exchanges[number], answers[number], asked)
+            except Exception as error:
+                for other in asked:
+                    _close(exchanges[other], error)
+                raise
 
 
 def _advance(number: int, exchange: Exchange, answer: Any, asked: dict[int, Asked]) -> None:

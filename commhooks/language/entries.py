@@ -58,6 +58,11 @@ class Entry:
             )
 
     @property
+    def by_element(self) -> bool:
+        """Whether it has one value for each element of the gradient."""
+        return self.shape is None and not self.block
+
+    @property
     def power(self) -> int:
         """The power of the loss scale."""
         return self.units if self.units is not None else int(self.kind != "replicated")

@@ -46,7 +46,8 @@ class Part:
     wire: torch.dtype | None = None
     """The dtype in which a sum travels; None: the tensor's own."""
     in_place: bool = False
-    """A sum may be written into the tensor, which is then the answer: nothing is copied if it travels alone."""
+    """A sum may be written into the tensor, which is then the answer: nothing is copied if it travels alone. No other
+    part that is asked for at the same time may share its memory."""
 
     def __post_init__(self) -> None:
         if self.in_place and self.layout is not None and self.layout.elements != self.tensor.numel():

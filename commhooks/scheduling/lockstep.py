@@ -26,8 +26,11 @@ class LockstepScheduler(Scheduler):
         self._error: CommHooksError | None = None
 
     def submit(self, task: BucketTask) -> None:
-        """Take a task."""
-        self._policy.add(task)
+        """Take a task; fail it if an earlier one has failed."""
+        if self._error is not None:
+            task.fail(self._error)
+        else:
+            self._policy.add(task)
 
     @torch.no_grad()
     def turn(self) -> bool:

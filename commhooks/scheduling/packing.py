@@ -124,6 +124,11 @@ class _Sum(_Message):
         back = sorted(range(len(pieces)), key=self._order.__getitem__)
         in_turn = iter(self._places[number] for number in back)
         self._of_parts = [[next(in_turn) for _ in sizes] for sizes in self._sizes]
+        self._views = [
+            places[0].view(part.tensor.shape) if len(places) == 1 and part.tensor.dtype == widest else None
+            for part, places in zip(parts, self._of_parts, strict=True)
+        ]
+        """Where a part's answer is, if it is whole and of the part's own dtype."""
 
     def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
         pieces = [piece for part, sizes in zip(parts, self._sizes, strict=True) for piece in _split(part.tensor, sizes)]
@@ -136,13 +141,17 @@ class _Sum(_Message):
         if result.data_ptr() != self.memory.data_ptr():
             self.memory.copy_(result)
         answers = []
-        for part, sizes, places in zip(parts, self._sizes, self._of_parts, strict=True):
-            if len(places) == 1 and not part.in_place:
+        for part, sizes, places, view in zip(parts, self._sizes, self._of_parts, self._views, strict=True):
+            if view is not None and not part.in_place:
+                answers.append(view)
+            elif len(places) == 1 and not part.in_place:
                 answers.append(places[0].view(part.tensor.shape).to(part.tensor.dtype))
             else:
-                own = part.tensor if part.in_place else torch.empty_like(part.tensor)
+                own = part.tensor
+                if not part.in_place or not own.is_contiguous():
+                    own = torch.empty(own.shape, dtype=own.dtype, device=own.device)
                 torch._foreach_copy_(list(_split(own, sizes)), places)
-                answers.append(own)
+                answers.append(part.tensor.copy_(own) if part.in_place and own is not part.tensor else own)
         return answers
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks.errors import SettingsError
-from commhooks.language.entries import RESIDUAL, Entry
+from commhooks.language.entries import RESIDUAL, Entry, blocks_served
 
 FORMAT_VERSION = 2
 
@@ -35,7 +35,14 @@ def faults_of(state: Mapping[str, Any]) -> list[str]:
         for name, kind in TYPES.items()
         if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool)
     ]
-    return faults or _faults_of_fields(state) + _faults_of_entries(state)
+    return faults or _faults_of_fields(state) or _faults_of_entries(state)
+
+
+def entry_of(described: Mapping[str, Any]) -> Entry:
+    """Return an entry as `kinds` describes it; its shape, unless it has a value for each element, is each tensor's."""
+    settings = dict(described)
+    by_element = settings.pop("by_element", not settings.get("block"))
+    return Entry(**settings, shape=None if by_element or settings.get("block") else ())
 
 
 def from_format_1(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -75,7 +82,7 @@ def _faults_of_fields(state: Mapping[str, Any]) -> list[str]:
         faults.append("bucket_plan['ddp_core']: expected what ddp_core's bucket_plan() returns")
     for name, described in state["kinds"].items():
         try:
-            Entry(**described)
+            entry_of(described)
         except (TypeError, SettingsError) as error:
             faults.append(f"kinds[{name!r}]: {error}")
     if state["step"] < 0 or state["world_size"] < 1 or not 0 < state["grad_scale"] < math.inf:
@@ -85,28 +92,42 @@ def _faults_of_fields(state: Mapping[str, Any]) -> list[str]:
 
 def _faults_of_entries(state: Mapping[str, Any]) -> list[str]:
     faults = []
-    parts = {"replicated": state["replicated"]}
+    parts: dict[str, tuple[Any, str | None]] = {"replicated": (state["replicated"], None)}
     for rank, entries in state["local"].items():
         number = str(rank).removeprefix("rank")
         if str(rank) == number or not number.isdecimal() or int(number) >= state["world_size"]:
             faults.append(f"local[{rank!r}]: expected one of rank0 to rank{state['world_size'] - 1}")
-        parts[f"local[{rank!r}]"] = entries
-    known = {*state["kinds"], RESIDUAL}
-    for where, entries in parts.items():
+            continue
+        parts[f"local[{rank!r}]"] = entries, number
+    for where, (entries, rank) in parts.items():
         if not isinstance(entries, Mapping):
             faults.append(f"{where}: expected a dictionary, got {kind_of(entries)}")
             continue
         for name, kept in entries.items():
-            if name not in state["shapes"]:
-                faults.append(f"{where}[{name!r}]: no such parameter among its shapes")
-            elif not isinstance(kept, Mapping) or not all(isinstance(tensor, Tensor) for tensor in kept.values()):
-                faults.append(f"{where}[{name!r}]: expected a dictionary of tensors")
-            elif where != "replicated" and not kept.keys() <= known:
-                unknown = ", ".join(sorted(map(repr, kept.keys() - known)))
-                faults.append(f"{where}[{name!r}]: nothing says of what kind {unknown} is")
-            elif RESIDUAL in kept and kept[RESIDUAL].numel() not in _sizes_of_residual(state["shapes"][name]):
-                faults.append(f"{where}[{name!r}]: a residual of shape {tuple(kept[RESIDUAL].shape)}")
+            fault = _fault_of_parameter(state, rank, name, kept)
+            if fault:
+                faults.append(f"{where}[{name!r}]: {fault}")
     return faults
+
+
+def _fault_of_parameter(state: Mapping[str, Any], rank: str | None, name: str, kept: object) -> str:
+    """Return what is wrong with what is remembered for one parameter, on one rank if it is that rank's; or nothing."""
+    if name not in state["shapes"]:
+        return "no such parameter among its shapes"
+    if not isinstance(kept, Mapping) or not all(isinstance(tensor, Tensor) for tensor in kept.values()):
+        return "expected a dictionary of tensors"
+    unknown = kept.keys() - {*state["kinds"], RESIDUAL}
+    if rank is not None and unknown:
+        return f"nothing says of what kind {', '.join(sorted(map(repr, unknown)))} is"
+    sizes = _sizes_of_residual(state["shapes"][name])
+    if RESIDUAL in kept and kept[RESIDUAL].numel() not in sizes:
+        return f"a residual of shape {tuple(kept[RESIDUAL].shape)}"
+    for entry, tensor in kept.items():
+        block = state["kinds"].get(entry, {}).get("block", 0) if rank is not None else 0
+        served = [blocks_served(name, size // block, int(rank or 0), state["world_size"]) for size in sizes if block]
+        if block and tuple(tensor.shape) not in [(len(blocks), block) for blocks in served]:
+            return f"a share {entry!r} of shape {tuple(tensor.shape)}"
+    return ""
 
 
 def _is_shape(shape: object) -> bool:

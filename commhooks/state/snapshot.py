@@ -33,7 +33,7 @@ from torch import Tensor
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL, Declared, Entry
-from commhooks.state.formats import FORMAT_VERSION, TYPES, faults_of, from_format_1, kind_of
+from commhooks.state.formats import FORMAT_VERSION, TYPES, entry_of, faults_of, from_format_1, kind_of
 from commhooks.state.spread import deal_again, spread
 from commhooks.state.table import Entries
 
@@ -92,7 +92,7 @@ class Snapshot:
         """Return it as plain data."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         local = {f"rank{rank}": entries for rank, entries in self.local.items()}
-        kinds = {name: {"kind": e.kind, "units": e.power, "block": e.block} for name, e in self.kinds.items()}
+        kinds = {name: _described(e) for name, e in self.kinds.items()}
         return {"format_version": FORMAT_VERSION} | fields | {"kinds": kinds, "local": local}
 
     @classmethod
@@ -112,7 +112,7 @@ class Snapshot:
         if faults:
             raise CheckpointError(f"the hook's state is damaged. {_listed(faults)}")
         fields: dict[str, Any] = {name: state[name] for name in TYPES}
-        fields["kinds"] = {name: Entry(**described) for name, described in state["kinds"].items()}
+        fields["kinds"] = {name: entry_of(described) for name, described in state["kinds"].items()}
         fields["local"] = {int(rank.removeprefix("rank")): entries for rank, entries in state["local"].items()}
         return cls(**fields)
 
@@ -265,6 +265,10 @@ def settings_of(compressor: Compressor) -> dict[str, str]:
         elif field.compare:
             settings[field.name] = repr(value)
     return settings
+
+
+def _described(entry: Entry) -> dict[str, Any]:
+    return {"kind": entry.kind, "units": entry.power, "block": entry.block, "by_element": entry.by_element}
 
 
 def _settings_that_differ(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

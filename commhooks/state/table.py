@@ -33,7 +33,7 @@ class _Loaded:
     def items(self) -> Iterator[tuple[str, Tensor, Entry]]:
         """Yield each tensor with its name, and its entry as far as it is known."""
         for name, tensor in self.replicated.items():
-            yield name, tensor, Entry(kind="replicated")
+            yield name, tensor, Entry(kind="replicated", shape=tuple(tensor.shape))
         for name, tensor in self.own.items():
             yield name, tensor, self.kinds.get(name, Entry(kind="residual"))
 
@@ -168,7 +168,8 @@ class StateTable:
                 )
             for name, kept in state.tensors.items():
                 held = own if state.entries[name].is_own else replicated
-                held.setdefault(state.key, {})[name] = _shaped(kept, parameter)
+                is_by_element = state.entries[name].by_element
+                held.setdefault(state.key, {})[name] = _shaped(kept, parameter) if is_by_element else kept
         return replicated, own
 
     def kinds(self) -> dict[str, Entry]:
@@ -225,8 +226,9 @@ class StateTable:
     def _fill(self, parameter: Tensor, state: ParameterState, loaded: _Loaded) -> None:
         """Copy what was loaded into what is laid out; what is not waits as it is, for a compressor that declares it."""
         for name, saved, entry in loaded.items():
-            values = _flat(saved, parameter)
             kept = state.tensors.get(name)
+            by_element = (entry if kept is None else state.entries[name]).by_element
+            values = _flat(saved, parameter) if by_element else saved.detach().to(parameter.device, copy=True)
             if kept is None:
                 state.entries[name] = entry
                 state.tensors[name] = values

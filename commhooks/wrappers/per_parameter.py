@@ -11,7 +11,7 @@ from torch import Tensor
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
+from commhooks.language.compressor import Compressor, Context, Exchange, judged, side_by_side
 from commhooks.language.entries import Declared
 
 
@@ -44,6 +44,11 @@ class PerParameter(Compressor):
     def fixes_wire(self) -> bool:
         """Whether any of the compressors does."""
         return any(compressor.fixes_wire for compressor in self._compressors)
+
+    @property
+    def only_sums(self) -> bool:
+        """Whether all of the compressors ask for sums only."""
+        return all(compressor.only_sums for compressor in self._compressors)
 
     def takes(self, gradient: Tensor) -> bool:
         """Take what all of the compressors take."""
@@ -88,7 +93,7 @@ class PerParameter(Compressor):
         if bucket.memory.is_sparse or not bucket.slots:
             return (self._of(bucket.slots[0].name) if bucket.slots else self.otherwise).compress(bucket, context)
         parts = bucket.plan(self, lambda: self._parts(bucket))
-        return side_by_side([compressor.compress(part, context) for compressor, part in parts])
+        return side_by_side([judged(part, compressor.compress(part, context)) for compressor, part in parts])
 
     def _parts(self, bucket: BucketView) -> Sequence[tuple[Compressor, BucketView]]:
         slots: dict[int, list[Slot]] = {}

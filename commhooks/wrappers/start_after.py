@@ -34,6 +34,11 @@ class StartAfter(Wrapper):
         """Whether either compressor chooses its wire dtype itself."""
         return self.inner.fixes_wire or self.before.fixes_wire
 
+    @property
+    def only_sums(self) -> bool:
+        """Whether both compressors ask for sums only."""
+        return self.inner.only_sums and self.before.only_sums
+
     def takes(self, gradient: Tensor) -> bool:
         """Take what both compressors take."""
         return self.inner.takes(gradient) and self.before.takes(gradient)
@@ -55,6 +60,14 @@ class StartAfter(Wrapper):
     def remembers(self, step: int) -> bool:
         """Return what the one does that has its turn."""
         return self._in_turn(step).remembers(step)
+
+    def loses(self, name: str, parameter: Tensor) -> bool:
+        """Return whether either compressor does."""
+        return self.before.loses(name, parameter) or self.inner.loses(name, parameter)
+
+    def relative_error(self, elements: int) -> float:
+        """Return the larger one of both compressors'."""
+        return max(self.before.relative_error(elements), self.inner.relative_error(elements))
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Hand the bucket to whichever compressor has its turn."""
@@ -83,9 +96,14 @@ class StartAfter(Wrapper):
 
 def _kept_apart(before: Declared, inner: Declared) -> dict[str, str]:
     """Return the names of entries that the two declare differently, and what those of `before` are kept by."""
-    return {
-        name: f"{name} before" for name, entry in before.items() if name in inner and not entry.is_like(inner[name])
-    }
+    apart: dict[str, str] = {}
+    for name, entry in before.items():
+        if name in inner and not entry.is_like(inner[name]):
+            kept = f"{name} before"
+            while kept in before or kept in inner:  # of a StartAfter inside this one
+                kept += " before"
+            apart[name] = kept
+    return apart
 
 
 def _together(before: Declared, inner: Declared) -> Declared:

@@ -27,6 +27,10 @@ class WireDtype(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire_dtype("WireDtype", self.dtype)
+        if not self.inner.only_sums:
+            raise SettingsError(
+                f"WireDtype(inner={self.inner!r}): it asks for more than sums, which alone can be cast."
+            )
         if self.inner.fixes_wire:
             raise SettingsError(
                 f"WireDtype(inner={self.inner!r}): inner must leave the wire's dtype open; this one casts by itself."

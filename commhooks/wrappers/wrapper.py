@@ -36,6 +36,11 @@ class Wrapper(Compressor):
         return self.inner.fixes_wire
 
     @property
+    def only_sums(self) -> bool:
+        """As `inner`."""
+        return self.inner.only_sums
+
+    @property
     def needs_whole_buckets(self) -> bool:
         """As `inner`."""
         return self.inner.needs_whole_buckets

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.language.bucket import Slot, Tile
-from commhooks.language.requests import Layout
+from commhooks.language.requests import Layout, Part
 from commhooks.tensors import computing_dtype
 
 Side = Literal["P", "Q"]
@@ -45,12 +45,11 @@ class LowRankMatrix:
         self.n, self.m = form.n, form.m
         self.r = min(self.n, self.m, rank)
         self.home = home
-        self.layouts: dict[Side, Layout | None] = {"P": layout, "Q": layout}
-        if layout is None:
-            self.layouts = {"P": home.layout(self.r * self.n), "Q": home.layout(self.r * self.m)}
         gradient = tile.gradient
         self.P = gradient.new_zeros(self.r, self.n, dtype=computing_dtype(gradient.dtype))
         self.Q = gradient.new_zeros(self.r, self.m, dtype=computing_dtype(gradient.dtype))
+        factors: dict[Side, Tensor] = {"P": self.P, "Q": self.Q}
+        self.parts = {side: Part(own, layout or home.layout(own.numel())) for side, own in factors.items()}
         threads = 1 if gradient.is_cuda else torch.get_num_threads()
         self.block_rows = min(self.n, rows_of_a_block(self.m, 1 if gradient.is_cuda else self.r, threads))
         tiles = tile.rows(form, self.block_rows)

@@ -137,14 +137,13 @@ class PowerSGD(Compressor):
         """Exchange the factors in turn, each computed from the last; what is not compressed goes with the first."""
         plan = bucket.plan(self, lambda: self._plan(bucket))
         if not plan.matrices:
-            answers = yield AllReduce(*(Part(t.gradient, t.layout) for t in plan.rest), average=True, last=True)
+            answers = yield AllReduce(*plan.parts_of_rest, average=True, last=True)
             for tile, mean in zip(plan.rest, answers, strict=True):
                 tile.write(mean)
             yield Judge(*answers)
             return
 
-        sides, wide = self.sides(context.step), plan.matrices[0].P.dtype
-        rest = [Part(tile.gradient, tile.layout, wide) for tile in plan.rest]
+        sides = self.sides(context.step)
         received: list[Tensor] = []
         means: list[Tensor] = []
         for turn, side in enumerate(sides):
@@ -152,15 +151,13 @@ class PowerSGD(Compressor):
                 basis = means[number] if turn else self._basis(x, OTHER[side], context)
                 x.factor(OTHER[side]).copy_(orthonormal_rows(basis, self.epsilon) if turn else basis)
                 x.multiply(side)
-            factors = [Part(x.factor(side), x.layouts[side]) for x in plan.matrices]
-            last = (
-                turn == len(sides) - 1
-            )  # the last side's factors stay this rank's own: its residual is what they miss
-            answers = yield AllReduce(*factors, *([] if turn else rest), average=True, last=last)
-            means = answers[: len(factors)]
+            rest = [] if turn else plan.parts_of_rest
+            last = turn == len(sides) - 1  # the last side's factors stay this rank's own: what they miss is unsent
+            answers = yield AllReduce(*(x.parts[side] for x in plan.matrices), *rest, average=True, last=last)
+            means = answers[: len(plan.matrices)]
             received += means
             if not turn:
-                means_of_rest = answers[len(factors) :]
+                means_of_rest = answers[len(plan.matrices) :]
 
         finite = yield Judge(*received, *means_of_rest, *self._largest(plan, side, means))
         if not surely(finite):  # one bad element spoils the mean, for all to see
@@ -169,8 +166,8 @@ class PowerSGD(Compressor):
             self._finish(x, side, mean, context, finite)
             if self.warm_start:
                 self._keep(x, side, mean, finite)
-        for tile, mean in zip(plan.rest, means_of_rest, strict=True):
-            tile.write(mean)
+        if plan.rest:
+            torch._foreach_copy_([tile.gradient for tile in plan.rest], means_of_rest)
 
     def _finish(self, x: LowRankMatrix, side: Side, mean: Tensor, context: Context, finite: Tensor) -> None:
         """Write the mean, from the last side's `mean` factor, and the residual, from this rank's own."""
@@ -231,15 +228,15 @@ class PowerSGD(Compressor):
                 rest.append(slot.tile)
             else:
                 matrices.append(LowRankMatrix(slot.name, form, self.rank, slot.tile, slot, layout=None))
-        return _Plan(matrices, rest)
+        return _Plan.of(matrices, rest)
 
     def _plan_of_whole(self, bucket: BucketView) -> _Plan:
         form = form_of_bucket(bucket.memory.numel(), self.rank)
         if not bucket.slots or not self._pays(form):
-            return _Plan([], bucket.tiles)
+            return _Plan.of([], bucket.tiles)
         (whole,) = bucket.tiles
         x = LowRankMatrix(_key_of(bucket), form, self.rank, whole, bucket.slots[0], layout=bucket.layout)
-        return _Plan([x], whole.rest(form.n * form.m))
+        return _Plan.of([x], whole.rest(form.n * form.m))
 
     def _bases(self, key: str, form: MatrixForm) -> Declared:
         """Return the entries of the bases that are kept; the last step's Q, and P too if steps alternate."""
@@ -284,6 +281,14 @@ class _Plan(NamedTuple):
 
     matrices: Sequence[LowRankMatrix]
     rest: Sequence[Tile]
+    parts_of_rest: Sequence[Part]
+    """Together with factors it travels as wide as they do; alone as it is."""
+
+    @classmethod
+    def of(cls, matrices: Sequence[LowRankMatrix], rest: Sequence[Tile]) -> _Plan:
+        """Make the parts of what travels uncompressed."""
+        wide = matrices[0].P.dtype if matrices else None
+        return cls(matrices, rest, [Part(tile.gradient, tile.layout, wide) for tile in rest])
 
 
 def _key_of(bucket: BucketView) -> str:

@@ -1,0 +1,195 @@
+"""Where wrappers, state and requests meet: each of these once gave a wrong number without a word."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks import (
+    AllReduce,
+    AllReduceMean,
+    BucketView,
+    Compressor,
+    CompressorError,
+    Context,
+    Entry,
+    ErrorFeedback,
+    Exchange,
+    Exchanger,
+    Judge,
+    Part,
+    PerParameter,
+    PowerSGD,
+    SettingsError,
+    StartAfter,
+    TopK,
+    WireDtype,
+    lockstep_lines,
+    make_compressor,
+)  # fmt: skip
+from commhooks.language.requests import Layout
+from tests.commhooks.workers import Workers, normal, zeros
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sums(Compressor):
+    """Remember the sum of all gradients, in the parameter's own shape."""
+
+    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
+        return {"sum": Entry(kind="private", shape=tuple(parameter.shape))}
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        (slot,) = bucket.slots
+        own = slot.form().clone()
+        (mean,) = yield AllReduce(slot.part(own), average=True, last=True)
+        finite = yield Judge(mean)
+        slot.commit("sum", slot.state("sum") + own.view_as(slot.state("sum")), finite)
+        slot.write(slot.state("sum").reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "shape"),
+    [(Sums(), (4, 6)), (make_compressor("sign"), (1, 128)), (make_compressor("int4"), (1, 64))],
+    ids=["private", "sign", "int4"],
+)
+def test_state_that_is_shaped_like_its_parameter_is_loaded(compressor: Compressor, shape: tuple[int, ...]) -> None:
+    tensors = {"w": torch.zeros(shape)}
+    ran, resumed = (exchangers(tensors, compressor) for _ in range(2))
+    for step in range(3):
+        commhooks.average_in_lockstep(ran, drawn(tensors, step))
+    for one, other in zip(ran, resumed, strict=True):
+        other.load_state_dict(one.state_dict())
+    ours, theirs = drawn(tensors, 9), drawn(tensors, 9)
+    commhooks.average_in_lockstep(ran, ours)
+    commhooks.average_in_lockstep(resumed, theirs)
+    assert torch.equal(ours[0]["w"], theirs[0]["w"])
+
+
+def test_what_is_lost_before_the_start_is_fed_back_too() -> None:
+    before = TopK(ratio=0.05)
+    workers = Workers(ErrorFeedback(inner=StartAfter(before=before, inner=PowerSGD(), steps=3)), 2, zeros((64,)))
+    for step in range(3):
+        workers.step(normal(workers.parameters, 2, seed=step))
+    assert workers.residual(0, 0).count_nonzero() >= 50
+
+
+@pytest.mark.parametrize("nested", ["in inner", "in before"])
+def test_a_schedule_of_ranks_may_be_nested(nested: str) -> None:
+    one, two, three = (PowerSGD(rank=r) for r in (1, 2, 3))
+    schedule = (
+        StartAfter(before=one, steps=2, inner=StartAfter(before=two, steps=4, inner=three))
+        if nested == "in inner"
+        else StartAfter(before=StartAfter(before=one, steps=2, inner=two), steps=4, inner=three)
+    )
+    workers = Workers(ErrorFeedback(inner=schedule), 2, zeros((24, 40)))
+    for step, rank in enumerate((1, 1, 2, 2, 3, 3)):
+        before = workers.traffic.payload_elements
+        workers.step(normal(workers.parameters, 2, seed=step))
+        assert workers.traffic.payload_elements - before == rank * (24 + 40)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize("plain", [AllReduceMean(), make_compressor("bf16")], ids=["all-reduce", "bf16"])
+def test_an_inf_in_a_plain_rule_is_the_other_rules_too(policy: str, plain: Compressor) -> None:
+    rules = PerParameter(rules=(("*.bias", plain),), otherwise=make_compressor("powersgd"))
+    workers = Workers(rules, 2, zeros((24, 40), (24,)), ["a.weight", "a.bias"], policy=policy)
+    workers.step(normal(workers.parameters, 2, seed=0))
+    before = {name: kept.clone() for name, kept in workers.states[0].of(workers.parameters[0]).tensors.items()}
+    spoiled = normal(workers.parameters, 2, seed=1)
+    spoiled[1][1][3] = float("inf")
+    workers.step(spoiled)
+    after = workers.states[0].of(workers.parameters[0]).tensors
+    assert all(torch.equal(after[name], kept) for name, kept in before.items())
+
+
+@pytest.mark.parametrize("name", ["top-k", "sign"])
+def test_what_cannot_be_cast_on_the_wire_is_refused_when_it_is_built(name: str) -> None:
+    for inner in (make_compressor(name), StartAfter(steps=1000, inner=make_compressor(name))):
+        with pytest.raises(SettingsError, match="it asks for more than sums, which alone can be cast"):
+            WireDtype(inner=inner, dtype=torch.bfloat16)
+
+
+def test_a_compressor_may_be_put_back_after_another() -> None:
+    narrow, wide = make_compressor("powersgd", rank=1), make_compressor("powersgd", rank=2)
+    workers = Workers(narrow, 2, zeros((24, 40)))
+    for compressor in (wide, narrow, wide):
+        workers.step(normal(workers.parameters, 2, seed=0))
+        for engine in workers.engines:
+            engine.replace(compressor, torch.device("cpu"))
+    workers.step(normal(workers.parameters, 2, seed=1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turned(Compressor):
+    """Average a matrix through a transposed view of it."""
+
+    in_place: bool
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        (slot,) = bucket.slots
+        M = slot.gradient.view(3, 4)
+        halves = Layout(("a", "b"), (6, 6))
+        parts = [Part(M.t(), halves, in_place=self.in_place), Part(torch.ones(2), Layout(("c",), (2,)))]
+        answer, ones = yield AllReduce(*parts, average=True, last=True)
+        assert torch.equal(ones, torch.ones(2))
+        slot.write(answer.t().reshape(-1))
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_parts_need_not_be_contiguous(policy: str, in_place: bool) -> None:
+    workers = Workers(Turned(in_place=in_place), 2, zeros((12,), dtype=torch.float64), policy=policy)
+    gradients = normal(workers.parameters, 2, seed=0)
+    means = workers.step(gradients)
+    assert torch.allclose(means[0][0], (gradients[0][0] + gradients[1][0]) / 2, rtol=0, atol=1e-15)
+
+
+def test_one_tensor_under_two_names_is_two() -> None:
+    tensor = torch.zeros(64)
+    both = exchangers({"a": tensor, "b": tensor}, make_compressor("top-k", ratio=0.1))
+    own = [{"a": torch.full((64,), 1.0), "b": torch.full((64,), -1.0)} for _ in range(2)]
+    commhooks.average_in_lockstep(both, own)
+    state = both[0].state_dict()["local"]["rank0"]
+    assert not torch.equal(state["a"]["residual"], state["b"]["residual"])
+
+
+def test_state_of_a_channels_last_tensor_is_saved_in_its_order() -> None:
+    tensor = torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    last, plain = exchangers({"w": tensor}, "top-k"), exchangers({"w": torch.zeros(2, 3, 4, 5)}, "top-k")
+    commhooks.average_in_lockstep(last, drawn({"w": tensor}, 0))
+    commhooks.average_in_lockstep(plain, drawn({"w": tensor}, 0))
+    saved = [of[0].state_dict()["local"]["rank0"]["w"]["residual"] for of in (last, plain)]
+    assert torch.equal(*saved)
+
+
+def test_after_a_failure_workers_of_one_process_raise_every_time() -> None:
+    (one,) = exchangers({"w": torch.zeros(3)}, Sums(), world_size=1)
+    spoiled: Any = {"w": torch.zeros(3)}
+    one._engine.line.scheduler._policy.turn = _fail  # type: ignore[union-attr]  # breaks it on purpose
+    for _ in range(3):
+        with pytest.raises(CompressorError):
+            one.average(spoiled)
+
+
+def _fail() -> bool:
+    raise RuntimeError("broken")
+
+
+def test_average_says_where_workers_of_one_process_meet() -> None:
+    one, _ = exchangers({"w": torch.zeros(3)}, "all-reduce")
+    with pytest.raises(CompressorError, match="meet in average_in_lockstep"):
+        one.average({"w": torch.ones(3)})
+
+
+def exchangers(tensors: dict[str, Tensor], compressor: Compressor | str, world_size: int = 2) -> list[Exchanger]:
+    return [Exchanger(tensors, compressor, line=line) for line in lockstep_lines(world_size)]
+
+
+def drawn(tensors: dict[str, Tensor], seed: int) -> list[dict[str, Tensor]]:
+    of_ranks = normal(list(tensors.values()), 2, seed=seed)
+    return [dict(zip(tensors, own, strict=True)) for own in of_ranks]
