@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from commhooks.errors import GradientError, SettingsError
@@ -156,10 +155,9 @@ class Buckets:
                 f"({self._table.describe(parameters)})."
             )
         parts = [memory] if memory.is_sparse else memory.detach().split(sizes)
-        # A compressor sees such a parameter as those reals, so that its elements are the gradient's.
-        reals = [torch.view_as_real(p.detach()) if as_pairs and p.is_complex() else p for p in parameters]
-        states = [self._table.of(parameter) for parameter in parameters]
-        return [Slot(*slot) for slot in zip(reals, parts, states, strict=True)]
+        # To a compressor such a parameter is the vector of those reals, so that its elements are the gradient's.
+        pairs = zip(parameters, parts, strict=True)
+        return [Slot(part if as_pairs and p.is_complex() else p, part, self._table.of(p)) for p, part in pairs]
 
     def _refuse_a_second_model(self, step: int) -> None:
         """Raise `SettingsError` if this step has no parameter in common with the last one.
