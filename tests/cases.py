@@ -280,3 +280,8 @@ CASES = [
 ]
 
 BY_NAME = {case.name: case for case in CASES}
+FORMS = [
+    "all-reduce", "fp16", "fp16-feedback", "powersgd-2", "powersgd-2-fp16-wire", "powersgd-2-alternating",
+    "powersgd-2-twice", "powersgd-2-bucket", "top-k", "two-hop-sign",
+]  # fmt: skip
+"""One row for each form of exchange: what ordinary tests run over processes, where the long ones run every row."""

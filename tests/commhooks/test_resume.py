@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import bounds
-from tests.cases import CASES
+from tests.cases import CASES, FORMS
 from tests.commhooks import resume_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 
@@ -27,10 +27,14 @@ def distances(folder: Path, world_size: int, kind: str, policy: str, steps: int,
 
 @both_ddps
 @both_policies
-@pytest.mark.parametrize("steps", [8, pytest.param(30, marks=pytest.mark.soak)])
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path, kind: str, policy: str, steps: int) -> None:
-    found = distances(tmp_path, 2, kind, policy, steps, [])
-    assert len(found) == len(on_every_rank.EXCHANGING)
+@pytest.mark.parametrize(
+    ("steps", "cases"), [(8, FORMS), pytest.param(30, [], marks=pytest.mark.soak)], ids=["8", "30"]
+)
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
+    tmp_path: Path, kind: str, policy: str, steps: int, cases: list[str]
+) -> None:
+    found = distances(tmp_path, 2, kind, policy, steps, cases)
+    assert len(found) == len(cases or on_every_rank.EXCHANGING)
     assert {name: far for name, far in found.items() if far} == {}
 
 
