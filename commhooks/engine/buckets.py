@@ -127,12 +127,6 @@ class Buckets:
         """Forget who was in the last step's buckets."""
         self._before = {}
 
-    @property
-    def had_every_parameter(self) -> bool:
-        """Whether the last step's buckets held every parameter with a known name."""
-        met = set(itertools.chain(*self._before))
-        return all(id(parameter) in met for parameter in self._table.named().values())
-
     def names(self) -> list[list[str]]:
         """Return the names in the last step's buckets, in order."""
         return [

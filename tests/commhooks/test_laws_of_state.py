@@ -92,10 +92,9 @@ def test_a_joined_rank_keeps_what_is_its_own_and_the_others_go_on(case: Case) ->
         assert largest(means[0][index] + workers.unsent(index) - whole) <= allowed
 
 
-@every_remembering_case
+# Where a whole bucket is one matrix, the residual belongs to all of it, and nothing in it is unused.
+@pytest.mark.parametrize("case", [case for case in REMEMBERING if not case.depends_on_buckets], ids=str)
 def test_what_no_rank_used_keeps_its_state_and_has_no_mean(case: Case) -> None:
-    if case.depends_on_buckets:
-        return  # its residual belongs to the whole bucket's matrix, in which nothing is unused
     workers = trained(case, may_be_unused=True)
     unused = workers.parameters[0]
     before = [{name: kept.clone() for name, kept in table.of(unused).tensors.items()} for table in workers.states]
@@ -110,11 +109,10 @@ def test_what_no_rank_used_keeps_its_state_and_has_no_mean(case: Case) -> None:
         assert all(torch.equal(table.of(unused).tensors[name], own) for name, own in kept.items())
 
 
-@every_remembering_case
+# A narrow wire rounds numbers of another size otherwise.
+@pytest.mark.parametrize("case", [case for case in REMEMBERING if case.wire is None], ids=str)
 def test_state_follows_the_loss_scale(case: Case) -> None:
     """A power of two changes no digit, so the scaled run's means are the other's, times the scale."""
-    if case.wire is not None:
-        return  # numbers of another size are rounded otherwise by a narrow wire
     plain, scaled = trained(case), trained(case)
     for engine in scaled.engines:
         engine.loss_scale.announce(1024.0)
