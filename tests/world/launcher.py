@@ -204,7 +204,8 @@ class _World:
         process = context.Process(target=main, args=(assignment, theirs), name=f"rank {assignment.rank}")
         self.processes.append(process)
         self.connections.append(ours)
-        process.start()
+        with _one_at_a_time:  # starting one polls all others of this process
+            process.start()
         theirs.close()
 
     def listen(self, timeout: float, grace: float) -> None:
@@ -239,11 +240,14 @@ class _World:
             with contextlib.suppress(OSError):
                 own.send_bytes(b"leave")
         deadline = time.monotonic() + EXIT_SECONDS
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        self._kill_with_stack({rank for rank, process in enumerate(self.processes) if process.exitcode is None})
+        running = {
+            rank
+            for rank, process in enumerate(self.processes)
+            if _exit_code(process, max(0.0, deadline - time.monotonic())) is None
+        }
+        self._kill_with_stack(running)
         for rank, outcome in enumerate(self.outcomes):
-            outcome.exit_code = self.processes[rank].exitcode
+            outcome.exit_code = _exit_code(self.processes[rank])
             outcome.output = _text(output_file(self.folder, rank))
 
     def _kill_with_stack(self, ranks: set[int]) -> None:
@@ -271,11 +275,22 @@ def _kill_session(process: ForkServerProcess) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     _signal(process, signal.SIGKILL)
-    process.join(5)
+    _exit_code(process, 5.0)
+
+
+def _exit_code(process: ForkServerProcess, timeout: float = 0.0) -> int | None:
+    """Wait for a process to end, and return its exit code, or None.
+
+    The fork server says the code once, through a pipe: two threads that poll at once (a process that starts polls all
+    others) both find the pipe ready, and the second reads its end, which multiprocessing takes for a code of 255.
+    """
+    connection.wait([process.sentinel], timeout)
+    with _one_at_a_time:
+        return process.exitcode
 
 
 def _signal(process: ForkServerProcess, number: signal.Signals) -> None:
-    if process.pid is not None and process.exitcode is None:
+    if process.pid is not None and _exit_code(process) is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
 

@@ -9,6 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -69,6 +72,10 @@ def sleeping_world(rank: int, file: str) -> None:
     time.sleep(600)
 
 
+def own_rank(rank: int) -> int:
+    return rank
+
+
 def seen_environment(rank: int) -> str | None:
     return os.environ.get("WORLD_TEST")
 
@@ -122,6 +129,19 @@ def test_outcomes_tell_of_every_rank_without_raising() -> None:
     first, second = run_world_outcomes(die_on, 2, 0, timeout=20.0)
     assert first.exit_code == -signal.SIGKILL and not first.ok
     assert second.traceback is not None and "barrier" in second.traceback
+
+
+def test_worlds_of_several_threads_read_each_others_exit_codes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_signed: Callable[[int], int] = forkserver.read_signed
+
+    def read_slowly(descriptor: int) -> int:
+        time.sleep(0.1)  # whoever else polls this process now sees that it has ended
+        return read_signed(descriptor)
+
+    monkeypatch.setattr(forkserver, "read_signed", read_slowly)
+    with ThreadPoolExecutor(3) as pool:
+        worlds = [pool.submit(run_world, own_rank, 2, backend=None) for _ in range(6)]
+        assert [world.result() for world in worlds] == [[0, 1]] * 6
 
 
 def test_environment_reaches_the_ranks() -> None:
