@@ -6,13 +6,14 @@ code of the mean on; what that code leaves out stays with it, as the server's er
 Bytes on the wire: two codes an element, whatever the number of ranks; elements beyond a parameter's last whole block
 ride uncompressed. Weakness: two rounds, and a mean that is coded twice.
 
-Legend: n elements in B whole blocks; W ranks; b blocks a rank, padded.
+Legend: n elements in B whole blocks; W ranks; b blocks a rank, padded; y the blocks that this rank serves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,9 +24,12 @@ from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
 from commhooks.language.entries import Declared, Entry, blocks_served
+from commhooks.language.randomness import seeded_uniform, stable_seed
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part
 
 SERVER_ERROR = "server error"
+_AT_ONCE = 1 << 16
+"""Elements that are coded at a time, so that what that takes besides stays in the processor's cache."""
 
 
 class _Share(NamedTuple):
@@ -37,7 +41,7 @@ class _Share(NamedTuple):
 
 
 class _Plan:
-    """Which rank serves which of a bucket's blocks, as row numbers; rows beyond a rank's last are padding."""
+    """Which rank serves which of a bucket's blocks, as rows of a message; rows beyond a rank's last are padding."""
 
     def __init__(self, bucket: BucketView, block: int, context: Context) -> None:
         self.coded = [slot for slot in bucket.slots if slot.gradient.numel() >= block]
@@ -49,17 +53,18 @@ class _Plan:
             begin = len(rows[context.rank])
             for rank, own in enumerate(rows):
                 own += [first + number for number in blocks_served(slot.name, blocks, rank, context.world_size)]
-            self.shares.append(_Share(slot, begin, len(rows[context.rank])))
+            if len(rows[context.rank]) > begin:
+                self.shares.append(_Share(slot, begin, len(rows[context.rank])))
             first += blocks
         longest = max(map(len, rows))
         padded = [own + [first] * (longest - len(own)) for own in rows]  # the row behind the last block is zero
-        self.rows = torch.tensor(padded, dtype=torch.long, device=bucket.memory.device).reshape(
-            context.world_size, longest
-        )
-        places = self.rows.new_empty(first + 1)
-        places[self.rows.flatten()] = torch.arange(self.rows.numel(), device=places.device)
-        self.places = places[:first].split(self.blocks)
-        """Where a slot's blocks come to lie when those of all ranks are gathered."""
+        rows_of = torch.tensor(padded, dtype=torch.long).flatten()
+        places = rows_of.new_empty(first + 1)
+        places[rows_of] = torch.arange(len(rows_of))
+        at_once = max(1, _AT_ONCE // block)
+        self.places = [own.split(at_once) for own in places[:first].to(bucket.memory.device).split(self.blocks)]
+        """Where a slot's blocks lie among the W·b of a message, some blocks at a time."""
+        self.longest, self.at_once = longest, at_once
         self.layout = Layout(tuple(slot.name for slot in self.coded), tuple(self.blocks))
 
 
@@ -70,12 +75,29 @@ class TwoHop(Compressor):
     codec: Codec
     server_feedback: bool = True
     """Off: what the second code leaves out is lost."""
+    damping: float | None = None
+    """What is decoded is multiplied by it: 1/(1 + ω) makes an unbiased codec with an error of ω ≥ 1 fit for error
+    feedback. Lower: less is sent in a step. None: 1, and error feedback rejects such a codec; a number, 1 too, is taken
+    at its word."""
+    seed: int = 0
+    """Of what `codec` draws, with the step, the parameter's name, the rank and the hop."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise SettingsError(f"TwoHop(codec={self.codec!r}): codec must be a Codec, such as Sign().")
         if self.codec.block < 1:
             raise SettingsError(f"TwoHop(codec={self.codec!r}): block must be at least 1.")
+        if self.damping is not None and not 0 < self.damping <= 1:
+            raise SettingsError(f"TwoHop(damping={self.damping!r}): damping must be in (0, 1], or None.")
+
+    def check_parameters(self, named: Mapping[str, Tensor]) -> None:
+        """Raise `SettingsError` if the server's error of a parameter would grow without bound."""
+        error = self.relative_error(self.codec.block)
+        if self.server_feedback and error >= 1 and self.damping is None:
+            raise SettingsError(
+                f"TwoHop(codec={self.codec!r}): the codec may lose {error:.3g} times what it is given (squared norms), "
+                "so the server's error would grow without bound; set damping, or server_feedback=False."
+            )
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the server's error of the blocks that this rank serves."""
@@ -87,13 +109,28 @@ class TwoHop(Compressor):
         """Return False: what is sent cannot be summed."""
         return False
 
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether the codec is, and nothing is damped or remembered."""
+        return self.codec.is_unbiased and self.damping in (None, 1) and not self.server_feedback
+
+    @property
+    def is_damped(self) -> bool:
+        """Whether `damping` was given."""
+        return self.damping is not None
+
     def loses(self, name: str, parameter: Tensor) -> bool:
         """Return whether the parameter has a whole block."""
         return parameter.numel() >= self.codec.block
 
     def relative_error(self, elements: int) -> float:
-        """Return the codec's."""
-        return self.codec.relative_error() if elements >= self.codec.block else 0.0
+        """Return the codec's, damped."""
+        if elements < self.codec.block:
+            return 0.0
+        error, damping = self.codec.relative_error(), self.damping or 1.0
+        if self.codec.is_unbiased:
+            return (1 - damping) ** 2 + damping**2 * error
+        return (1 - damping + damping * math.sqrt(error)) ** 2
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Exchange the codes of all blocks, and gather the codes of their means; average the rest meanwhile."""
@@ -102,36 +139,75 @@ class TwoHop(Compressor):
         return side_by_side([*exchanges, self._average_rest(plan)] if plan.rest else exchanges)
 
     def _average_blocks(self, plan: _Plan, context: Context) -> Exchange:
-        codes = [self._encode(self._blocks(slot.form())) for slot in plan.coded]
-        rows = [torch.cat([*of_slots, of_slots[0][:1] * 0]) for of_slots in zip(*codes, strict=True)]
-        received = yield AllToAll(*(Part(payload[plan.rows], plan.layout) for payload in rows))  # each [W, b, ...]
+        sent, flaw = self._encode_all(plan, context)  # each [W·b, ...]
+        exchange = AllToAll(*(Part(payload.unflatten(0, (context.world_size, -1)), plan.layout) for payload in sent))
+        if self.codec.shows_non_finite:
+            received = yield exchange  # each [W, b, ...]
+        else:
+            received, (flaw,) = yield exchange, AllReduce(plan.coded[0].part(flaw))
 
-        served = self._decode([payload[0] for payload in received])  # b×block; ranks are added in rank order
-        for rank in range(1, context.world_size):
-            served += self._decode([payload[rank] for payload in received])
-        served /= context.world_size
+        coded, left = self._serve(received, plan, context)
+        del received  # the largest thing here, and the next one may take its place
+        gathered = yield AllGather(*(Part(payload, plan.layout) for payload in coded), last=True)  # each [W, b, ...]
+
+        gathered = [payload.flatten(0, 1) for payload in gathered]
+        finite = yield Judge(flaw, *self.codec.evidence(gathered), *self._largest_written(gathered, plan))
         for share in plan.shares if self.server_feedback else ():
-            served[share.start : share.end] += share.slot.state(SERVER_ERROR).to(served)
-        code = self._encode(served)
-        gathered = yield AllGather(*(Part(payload, plan.layout) for payload in code), last=True)  # each [W, b, ...]
-
-        to_judge = [payload for payload in gathered if payload.is_floating_point()]
-        if plan.coded[0].tile.has_short_range:
-            means = [self._decode([payload[rank] for payload in gathered]) for rank in range(context.world_size)]
-            to_judge += [mean.abs().amax().to(plan.coded[0].gradient.dtype) for mean in means]
-        finite = yield Judge(*to_judge)
-        if self.server_feedback:
-            served -= self._decode(code)
-            for share in plan.shares:
-                share.slot.commit(SERVER_ERROR, served[share.start : share.end], finite)
-        for slot, own, at in zip(plan.coded, codes, plan.places, strict=True):
+            share.slot.commit(SERVER_ERROR, left[share.start : share.end], finite)
+        for slot, places in zip(plan.coded, plan.places, strict=True):
             M = slot.form()
-            self._blocks(M).sub_(self._decode(own))
-            M[len(at) * self.codec.block :] = 0
+            for blocks, at in self._tiles(M, places) if slot.tile.keeps else ():
+                blocks.sub_(self._decode([payload.index_select(0, at) for payload in sent]))
+            M[M.numel() // self.codec.block * self.codec.block :] = 0
             slot.keep(M, finite)
             mean = slot.room
-            self._blocks(mean).copy_(self._decode([payload.flatten(0, 1)[at] for payload in gathered]))
-            slot.write(mean)
+            for blocks, at in self._tiles(mean, places):
+                blocks.copy_(self._decode([payload.index_select(0, at) for payload in gathered]))
+            slot.write(mean if self.codec.shows_non_finite else mean.add_(flaw))
+
+    def _encode_all(self, plan: _Plan, context: Context) -> tuple[list[Tensor], Tensor]:
+        """Return the codes of all blocks, in the order in which ranks serve them, and 0, or NaN if codes hide one."""
+        sent: list[Tensor] = []
+        flaw = torch.zeros(1, device=plan.coded[0].gradient.device)
+        for slot, places in zip(plan.coded, plan.places, strict=True):
+            M = slot.form()
+            if not self.codec.shows_non_finite:
+                flaw += M.abs().amax() * 0
+            for number, (blocks, at) in enumerate(self._tiles(M, places)):
+                code = self._encode(blocks, context, slot.name, "own", number)
+                sent = sent or [part.new_zeros(context.world_size * plan.longest, *part.shape[1:]) for part in code]
+                for payload, part in zip(sent, code, strict=True):
+                    payload.index_copy_(0, at, part)
+        return sent, flaw
+
+    def _serve(self, received: Sequence[Tensor], plan: _Plan, context: Context) -> tuple[list[Tensor], Tensor]:
+        """Return the codes of the means of the blocks that this rank serves, and what the codes leave out."""
+        coded = [torch.zeros_like(payload[0]) for payload in received]
+        left = torch.zeros(0)
+        for share in plan.shares:
+            for number, start in enumerate(range(share.start, share.end, plan.at_once)):
+                own = slice(start, min(start + plan.at_once, share.end))
+                y = self._decode([payload[0, own] for payload in received])
+                for rank in range(1, context.world_size):  # ranks are added in rank order
+                    y += self._decode([payload[rank, own] for payload in received])
+                y /= context.world_size
+                if self.server_feedback:
+                    y += share.slot.state(SERVER_ERROR)[start - share.start : own.stop - share.start].to(y)
+                code = self._encode(y, context, share.slot.name, "server", number)
+                for payload, part in zip(coded, code, strict=True):
+                    payload[own] = part
+                if self.server_feedback:
+                    left = left if left.numel() else y.new_empty(plan.longest, self.codec.block)
+                    torch.sub(y, self._decode(code), out=left[own])
+        return coded, left
+
+    def _largest_written(self, gathered: Sequence[Tensor], plan: _Plan) -> list[Tensor]:
+        """Return the largest means in the gradients' dtype, if that may not hold them."""
+        first = plan.coded[0]
+        if not first.tile.has_short_range:
+            return []
+        tiles = zip(*(payload.split(plan.at_once) for payload in gathered), strict=True)
+        return [self._decode(code).abs().amax().to(first.gradient.dtype) for code in tiles]
 
     def _average_rest(self, plan: _Plan) -> Exchange:
         starts = [slot.gradient.numel() // self.codec.block * self.codec.block for slot in plan.rest]
@@ -142,8 +218,12 @@ class TwoHop(Compressor):
         for slot, start, mean in zip(plan.rest, starts, means, strict=True):
             slot.gradient[start:] = mean  # after the blocks' mean, which was written with zeros here
 
-    def _encode(self, blocks: Tensor) -> Sequence[Tensor]:
-        code = self.codec.encode(blocks)
+    def _encode(self, blocks: Tensor, context: Context, *what: str | int) -> Sequence[Tensor]:
+        noise = blocks.new_empty(0)
+        if self.codec.draws:
+            seed = stable_seed("two-hop", self.seed, context.step, context.rank, *what)
+            noise = seeded_uniform(tuple(blocks.shape), seed, blocks)
+        code = self.codec.encode(blocks, noise)
         if not isinstance(code, (tuple, list)) or any(len(payload) != len(blocks) for payload in code):
             raise CompressorError(
                 f"{self.codec!r}.encode must return a tuple of tensors of {len(blocks)} rows, one for each block."
@@ -157,8 +237,9 @@ class TwoHop(Compressor):
                 f"{self.codec!r}.decode must return blocks of shape {(len(code[0]), self.codec.block)} "
                 f"(got {tuple(blocks.shape)})."
             )
-        return blocks
+        return blocks if self.damping is None else blocks.mul_(self.damping)
 
-    def _blocks(self, memory: Tensor) -> Tensor:
-        """View the whole blocks of 1-D memory."""
-        return memory[: memory.numel() // self.codec.block * self.codec.block].view(-1, self.codec.block)
+    def _tiles(self, memory: Tensor, places: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the whole blocks of 1-D memory, some at a time, and where their codes lie."""
+        whole = memory[: memory.numel() // self.codec.block * self.codec.block].view(-1, self.codec.block)
+        return zip(whole.split(len(places[0])), places, strict=True)

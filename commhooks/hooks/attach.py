@@ -189,7 +189,12 @@ def _refusal_of(compressor: Compressor, named: list[tuple[str, Tensor]]) -> Sett
 
 
 def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> None:
-    """Warn if what a compressor does not send is lost; rounding to a narrower dtype loses too little for that."""
+    """Warn if what a compressor does not send is lost; rounding to a narrower dtype loses too little for that.
+
+    What an unbiased one does not send in one step it sends in others, on average.
+    """
+    if compressor.is_unbiased:
+        return
     for name, parameter in named:
         is_lossy = compressor.loses(name, parameter) and compressor.relative_error(parameter.numel()) > _LITTLE
         if is_lossy and RESIDUAL not in compressor.state(name, parameter, 1):

@@ -107,6 +107,16 @@ class Compressor(ABC):
         """
         return 0.0
 
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether the mean of the gradients is the expectation of the mean that is written, over what is drawn."""
+        return False
+
+    @property
+    def is_damped(self) -> bool:
+        """Whether a damping factor was written out, so that `ErrorFeedback` accepts a relative error of 1 or more."""
+        return False
+
     @abstractmethod
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Yield requests until the mean of every slot is written.

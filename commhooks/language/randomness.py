@@ -37,3 +37,9 @@ def seeded_normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float32, pin_memory=like.is_cuda)
     return drawn.to(like, non_blocking=True)
+
+
+def seeded_uniform(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
+    """Return fp32 numbers, uniform in [0, 1), drawn on the device of `like`; those of another device are others."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device=like.device)

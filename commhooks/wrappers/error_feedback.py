@@ -28,11 +28,18 @@ class ErrorFeedback(Wrapper):
     decay: float = 1.0
     """Lower than 1: a residual fades, and what it held is lost; for an `inner` whose error is larger than what it
     sends."""
+    reset_every: int = 0
+    """Steps after which the residual is dropped, again and again; 0: never. Lower: less is sent late, and more is lost.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.decay <= 1:
             raise SettingsError(f"ErrorFeedback(decay={self.decay!r}): decay must be in (0, 1].")
+        if isinstance(self.reset_every, bool) or not isinstance(self.reset_every, int) or self.reset_every < 0:
+            raise SettingsError(
+                f"ErrorFeedback(reset_every={self.reset_every!r}): reset_every must be an integer of at least 0."
+            )
         if isinstance(self.inner, ErrorFeedback):
             raise SettingsError(f"ErrorFeedback(inner={self.inner!r}): inner must not be ErrorFeedback itself.")
 
@@ -50,10 +57,11 @@ class ErrorFeedback(Wrapper):
         super().check_parameters(named)
         for name, parameter in named.items():
             error = self.inner.relative_error(parameter.numel())
-            if error >= 1 and self.decay == 1:
+            if error >= 1 and self.decay == 1 and not self.inner.is_damped:
                 raise SettingsError(
                     f"ErrorFeedback(inner={self.inner!r}): of parameter {name!r}, inner may lose {error:.3g} times "
-                    "what it is given (squared norms), so the residual would grow without bound; set decay below 1."
+                    "what it is given (squared norms), so the residual would grow without bound; set decay below 1, "
+                    "or write a damping factor out."
                 )
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
@@ -67,7 +75,15 @@ class ErrorFeedback(Wrapper):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run `inner` on the gradient plus the residual."""
-        return self.inner.compress(bucket.plan(self, lambda: bucket.with_residuals(self._loses, self.decay)), context)
+        resets = self.reset_every > 0 and context.step > 0 and context.step % self.reset_every == 0
+        decay = 0.0 if resets else self.decay
+        own = bucket.plan((self, resets), lambda: bucket.with_residuals(self._loses, decay))
+        return self.inner.compress(own, context)
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Return False: what is left out of one step is in the next."""
+        return False
 
     def _loses(self, slot: Slot) -> bool:
         return self.inner.loses(slot.name, slot.parameter)

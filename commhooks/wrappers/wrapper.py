@@ -73,6 +73,16 @@ class Wrapper(Compressor):
         """As `inner`."""
         return self.inner.relative_error(elements)
 
+    @property
+    def is_unbiased(self) -> bool:
+        """As `inner`."""
+        return self.inner.is_unbiased
+
+    @property
+    def is_damped(self) -> bool:
+        """As `inner`."""
+        return self.inner.is_damped
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """As `inner`."""
         return self.inner.compress(bucket, context)

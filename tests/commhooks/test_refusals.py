@@ -121,7 +121,7 @@ class Short(Codec):
 
     block: int = 8
 
-    def encode(self, blocks: Tensor) -> Sequence[Tensor]:
+    def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         return (blocks.to(torch.bfloat16),)
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:

@@ -28,7 +28,7 @@ class Int4(Codec):
         if not 2 <= self.block <= 128 or self.block % 2:
             raise SettingsError(f"Int4(block={self.block!r}): block must be even, and from 2 to 128.")
 
-    def encode(self, blocks: Tensor) -> Sequence[Tensor]:
+    def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes of two numbers each [B, block/2]."""
         scales = blocks.abs().amax(1, keepdim=True) / 7
         numbers = (blocks / scales).nan_to_num_(0.0).clamp_(-7, 7).round_().add_(8).to(torch.uint8)

@@ -28,7 +28,7 @@ class Sign(Codec):
         if self.block < 8 or self.block % 8:
             raise SettingsError(f"Sign(block={self.block!r}): block must be a multiple of 8.")
 
-    def encode(self, blocks: Tensor) -> Sequence[Tensor]:
+    def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes of 8 signs each [B, block/8]."""
         bits = (blocks >= 0).view(-1, 8).float() @ _powers(blocks)  # whole numbers up to 255, exact in any precision
         return blocks.abs().mean(1, keepdim=True), bits.to(torch.uint8).view(len(blocks), -1)
