@@ -19,10 +19,10 @@ from commhooks.compressors import (
     Int4,
     NoOp,
     PowerSGD,
+    Registered,
     Sign,
     TopK,
     TwoHop,
-    make_compressor,
 )
 from commhooks.errors import (
     AttachError,
@@ -51,11 +51,12 @@ from commhooks.language.bucket import BucketView, Slot, Tile
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Entry
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part, ReduceScatter, Request
+from commhooks.making import make_compressor
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
-from commhooks.wrappers import ErrorFeedback, PerParameter, StartAfter, WireDtype
+from commhooks.wrappers import ErrorFeedback, Match, PerParameter, StartAfter, WireDtype, schedule
 
 __all__ = [
     "AllGather",
@@ -90,6 +91,7 @@ __all__ = [
     "LoadRules",
     "LockstepCommunicator",
     "LockstepGroup",
+    "Match",
     "MemoryReport",
     "NoOp",
     "ParameterTraffic",
@@ -101,6 +103,7 @@ __all__ = [
     "ProcessGroupCommunicator",
     "RecordingCommunicator",
     "ReduceScatter",
+    "Registered",
     "Request",
     "SettingsError",
     "Sign",
@@ -130,4 +133,5 @@ __all__ = [
     "powerSGD_hook",
     "register_ddp_comm_hook",
     "save_checkpoint",
+    "schedule",
 ]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from typing import Any
 
 import torch
 
 import commhooks
-from commhooks.compressors import COMPRESSORS
 from commhooks.language.compressor import Compressor
+from commhooks.making import settings_of
 from commhooks.scheduling.scheduler import POLICIES
 from experiments.runs import HookSpec
 
@@ -26,12 +25,12 @@ def make_hook(spec: HookSpec, seed: int = 0) -> Compressor:
     policy = settings.pop("policy", "fifo")
     if policy not in POLICIES:
         raise ValueError(f"hook {spec.label!r}: policy must be one of {', '.join(POLICIES)} (got {policy})")
-    if spec.name not in COMPRESSORS:
-        return commhooks.make_compressor(spec.name)  # raises, and lists the names there are
-    known = _settings_of(spec.name)
+    if "(" in spec.name:  # a whole compressor, as it is printed
+        return commhooks.make_compressor(spec.name)
+    known = settings_of(spec.name)
     for name in settings:
         if name not in known:
-            raise ValueError(_unknown(spec, name, known))
+            raise ValueError(_unknown(spec, name, sorted({"policy", *known})))
     if "skip" in settings:  # names or patterns, with a plus sign between them: a comma ends a setting
         settings["skip"] = tuple(str(settings["skip"]).split("+"))
     if "wire" in settings:
@@ -44,15 +43,6 @@ def make_hook(spec: HookSpec, seed: int = 0) -> Compressor:
 def policy_of(spec: HookSpec) -> str:
     """Return the order of collectives that this hook asks for."""
     return str(dict(spec.settings).get("policy", "fifo"))
-
-
-def _settings_of(hook: str) -> list[str]:
-    """Return the names that a hook of this name takes settings under: its own, and those of every hook."""
-    make = COMPRESSORS[hook].make
-    codec = getattr(make, "args", ())  # a two-hop compressor's codec, which takes settings too
-    takers = [commhooks.make_compressor, make, *codec]
-    found = [setting for taker in takers for setting in inspect.signature(taker).parameters.values()]
-    return sorted({"policy", *(p.name for p in found if p.kind is p.KEYWORD_ONLY)})
 
 
 def _unknown(spec: HookSpec, name: str, known: list[str]) -> str:

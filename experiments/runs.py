@@ -30,11 +30,17 @@ class HookSpec:
     def parse(cls, text: str) -> HookSpec:
         """Return the hook that a text such as 'powersgd:rank=4,start_after=10' names.
 
+        A class of another package is 'mypackage.module:TopK:ratio=0.1'. A whole compressor as it is printed, such as
+        'ErrorFeedback(inner=TopK(ratio=0.1))', is a name without settings.
+
         Raises:
             ValueError: The text is not of that form. Whether such a hook exists is checked in `experiments.hooks`.
 
         """
-        name, _, rest = text.strip().partition(":")
+        if "(" in text:
+            return cls(text.strip())
+        found = re.fullmatch(r"([\w.]+:[A-Z]\w*(?=:|$)|[^:]*)(?::(.*))?", text.strip())
+        name, rest = (found[1], found[2] or "") if found else ("", "")
         pairs = [piece.partition("=") for piece in rest.split(",")] if rest.strip() else []
         if not name or any(not key.strip() or not equals or not value.strip() for key, equals, value in pairs):
             raise ValueError(f"hook {text!r} does not parse: expected 'name' or 'name:setting=value,setting=value'")

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn import Module
 
 from commhooks.communicators.connection import WrapCommunicator
-from commhooks.compressors import AllReduceMean, make_compressor
+from commhooks.compressors import AllReduceMean
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, SettingsError
 from commhooks.hooks.facts import check_step_has_an_end, searches_for_unused
@@ -31,6 +31,7 @@ from commhooks.hooks.handle import Handle, check_run_settings
 from commhooks.hooks.stateless import deliver, group_or_default, run_stateless
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.language.entries import RESIDUAL
+from commhooks.making import make_compressor
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import StateTable

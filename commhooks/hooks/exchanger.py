@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.compressors import make_compressor
 from commhooks.engine.engine import Engine
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.hooks.handle import Handle, check_run_settings
 from commhooks.hooks.stateless import group_or_default
 from commhooks.language.compressor import Compressor, check_compressor
+from commhooks.making import make_compressor
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.state.loss_scale import Scaler

@@ -19,6 +19,7 @@ from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared
 from commhooks.language.requests import Asked, Judge, Request
+from commhooks.language.spelling import spelled
 
 Exchange = Generator[Asked, Any, None]
 """What `Compressor.compress` returns: yields requests and is sent their answers. A request is answered by a list of
@@ -58,6 +59,10 @@ class Compressor(ABC):
     Subclasses are frozen dataclasses: their fields are settings, checked when built. They keep no tensors; what is to
     be remembered is declared by `state`.
     """
+
+    def __str__(self) -> str:
+        """Return what `make_compressor` reads back: the class, and the settings that are not its defaults."""
+        return spelled(self)
 
     @property
     def fixes_wire(self) -> bool:

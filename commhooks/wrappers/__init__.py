@@ -1,8 +1,8 @@
 """Wrappers: each takes a compressor and is one."""
 
 from commhooks.wrappers.error_feedback import ErrorFeedback
-from commhooks.wrappers.per_parameter import PerParameter
-from commhooks.wrappers.start_after import StartAfter
+from commhooks.wrappers.per_parameter import Match, PerParameter
+from commhooks.wrappers.start_after import StartAfter, schedule
 from commhooks.wrappers.wire_dtype import WireDtype
 
-__all__ = ["ErrorFeedback", "PerParameter", "StartAfter", "WireDtype"]
+__all__ = ["ErrorFeedback", "Match", "PerParameter", "StartAfter", "WireDtype", "schedule"]

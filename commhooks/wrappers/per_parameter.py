@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from commhooks.compressors.all_reduce import AllReduceMean
@@ -13,25 +14,63 @@ from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, judged, side_by_side
 from commhooks.language.entries import Declared
+from commhooks.language.spelling import spelled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Match:
+    """What a parameter must be for a rule of `PerParameter`: all of what is given here."""
+
+    name: str = "*"
+    """A shell pattern, such as "head.*"."""
+    min_elements: int = 0
+    max_elements: int | None = None
+    """None: any number. Both limits are included."""
+    dimensions: tuple[int, ...] = ()
+    """How many dimensions it may have, such as (2, 4) for matrices and convolutions; empty: any number."""
+    dtype: torch.dtype | None = None
+    """None: any."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dimensions, tuple) or not all(isinstance(one, int) for one in self.dimensions):
+            raise SettingsError(f"Match(dimensions={self.dimensions!r}): dimensions must be a tuple of ints.")
+        if self.max_elements is not None and self.max_elements < self.min_elements:
+            raise SettingsError(
+                f"Match(min_elements={self.min_elements}, max_elements={self.max_elements}): no size is in between."
+            )
+
+    def __str__(self) -> str:
+        """Return what `make_compressor` reads back inside a compressor."""
+        return spelled(self)
+
+    def matches(self, name: str, parameter: Tensor) -> bool:
+        """Return whether a parameter is as described."""
+        limit = parameter.numel() if self.max_elements is None else self.max_elements
+        return (
+            fnmatch.fnmatchcase(name, self.name)
+            and self.min_elements <= parameter.numel() <= limit
+            and (not self.dimensions or parameter.dim() in self.dimensions)
+            and self.dtype in (None, parameter.dtype)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerParameter(Compressor):
-    """Give each parameter to the compressor whose pattern matches its name, and the rest to `otherwise`.
+    """Give each parameter to the compressor of the first rule that matches it, and the rest to `otherwise`.
 
     A step takes the rounds of the compressor that needs most, and not the sum of all.
     """
 
-    rules: tuple[tuple[str, Compressor], ...]
-    """Shell patterns such as "head.*", each with its compressor."""
+    rules: tuple[tuple[str | Match, Compressor], ...]
+    """Shell patterns for names, such as "head.*", or `Match`, each with its compressor."""
     otherwise: Compressor = dataclasses.field(default_factory=AllReduceMean)
-    first_match: bool = False
-    """On: if several patterns match a name, the first one counts. Off: that raises an error."""
 
     def __post_init__(self) -> None:
         rules = self.rules
         if not isinstance(rules, tuple) or not rules or not all(_is_rule(rule) for rule in rules):
-            raise SettingsError(f"PerParameter(rules={rules!r}): rules must be a tuple of (pattern, Compressor).")
+            raise SettingsError(
+                f"PerParameter(rules={rules!r}): rules must be a tuple of (pattern or Match, Compressor)."
+            )
         if not isinstance(self.otherwise, Compressor):
             raise SettingsError(f"PerParameter(otherwise={self.otherwise!r}): otherwise must be a Compressor.")
         for compressor in self._compressors:
@@ -55,26 +94,25 @@ class PerParameter(Compressor):
         return all(compressor.takes(gradient) for compressor in self._compressors)
 
     def check_parameters(self, named: Mapping[str, Tensor]) -> None:
-        """Raise `SettingsError` if a pattern matches nothing, or two match one name, or a compressor objects."""
-        for pattern, _ in self.rules:
-            if not fnmatch.filter(named, pattern):
+        """Raise `SettingsError` if a rule is for no parameter, or a compressor objects."""
+        for number, (pattern, _) in enumerate(self.rules):
+            matching = [name for name, parameter in named.items() if _match(pattern).matches(name, parameter)]
+            taken = [name for name in matching if self._rule_of(name, named[name]) != number]
+            if not matching:
                 raise SettingsError(
-                    f"PerParameter: {pattern!r} must match a parameter's name; there are {', '.join(list(named)[:8])}."
+                    f"PerParameter: {pattern!r} must match a parameter; there are {', '.join(list(named)[:8])}."
                 )
-        for name in named:
-            matching = [pattern for pattern, _ in self.rules if fnmatch.fnmatchcase(name, pattern)]
-            if len(matching) > 1 and not self.first_match:
+            if len(taken) == len(matching):
                 raise SettingsError(
-                    f"PerParameter: {name!r} is matched by {' and '.join(map(repr, matching))}; make one narrower, "
-                    "or pass first_match=True."
+                    f"PerParameter: all that {pattern!r} matches, such as {taken[0]!r}, is matched by a rule before it."
                 )
         for compressor in self._compressors:
-            mine = {name: parameter for name, parameter in named.items() if self._of(name) is compressor}
+            mine = {name: parameter for name, parameter in named.items() if self._of(name, parameter) is compressor}
             compressor.check_parameters(mine)
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return those of the parameter's compressor."""
-        return self._of(name).state(name, parameter, world_size)
+        return self._of(name, parameter).state(name, parameter, world_size)
 
     def remembers(self, step: int) -> bool:
         """Return whether any of the compressors does."""
@@ -82,7 +120,7 @@ class PerParameter(Compressor):
 
     def loses(self, name: str, parameter: Tensor) -> bool:
         """Return whether the parameter's compressor does."""
-        return self._of(name).loses(name, parameter)
+        return self._of(name, parameter).loses(name, parameter)
 
     def relative_error(self, elements: int) -> float:
         """Return the largest of the compressors'."""
@@ -91,7 +129,9 @@ class PerParameter(Compressor):
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run the compressors side by side, each on its own slots."""
         if bucket.memory.is_sparse or not bucket.slots:
-            return (self._of(bucket.slots[0].name) if bucket.slots else self.otherwise).compress(bucket, context)
+            alone = bucket.slots[0] if bucket.slots else None
+            compressor = self._of(alone.name, alone.parameter) if alone else self.otherwise
+            return compressor.compress(bucket, context)
         parts = bucket.plan(self, lambda: self._parts(bucket))
         return side_by_side([judged(part, compressor.compress(part, context)) for compressor, part in parts])
 
@@ -99,7 +139,7 @@ class PerParameter(Compressor):
         slots: dict[int, list[Slot]] = {}
         numbers = {id(compressor): number for number, compressor in enumerate(self._compressors)}
         for slot in bucket.slots:
-            slots.setdefault(numbers[id(self._of(slot.name))], []).append(slot)
+            slots.setdefault(numbers[id(self._of(slot.name, slot.parameter))], []).append(slot)
         return [
             (self._compressors[number], bucket if len(own) == len(bucket.slots) else bucket.subset(own))
             for number, own in sorted(slots.items())
@@ -109,10 +149,30 @@ class PerParameter(Compressor):
     def _compressors(self) -> list[Compressor]:
         return [*(compressor for _, compressor in self.rules), self.otherwise]
 
-    def _of(self, name: str) -> Compressor:
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether all of the compressors are."""
+        return all(compressor.is_unbiased for compressor in self._compressors)
+
+    def _of(self, name: str, parameter: Tensor) -> Compressor:
         """Return a parameter's compressor."""
-        return next((c for pattern, c in self.rules if fnmatch.fnmatchcase(name, pattern)), self.otherwise)
+        number = self._rule_of(name, parameter)
+        return self.otherwise if number is None else self.rules[number][1]
+
+    def _rule_of(self, name: str, parameter: Tensor) -> int | None:
+        """Return the number of the first rule that matches, if any does."""
+        found = (number for number, (pattern, _) in enumerate(self.rules) if _match(pattern).matches(name, parameter))
+        return next(found, None)
+
+
+def _match(pattern: str | Match) -> Match:
+    return Match(name=pattern) if isinstance(pattern, str) else pattern
 
 
 def _is_rule(rule: object) -> bool:
-    return isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str) and isinstance(rule[1], Compressor)
+    return (
+        isinstance(rule, tuple)
+        and len(rule) == 2
+        and isinstance(rule[0], (str, Match))
+        and isinstance(rule[1], Compressor)
+    )

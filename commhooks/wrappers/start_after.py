@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -38,6 +39,11 @@ class StartAfter(Wrapper):
     def only_sums(self) -> bool:
         """Whether both compressors ask for sums only."""
         return self.inner.only_sums and self.before.only_sums
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether both compressors are."""
+        return self.inner.is_unbiased and self.before.is_unbiased
 
     def takes(self, gradient: Tensor) -> bool:
         """Take what both compressors take."""
@@ -92,6 +98,21 @@ class StartAfter(Wrapper):
 
     def _in_turn(self, step: int) -> Compressor:
         return self.before if step < self.steps else self.inner
+
+
+def schedule(*phases: tuple[int, Compressor]) -> Compressor:
+    """Return a compressor that runs another one from each of these steps on: `schedule((0, a), (100, b), (500, c))`.
+
+    The first phase begins at step 0. What phases declare alike they share: a residual goes on from one to the next, and
+    a ratio or a rank may change without losing it. Raises `SettingsError` if steps do not ascend from 0.
+    """
+    steps = [step for step, _ in phases]
+    if not steps or steps[0] != 0 or any(step >= later for step, later in itertools.pairwise(steps)):
+        raise SettingsError(f"schedule: phases must begin at steps that ascend from 0 (got {steps}).")
+    compressor = phases[-1][1]
+    for (_, before), (step, _) in zip(phases[-2::-1], phases[:0:-1], strict=True):
+        compressor = StartAfter(inner=compressor, steps=step, before=before)
+    return compressor
 
 
 def _kept_apart(before: Declared, inner: Declared) -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commhooks import AllReduceMean, PerParameter, SettingsError, make_compressor
+from commhooks import AllReduceMean, Match, PerParameter, SettingsError, make_compressor, schedule
+from tests import bounds
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 
 SHAPES = ((24, 40), (40,), (64, 33), (24, 40))
@@ -78,11 +79,56 @@ def test_rules_that_cannot_work_are_refused_when_they_are_built(rules: object, c
         PerParameter(rules=rules)  # type: ignore[arg-type]  # "object": that is what is tested
 
 
-def test_patterns_that_match_nothing_or_overlap_are_refused_by_name() -> None:
+def test_rules_for_no_parameter_are_refused() -> None:
     named = dict(zip(NAMES, zeros(*SHAPES), strict=True))
-    with pytest.raises(SettingsError, match=r"'haed.\*' must match a parameter's name; there are head.weight"):
+    with pytest.raises(SettingsError, match=r"'haed.\*' must match a parameter; there are head.weight"):
         PerParameter(rules=(("haed.*", AllReduceMean()),)).check_parameters(named)
-    twice = (("head.*", AllReduceMean()), ("*.weight", make_compressor("top-k")))
-    with pytest.raises(SettingsError, match=r"'head.weight' is matched by 'head.\*' and '\*.weight'"):
-        PerParameter(rules=twice).check_parameters(named)
-    PerParameter(rules=twice, first_match=True).check_parameters(named)
+    shadowed = (("head.*", AllReduceMean()), ("*.bias", make_compressor("top-k")))
+    with pytest.raises(SettingsError, match=r"all that '\*.bias' matches, such as 'head.bias', is matched by a rule"):
+        PerParameter(rules=shadowed).check_parameters(named)
+
+
+def test_the_first_rule_that_matches_counts_by_name_size_dimensions_or_dtype() -> None:
+    dense, low_rank, small, rest = (make_compressor(name) for name in ("all-reduce", "powersgd", "fp16", "int4"))
+    rules = PerParameter(
+        rules=(
+            ("*embedding*", dense),
+            (Match(dimensions=(2, 4), dtype=torch.float32), low_rank),
+            (Match(name="*.bias", max_elements=40), small),
+        ),
+        otherwise=rest,
+    )
+    found = {
+        "embedding.weight": (torch.zeros(30, 30), dense),
+        "layer.weight": (torch.zeros(30, 30), low_rank),
+        "wide.weight": (torch.zeros(30, 30, dtype=torch.float64), rest),
+        "short.bias": (torch.zeros(40), small),
+        "long.bias": (torch.zeros(41), rest),
+    }
+    for name, (parameter, expected) in found.items():
+        assert rules.state(name, parameter, 2).keys() == expected.state(name, parameter, 2).keys()
+        assert rules._of(name, parameter) is expected
+    rules.check_parameters({name: parameter for name, (parameter, _) in found.items()})
+    assert make_compressor(str(rules)) == rules
+
+
+def test_a_schedule_runs_each_compressor_in_its_steps_and_hands_the_residual_on() -> None:
+    phases = [(0, make_compressor("top-k", ratio=0.5)), (2, make_compressor("top-k", ratio=0.1)), (4, AllReduceMean())]
+    workers = Workers(schedule(*phases), 2, zeros((10, 10)))
+    sent = []
+    for step in range(6):
+        before = workers.traffic.payload_bytes
+        unsent, gradients = workers.unsent(0), normal(workers.parameters, 2, seed=step)
+        mean = workers.step(gradients)[0][0]
+        sent.append(workers.traffic.payload_bytes - before)
+        if step < 4:
+            left = mean + workers.unsent(0) - mean_of(gradients, 0) - unsent
+            assert left.abs().amax() <= 16 * bounds.unit_roundoff(torch.float32) * float(mean.abs().amax())
+    assert sent[:2] == [sent[0]] * 2 and sent[2:4] == [sent[0] // 5] * 2 and sent[4:] == [400, 400]
+    assert make_compressor(str(schedule(*phases))) == schedule(*phases)
+
+
+@pytest.mark.parametrize("steps", [(), (1,), (0, 0), (0, 5, 3)], ids=str)
+def test_a_schedule_whose_steps_do_not_ascend_is_refused(steps: tuple[int, ...]) -> None:
+    with pytest.raises(SettingsError, match="must begin at steps that ascend from 0"):
+        schedule(*((step, AllReduceMean()) for step in steps))

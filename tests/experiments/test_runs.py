@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,20 @@ from tests.experiments.synthetic import DENSE_BYTES, result, results
 def test_a_hook_is_read_from_text(text: str, name: str, settings: dict[str, object]) -> None:
     spec = HookSpec.parse(text)
     assert (spec.name, dict(spec.settings)) == (name, settings)
+    assert HookSpec.parse(spec.label) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "settings"),
+    [
+        ("my.package:TopK", "my.package:TopK", ()),
+        ("my.package:TopK:ratio=0.1", "my.package:TopK", (("ratio", 0.1),)),
+        ("TopK(ratio=0.1, error_feedback=False)", "TopK(ratio=0.1, error_feedback=False)", ()),
+    ],
+)
+def test_other_peoples_compressors_and_whole_ones_are_hooks(text: str, name: str, settings: Any) -> None:
+    spec = HookSpec.parse(text)
+    assert (spec.name, spec.settings) == (name, settings)
     assert HookSpec.parse(spec.label) == spec
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from commhooks.language.spelling import spelled
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Codec(ABC):
@@ -18,6 +20,10 @@ class Codec(ABC):
 
     block: int
     """Larger: fewer scales are sent, and each suits its elements less."""
+
+    def __str__(self) -> str:
+        """Return what `make_compressor` reads back inside a compressor."""
+        return spelled(self)
 
     @property
     def draws(self) -> bool:
