@@ -92,9 +92,11 @@ def run_collective(collectives: Sequence[Collective]) -> list[Tensor]:
         total = _sum(tensors)
         return [total if tensor.is_sparse else tensor.copy_(total) for tensor in tensors]
     if kind == "all-gather":
-        return [torch.stack(tensors) for _ in ranks]
+        everything = torch.stack(tensors)
+        return [everything.clone() for _ in ranks]
     if kind == "all-to-all":
-        return [torch.stack([tensor[rank] for tensor in tensors]) for rank in ranks]
+        everything = torch.stack(tensors, dim=1)
+        return [everything[rank].clone() for rank in ranks]
     return [_sum([tensor[rank] for tensor in tensors]) for rank in ranks]
 
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from commhooks.compressors.codecs.codec import Codec
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
-from commhooks.language.entries import Declared, Entry, blocks_served
+from commhooks.language.entries import Declared, Entry, first_server
 from commhooks.language.randomness import seeded_uniform, stable_seed
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part
 
@@ -47,24 +48,22 @@ class _Plan:
         self.coded = [slot for slot in bucket.slots if slot.gradient.numel() >= block]
         self.blocks = [slot.gradient.numel() // block for slot in self.coded]
         self.rest = [slot for slot in bucket.slots if slot.gradient.numel() % block]
-        rows: list[list[int]] = [[] for _ in range(context.world_size)]
-        self.shares, first = [], 0
+        self.at_once = max(1, _AT_ONCE // block)
+        self.shares = []
+        held = numpy.zeros(context.world_size, dtype=numpy.int64)  # blocks that each rank serves so far
+        found = []
         for slot, blocks in zip(self.coded, self.blocks, strict=True):
-            begin = len(rows[context.rank])
-            for rank, own in enumerate(rows):
-                own += [first + number for number in blocks_served(slot.name, blocks, rank, context.world_size)]
-            if len(rows[context.rank]) > begin:
-                self.shares.append(_Share(slot, begin, len(rows[context.rank])))
-            first += blocks
-        longest = max(map(len, rows))
-        padded = [own + [first] * (longest - len(own)) for own in rows]  # the row behind the last block is zero
-        rows_of = torch.tensor(padded, dtype=torch.long).flatten()
-        places = rows_of.new_empty(first + 1)
-        places[rows_of] = torch.arange(len(rows_of))
-        at_once = max(1, _AT_ONCE // block)
-        self.places = [own.split(at_once) for own in places[:first].to(bucket.memory.device).split(self.blocks)]
+            numbers = numpy.arange(blocks)
+            servers = (numbers + first_server(slot.name, context.world_size)) % context.world_size
+            found.append((servers, held[servers] + numbers // context.world_size))
+            begin = int(held[context.rank])
+            held += numpy.bincount(servers, minlength=context.world_size)
+            if held[context.rank] > begin:
+                self.shares.append(_Share(slot, begin, int(held[context.rank])))
+        self.longest = int(held.max())
+        places = [torch.tensor(servers * self.longest + rows, device=bucket.memory.device) for servers, rows in found]
+        self.places = [own.split(self.at_once) for own in places]
         """Where a slot's blocks lie among the W·b of a message, some blocks at a time."""
-        self.longest, self.at_once = longest, at_once
         self.layout = Layout(tuple(slot.name for slot in self.coded), tuple(self.blocks))
 
 
@@ -184,12 +183,14 @@ class TwoHop(Compressor):
         """Return the codes of the means of the blocks that this rank serves, and what the codes leave out."""
         coded = [torch.zeros_like(payload[0]) for payload in received]
         left = torch.zeros(0)
+        at_once = max(1, plan.at_once // context.world_size)  # blocks, each of which all ranks have sent
         for share in plan.shares:
-            for number, start in enumerate(range(share.start, share.end, plan.at_once)):
-                own = slice(start, min(start + plan.at_once, share.end))
-                y = self._decode([payload[0, own] for payload in received])
-                for rank in range(1, context.world_size):  # ranks are added in rank order
-                    y += self._decode([payload[rank, own] for payload in received])
+            for number, start in enumerate(range(share.start, share.end, at_once)):
+                own = slice(start, min(start + at_once, share.end))
+                of_all = [payload[:, own].flatten(0, 1) for payload in received]
+                y, *others = self._decode(of_all).unflatten(0, (context.world_size, -1))
+                for other in others:  # in rank order: a sum over a dimension has other bits for other numbers of ranks
+                    y += other
                 y /= context.world_size
                 if self.server_feedback:
                     y += share.slot.state(SERVER_ERROR)[start - share.start : own.stop - share.start].to(y)

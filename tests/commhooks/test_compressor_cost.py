@@ -1,0 +1,90 @@
+"""What compressing and decompressing take: time against a memory copy, and memory beside the bucket.
+
+`python -m tests.commhooks.test_compressor_cost [names]` prints both for ResNet-18's shapes and 8 workers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import COMPRESSORS, make_compressor
+from commhooks.scheduling.lockstep import run_in_turns
+from tests.commhooks.models import resnet18_shapes
+from tests.commhooks.test_powersgd_memory import NewMemory
+from tests.commhooks.workers import GivenBucket, Workers, zeros
+
+WORLD_SIZE = 8
+SLOWEST = 1 / 40
+"""Of a memory copy's speed; whatever is slower says so in its card."""
+
+
+def step(workers: Workers, gradient: Tensor) -> float:
+    """Average the same gradient on every worker; return the seconds that one took, its copying in left out."""
+    for memory in workers.memories:
+        memory.copy_(gradient)
+    began = time.perf_counter()
+    for engine, memory in zip(workers.engines, workers.memories, strict=True):
+        engine.run(GivenBucket(0, memory, workers.parameters, is_last=True))
+    run_in_turns(workers.schedulers)
+    return (time.perf_counter() - began) / workers.world_size
+
+
+def copying(gradient: Tensor, target: Tensor) -> float:
+    began = time.perf_counter()
+    target.copy_(gradient)
+    return time.perf_counter() - began
+
+
+def memory_beside_the_bucket(workers: Workers, gradient: Tensor) -> float:
+    """Return the most new memory of a step, messages that are kept included, as a fraction of the bucket."""
+    step(workers, gradient)
+    with NewMemory() as memory:
+        step(workers, gradient)
+    messages = sum(one.nbytes for scheduler in workers.schedulers for one in scheduler.working_memory())
+    return (memory.peak_bytes + messages) / sum(one.nbytes for one in workers.memories)
+
+
+def measured(name: str, shapes: Sequence[tuple[int, ...]], turns: int = 3) -> tuple[list[float], float]:
+    """Return the fractions of a copy's speed, and the memory beside the bucket."""
+    workers = Workers(make_compressor(name), WORLD_SIZE, zeros(*shapes))
+    gradient = torch.randn(sum(p.numel() for p in workers.parameters), generator=torch.Generator().manual_seed(0))
+    memory = memory_beside_the_bucket(workers, gradient)
+    target = torch.empty_like(gradient)
+    fractions = []
+    for _ in range(turns):
+        copies = [copying(gradient, target) for _ in range(5)]
+        fractions.append(statistics.median(copies) / step(workers, gradient))
+    return fractions, memory
+
+
+SMALL = ((200, 300), (300,), (64, 24, 3, 3), (128, 256))
+LIMITS = {"powersgd": 0.3}
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "noop"])
+def test_a_step_takes_no_more_new_memory_than_the_bucket(name: str) -> None:
+    workers = Workers(make_compressor(name), WORLD_SIZE, zeros(*SMALL))
+    gradient = torch.randn(sum(p.numel() for p in workers.parameters), generator=torch.Generator().manual_seed(0))
+    assert memory_beside_the_bucket(workers, gradient) <= LIMITS.get(name, 1.0)
+
+
+def main(names: Sequence[str]) -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    print("| compressor | speed, of a memory copy's | new memory, of the bucket |\n| --- | --- | --- |")
+    for name in names or [name for name in COMPRESSORS if name != "noop"]:
+        fractions, memory = measured(name, resnet18_shapes())
+        slowest, fastest = 1 / max(fractions), 1 / min(fractions)
+        mark = "" if max(fractions) >= SLOWEST else " (slow)"
+        print(f"| {name} | 1/{slowest:.1f} to 1/{fastest:.1f}{mark} | {memory:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
