@@ -7,14 +7,16 @@ of each processor's own: equal bits are promised for buckets that are laid out a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from commhooks.compressors.powersgd.matrices import MatrixForm
-from commhooks.language.bucket import Slot, Tile
+from commhooks.compressors.powersgd.precision import in_full
+from commhooks.language.bucket import BucketView, Slot, Tile
+from commhooks.language.compressor import Context
 from commhooks.language.requests import Layout, Part
 from commhooks.tensors import computing_dtype
 
@@ -69,10 +71,57 @@ class LowRankMatrix:
             for block in self.blocks:
                 self.Q.addmm_(block.P, block.tile.form())  # r×rows · rows×m
 
-    def largest_mean(self, P: Tensor, Q: Tensor) -> Tensor:
-        """Return the largest magnitude of P·Q, 0-dim; P is n×r here. What was formed elsewhere is formed anew after."""
+    def finish(self, side: Side, mean: Tensor, context: Context, finite: Tensor) -> None:
+        """Write the mean, from the last side's `mean` factor, and the residual, from this rank's own."""
+        sent = context.as_sent(self.factor(side))
+        P, Q = (mean, self.Q) if side == "P" else (self.P, mean)
+        P = P.t().contiguous()  # n×r, which products of few columns read faster
+        P_sent, Q_sent = (sent.t().contiguous(), Q) if side == "P" else (P, sent)
+        (P, Q), (P_sent, Q_sent) = in_full(P, Q), in_full(P_sent, Q_sent)  # what they lose no residual would hold
+        of_blocks = zip(self.blocks, P.split(self.block_rows), P_sent.split(self.block_rows), strict=True)
+        for (tile, _), P_rows, sent_rows in of_blocks:
+            if tile.keeps:
+                left = tile.residual_room(finite)
+                torch.addmm(tile.form(), sent_rows, Q_sent, alpha=-1, out=left)
+                tile.keep(left, finite)
+            tile.write(torch.mm(P_rows, Q, out=tile.room))
+
+    def largest_mean(self, side: Side, mean: Tensor) -> Tensor:
+        """Return the mean's largest magnitude, 0-dim; what was formed elsewhere is formed anew after."""
+        P, Q = in_full(*((mean.t(), self.Q) if side == "P" else (self.P.t(), mean)))
         of_blocks = zip(P.split(self.block_rows), self.blocks, strict=True)
         return torch.stack([torch.mm(rows, Q, out=block.tile.room).abs().amax() for rows, block in of_blocks]).amax()
+
+
+class LowRankPlan(NamedTuple):
+    """A bucket's matrices, and what travels uncompressed beside them."""
+
+    matrices: Sequence[LowRankMatrix]
+    rest: Sequence[Tile]
+    parts_of_rest: Sequence[Part]
+    """Together with factors it travels as wide as they do; alone as it is."""
+
+    @classmethod
+    def of(cls, matrices: Sequence[LowRankMatrix], rest: Sequence[Tile]) -> LowRankPlan:
+        """Make the parts of what travels uncompressed."""
+        wide = matrices[0].P.dtype if matrices else None
+        return cls(matrices, rest, [Part(tile.gradient, tile.layout, wide) for tile in rest])
+
+    @classmethod
+    def of_slots(
+        cls, bucket: BucketView, form_of: Callable[[Slot], MatrixForm | None], rank: Callable[[MatrixForm], int]
+    ) -> LowRankPlan:
+        """Give each slot that has a form a matrix of its own, of the rank for that form; the others are the rest."""
+        forms = [(slot, form_of(slot)) for slot in bucket.slots]
+        matrices = [LowRankMatrix(s.name, form, rank(form), s.tile, s, layout=None) for s, form in forms if form]
+        return cls.of(matrices, [slot.tile for slot, form in forms if form is None])
+
+    def largest(self, side: Side, means: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the largest elements of the mean, in the bucket's own dtype, if that has a short range."""
+        if not self.matrices or not self.matrices[0].blocks[0].tile.has_short_range:
+            return []
+        dtype = self.matrices[0].blocks[0].tile.gradient.dtype
+        return [x.largest_mean(side, mean).to(dtype) for x, mean in zip(self.matrices, means, strict=True)]
 
 
 def rows_of_a_block(m: int, r: int, threads: int) -> int:

@@ -25,6 +25,16 @@ class MatrixForm(NamedTuple):
         """View 1-D memory of n·m elements as the matrix, without copying."""
         return memory.view(self.m, self.n).t() if self.transposed else memory.view(self.n, self.m)
 
+    def is_reduced_by(self, elements: int, rate: float) -> bool:
+        """Return whether so many elements are more than `rate` times fewer than the matrix has."""
+        return elements * max(rate, 1.0) < self.n * self.m
+
+
+def error_of_rank(rank: int, elements: int) -> float:
+    """Return what rank r leaves at most of a matrix of so many elements, in squared norms: that of a square one."""
+    width = max(1, math.isqrt(elements))
+    return 1 - min(rank, width) / width
+
 
 def form_of(parameter: Tensor, rule: str) -> MatrixForm | None:
     """Return the form in which a parameter's gradient, as it lies in memory, is a matrix; None for a vector.

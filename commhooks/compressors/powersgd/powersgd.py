@@ -17,23 +17,28 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from commhooks.compressors.powersgd.low_rank import OTHER, LowRankMatrix, Side
-from commhooks.compressors.powersgd.matrices import MATRIX_RULES, MatrixForm, MatrixRule, form_of, form_of_bucket
-from commhooks.compressors.powersgd.precision import in_full
+from commhooks.compressors.powersgd.low_rank import OTHER, LowRankMatrix, LowRankPlan, Side
+from commhooks.compressors.powersgd.matrices import (
+    MATRIX_RULES,
+    MatrixForm,
+    MatrixRule,
+    error_of_rank,
+    form_of,
+    form_of_bucket,
+)
 from commhooks.errors import SettingsError
-from commhooks.language.bucket import BucketView, Tile
+from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Declared, Entry
 from commhooks.language.memory import surely
 from commhooks.language.randomness import seeded_normal, stable_seed
-from commhooks.language.requests import AllReduce, Judge, Part
+from commhooks.language.requests import AllReduce, Judge
 
 Item = TypeVar("Item")
 
@@ -123,8 +128,7 @@ class PowerSGD(Compressor):
 
     def relative_error(self, elements: int) -> float:
         """Return what rank r leaves of a square matrix, at most; a power iteration comes close to that."""
-        width = max(1, math.isqrt(elements))
-        return 1 - min(self.rank, width) / width
+        return error_of_rank(self.rank, elements)
 
     def sides(self, step: int) -> tuple[Side, ...]:
         """Return which factors a step computes and sends, in order."""
@@ -159,39 +163,15 @@ class PowerSGD(Compressor):
             if not turn:
                 means_of_rest = answers[len(plan.matrices) :]
 
-        finite = yield Judge(*received, *means_of_rest, *self._largest(plan, side, means))
+        finite = yield Judge(*received, *means_of_rest, *plan.largest(side, means))
         if not surely(finite):  # one bad element spoils the mean, for all to see
             torch._foreach_add_(means, torch.where(finite, 0.0, torch.nan))
         for x, mean in _there_and_back(list(zip(plan.matrices, means, strict=True)), len(sides)):
-            self._finish(x, side, mean, context, finite)
+            x.finish(side, mean, context, finite)
             if self.warm_start:
                 self._keep(x, side, mean, finite)
         if plan.rest:
             torch._foreach_copy_([tile.gradient for tile in plan.rest], means_of_rest)
-
-    def _finish(self, x: LowRankMatrix, side: Side, mean: Tensor, context: Context, finite: Tensor) -> None:
-        """Write the mean, from the last side's `mean` factor, and the residual, from this rank's own."""
-        sent = context.as_sent(x.factor(side))
-        P, Q = (mean, x.Q) if side == "P" else (x.P, mean)
-        P = P.t().contiguous()  # n×r, which products of few columns read faster
-        P_sent, Q_sent = (sent.t().contiguous(), Q) if side == "P" else (P, sent)
-        (P, Q), (P_sent, Q_sent) = in_full(P, Q), in_full(P_sent, Q_sent)  # what they lose no residual would hold
-        for block, P_rows, sent_rows in zip(x.blocks, P.split(x.block_rows), P_sent.split(x.block_rows), strict=True):
-            tile = block.tile
-            if tile.keeps:
-                left = tile.residual_room(finite)
-                torch.addmm(tile.form(), sent_rows, Q_sent, alpha=-1, out=left)
-                tile.keep(left, finite)
-            tile.write(torch.mm(P_rows, Q, out=tile.room))
-
-    def _largest(self, plan: _Plan, side: Side, means: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the largest elements of the mean, in the bucket's own dtype, if that has a short range."""
-        tile = plan.matrices[0].blocks[0].tile
-        if not tile.has_short_range:
-            return []
-        pairs = zip(plan.matrices, means, strict=True)
-        products = [(x, *in_full(*((mean.t(), x.Q) if side == "P" else (x.P.t(), mean)))) for x, mean in pairs]
-        return [x.largest_mean(P, Q).to(tile.gradient.dtype) for x, P, Q in products]
 
     def compresses(self, parameter: Tensor, name: str = "") -> bool:
         """Return whether a parameter's gradient is sent as factors of its own; always False with "whole-bucket"."""
@@ -212,31 +192,28 @@ class PowerSGD(Compressor):
             return None
         return form_of(parameter, self.matrices)
 
+    def _paying_form(self, slot: Slot) -> MatrixForm | None:
+        form = self._form(slot.parameter, slot.name)
+        return form if form is not None and self._pays(form) else None
+
     def _pays(self, form: MatrixForm) -> bool:
         """Return whether a step's factors are more than `min_compression_rate` times smaller than the matrix."""
         n, m = form.n, form.m
         pairs = (len(self.sides(0)) + 1) // 2
-        return (n + m) * min(n, m, self.rank) * pairs * max(self.min_compression_rate, 1.0) < n * m
+        return form.is_reduced_by((n + m) * min(n, m, self.rank) * pairs, self.min_compression_rate)
 
-    def _plan(self, bucket: BucketView) -> _Plan:
+    def _plan(self, bucket: BucketView) -> LowRankPlan:
         if self.matrices == "whole-bucket":
             return self._plan_of_whole(bucket)
-        matrices, rest = [], []
-        for slot in bucket.slots:
-            form = self._form(slot.parameter, slot.name)
-            if form is None or not self._pays(form):
-                rest.append(slot.tile)
-            else:
-                matrices.append(LowRankMatrix(slot.name, form, self.rank, slot.tile, slot, layout=None))
-        return _Plan.of(matrices, rest)
+        return LowRankPlan.of_slots(bucket, self._paying_form, lambda form: self.rank)
 
-    def _plan_of_whole(self, bucket: BucketView) -> _Plan:
+    def _plan_of_whole(self, bucket: BucketView) -> LowRankPlan:
         form = form_of_bucket(bucket.memory.numel(), self.rank)
         if not bucket.slots or not self._pays(form):
-            return _Plan.of([], bucket.tiles)
+            return LowRankPlan.of([], bucket.tiles)
         (whole,) = bucket.tiles
         x = LowRankMatrix(_key_of(bucket), form, self.rank, whole, bucket.slots[0], layout=bucket.layout)
-        return _Plan.of([x], whole.rest(form.n * form.m))
+        return LowRankPlan.of([x], whole.rest(form.n * form.m))
 
     def _bases(self, key: str, form: MatrixForm) -> Declared:
         """Return the entries of the bases that are kept; the last step's Q, and P too if steps alternate."""
@@ -274,21 +251,6 @@ class PowerSGD(Compressor):
 
     def _name(self, side: Side) -> str:
         return f"{side} of the bucket" if self.matrices == "whole-bucket" else side
-
-
-class _Plan(NamedTuple):
-    """A bucket's matrices, and what travels uncompressed beside them."""
-
-    matrices: Sequence[LowRankMatrix]
-    rest: Sequence[Tile]
-    parts_of_rest: Sequence[Part]
-    """Together with factors it travels as wide as they do; alone as it is."""
-
-    @classmethod
-    def of(cls, matrices: Sequence[LowRankMatrix], rest: Sequence[Tile]) -> _Plan:
-        """Make the parts of what travels uncompressed."""
-        wide = matrices[0].P.dtype if matrices else None
-        return cls(matrices, rest, [Part(tile.gradient, tile.layout, wide) for tile in rest])
 
 
 def _key_of(bucket: BucketView) -> str:
