@@ -13,6 +13,7 @@ from commhooks.communicators import (
 )
 from commhooks.compressors import (
     COMPRESSORS,
+    SVD,
     AllReduceMean,
     Cast,
     Codec,
@@ -23,6 +24,7 @@ from commhooks.compressors import (
     Sign,
     TopK,
     TwoHop,
+    UnbiasedPowerSGD,
 )
 from commhooks.errors import (
     AttachError,
@@ -105,6 +107,7 @@ __all__ = [
     "ReduceScatter",
     "Registered",
     "Request",
+    "SVD",
     "SettingsError",
     "Sign",
     "Slot",
@@ -114,6 +117,7 @@ __all__ = [
     "Tile",
     "TopK",
     "TwoHop",
+    "UnbiasedPowerSGD",
     "WireDtype",
     "allreduce_hook",
     "attach",

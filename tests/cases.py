@@ -12,6 +12,7 @@ from torch import Tensor
 
 from commhooks import Compressor, make_compressor
 from commhooks.language.entries import blocks_served
+from tests.formulas_low_rank import GatheredFactorsBytes, SketchBytes
 
 Formula = Callable[[Sequence[Tensor], int, int], int]
 """From the parameters of one bucket (called layer0, layer1, ...), the step, and the number of ranks, to the payload
@@ -256,6 +257,23 @@ CASES = [
         error_feedback=True,
         exact_rank=0,
         depends_on_buckets=True,
+    ),
+    Case(
+        name="powersgd-2-unbiased",
+        make=lambda: make_compressor("powersgd-unbiased", rank=2),
+        bytes_on_wire=SketchBytes(rank=2),
+        rank=2,
+        exact_rank=0,
+        warm=False,
+    ),
+    Case(
+        name="svd-2",
+        make=lambda: make_compressor("svd", rank=2),
+        bytes_on_wire=GatheredFactorsBytes(rank=2),
+        rank=2,
+        exact_rank=2,
+        warm=False,
+        error_feedback=True,
     ),
     Case(
         name="top-k",

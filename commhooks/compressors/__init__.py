@@ -12,7 +12,8 @@ from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.compressors.cast import Cast
 from commhooks.compressors.codecs import Codec, Int4, Sign
 from commhooks.compressors.noop import NoOp
-from commhooks.compressors.powersgd import PowerSGD
+from commhooks.compressors.powersgd import PowerSGD, UnbiasedPowerSGD
+from commhooks.compressors.svd import SVD
 from commhooks.compressors.top_k import TopK
 from commhooks.compressors.two_hop import TwoHop
 from commhooks.language.compressor import Compressor
@@ -26,9 +27,11 @@ __all__ = [
     "NoOp",
     "PowerSGD",
     "Registered",
+    "SVD",
     "Sign",
     "TopK",
     "TwoHop",
+    "UnbiasedPowerSGD",
 ]
 
 
@@ -58,6 +61,8 @@ COMPRESSORS: dict[str, Registered] = {
     "int4": Registered(functools.partial(_two_hop, Int4), feeds_back=True),
     "noop": Registered(NoOp),
     "powersgd": Registered(PowerSGD, feeds_back=True),
+    "powersgd-unbiased": Registered(UnbiasedPowerSGD),
     "sign": Registered(functools.partial(_two_hop, Sign), feeds_back=True),
+    "svd": Registered(SVD, feeds_back=True),
     "top-k": Registered(TopK, feeds_back=True),
 }

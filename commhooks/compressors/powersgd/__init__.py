@@ -1,5 +1,6 @@
 """PowerSGD, and what it is made of."""
 
 from commhooks.compressors.powersgd.powersgd import PowerSGD
+from commhooks.compressors.powersgd.unbiased import UnbiasedPowerSGD
 
-__all__ = ["PowerSGD"]
+__all__ = ["PowerSGD", "UnbiasedPowerSGD"]

@@ -1,0 +1,81 @@
+"""Unbiased PowerSGD: right on average, with the variance that its card says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import ErrorFeedback, SettingsError, UnbiasedPowerSGD
+from commhooks.language.randomness import seeded_normal, stable_seed
+from tests import bounds
+from tests.commhooks.workers import Workers, mean_of, normal, zeros
+
+pytestmark = pytest.mark.kernels
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_mean_is_that_of_the_paper(seed: int) -> None:
+    workers = Workers(UnbiasedPowerSGD(rank=3, seed=seed), 2, zeros((9, 30), (7,), dtype=torch.float64))
+    gradients = normal(workers.parameters, 2, seed)
+    mean, vector = workers.step(gradients)[0]
+    drawn = seeded_normal((3, 30), stable_seed("unbiased powersgd", seed, "layer0", 0), mean)
+    U = drawn.numpy().T / math.sqrt(3)
+    bounds.assert_equal_in_float64(mean, torch.from_numpy(mean_of(gradients, 0).numpy() @ U @ U.T))
+    bounds.assert_equal_in_float64(vector, mean_of(gradients, 1))
+    assert np.linalg.matrix_rank(mean.numpy()) == 3
+
+
+@pytest.fixture(scope="module")
+def draws() -> tuple[Tensor, Tensor]:
+    """Return a matrix, and what came back in its place 4,000 times: 40 parameters of other names for 100 steps."""
+    workers = Workers(UnbiasedPowerSGD(rank=2), 1, zeros(*[(4, 12)] * 40, dtype=torch.float64))
+    matrix = normal(workers.parameters, 1, seed=5)[0][0]
+    means = [torch.stack(workers.step([[matrix] * 40])[0]) for _ in range(100)]
+    return matrix, torch.cat(means)
+
+
+def test_every_element_is_right_on_average(draws: tuple[Tensor, Tensor]) -> None:
+    """With a family-wise error of 1e-6.
+
+    The mean of N draws of element j of a row g is a quadratic form A of N·r·m standard normal numbers, with
+    |A|² = (|g|² + g_j²)/(2·N·r) and no eigenvalue above (|g| + |g_j|)/(2·N·r); it is off by more than
+    2·|A|·√t + 2·(that eigenvalue)·t with probability 2·exp(-t) at most (Laurent and Massart 2000, lemma 1).
+    """
+    matrix, means = draws
+    N, r = len(means), 2
+    t = math.log(2 * matrix.numel() / 1e-6)
+    row = matrix.norm(dim=1, keepdim=True)
+    frobenius = ((row**2 + matrix**2) / (2 * N * r)).sqrt()
+    allowed = 2 * frobenius * math.sqrt(t) + (row + matrix.abs()) / (N * r) * t
+    assert ((means.mean(0) - matrix).abs() <= allowed).all()
+    assert (allowed < row / 4).all(), "a bound that a mean of zero would keep shows nothing"
+
+
+def test_the_variance_is_what_the_card_says(draws: tuple[Tensor, Tensor]) -> None:
+    """ω = (m + 1)/r, to within six standard errors."""
+    matrix, means = draws
+    errors = (means - matrix).square().sum(dim=(1, 2)) / matrix.square().sum()
+    assert abs(errors.mean() - (12 + 1) / 2) <= 6 * errors.std() / math.sqrt(len(errors))
+
+
+def test_error_feedback_around_it_is_refused() -> None:
+    with pytest.raises(SettingsError, match="the residual would grow without bound; set decay below 1"):
+        ErrorFeedback(inner=UnbiasedPowerSGD()).check_parameters({"weight": torch.zeros(20, 30)})
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"rank": 0}, r"UnbiasedPowerSGD\(rank=0\): rank must be an integer of at least 1."),
+        ({"min_compression_rate": -1.0}, "min_compression_rate must be above 0"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        UnbiasedPowerSGD(**settings)
