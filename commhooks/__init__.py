@@ -14,6 +14,7 @@ from commhooks.communicators import (
 from commhooks.compressors import (
     COMPRESSORS,
     SVD,
+    AdaptiveRank,
     AllReduceMean,
     Cast,
     Codec,
@@ -61,6 +62,7 @@ from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
 from commhooks.wrappers import ErrorFeedback, Match, PerParameter, StartAfter, WireDtype, schedule
 
 __all__ = [
+    "AdaptiveRank",
     "AllGather",
     "AllReduce",
     "AllReduceMean",

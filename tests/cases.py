@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commhooks import Compressor, make_compressor
 from commhooks.language.entries import blocks_served
-from tests.formulas_low_rank import GatheredFactorsBytes, SketchBytes
+from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes
 
 Formula = Callable[[Sequence[Tensor], int, int], int]
 """From the parameters of one bucket (called layer0, layer1, ...), the step, and the number of ranks, to the payload
@@ -119,6 +119,8 @@ class Case:
     make: Callable[[], Compressor]
     bytes_on_wire: Formula
     """Payload bytes of a step, over the parameters of one bucket."""
+    at_most: bool = False
+    """What is sent depends on the gradients, and `bytes_on_wire` is the most that it may be."""
     smaller_than_dense: bool = True
     collectives: Sequence[int] = (1,)
     """Collectives a bucket, by step, over and over; under "fused", for all of them."""
@@ -257,6 +259,25 @@ CASES = [
         error_feedback=True,
         exact_rank=0,
         depends_on_buckets=True,
+    ),
+    Case(
+        name="adaptive-rank",
+        make=lambda: make_compressor("adaptive-rank", rank=2, max_rank=4, every=3),
+        bytes_on_wire=AdaptiveRankBytes(rank=2, max_rank=4, every=3),
+        at_most=True,
+        collectives=(2,),
+        rank=4,
+        exact_rank=1,
+        error_feedback=True,
+    ),
+    Case(
+        name="adaptive-rank-accordion",
+        make=lambda: make_compressor("adaptive-rank", rank=2, max_rank=4, every=3, rule="accordion", eta=1e6),
+        bytes_on_wire=AccordionBytes(rank=2, max_rank=4, every=3),
+        collectives=(2,),
+        rank=4,
+        exact_rank=2,
+        error_feedback=True,
     ),
     Case(
         name="powersgd-2-unbiased",

@@ -39,6 +39,44 @@ class SketchBytes:
         return width * sum(own if is_sketched else p.numel() for p, own, is_sketched in each)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptiveRankBytes:
+    """(n + m)·r for each matrix that PowerSGD would compress at `rank`; the rest whole, as wide as what is beside it.
+
+    r: in two of `every` steps the highest that makes the matrix twice smaller, up to `max_rank`; otherwise `rank` on
+    average over all elements that are sent, or fewer.
+    """
+
+    rank: int
+    max_rank: int
+    every: int
+
+    def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
+        is_wide = step % self.every < 2
+        return self._bytes(parameters, self.max_rank if is_wide else self.rank)
+
+    def _bytes(self, parameters: Sequence[Tensor], rank: int, riders: int = 0) -> int:
+        elements, any_compressed = 0, False
+        for parameter in parameters:
+            n, m = sides(parameter)
+            if 2 * (n + m) * min(n, m, self.rank) < n * m:
+                paying = [r for r in range(1, min(n, m, rank) + 1) if 2 * (n + m) * r < n * m]
+                elements += (n + m) * paying[-1] + riders
+                any_compressed = True
+            else:
+                elements += parameter.numel()
+        return elements * max(parameters[0].element_size(), 4 if any_compressed else 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AccordionBytes(AdaptiveRankBytes):
+    """The same where a norm that was never measured counts as changed, and no later one does; a norm is one element."""
+
+    def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
+        is_high = 0 < step <= self.every
+        return self._bytes(parameters, self.max_rank if is_high else self.rank, riders=int(step % self.every == 0))
+
+
 def sides(parameter: Tensor) -> tuple[int, int]:
     """Return rows and columns, the first dimension against the rest; (0, 0) for a vector."""
     if parameter.dim() < 2 or not parameter.numel():

@@ -12,13 +12,14 @@ from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.compressors.cast import Cast
 from commhooks.compressors.codecs import Codec, Int4, Sign
 from commhooks.compressors.noop import NoOp
-from commhooks.compressors.powersgd import PowerSGD, UnbiasedPowerSGD
+from commhooks.compressors.powersgd import AdaptiveRank, PowerSGD, UnbiasedPowerSGD
 from commhooks.compressors.svd import SVD
 from commhooks.compressors.top_k import TopK
 from commhooks.compressors.two_hop import TwoHop
 from commhooks.language.compressor import Compressor
 
 __all__ = [
+    "AdaptiveRank",
     "AllReduceMean",
     "COMPRESSORS",
     "Cast",
@@ -55,6 +56,7 @@ def _two_hop(
 
 
 COMPRESSORS: dict[str, Registered] = {
+    "adaptive-rank": Registered(AdaptiveRank, feeds_back=True),
     "all-reduce": Registered(AllReduceMean),
     "bf16": Registered(functools.partial(Cast, dtype=torch.bfloat16)),
     "fp16": Registered(functools.partial(Cast, dtype=torch.float16)),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commhooks.compressors.powersgd.matrices import MatrixForm, error_of_rank, form_of
 from commhooks.compressors.powersgd.precision import in_full
-from commhooks.errors import SettingsError
+from commhooks.compressors.powersgd.settings import check_count, check_rate
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.requests import AllGather, AllReduce, Judge, Request
@@ -36,12 +36,8 @@ class SVD(Compressor):
     """Higher: fewer matrices are compressed. One is if its factors are so many times smaller than it (at least 1)."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise SettingsError(f"SVD(rank={self.rank!r}): rank must be an integer of at least 1.")
-        if not self.min_compression_rate > 0:
-            raise SettingsError(
-                f"SVD(min_compression_rate={self.min_compression_rate!r}): min_compression_rate must be above 0."
-            )
+        check_count("SVD", "rank", self.rank)
+        check_rate("SVD", self.min_compression_rate)
 
     @property
     def only_sums(self) -> bool:

@@ -30,6 +30,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
         )
     if engine.state.storage == "host" and torch.cuda.is_initialized():
         torch.cuda.synchronize()  # copies to the host are not waited for by anybody else
+    engine.state.choose(engine.compressor, engine.step)  # who loads may not know all parameters' names when it is due
     replicated, own = engine.state.export()
     buckets = {"handed_in": engine.buckets.names() or [list(names) for names in engine.resumed.plan]}
     return Snapshot(

@@ -257,9 +257,14 @@ class Slot:
         """Return what is remembered under a name that `Compressor.state` declares; only to be read."""
         return self.remembered[name]
 
-    def commit(self, name: str, value: Tensor, allowed: Tensor) -> None:
-        """Remember a value where `allowed`, a bool that can be broadcast, is true."""
-        commit(self.remembered[name], value, allowed)
+    @property
+    def choice(self) -> int:
+        """What `Compressor.choose` has returned for the parameter; 0 if it has not yet."""
+        return self.remembered.choice
+
+    def commit(self, name: str, value: Tensor, allowed: Tensor, rows: int | None = None) -> None:
+        """Remember a value, or its first `rows`, where `allowed`, a bool that can be broadcast, is true."""
+        commit(self.remembered[name][:rows] if rows is not None else self.remembered[name], value, allowed)
 
 
 @dataclasses.dataclass(eq=False)

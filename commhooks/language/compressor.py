@@ -17,7 +17,7 @@ from torch import Tensor
 
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView
-from commhooks.language.entries import Declared
+from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.requests import Asked, Judge, Request
 from commhooks.language.spelling import spelled
 
@@ -100,6 +100,19 @@ class Compressor(ABC):
         The same on every rank: guards may add to what is sent.
         """
         return True
+
+    def chooses(self, step: int) -> bool:
+        """Return whether `choose` is to be called before this step's first bucket; the same on every rank."""
+        return False
+
+    def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
+        """Return an integer for each of some parameters, such as a rank, given what is remembered for all of them.
+
+        It may decide what is sent, so it must follow from settings and replicated state alone. It is found again as
+        `slot.choice`, and saved as the entry `CHOICE`, which `state` must declare. To read state on a GPU the host
+        waits for the last step.
+        """
+        return {}
 
     def loses(self, name: str, parameter: Tensor) -> bool:
         """Return whether something of this parameter's gradient may be left unsent, which `slot.keep` is told."""

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from commhooks.errors import CompressorError, SettingsError
 
+CHOICE = "choice"
+"""The name of the integer that `Compressor.choose` has returned for a parameter: 0-dim, 0 until it does."""
 RESIDUAL = "residual"
 """The name of what this rank has not sent yet; see `ErrorFeedback`."""
 
@@ -85,6 +87,8 @@ class ParameterState:
         """The parameter's name, or "#<position>" where nobody told the names; random numbers are seeded by it."""
         self.tensors: dict[str, Tensor] = {}
         self.entries: dict[str, Entry] = {}
+        self.choice = 0
+        """The host's copy of the tensor `CHOICE`, which may lie on a GPU."""
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor; raise `CompressorError` if no compressor has declared it."""
@@ -98,6 +102,7 @@ class ParameterState:
     def renamed(self, names: Mapping[str, str]) -> ParameterState:
         """Return the same tensors under the names that a compressor declared, given the names that they are kept by."""
         state = ParameterState(self.key)
+        state.choice = self.choice
         own = {kept: declared for declared, kept in names.items()}
         hidden = names.keys() - own.keys()
         for name, tensor in self.tensors.items():

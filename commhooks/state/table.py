@@ -11,7 +11,7 @@ from torch import Tensor
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.language.bucket import Slot
 from commhooks.language.compressor import Compressor
-from commhooks.language.entries import RESIDUAL, Declared, Entry, ParameterState, blocks_served
+from commhooks.language.entries import CHOICE, RESIDUAL, Declared, Entry, ParameterState, blocks_served
 from commhooks.streams import keep_until_read, wait_for_copies
 from commhooks.tensors import computing_dtype, is_dense
 
@@ -128,6 +128,17 @@ class StateTable:
         if self._loaded is not None and state.key in self._loaded:
             self._fill(slot.parameter, state, self._loaded[state.key])
 
+    def choose(self, compressor: Compressor, step: int) -> None:
+        """Let a compressor choose before a step's first bucket, given the state of all parameters.
+
+        Not while something that was loaded waits for its parameter's name: the choice was loaded with it.
+        """
+        if self._loaded or not compressor.chooses(step):
+            return
+        for parameter, choice in compressor.choose(self._states, step).items():
+            self._states[parameter].choice = choice
+            self._states[parameter].tensors[CHOICE].fill_(choice)
+
     def states(self) -> list[ParameterState]:
         """Return the state of every parameter that was met."""
         return list(self._states.values())
@@ -198,6 +209,7 @@ class StateTable:
             wait_for_copies(state.tensors.values())
             for name, tensor in state.tensors.items():
                 _begin(tensor, state.entries[name])
+            state.choice = 0
             self._fill(parameter, state, self._loaded.get(state.key, _Loaded({}, {}, {})))
 
     def end_loading(self) -> None:
@@ -225,6 +237,8 @@ class StateTable:
 
     def _fill(self, parameter: Tensor, state: ParameterState, loaded: _Loaded) -> None:
         """Copy what was loaded into what is laid out; what is not waits as it is, for a compressor that declares it."""
+        if CHOICE in loaded.replicated:
+            state.choice = int(loaded.replicated[CHOICE])
         for name, saved, entry in loaded.items():
             kept = state.tensors.get(name)
             by_element = (entry if kept is None else state.entries[name]).by_element

@@ -13,7 +13,7 @@ from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, judged, side_by_side
-from commhooks.language.entries import Declared
+from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.spelling import spelled
 
 
@@ -117,6 +117,19 @@ class PerParameter(Compressor):
     def remembers(self, step: int) -> bool:
         """Return whether any of the compressors does."""
         return any(compressor.remembers(step) for compressor in self._compressors)
+
+    def chooses(self, step: int) -> bool:
+        """Return whether any of the compressors does."""
+        return any(compressor.chooses(step) for compressor in self._compressors)
+
+    def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
+        """Let each compressor choose for its own parameters."""
+        chosen: dict[Tensor, int] = {}
+        for compressor in self._compressors:
+            if compressor.chooses(step):
+                own = {p: state for p, state in states.items() if self._of(state.key, p) is compressor}
+                chosen |= compressor.choose(own, step)
+        return chosen
 
     def loses(self, name: str, parameter: Tensor) -> bool:
         """Return whether the parameter's compressor does."""

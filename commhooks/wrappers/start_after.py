@@ -12,7 +12,7 @@ from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.entries import Declared
+from commhooks.language.entries import Declared, ParameterState
 from commhooks.wrappers.wrapper import Wrapper
 
 
@@ -66,6 +66,14 @@ class StartAfter(Wrapper):
     def remembers(self, step: int) -> bool:
         """Return what the one does that has its turn."""
         return self._in_turn(step).remembers(step)
+
+    def chooses(self, step: int) -> bool:
+        """Return whether the one does that has its turn."""
+        return self._in_turn(step).chooses(step)
+
+    def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
+        """Let the one choose that has its turn."""
+        return self._in_turn(step).choose(states, step)
 
     def loses(self, name: str, parameter: Tensor) -> bool:
         """Return whether either compressor does."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.entries import Declared
+from commhooks.language.entries import Declared, ParameterState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,14 @@ class Wrapper(Compressor):
     def remembers(self, step: int) -> bool:
         """As `inner`."""
         return self.inner.remembers(step)
+
+    def chooses(self, step: int) -> bool:
+        """As `inner`."""
+        return self.inner.chooses(step)
+
+    def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
+        """As `inner`."""
+        return self.inner.choose(states, step)
 
     def loses(self, name: str, parameter: Tensor) -> bool:
         """As `inner`."""

@@ -48,7 +48,8 @@ def memory_beside_the_bucket(workers: Workers, gradient: Tensor) -> float:
     with NewMemory() as memory:
         step(workers, gradient)
     messages = sum(one.nbytes for scheduler in workers.schedulers for one in scheduler.working_memory())
-    return (memory.peak_bytes + messages) / sum(one.nbytes for one in workers.memories)
+    buckets = sum(one.nbytes for one in workers.memories)
+    return float(memory.peak_bytes + messages) / float(buckets)
 
 
 def measured(name: str, shapes: Sequence[tuple[int, ...]], turns: int = 3) -> tuple[list[float], float]:

@@ -49,7 +49,7 @@ def test_payload_bytes_equal_the_formula_and_are_fewer_than_dense(case: Case) ->
         before = workers.traffic.payload_bytes
         workers.step(normal(workers.parameters, 2, seed=step))
         expected = case.bytes_on_wire(workers.parameters, step, 2)
-        assert workers.traffic.payload_bytes - before == expected
+        assert_sent(case, workers.traffic.payload_bytes - before, expected)
         assert (expected < dense) is case.smaller_than_dense
 
 
@@ -58,7 +58,11 @@ def test_payload_bytes_equal_the_formula_and_are_fewer_than_dense(case: Case) ->
 def test_payload_bytes_follow_the_dtype(case: Case, dtype: torch.dtype) -> None:
     workers = Workers(case.make(), 2, zeros((60, 60), (5,), dtype=dtype))
     workers.step(normal(workers.parameters, 2, seed=0))
-    assert workers.traffic.payload_bytes == case.bytes_on_wire(workers.parameters, 0, 2)
+    assert_sent(case, workers.traffic.payload_bytes, case.bytes_on_wire(workers.parameters, 0, 2))
+
+
+def assert_sent(case: Case, sent: int, expected: int) -> None:
+    assert 0 < sent <= expected if case.at_most else sent == expected
 
 
 @every_case

@@ -1,6 +1,7 @@
 """PowerSGD, and what it is made of."""
 
+from commhooks.compressors.powersgd.adaptive_rank import AdaptiveRank
 from commhooks.compressors.powersgd.powersgd import PowerSGD
 from commhooks.compressors.powersgd.unbiased import UnbiasedPowerSGD
 
-__all__ = ["PowerSGD", "UnbiasedPowerSGD"]
+__all__ = ["AdaptiveRank", "PowerSGD", "UnbiasedPowerSGD"]

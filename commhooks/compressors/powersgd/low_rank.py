@@ -7,6 +7,7 @@ of each processor's own: equal bits are promised for buckets that are laid out a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -56,6 +57,17 @@ class LowRankMatrix:
         self.block_rows = min(self.n, rows_of_a_block(self.m, 1 if gradient.is_cuda else self.r, threads))
         tiles = tile.rows(form, self.block_rows)
         self.blocks: Sequence[Block] = list(map(Block, tiles, self.P.split(self.block_rows, dim=1)))
+
+    def narrowed(self, r: int) -> LowRankMatrix:
+        """Return the same matrix with the first r rows of its factors only; they share their memory."""
+        if r == self.r:
+            return self
+        narrow = copy.copy(self)
+        narrow.r, narrow.P, narrow.Q = r, self.P[:r], self.Q[:r]
+        narrow.parts = {side: self.home.part(narrow.factor(side)) for side in self.parts}
+        blocks = zip(self.blocks, narrow.P.split(self.block_rows, dim=1), strict=True)
+        narrow.blocks = [Block(block.tile, P) for block, P in blocks]
+        return narrow
 
     def factor(self, side: Side) -> Tensor:
         """Return P or Q."""
@@ -109,10 +121,13 @@ class LowRankPlan(NamedTuple):
 
     @classmethod
     def of_slots(
-        cls, bucket: BucketView, form_of: Callable[[Slot], MatrixForm | None], rank: Callable[[MatrixForm], int]
+        cls,
+        bucket: BucketView,
+        form_of: Callable[[Tensor, str], MatrixForm | None],
+        rank: Callable[[MatrixForm], int],
     ) -> LowRankPlan:
-        """Give each slot that has a form a matrix of its own, of the rank for that form; the others are the rest."""
-        forms = [(slot, form_of(slot)) for slot in bucket.slots]
+        """Give each parameter, with its name, that has a form a matrix of its own and of a rank; leave the rest."""
+        forms = [(slot, form_of(slot.parameter, slot.name)) for slot in bucket.slots]
         matrices = [LowRankMatrix(s.name, form, rank(form), s.tile, s, layout=None) for s, form in forms if form]
         return cls.of(matrices, [slot.tile for slot, form in forms if form is None])
 

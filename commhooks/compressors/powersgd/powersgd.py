@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,15 +32,30 @@ from commhooks.compressors.powersgd.matrices import (
     form_of,
     form_of_bucket,
 )
+from commhooks.compressors.powersgd.settings import check_count, check_rate
 from commhooks.errors import SettingsError
-from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Declared, Entry
 from commhooks.language.memory import surely
 from commhooks.language.randomness import seeded_normal, stable_seed
-from commhooks.language.requests import AllReduce, Judge
+from commhooks.language.requests import AllReduce, Asked, Judge, Part
 
 Item = TypeVar("Item")
+
+
+class Exchanged(NamedTuple):
+    """What came of an exchange of factors."""
+
+    finite: Tensor
+    """The verdict."""
+    means: Sequence[Tensor]
+    """The mean of the last side's factor, for each matrix."""
+    riders: Sequence[Tensor]
+    """The mean of what rode along."""
+
+
+Exchanging = Generator[Asked, Any, Exchanged]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,12 +86,9 @@ class PowerSGD(Compressor):
     """Names of parameters never to compress, or shell patterns such as "head.*"."""
 
     def __post_init__(self) -> None:
-        _check_count("rank", self.rank)
-        _check_count("iterations", self.iterations)
-        if not self.min_compression_rate > 0:
-            raise SettingsError(
-                f"PowerSGD(min_compression_rate={self.min_compression_rate!r}): min_compression_rate must be above 0."
-            )
+        check_count("PowerSGD", "rank", self.rank)
+        check_count("PowerSGD", "iterations", self.iterations)
+        check_rate("PowerSGD", self.min_compression_rate)
         if not self.epsilon >= 0:
             raise SettingsError(f"PowerSGD(epsilon={self.epsilon!r}): epsilon must be 0 or more.")
         if self.matrices not in MATRIX_RULES:
@@ -109,11 +121,8 @@ class PowerSGD(Compressor):
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the bases that the next step starts from, r×width, if the parameter's gradient is compressed."""
-        if not self.warm_start or not self.compresses(parameter, name):
-            return {}
-        form = self._form(parameter, name)
-        assert form is not None, "a parameter that is compressed has a form"
-        return self._bases(name, form)
+        form = self.paying_form(parameter, name)
+        return self._bases(name, form) if self.warm_start and form is not None else {}
 
     def bucket_state(self, bucket: BucketView) -> Declared:
         """Return the bases of a whole bucket's matrix."""
@@ -138,14 +147,20 @@ class PowerSGD(Compressor):
         return tuple("P" if turn % 2 == 0 else "Q" for turn in range(first, first + self.iterations))
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Exchange the factors in turn, each computed from the last; what is not compressed goes with the first."""
-        plan = bucket.plan(self, lambda: self._plan(bucket))
+        """Average the bucket's matrices by way of their factors, and the rest as it is."""
+        yield from self.exchange(bucket.plan(self, lambda: self._plan(bucket)), context)
+
+    def exchange(self, plan: LowRankPlan, context: Context, riders: Sequence[Part] = ()) -> Exchanging:
+        """Exchange the factors in turn, each computed from the last; what is not compressed goes with the first.
+
+        The plan's matrices may have other ranks than `rank`, up to the rows of their bases. `riders` are averaged too.
+        """
         if not plan.matrices:
             answers = yield AllReduce(*plan.parts_of_rest, average=True, last=True)
             for tile, mean in zip(plan.rest, answers, strict=True):
                 tile.write(mean)
-            yield Judge(*answers)
-            return
+            finite = yield Judge(*answers)
+            return Exchanged(finite, [], [])
 
         sides = self.sides(context.step)
         received: list[Tensor] = []
@@ -155,13 +170,14 @@ class PowerSGD(Compressor):
                 basis = means[number] if turn else self._basis(x, OTHER[side], context)
                 x.factor(OTHER[side]).copy_(orthonormal_rows(basis, self.epsilon) if turn else basis)
                 x.multiply(side)
-            rest = [] if turn else plan.parts_of_rest
+            rest = [] if turn else [*plan.parts_of_rest, *riders]
             last = turn == len(sides) - 1  # the last side's factors stay this rank's own: what they miss is unsent
             answers = yield AllReduce(*(x.parts[side] for x in plan.matrices), *rest, average=True, last=last)
             means = answers[: len(plan.matrices)]
             received += means
             if not turn:
-                means_of_rest = answers[len(plan.matrices) :]
+                uncompressed = answers[len(plan.matrices) :]
+                means_of_rest, means_of_riders = uncompressed[: len(plan.rest)], uncompressed[len(plan.rest) :]
 
         finite = yield Judge(*received, *means_of_rest, *plan.largest(side, means))
         if not surely(finite):  # one bad element spoils the mean, for all to see
@@ -172,16 +188,21 @@ class PowerSGD(Compressor):
                 self._keep(x, side, mean, finite)
         if plan.rest:
             torch._foreach_copy_([tile.gradient for tile in plan.rest], means_of_rest)
+        return Exchanged(finite, means, means_of_riders)
 
     def compresses(self, parameter: Tensor, name: str = "") -> bool:
         """Return whether a parameter's gradient is sent as factors of its own; always False with "whole-bucket"."""
+        return self.paying_form(parameter, name) is not None
+
+    def paying_form(self, parameter: Tensor, name: str = "") -> MatrixForm | None:
+        """Return the matrix whose factors are sent for a parameter's gradient; None if that is sent otherwise."""
         form = self._form(parameter, name)
-        return form is not None and self._pays(form)
+        return form if form is not None and self._pays(form) else None
 
     def payload_elements(self, parameter: Tensor, name: str = "", step: int = 0) -> int:
         """Return how many elements a step sends for this parameter (see `sides` for why the step matters)."""
-        form = self._form(parameter, name)
-        if form is None or not self._pays(form):
+        form = self.paying_form(parameter, name)
+        if form is None:
             return parameter.numel()
         r = min(form.n, form.m, self.rank)
         return sum(r * (form.n if side == "P" else form.m) for side in self.sides(step))
@@ -192,10 +213,6 @@ class PowerSGD(Compressor):
             return None
         return form_of(parameter, self.matrices)
 
-    def _paying_form(self, slot: Slot) -> MatrixForm | None:
-        form = self._form(slot.parameter, slot.name)
-        return form if form is not None and self._pays(form) else None
-
     def _pays(self, form: MatrixForm) -> bool:
         """Return whether a step's factors are more than `min_compression_rate` times smaller than the matrix."""
         n, m = form.n, form.m
@@ -205,7 +222,7 @@ class PowerSGD(Compressor):
     def _plan(self, bucket: BucketView) -> LowRankPlan:
         if self.matrices == "whole-bucket":
             return self._plan_of_whole(bucket)
-        return LowRankPlan.of_slots(bucket, self._paying_form, lambda form: self.rank)
+        return LowRankPlan.of_slots(bucket, self.paying_form, lambda form: self.rank)
 
     def _plan_of_whole(self, bucket: BucketView) -> LowRankPlan:
         form = form_of_bucket(bucket.memory.numel(), self.rank)
@@ -229,7 +246,7 @@ class PowerSGD(Compressor):
     def _basis(self, x: LowRankMatrix, side: Side, context: Context) -> Tensor:
         """Return the factor to start from: the last step's, or a random one, the same on every rank."""
         if self.warm_start:
-            return x.home.state(self._name(side))
+            return x.home.state(self._name(side))[: x.r]
         return self._random_basis(x.key, side, x.factor(side), context.step)
 
     def _random_basis(self, key: str, side: Side, like: Tensor, *when: int) -> Tensor:
@@ -241,13 +258,13 @@ class PowerSGD(Compressor):
     def _keep(self, x: LowRankMatrix, side: Side, factor: Tensor, allowed: Tensor) -> None:
         """Keep a factor for the next step; a row of zeros would never recover, so the old one stays in its place."""
         name = self._name(side)
-        kept = x.home.state(name)
+        kept = x.home.state(name)[: x.r]
         largest = factor.abs().amax(dim=1, keepdim=True)  # r×1
         if self.alternating:  # the next product is the last one too, and needs an orthonormal basis
             filled = torch.where(largest > 0, factor, kept)
-            x.home.commit(name, orthonormal_rows(filled, self.epsilon), allowed)
+            x.home.commit(name, orthonormal_rows(filled, self.epsilon), allowed, rows=x.r)
         else:
-            x.home.commit(name, factor / largest, allowed & (largest > 0))
+            x.home.commit(name, factor / largest, allowed & (largest > 0), rows=x.r)
 
     def _name(self, side: Side) -> str:
         return f"{side} of the bucket" if self.matrices == "whole-bucket" else side
@@ -275,8 +292,3 @@ def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
 def _there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:
     """Return the items, reversed every other turn, so that those used last, which are still cached, come first."""
     return items[::-1] if turn % 2 else items
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingsError(f"PowerSGD({name}={value!r}): {name} must be an integer of at least 1.")

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from commhooks.compressors.powersgd.low_rank import LowRankMatrix, LowRankPlan
 from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
-from commhooks.errors import SettingsError
-from commhooks.language.bucket import BucketView, Slot
+from commhooks.compressors.powersgd.settings import check_count, check_rate
+from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.randomness import seeded_normal, stable_seed
 from commhooks.language.requests import AllReduce
@@ -40,13 +40,8 @@ class UnbiasedPowerSGD(Compressor):
     """Seed of the random vectors, with the parameter's name and the step."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise SettingsError(f"UnbiasedPowerSGD(rank={self.rank!r}): rank must be an integer of at least 1.")
-        if not self.min_compression_rate > 0:
-            raise SettingsError(
-                f"UnbiasedPowerSGD(min_compression_rate={self.min_compression_rate!r}): min_compression_rate must be "
-                "above 0."
-            )
+        check_count("UnbiasedPowerSGD", "rank", self.rank)
+        check_rate("UnbiasedPowerSGD", self.min_compression_rate)
 
     def relative_error(self, elements: int) -> float:
         """Return ω = (m + 1)/r of the matrix of so many elements that has most columns: one row, and so r = 1."""
@@ -72,10 +67,10 @@ class UnbiasedPowerSGD(Compressor):
     def _r(self, form: MatrixForm) -> int:
         return min(form.n, form.m, self.rank)
 
-    def _form(self, slot: Slot) -> MatrixForm | None:
+    def _form(self, parameter: Tensor, name: str) -> MatrixForm | None:
         """Return the matrix that is sent for a parameter's gradient; None if that is sent whole."""
-        form = form_of(slot.parameter, "first-dimension")
-        if form is None or not slot.parameter.is_floating_point():
+        form = form_of(parameter, "first-dimension")
+        if form is None or not parameter.is_floating_point():
             return None
         return form if form.is_reduced_by(form.n * self._r(form), self.min_compression_rate) else None
 

@@ -1,0 +1,190 @@
+"""Adaptive rank: PowerSGD, with as high a rank for each layer as pays there.
+
+Source: Markov, Alimohammadi, Frantar, Alistarh, "L-GreCo: Layerwise-Adaptive Gradient Compression", MLSys 2024,
+sections 3 and 4; Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Accordion: Adaptive Gradient Communication via
+Critical Learning Regime Identification", MLSys 2021, algorithm 1.
+Idea: PowerSGD's columns are nested, so one step at the highest rank shows what every lower rank would have sent of each
+layer: |Qₖ|² more for column k, as P is orthonormal. From that follows which ranks leave the least error for the bytes
+of a uniform rank, or need the fewest bytes for its error. "accordion" looks at gradient norms instead.
+Bytes on the wire: as PowerSGD at the chosen ranks; "accordion" sends one element more for each matrix in one of `every`
+steps. The others send `max_rank` in two of `every` steps: the first brings the columns up to date that were not in
+use, the second measures. Biased; ω as PowerSGD's at rank 1, at most. Weakness: between two measurements the choice is
+as old as the last one; errors are compared across layers as they are, which suits SGD better than Adam; and on a
+GPU the host waits once in `every` steps, to read the norms.
+
+Legend: M n×m a gradient plus its residual; Q its right factor, r×m; R the highest rank that pays for a matrix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from commhooks.compressors.powersgd.allocation import Layer, allocate
+from commhooks.compressors.powersgd.low_rank import LowRankPlan
+from commhooks.compressors.powersgd.matrices import MatrixForm
+from commhooks.compressors.powersgd.powersgd import PowerSGD
+from commhooks.compressors.powersgd.settings import check_count, check_rate
+from commhooks.errors import SettingsError
+from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.entries import CHOICE, Declared, Entry, ParameterState
+from commhooks.tensors import computing_dtype
+
+Rule = Literal["least-error", "fewest-bytes", "accordion"]
+NORMS = "norms"
+"""Of the rows of the last mean Q that was measured; of "accordion" the gradient's at the last two measurements."""
+STEPS_TO_MEASURE = 2
+"""A column that was not in use needs one step to turn to where the gradients are now."""
+_UNITS = 1 << 15
+"""A row is squared as integers of so many units, the largest element of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptiveRank(Compressor):
+    """Compress each matrix to a rank of its own, chosen every `every` steps. Wants `ErrorFeedback` around it."""
+
+    rank: int = 4
+    """Lower: smaller messages, more left to the residual. The uniform rank whose bytes are spent, or whose error is
+    kept; until something is measured, and with "accordion" in stable layers, the rank itself."""
+    max_rank: int = 16
+    """Higher: more freedom to choose, larger messages in steps that measure."""
+    rule: Rule = "least-error"
+    """What is chosen: the least error for the bytes of `rank`; the fewest bytes for its error; or `max_rank` for the
+    layers whose gradients' norm changes, and `rank` for the others."""
+    every: int = 100
+    """Higher: fewer steps that measure, older choices."""
+    eta: float = 0.5
+    """Higher: "accordion" gives fewer layers `max_rank`, those whose gradients' norm has changed by more than this part
+    of it."""
+    min_compression_rate: float = 2.0
+    """Higher: fewer matrices are compressed, and to lower ranks. A matrix's factors are always so many times smaller
+    than it (at least 1)."""
+    seed: int = 0
+    """Seed of the first bases, with the parameter's name."""
+
+    def __post_init__(self) -> None:
+        check_count("AdaptiveRank", "rank", self.rank)
+        check_count("AdaptiveRank", "max_rank", self.max_rank, least=self.rank)
+        check_count("AdaptiveRank", "every", self.every, least=STEPS_TO_MEASURE + 1)
+        check_rate("AdaptiveRank", self.min_compression_rate)
+        if self.rule not in get_args(Rule):
+            raise SettingsError(f"AdaptiveRank(rule={self.rule!r}): rule must be one of {', '.join(get_args(Rule))}.")
+        if not self.eta >= 0:
+            raise SettingsError(f"AdaptiveRank(eta={self.eta!r}): eta must be 0 or more.")
+
+    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+        """Return the basis of R rows, the chosen rank, and the norms that it is chosen by."""
+        form = self._powersgd.paying_form(parameter, name)
+        if form is None:
+            return {}
+        R = self._highest(form)
+        basis = dataclasses.replace(self._powersgd, rank=R).state(name, parameter, world_size)
+        norms = Entry(kind="replicated", shape=(self._measurements(form),), units=1)
+        return {**basis, CHOICE: Entry(kind="replicated", shape=(), dtype=torch.int64), NORMS: norms}
+
+    def loses(self, name: str, parameter: Tensor) -> bool:
+        """Return whether the parameter's gradient is compressed."""
+        return self._powersgd.loses(name, parameter)
+
+    def relative_error(self, elements: int) -> float:
+        """Return PowerSGD's at the lowest rank that a layer may get."""
+        lowest = self.rank if self.rule == "accordion" else 1
+        return dataclasses.replace(self._powersgd, rank=lowest).relative_error(elements)
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Run PowerSGD at the chosen ranks, and measure when it is time to."""
+        plans = bucket.plan(self, lambda: _Plans(bucket, self._powersgd, self._highest))
+        matrices = plans.widest.matrices
+        measures = self.measures(context.step)
+        riders = [x.home.part(_norm(x.home)) for x in matrices] if measures and self.rule == "accordion" else []
+        widens = self.rule != "accordion" and context.step % self.every < STEPS_TO_MEASURE
+        ranks = [x.r if widens else min(x.r, x.home.choice or self.rank) for x in matrices]
+        exchanged = yield from self._powersgd.exchange(plans.at(ranks), context, riders)
+
+        for number, x in enumerate(matrices if measures else []):
+            if riders:
+                norms = torch.cat([x.home.state(NORMS)[1:], exchanged.riders[number]])
+            else:
+                norms = _norms_of_rows(exchanged.means[number])
+            x.home.commit(NORMS, norms, exchanged.finite & norms.isfinite().all())
+
+    def measures(self, step: int) -> bool:
+        """Return whether norms are measured in a step, so that the next one begins with a choice."""
+        return step % self.every == (0 if self.rule == "accordion" else STEPS_TO_MEASURE - 1)
+
+    def chooses(self, step: int) -> bool:
+        """Return whether the step before measured."""
+        return step > 0 and self.measures(step - 1)
+
+    def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
+        """Return a rank for each layer; none as long as there is nothing to choose by."""
+        forms = {parameter: self._powersgd.paying_form(parameter, state.key) for parameter, state in states.items()}
+        measured = {
+            parameter: (form, state[NORMS].tolist())
+            for (parameter, state), form in zip(states.items(), forms.values(), strict=True)
+            # Not one that has not been met, or that another compressor left.
+            if form is not None and NORMS in state.tensors and len(state[NORMS]) == self._measurements(form)
+        }
+        largest = max((norm for _, norms in measured.values() for norm in norms), default=0.0)
+        if not largest:
+            return {}
+        if self.rule == "accordion":
+            changed = {p: abs(now - before) > self.eta * before for p, (_, (before, now)) in measured.items()}
+            return {parameter: self.max_rank if has else self.rank for parameter, has in changed.items()}
+        layers = [
+            Layer([(norm / largest) ** 2 for norm in norms], cost=form.n + form.m, uniform=min(*form[:2], self.rank))
+            for form, norms in measured.values()
+        ]
+        chosen = allocate(layers, "cost" if self.rule == "least-error" else "gain")
+        return dict(zip(measured, chosen, strict=True))
+
+    @property
+    def _powersgd(self) -> PowerSGD:
+        """What decides which matrices are compressed, and exchanges their factors."""
+        return PowerSGD(rank=self.rank, min_compression_rate=self.min_compression_rate, seed=self.seed)
+
+    def _highest(self, form: MatrixForm) -> int:
+        """Return R, the highest rank at which the factors are still small enough."""
+        rate = max(self.min_compression_rate, 1.0)
+        return min(form.n, form.m, self.max_rank, math.ceil(form.n * form.m / ((form.n + form.m) * rate)) - 1)
+
+    def _measurements(self, form: MatrixForm) -> int:
+        """Return how many norms are remembered for a matrix."""
+        return 2 if self.rule == "accordion" else self._highest(form)
+
+
+class _Plans:
+    """A bucket's matrices at their highest ranks, and at those chosen last."""
+
+    def __init__(self, bucket: BucketView, powersgd: PowerSGD, highest: Callable[[MatrixForm], int]) -> None:
+        self.widest = self._now = LowRankPlan.of_slots(bucket, powersgd.paying_form, highest)
+
+    def at(self, ranks: Sequence[int]) -> LowRankPlan:
+        """Return the matrices at these ranks; views of them are made when ranks change."""
+        if ranks != [x.r for x in self._now.matrices]:
+            matrices = [x.narrowed(r) for x, r in zip(self.widest.matrices, ranks, strict=True)]
+            self._now = self.widest._replace(matrices=matrices)
+        return self._now
+
+
+def _norm(slot: Slot) -> Tensor:
+    """Return the norm of the gradient alone, one element; the residual, which is added later, says nothing of it."""
+    norm: Tensor = torch.linalg.vector_norm(slot.gradient, dtype=computing_dtype(slot.gradient.dtype))
+    return norm.reshape(1)
+
+
+def _norms_of_rows(Q: Tensor) -> Tensor:
+    """Return the norm of each row, the same to the last bit on every processor, for ranks must not choose differently.
+
+    Sums of integers do not depend on their order, and each other operation here has one right result.
+    """
+    largest = Q.abs().amax(dim=1)
+    whole = (Q / torch.where(largest > 0, largest, 1.0).unsqueeze(1) * _UNITS).round().to(torch.int64)
+    squares = whole.square().sum(dim=1).double() / _UNITS**2
+    return largest * squares.sqrt().to(Q.dtype)
