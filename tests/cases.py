@@ -13,6 +13,7 @@ from torch import Tensor
 from commhooks import Compressor, make_compressor
 from commhooks.language.entries import blocks_served
 from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes
+from tests.formulas_tiles import SparseLoCoBytes
 
 Formula = Callable[[Sequence[Tensor], int, int], int]
 """From the parameters of one bucket (called layer0, layer1, ...), the step, and the number of ranks, to the payload
@@ -143,6 +144,8 @@ class Case:
     """Finds a better answer in a second step on the same data."""
     error_feedback: bool = False
     """Keeps what it did not send, in the state "residual"."""
+    decay: float = 1.0
+    """So much of the residual is added to the next gradient; the rest is lost."""
     depends_on_buckets: bool = False
     """What it sends, and its mean, depend on which parameters share a bucket."""
     roundings: int = 0
@@ -301,6 +304,14 @@ CASES = [
         make=lambda: make_compressor("top-k", ratio=0.05),
         bytes_on_wire=TopKBytes(ratio=0.05),
         error_feedback=True,
+        exact_rank=0,
+    ),
+    Case(
+        name="sparse-loco",
+        make=lambda: make_compressor("sparse-loco", k=8, chunk=16),
+        bytes_on_wire=SparseLoCoBytes(k=8, chunk=16),
+        error_feedback=True,
+        decay=0.95,
         exact_rank=0,
     ),
     # An element is scaled, decoded, added up and subtracted on each hop.

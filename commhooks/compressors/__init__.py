@@ -13,6 +13,7 @@ from commhooks.compressors.cast import Cast
 from commhooks.compressors.codecs import Codec, Int4, Sign
 from commhooks.compressors.noop import NoOp
 from commhooks.compressors.powersgd import AdaptiveRank, PowerSGD, UnbiasedPowerSGD
+from commhooks.compressors.sparse_loco import SparseLoCo
 from commhooks.compressors.svd import SVD
 from commhooks.compressors.top_k import TopK
 from commhooks.compressors.two_hop import TwoHop
@@ -30,6 +31,7 @@ __all__ = [
     "Registered",
     "SVD",
     "Sign",
+    "SparseLoCo",
     "TopK",
     "TwoHop",
     "UnbiasedPowerSGD",
@@ -65,6 +67,7 @@ COMPRESSORS: dict[str, Registered] = {
     "powersgd": Registered(PowerSGD, feeds_back=True),
     "powersgd-unbiased": Registered(UnbiasedPowerSGD),
     "sign": Registered(functools.partial(_two_hop, Sign), feeds_back=True),
+    "sparse-loco": Registered(SparseLoCo, feeds_back=True, decay=0.95),
     "svd": Registered(SVD, feeds_back=True),
     "top-k": Registered(TopK, feeds_back=True),
 }

@@ -107,10 +107,11 @@ def test_what_parameters_are_said_to_send_adds_up_to_what_is_sent(case: Case, po
     for step in range(2):
         workers.step(normal(workers.parameters, 3, seed=step))
     by_parameter = workers.ledger.by_parameter()
-    assert sum(one.payload_bytes for one in by_parameter.values()) == pytest.approx(
-        workers.traffic.payload_bytes, abs=8
-    )
-    assert sum(one.moved_bytes for one in by_parameter.values()) == pytest.approx(workers.traffic.moved_bytes, abs=16)
+    # Messages of bytes are padded to the width of their widest elements, 4 bytes; padding belongs to no parameter.
+    padding = 0 if workers.compressor.only_sums else 3 * workers.traffic.collectives
+    payload, moved = workers.traffic.payload_bytes, workers.traffic.moved_bytes
+    assert sum(one.payload_bytes for one in by_parameter.values()) == pytest.approx(payload, abs=8 + padding)
+    assert sum(one.moved_bytes for one in by_parameter.values()) == pytest.approx(moved, abs=16 + 2 * padding)
     assert set(by_parameter) == {f"layer{number}" for number in range(len(SHAPES))}
     for number, parameter in enumerate(workers.parameters):
         one = by_parameter[f"layer{number}"]
@@ -145,7 +146,7 @@ def test_sent_plus_residual_is_what_was_to_be_sent(case: Case) -> None:
         gradients = normal(workers.parameters, 3, seed=step)
         means = workers.step(gradients)
         for index, allowed in enumerate(losses_of_a_step(case, gradients, residuals)):
-            to_send = mean_of(gradients, index) + before[index]
+            to_send = mean_of(gradients, index) + case.decay * before[index]
             assert largest(means[0][index] + workers.unsent(index) - to_send) <= allowed
 
 
@@ -160,20 +161,22 @@ def test_on_one_rank_all_that_a_wire_rounds_away_is_owed(case: Case) -> None:
         means = workers.step(gradients)
         losses = losses_of_a_step(dataclasses.replace(case, wire=None), gradients, residuals)
         for index, allowed in enumerate(losses):
-            assert largest(means[0][index] + workers.unsent(index) - gradients[0][index] - before[index]) <= allowed
+            to_send = gradients[0][index] + case.decay * before[index]
+            assert largest(means[0][index] + workers.unsent(index) - to_send) <= allowed
 
 
 @every_feeding_back_case
 def test_with_error_feedback_the_running_mean_converges_to_the_dense_mean(case: Case) -> None:
-    """What is unsent is bounded, so the distance falls as 1/steps.
+    """What is unsent is bounded, so the distance falls as 1/steps; or to what a residual loses in each, if it fades.
 
     If a step gets through at least the part 1 - error of what is to be sent, in squared norms, no more than
-    2/(1 - error) norms are unsent (Karimireddy et al., "Error feedback fixes SignSGD", 2019, lemma 3); a server is
-    given means that are no larger than what ranks have to send, and has as much.
+    2/(1 - decay²·error) norms are unsent (Karimireddy et al., "Error feedback fixes SignSGD", 2019, lemma 3, with the
+    decay beside each residual); a server is given means that are no larger than what ranks have to send, and has as
+    much.
     """
     parameters = zeros((24, 40), (12, 30))
     workers = Workers(case.make(), 2, parameters)
-    kept = 1 - max(workers.compressor.relative_error(p.numel()) for p in parameters)
+    kept = 1 - case.decay**2 * max(workers.compressor.relative_error(p.numel()) for p in parameters)
     horizon = max(240, round(16 / kept))
     gradients = normal(parameters, 2, seed=3)
     total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
@@ -186,7 +189,8 @@ def test_with_error_feedback_the_running_mean_converges_to_the_dense_mean(case: 
         distance = float((total[index] / horizon - mean_of(gradients, index)).norm())
         norm = max(float(own[index].double().norm()) for own in gradients)
         hops = 2 if SERVER_ERROR in workers.kinds() else 1
-        assert distance <= hops * 2 / kept * norm / horizon + floors[index] * parameter.numel() ** 0.5
+        lost = 1 / horizon + 1 - case.decay
+        assert distance <= hops * 2 / kept * norm * lost + floors[index] * parameter.numel() ** 0.5
 
 
 @every_exchanging_case
@@ -316,7 +320,8 @@ def test_what_16_bits_hold_of_a_step_is_sent_or_kept(case: Case, dtype: torch.dt
         gradients = normal(workers.parameters, 3, seed=step)
         means = workers.step(gradients)
         for index, allowed in enumerate(losses_of_a_step(case, gradients, residuals)):
-            left = means[0][index].double() + workers.unsent(index) - mean_of(gradients, index) - before[index]
+            to_send = mean_of(gradients, index) + case.decay * before[index]
+            left = means[0][index].double() + workers.unsent(index) - to_send
             written = bounds.unit_roundoff(dtype) * largest(means[0][index])
             averaged = bounds.of_mean(3, dtype) * largest(*(own[index] for own in gradients))
             assert largest(left) <= allowed + 2 * written + averaged
@@ -332,6 +337,8 @@ def test_what_a_wire_cannot_hold_stays_owed(case: Case) -> None:
     allowed = [0.0, 0.0]
     for _ in range(40):
         before = [[workers.residual(rank, i).double() for i in range(2)] for rank in range(2)]
+        for index in range(2):
+            sent[index] += (1 - case.decay) * workers.unsent(index)  # faded
         for index, loss in enumerate(losses_of_a_step(case, gradients, before)):
             allowed[index] += loss
         for index, mean in enumerate(workers.step(gradients)[0]):
@@ -498,7 +505,9 @@ def losses_of_a_step(
     case: Case, gradients: Sequence[Sequence[Tensor]], owed: Sequence[Sequence[Tensor]]
 ) -> list[float]:
     """Return for each parameter how much of what was to be sent a step may round away, on the mean over ranks."""
-    to_send = [[g.double() + e for g, e in zip(*both, strict=True)] for both in zip(gradients, owed, strict=True)]
+    to_send = [
+        [g.double() + case.decay * e for g, e in zip(*both, strict=True)] for both in zip(gradients, owed, strict=True)
+    ]
     if case.depends_on_buckets:  # all of a bucket is one matrix
         to_send = [[torch.cat([part.flatten() for part in own])] * len(own) for own in to_send]
     dtype = torch.promote_types(gradients[0][0].dtype, torch.float32)

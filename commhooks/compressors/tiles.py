@@ -1,0 +1,64 @@
+"""Square pieces of a parameter, as compressors use them that treat a gradient piece by piece."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Tiles a×b, Y·X of them, over a matrix n×m that is padded with zeros at its end."""
+
+    elements: int
+    """Of the parameter, at most n·m."""
+    form: MatrixForm
+    a: int
+    b: int
+
+    @classmethod
+    def of(cls, parameter: Tensor, side: int) -> Tiling:
+        """Return as few tiles as possible of at most side×side elements, all alike, for a parameter that has elements.
+
+        A parameter is a matrix of its first dimension against the rest. One that is too narrow for a square tile, such
+        as a vector, is taken as rows of `side` elements instead. Rows and columns are dealt out evenly, so that the
+        padding is less than a row and a column of each tile.
+        """
+        form = form_of(parameter, "first-dimension")
+        if form is None or min(form.n, form.m) < side:
+            form = MatrixForm(-(-parameter.numel() // side), _evenly(parameter.numel(), side))
+        return cls(parameter.numel(), form, _evenly(form.n, side), _evenly(form.m, side))
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Y and X: how many tiles lie one below the other, and side by side."""
+        return -(-self.form.n // self.a), -(-self.form.m // self.b)
+
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return self.grid[0] * self.grid[1]
+
+    def cut(self, memory: Tensor) -> Tensor:
+        """Return the tiles [Y·X, a, b] of 1-D memory, in new memory."""
+        (n, m, _), (Y, X) = self.form, self.grid
+        matrix = self.form.view(pad(memory, (0, n * m - self.elements)))
+        whole = pad(matrix, (0, X * self.b - m, 0, Y * self.a - n))
+        return whole.reshape(Y, self.a, X, self.b).transpose(1, 2).reshape(Y * X, self.a, self.b)
+
+    def join(self, tiles: Tensor) -> Tensor:
+        """Return the elements of tiles [Y·X, a, b], 1-D, without the padding."""
+        (n, m, transposed), (Y, X) = self.form, self.grid
+        whole = tiles.view(Y, X, self.a, self.b).transpose(1, 2).reshape(Y * self.a, X * self.b)
+        matrix = whole[:n, :m]
+        return (matrix.t() if transposed else matrix).reshape(-1)[: self.elements]
+
+
+def _evenly(length: int, side: int) -> int:
+    """Return the length of the pieces if a length is cut into as few as possible, none longer than `side`."""
+    pieces = -(-length // side)
+    return -(-length // pieces)

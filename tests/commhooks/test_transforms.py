@@ -1,0 +1,138 @@
+"""SparseLoCo and DeMo: against references of a few lines of NumPy, written from the papers, and in bytes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import Compressor, ErrorFeedback, SettingsError, SparseLoCo, make_compressor
+from commhooks.compressors.bits import pack, unpack
+from commhooks.compressors.tiles import Tiling
+from tests.bounds import IN_FLOAT64
+from tests.commhooks.models import resnet18_shapes
+from tests.commhooks.workers import Workers, normal, zeros
+from tests.flat_cost import traffic_of
+
+pytestmark = pytest.mark.kernels
+
+Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+RESNET18 = {f"layer{number}": shape for number, shape in enumerate(resnet18_shapes())}
+ELEMENTS = sum(map(math.prod, RESNET18.values()))
+
+
+# --- tiles and bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiles", "a", "b"),
+    [
+        ((128, 192), 6, 64, 64),
+        ((65, 130), 6, 33, 44),  # as even as possible
+        ((64, 64, 3, 3), 9, 64, 64),
+        ((10, 512), 2, 40, 64),  # too narrow: 80 rows of 64
+        ((512,), 1, 8, 64),
+        ((100,), 1, 2, 50),
+        ((), 1, 1, 1),
+    ],
+    ids=str,
+)
+def test_a_parameter_is_cut_into_few_tiles_that_are_alike(shape: tuple[int, ...], tiles: int, a: int, b: int) -> None:
+    tiling = Tiling.of(torch.zeros(shape), 64)
+    assert (tiling.count, tiling.a, tiling.b) == (tiles, a, b)
+
+
+@pytest.mark.parametrize("shape", [(40, 36), (17, 33), (7,), (), (20, 3, 4, 2), (100, 1)], ids=str)
+@pytest.mark.parametrize("order", ["rows", "columns"])
+def test_tiles_are_joined_as_they_were_cut(shape: tuple[int, ...], order: str) -> None:
+    parameter = torch.zeros(shape)
+    if order == "columns":
+        parameter = parameter.mT.contiguous().mT if len(shape) > 1 else parameter
+    memory = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(1))
+    tiling = Tiling.of(parameter, 16)
+    tiles = tiling.cut(memory)
+    assert tiles.shape == (tiling.count, tiling.a, tiling.b)
+    assert max(tiling.a, tiling.b) <= 16
+    assert torch.equal(tiling.join(tiles), memory)
+    assert tiles.count_nonzero() == memory.count_nonzero()  # what is more is padding
+
+
+def test_a_tile_is_a_square_of_the_matrix() -> None:
+    parameter = torch.arange(32 * 48.0).view(32, 48)
+    tiles = Tiling.of(parameter, 16).cut(parameter.flatten())
+    assert torch.equal(tiles[4], parameter[16:, 16:32])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 8, 12, 20])
+@pytest.mark.parametrize("shape", [(3, 5), (16,), (1,)], ids=str)
+def test_packed_numbers_come_back_and_take_no_more_bytes_than_they_need(bits: int, shape: tuple[int, ...]) -> None:
+    numbers = torch.randint(0, 2**bits, (2, *shape), generator=torch.Generator().manual_seed(bits))
+    packed = torch.stack([pack(own, bits) for own in numbers])
+    assert packed.dtype == torch.uint8 and packed.shape == (2, math.ceil(math.prod(shape) * bits / 8))
+    assert torch.equal(unpack(packed, bits, shape), numbers)
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+
+def sparse_loco(matrix: Matrix, side: int, k: int) -> Matrix:
+    """Return what one rank sends of a matrix whose sides are multiples of the tile's."""
+    places = np.zeros(matrix.shape, dtype=bool)
+    for i in range(0, matrix.shape[0], side):
+        for j in range(0, matrix.shape[1], side):
+            tile = np.abs(matrix[i : i + side, j : j + side])
+            places[i : i + side, j : j + side] = tile >= np.sort(tile, axis=None)[-k]
+    large = np.abs(matrix) > np.abs(matrix[places]).mean()
+    sent = np.zeros_like(matrix)
+    for own in (places & large & (matrix > 0), places & large & (matrix < 0)):
+        sent[own] = matrix[own].mean() if own.any() else 0
+    for own in (places & ~large & (matrix > 0), places & ~large & (matrix < 0)):
+        sent[own] = matrix[own].mean() if own.any() else 0
+    return sent
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sparse_loco_is_what_its_paper_says(seed: int) -> None:
+    compressor = ErrorFeedback(inner=SparseLoCo(k=12, chunk=16), decay=0.95)
+    workers = Workers(compressor, 2, zeros((32, 48), dtype=torch.float64))
+    residuals = [np.zeros((32, 48)) for _ in range(2)]
+    for step in range(3):
+        gradients = normal(workers.parameters, 2, seed=100 * seed + step)
+        to_send = [0.95 * r + g[0].numpy() for r, g in zip(residuals, gradients, strict=True)]
+        sent = [sparse_loco(own, 16, 12) for own in to_send]
+        residuals = [own - part for own, part in zip(to_send, sent, strict=True)]
+        assert_close(workers.step(gradients)[1][0], sum(sent) / 2)
+        for rank in range(2):
+            assert_close(workers.residual(rank, 0), residuals[rank])
+
+
+def assert_close(ours: Tensor, theirs: Matrix | float) -> None:
+    expected = torch.as_tensor(theirs)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=IN_FLOAT64 * float(expected.abs().max()))
+
+
+# --- what a paper promises --------------------------------------------------------------------------------------------
+
+
+def bytes_per_tile(compressor: Compressor, shapes: dict[str, tuple[int, ...]]) -> float:
+    """Return the bytes that a rank puts in for 4,096 elements."""
+    return traffic_of(compressor, shapes, 2).payload_bytes * 4096 / sum(map(math.prod, shapes.values()))
+
+
+def test_sparse_loco_sends_112_bytes_for_4096_elements_and_16_for_a_parameter() -> None:
+    compressor = make_compressor("sparse-loco")
+    assert bytes_per_tile(compressor, {"weight": (64, 64)}) == 112 + 16
+    assert bytes_per_tile(compressor, {"weight": (1024, 1024)}) == 112 + 16 / 256
+    assert traffic_of(compressor, RESNET18, 2).payload_bytes == 310_916
+    assert round(bytes_per_tile(compressor, RESNET18), 1) == 114.0
+
+
+def test_a_registered_decay_is_the_papers_unless_told_otherwise() -> None:
+    assert make_compressor("sparse-loco") == ErrorFeedback(inner=SparseLoCo(), decay=0.95)
+    assert make_compressor("sparse-loco", decay=0.9) == ErrorFeedback(inner=SparseLoCo(), decay=0.9)
+    assert make_compressor("sparse-loco", error_feedback=False) == SparseLoCo()
+    with pytest.raises(SettingsError, match=r"'sparse-loco' keeps no residual, so decay=0.9 says nothing."):
+        make_compressor("sparse-loco", error_feedback=False, decay=0.9)

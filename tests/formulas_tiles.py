@@ -1,0 +1,39 @@
+"""Bytes on the wire of compressors that cut parameters into tiles, counted from their papers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def tiles_of(parameter: Tensor, chunk: int) -> tuple[int, int]:
+    """Return how many tiles a parameter has, and of how many elements, for memory in the order of dimensions."""
+    elements = parameter.numel()
+    n = parameter.shape[0] if parameter.dim() > 1 else 1
+    sides = [n, elements // n]
+    if min(sides) < chunk:
+        n = math.ceil(elements / chunk)
+        sides = [n, math.ceil(elements / n)]
+    numbers = [math.ceil(side / chunk) for side in sides]
+    return math.prod(numbers), math.prod(math.ceil(side / of) for side, of in zip(sides, numbers, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseLoCoBytes:
+    """Of each tile k places, of as many bits as its elements need, and 2 bits each; four means of each parameter."""
+
+    k: int
+    chunk: int
+
+    def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
+        width = max(parameters[0].element_size(), 4)
+        total = 0
+        for parameter in parameters:
+            if parameter.numel():
+                tiles, elements = tiles_of(parameter, self.chunk)
+                sent = tiles * min(self.k, elements)
+                total += 4 * width + math.ceil(sent * math.log2(self.chunk**2) / 8) + math.ceil(sent * 2 / 8)
+        return math.ceil(total / width) * width
