@@ -41,6 +41,7 @@ def make_compressor(
     start_after: int = 0,
     wire: torch.dtype | None = None,
     error_feedback: bool | None = None,
+    decay: float | None = None,
     **settings: Any,
 ) -> Compressor:
     """Make the compressor called `name` with its `settings`, as `make_compressor("powersgd", rank=4)`.
@@ -50,15 +51,16 @@ def make_compressor(
     "ErrorFeedback(inner=TopK(ratio=0.1))", in which names with their settings may stand too: "top-k(ratio=0.1)".
 
     `start_after` lets a plain all-reduce run for so many steps first; `wire` casts what is sent; `error_feedback` keeps
-    what is not sent for the next step (None: where leaving it out would cost accuracy). Raises `SettingsError` (a
+    what is not sent for the next step (None: where leaving it out would cost accuracy), and `decay` is how much of it
+    (None: all, or what the compressor's paper says). Raises `SettingsError` (a
     `ValueError`) for a name or a setting that does not exist, or a value that cannot work.
     """
     if "(" in name:
-        if settings or error_feedback is not None:
+        if settings or error_feedback is not None or decay is not None:
             raise SettingsError(f"make_compressor({name!r}): write the settings inside, or give a name without any.")
         compressor = _read(name)
     else:
-        compressor = _made(name, error_feedback, settings)
+        compressor = _made(name, error_feedback, decay, settings)
     if wire is not None:
         compressor = WireDtype(inner=compressor, dtype=wire)
     return StartAfter(inner=compressor, steps=start_after) if start_after else compressor
@@ -69,7 +71,7 @@ def settings_of(name: str) -> list[str]:
     return sorted({*_types_of(_registered(name).make), *_types_of(make_compressor)} - {"name"})
 
 
-def _made(name: str, error_feedback: bool | None, settings: Mapping[str, Any]) -> Compressor:
+def _made(name: str, error_feedback: bool | None, decay: float | None, settings: Mapping[str, Any]) -> Compressor:
     registered = _registered(name)
     _check_settings(name, registered.make, settings)
     try:
@@ -78,8 +80,11 @@ def _made(name: str, error_feedback: bool | None, settings: Mapping[str, Any]) -
         raise SettingsError(f"compressor {name!r} does not take these settings, {settings}: {error}") from error
     if not isinstance(compressor, Compressor):
         raise SettingsError(f"compressor {name!r}: {registered.make} made {compressor!r}, which is no Compressor.")
-    if registered.feeds_back if error_feedback is None else error_feedback:
-        return ErrorFeedback(inner=compressor)
+    wanted = registered.feeds_back and compressor.takes_feedback
+    if wanted if error_feedback is None else error_feedback:
+        return ErrorFeedback(inner=compressor, decay=registered.decay if decay is None else decay)
+    if decay is not None:
+        raise SettingsError(f"compressor {name!r} keeps no residual, so decay={decay!r} says nothing.")
     if isinstance(compressor, TwoHop) and error_feedback is False and "server_feedback" not in settings:
         return dataclasses.replace(compressor, server_feedback=False)
     return compressor

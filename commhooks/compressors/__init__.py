@@ -43,7 +43,9 @@ class Registered(NamedTuple):
 
     make: Callable[..., Compressor]
     feeds_back: bool = False
-    """Whether `make_compressor` puts `ErrorFeedback` around it, unless told otherwise."""
+    """Whether `make_compressor` puts `ErrorFeedback` around it, if that takes it and it is not told otherwise."""
+    decay: float = 1.0
+    """Of that `ErrorFeedback`, unless told otherwise."""
 
 
 def _two_hop(
