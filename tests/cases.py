@@ -14,6 +14,7 @@ from commhooks import Compressor, make_compressor
 from commhooks.language.entries import blocks_served
 from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes
 from tests.formulas_tiles import SparseLoCoBytes
+from tests.formulas_tiles import DeMoBytes, SparseLoCoBytes
 
 Formula = Callable[[Sequence[Tensor], int, int], int]
 """From the parameters of one bucket (called layer0, layer1, ...), the step, and the number of ranks, to the payload
@@ -148,6 +149,8 @@ class Case:
     """So much of the residual is added to the next gradient; the rest is lost."""
     depends_on_buckets: bool = False
     """What it sends, and its mean, depend on which parameters share a bucket."""
+    follows_scale: bool = True
+    """Gradients that are twice as large have a mean that is; signs do not."""
     roundings: int = 0
     """How many times a step rounds an element, other than by a cast or by factors."""
     lossless: bool = False
@@ -312,6 +315,25 @@ CASES = [
         bytes_on_wire=SparseLoCoBytes(k=8, chunk=16),
         error_feedback=True,
         decay=0.95,
+        exact_rank=0,
+    ),
+    # An element of a tile a×b is the product of a row, the coefficients and a column: off by (a + b)·u of the tile's
+    # norm for each of the transforms there and back, or for the mean's and what is kept.
+    Case(
+        name="demo",
+        make=lambda: make_compressor("demo", k=8, chunk=16),
+        bytes_on_wire=DeMoBytes(k=8, chunk=16),
+        error_feedback=True,
+        decay=0.999,
+        exact_rank=0,
+        roundings=2 * (16 + 16),
+    ),
+    # What it keeps is not what it did not send: of that it has sent signs, whatever their size.
+    Case(
+        name="distro",
+        make=lambda: make_compressor("distro", chunk=16),
+        bytes_on_wire=DeMoBytes(k=4, chunk=16, one_bit=True),
+        follows_scale=False,
         exact_rank=0,
     ),
     # An element is scaled, decoded, added up and subtracted on each hop.

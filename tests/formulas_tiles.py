@@ -37,3 +37,22 @@ class SparseLoCoBytes:
                 sent = tiles * min(self.k, elements)
                 total += 4 * width + math.ceil(sent * math.log2(self.chunk**2) / 8) + math.ceil(sent * 2 / 8)
         return math.ceil(total / width) * width
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeMoBytes:
+    """Of each tile k values and k places of 2 bytes; or k places and k bits, with one number for the bucket."""
+
+    k: int
+    chunk: int
+    one_bit: bool = False
+
+    def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
+        width = max(parameters[0].element_size(), 4)
+        total = width if self.one_bit else 0
+        for parameter in parameters:
+            if parameter.numel():
+                tiles, elements = tiles_of(parameter, self.chunk)
+                sent = tiles * min(self.k, elements)
+                total += 2 * sent + (math.ceil(sent / 8) if self.one_bit else width * sent)
+        return math.ceil(total / width) * width

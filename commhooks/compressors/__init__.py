@@ -11,6 +11,7 @@ import torch
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.compressors.cast import Cast
 from commhooks.compressors.codecs import Codec, Int4, Sign
+from commhooks.compressors.demo import DeMo
 from commhooks.compressors.noop import NoOp
 from commhooks.compressors.powersgd import AdaptiveRank, PowerSGD, UnbiasedPowerSGD
 from commhooks.compressors.sparse_loco import SparseLoCo
@@ -25,6 +26,7 @@ __all__ = [
     "COMPRESSORS",
     "Cast",
     "Codec",
+    "DeMo",
     "Int4",
     "NoOp",
     "PowerSGD",
@@ -63,6 +65,8 @@ COMPRESSORS: dict[str, Registered] = {
     "adaptive-rank": Registered(AdaptiveRank, feeds_back=True),
     "all-reduce": Registered(AllReduceMean),
     "bf16": Registered(functools.partial(Cast, dtype=torch.bfloat16)),
+    "demo": Registered(DeMo, feeds_back=True, decay=0.999),
+    "distro": Registered(functools.partial(DeMo, k=4, one_bit=True, sign=True), feeds_back=True, decay=0.999),
     "fp16": Registered(functools.partial(Cast, dtype=torch.float16)),
     "int4": Registered(functools.partial(_two_hop, Int4), feeds_back=True),
     "noop": Registered(NoOp),

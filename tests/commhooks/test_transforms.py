@@ -6,11 +6,13 @@ import math
 
 import numpy as np
 import pytest
+import scipy.fft
 import torch
 from torch import Tensor
 
-from commhooks import Compressor, ErrorFeedback, SettingsError, SparseLoCo, make_compressor
+from commhooks import Compressor, DeMo, ErrorFeedback, SettingsError, SparseLoCo, make_compressor
 from commhooks.compressors.bits import pack, unpack
+from commhooks.compressors.dct import cosines, transform
 from commhooks.compressors.tiles import Tiling
 from tests.bounds import IN_FLOAT64
 from tests.commhooks.models import resnet18_shapes
@@ -57,6 +59,7 @@ def test_tiles_are_joined_as_they_were_cut(shape: tuple[int, ...], order: str) -
     assert tiles.shape == (tiling.count, tiling.a, tiling.b)
     assert max(tiling.a, tiling.b) <= 16
     assert torch.equal(tiling.join(tiles), memory)
+    assert tiles.data_ptr() != memory.data_ptr()
     assert tiles.count_nonzero() == memory.count_nonzero()  # what is more is padding
 
 
@@ -109,7 +112,54 @@ def test_sparse_loco_is_what_its_paper_says(seed: int) -> None:
             assert_close(workers.residual(rank, 0), residuals[rank])
 
 
-def assert_close(ours: Tensor, theirs: Matrix | float) -> None:
+def extract(momentum: Matrix, side: int, k: int) -> list[list[Matrix]]:
+    """Return the transforms of a momentum's tiles, with all but the k largest coefficients of each set to zero."""
+    grid = []
+    for rows in np.vsplit(momentum, momentum.shape[0] // side):
+        coefficients = [scipy.fft.dctn(tile, norm="ortho") for tile in np.hsplit(rows, momentum.shape[1] // side)]
+        grid.append([np.where(np.abs(C) >= np.sort(np.abs(C), axis=None)[-k], C, 0) for C in coefficients])
+    return grid
+
+
+def inverse(grid: list[list[Matrix]]) -> Matrix:
+    return np.block([[scipy.fft.idctn(C, norm="ortho") for C in row] for row in grid])
+
+
+@pytest.mark.parametrize("one_bit", [False, True], ids=["values", "one bit"])
+@pytest.mark.parametrize("seed", range(20))
+def test_demo_is_what_its_paper_says(seed: int, one_bit: bool) -> None:
+    compressor = ErrorFeedback(inner=DeMo(k=12, chunk=16, one_bit=one_bit), decay=0.999)
+    workers = Workers(compressor, 2, zeros((32, 48), dtype=torch.float64))
+    momenta = [np.zeros((32, 48)) for _ in range(2)]
+    for step in range(3):
+        gradients = normal(workers.parameters, 2, seed=100 * seed + step)
+        momenta = [0.999 * m + g[0].numpy() for m, g in zip(momenta, gradients, strict=True)]
+        extracted = [extract(m, 16, 12) for m in momenta]
+        momenta = [m - inverse(own) for m, own in zip(momenta, extracted, strict=True)]
+        sent = [[[np.sign(C) if one_bit else C for C in row] for row in own] for own in extracted]
+        assert_close(workers.step(gradients)[1][0], sum(map(inverse, sent)) / 2)
+        for rank in range(2):
+            assert_close(workers.residual(rank, 0), momenta[rank])
+
+
+@pytest.mark.parametrize(("a", "b"), [(64, 64), (1, 1), (5, 16), (27, 64)])
+def test_the_transform_is_scipys_and_its_inverse_undoes_it(a: int, b: int) -> None:
+    for seed in range(20):
+        tiles = torch.randn(3, a, b, generator=torch.Generator().manual_seed(seed)).double()
+        left, right = cosines(a, tiles), cosines(b, tiles)
+        coefficients = transform(tiles, left, right)
+        assert_close(coefficients, scipy.fft.dctn(tiles.numpy(), axes=(1, 2), norm="ortho"))
+        assert_close(transform(coefficients, left.t(), right.t()), tiles.numpy())
+
+
+def test_demo_takes_the_means_signs() -> None:
+    plain, signs = (Workers(DeMo(k=12, chunk=16, sign=sign), 2, zeros((32, 48))) for sign in (False, True))
+    gradients = normal(plain.parameters, 2, seed=1)
+    for mean, sign in zip(plain.step(gradients)[1], signs.step(gradients)[1], strict=True):
+        assert torch.equal(sign, mean.sign())
+
+
+def assert_close(ours: Tensor, theirs: object) -> None:
     expected = torch.as_tensor(theirs)
     torch.testing.assert_close(ours, expected, rtol=0, atol=IN_FLOAT64 * float(expected.abs().max()))
 
@@ -130,8 +180,52 @@ def test_sparse_loco_sends_112_bytes_for_4096_elements_and_16_for_a_parameter() 
     assert round(bytes_per_tile(compressor, RESNET18), 1) == 114.0
 
 
+def test_distro_sends_eight_and_a_half_bytes_for_4096_elements_and_a_number_for_a_bucket() -> None:
+    """Four places of 2 bytes and four bits; two tiles share a byte of bits, and rows end at multiples of 4 bytes."""
+    distro, verdict = make_compressor("distro"), 4
+    assert traffic_of(distro, {"weight": (1024, 1024)}, 2).payload_bytes == 256 * 8.5 + verdict
+    bits = 23  # half bytes that 46 parameters of an odd number of tiles do not use
+    tiles = 2768  # 2,724 whole ones, 2 of the 10×512 layer, 1 each of 42 small parameters
+    unpadded = tiles * 8.5 + bits + verdict
+    assert traffic_of(distro, RESNET18, 2).payload_bytes == math.ceil(unpadded / 4) * 4 == 23_556
+    assert bytes_per_tile(distro, RESNET18) < 8.65
+
+
+def test_demo_sends_a_value_and_a_place_for_each_coefficient() -> None:
+    assert bytes_per_tile(make_compressor("demo", k=8), {"weight": (1024, 1024)}) == 8 * (4 + 2)
+
+
+@pytest.mark.parametrize("name", ["distro", "demo", "sparse-loco"])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_bad_element_on_one_rank_shows_on_all_and_changes_no_residual(name: str, bad: float) -> None:
+    """Bits and places cannot tell of it, so something else that travels must; under "fused" in every bucket."""
+    workers = Workers(make_compressor(name, chunk=16), 3, zeros((48, 48), (40,)), buckets=2, policy="fused")
+    workers.step(normal(workers.parameters, 3, seed=1))
+    before = [[workers.residual(rank, index).clone() for index in range(2)] for rank in range(3)]
+    assert before[0][0].any()
+    gradients = normal(workers.parameters, 3, seed=2)
+    gradients[1][0][40, 3] = bad
+    for means in workers.step(gradients):
+        assert not torch.isfinite(means[0]).all()
+    for rank in range(3):
+        assert all(torch.equal(workers.residual(rank, index), before[rank][index]) for index in range(2))
+
+
+def test_a_coefficient_of_zero_is_not_sent_as_a_sign() -> None:
+    workers = Workers(make_compressor("distro", chunk=16), 2, zeros((16, 16), (16, 16)))
+    gradients = normal(workers.parameters, 2, seed=1)
+    for own in gradients:
+        own[0].zero_()
+    means = workers.step(gradients)[0]
+    assert not means[0].any()
+    assert means[1].all()
+
+
 def test_a_registered_decay_is_the_papers_unless_told_otherwise() -> None:
     assert make_compressor("sparse-loco") == ErrorFeedback(inner=SparseLoCo(), decay=0.95)
+    assert make_compressor("demo") == ErrorFeedback(inner=DeMo(), decay=0.999)
+    distro = DeMo(k=4, one_bit=True, sign=True)
+    assert make_compressor("distro", decay=0.995) == ErrorFeedback(inner=distro, decay=0.995)
     assert make_compressor("sparse-loco", decay=0.9) == ErrorFeedback(inner=SparseLoCo(), decay=0.9)
     assert make_compressor("sparse-loco", error_feedback=False) == SparseLoCo()
     with pytest.raises(SettingsError, match=r"'sparse-loco' keeps no residual, so decay=0.9 says nothing."):

@@ -1,0 +1,132 @@
+"""DeMo: the largest frequencies of each tile's momentum; with one bit for each, DisTrO's wire.
+
+Source: Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", 2024, algorithms 1 and 2; DisTrO's wire as
+Nous Research trains with it.
+Idea: each rank keeps a momentum of its own, which is never synchronised: the residual of `ErrorFeedback(decay=β)`. The
+k largest coefficients of each tile's discrete cosine transform (DCT) are sent and taken out of it; the mean is the
+inverse transform of all ranks' coefficients.
+Bytes on the wire: 6·k for a tile of up to 64×64 elements, k values of 4 and k places of 2. With `one_bit` 17/8·k, 8.5
+for k = 4, and 4 more for a bucket, since bits do not show an inf.
+Biased, ω ≤ 1 - k/4096. With `one_bit` or `sign` the mean has no size, only signs: no gradient scaler must unscale it.
+Weakness: every rank receives what all others send, so the bytes grow with the number of ranks.
+
+Legend: T tiles of a×b elements; C their coefficients; k sent of each; W ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks.compressors.bits import pack, unpack
+from commhooks.compressors.dct import cosines, transform
+from commhooks.compressors.tiles import Tiling
+from commhooks.errors import SettingsError
+from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.requests import AllGather, Judge, Part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeMo(Compressor):
+    """Send `k` coefficients of each tile: one collective a bucket. Wants `ErrorFeedback(decay=0.999)` around it."""
+
+    k: int = 32
+    """Lower: smaller messages, more left to the momentum."""
+    chunk: int = 64
+    """The longest side of a tile. Larger: smaller messages, more left to the momentum."""
+    one_bit: bool = False
+    """On: only the signs of coefficients travel, and count alike. What is taken out of the momentum stays the same."""
+    sign: bool = False
+    """On: the mean's signs take its place, as the paper's optimiser has it."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.chunk <= 128:
+            raise SettingsError(f"DeMo(chunk={self.chunk!r}): chunk must be from 2 to 128.")
+        if not 1 <= self.k <= self.chunk**2:
+            raise SettingsError(f"DeMo(k={self.k!r}): k must be from 1 to chunk² = {self.chunk**2}.")
+
+    @property
+    def only_sums(self) -> bool:
+        """Return False: what is sent cannot be summed."""
+        return False
+
+    def loses(self, name: str, parameter: Tensor) -> bool:
+        """Return whether not all coefficients of a tile are sent."""
+        if not parameter.numel():
+            return False
+        tiling = Tiling.of(parameter, self.chunk)
+        return self.k < tiling.a * tiling.b
+
+    def relative_error(self, elements: int) -> float:
+        """Return 1 - k/chunk²: what is sent has at least the average size, and the transform changes no norm."""
+        return 1 - self.k / self.chunk**2
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Gather every rank's coefficients; the mean is the inverse transform of their sum, in rank order."""
+        places = bucket.plan(self, lambda: [self._place(slot) for slot in bucket.slots if slot.gradient.numel()])
+        if not places:
+            return
+        own = [self._largest(place.coefficients()) for place in places]
+        parts = []
+        for place, (values, at) in zip(places, own, strict=True):
+            parts += [place.slot.part(pack(values < 0, 1) if self.one_bit else values), place.slot.part(at)]
+        if self.one_bit:
+            largest = torch.stack([values.abs().amax() for values, _ in own]).amax()
+            parts.append(Part(largest.reshape(1), bucket.layout))
+        answers = yield AllGather(*parts, last=True)
+
+        received = [  # W×T×k
+            (self._values(sent, values) / context.world_size, at)
+            for sent, at, (values, _) in zip(answers[::2], answers[1::2], own, strict=False)
+        ]
+        to_judge = answers[-1:] if self.one_bit else answers[::2]
+        if places[0].slot.tile.has_short_range and not self.sign:
+            means = (place.inverse(*of_ranks) for place, of_ranks in zip(places, received, strict=True))
+            to_judge += [mean.abs().amax().to(bucket.memory.dtype) for mean in means]
+        finite = yield Judge(*to_judge)
+        for place, (values, at), of_ranks in zip(places, own, received, strict=True):
+            extracted = place.inverse(values.unsqueeze(0), at.unsqueeze(0))
+            place.slot.keep(place.slot.form().sub_(extracted), finite)
+            mean = place.inverse(*of_ranks)
+            # Signs do not show an inf, so the verdict does.
+            place.slot.write((mean.sign_() if self.sign else mean).add_(torch.where(finite, 0.0, torch.nan)))
+
+    def _place(self, slot: Slot) -> _Place:
+        tiling = Tiling.of(slot.parameter, self.chunk)
+        left, right = (cosines(side, slot.room) for side in (tiling.a, tiling.b))
+        return _Place(slot, tiling, left, right)
+
+    def _largest(self, C: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest coefficients [T, k] of C [T, ab] and where; zeros, which have no sign, are behind all."""
+        at = torch.topk(C.abs(), min(self.k, C.shape[1]), sorted=False).indices
+        values = C.gather(1, at)
+        return values, at.masked_fill(values == 0, C.shape[1]).to(torch.int16)
+
+    def _values(self, sent: Tensor, like: Tensor) -> Tensor:
+        """Return what all ranks have sent as values [W, T, k]: 1 or -1, if they are bits."""
+        return 1 - 2 * unpack(sent, 1, tuple(like.shape)).to(like.dtype) if self.one_bit else sent
+
+
+class _Place(NamedTuple):
+    """A parameter's place in a bucket, its tiles, and the bases of their sides."""
+
+    slot: Slot
+    tiling: Tiling
+    left: Tensor
+    right: Tensor
+
+    def coefficients(self) -> Tensor:
+        """Return the transform [T, ab] of gradient + momentum."""
+        return transform(self.tiling.cut(self.slot.form()), self.left, self.right).flatten(1)
+
+    def inverse(self, values: Tensor, places: Tensor) -> Tensor:
+        """Return what some ranks' coefficients [W, T, k] stand for, added up in their order, 1-D."""
+        a, b = self.tiling.a, self.tiling.b
+        C = values.new_zeros(self.tiling.count, a * b + 1)  # the last column takes zeros
+        for own, at in zip(values, places.long(), strict=True):
+            C.scatter_add_(1, at, own)
+        return self.tiling.join(transform(C[:, :-1].reshape(-1, a, b), self.left.t(), self.right.t()))
