@@ -79,19 +79,19 @@ class DeMo(Compressor):
             parts.append(Part(largest.reshape(1), bucket.layout))
         answers = yield AllGather(*parts, last=True)
 
-        received = [  # W×T×k
-            (self._values(sent, values) / context.world_size, at)
-            for sent, at, (values, _) in zip(answers[::2], answers[1::2], own, strict=False)
+        received = [
+            (self._values(sent, values), at)
+            for sent, at, (values, _) in zip(answers[::2], answers[1::2], own, strict=False)  # and the verdict's
         ]
         to_judge = answers[-1:] if self.one_bit else answers[::2]
         if places[0].slot.tile.has_short_range and not self.sign:
-            means = (place.inverse(*of_ranks) for place, of_ranks in zip(places, received, strict=True))
+            means = (place.mean(*of_ranks) for place, of_ranks in zip(places, received, strict=True))
             to_judge += [mean.abs().amax().to(bucket.memory.dtype) for mean in means]
         finite = yield Judge(*to_judge)
         for place, (values, at), of_ranks in zip(places, own, received, strict=True):
-            extracted = place.inverse(values.unsqueeze(0), at.unsqueeze(0))
+            extracted = place.mean(values.unsqueeze(0), at.unsqueeze(0))
             place.slot.keep(place.slot.form().sub_(extracted), finite)
-            mean = place.inverse(*of_ranks)
+            mean = place.mean(*of_ranks)
             # Signs do not show an inf, so the verdict does.
             place.slot.write((mean.sign_() if self.sign else mean).add_(torch.where(finite, 0.0, torch.nan)))
 
@@ -123,10 +123,10 @@ class _Place(NamedTuple):
         """Return the transform [T, ab] of gradient + momentum."""
         return transform(self.tiling.cut(self.slot.form()), self.left, self.right).flatten(1)
 
-    def inverse(self, values: Tensor, places: Tensor) -> Tensor:
-        """Return what some ranks' coefficients [W, T, k] stand for, added up in their order, 1-D."""
+    def mean(self, values: Tensor, places: Tensor) -> Tensor:
+        """Return the mean of what some ranks' coefficients [W, T, k] stand for, in their order, 1-D."""
         a, b = self.tiling.a, self.tiling.b
         C = values.new_zeros(self.tiling.count, a * b + 1)  # the last column takes zeros
-        for own, at in zip(values, places.long(), strict=True):
-            C.scatter_add_(1, at, own)
+        for own, at in zip(values, places, strict=True):
+            C.scatter_add_(1, at.long(), own / len(values))
         return self.tiling.join(transform(C[:, :-1].reshape(-1, a, b), self.left.t(), self.right.t()))

@@ -27,9 +27,6 @@ from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.requests import AllGather, Judge
 
-Code = Sequence[Tensor]
-"""The bins' means [4], the packed places and the packed numbers of bins; of all ranks, each with W in front."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseLoCo(Compressor):
@@ -71,38 +68,45 @@ class SparseLoCo(Compressor):
             return
         tilings = bucket.plan(self, lambda: [Tiling.of(slot.parameter, self.chunk) for slot in slots])
         own = [self._encode(tiling.cut(slot.form())) for slot, tiling in zip(slots, tilings, strict=True)]
-        parts = [slot.part(payload) for slot, code in zip(slots, own, strict=True) for payload in code]
+        parts = []
+        for slot, (means, at, bins) in zip(slots, own, strict=True):
+            parts += [slot.part(means), slot.part(pack(at, self._place_bits)), slot.part(pack(bins, 2))]
         answers = yield AllGather(*parts, last=True)
+
         received = list(zip(answers[::3], answers[1::3], answers[2::3], strict=True))
         to_judge = answers[::3]
         if slots[0].tile.has_short_range:
-            means = (self._sum(*pair) / context.world_size for pair in zip(tilings, received, strict=True))
-            to_judge += [mean.abs().amax().to(slots[0].gradient.dtype) for mean in means]
+            of_slots = (self._mean(*pair) for pair in zip(tilings, received, strict=True))
+            to_judge += [mean.abs().amax().to(bucket.memory.dtype) for mean in of_slots]
         finite = yield Judge(*to_judge)
-        for slot, tiling, mine, of_ranks in zip(slots, tilings, own, received, strict=True):
-            sent = self._sum(tiling, [payload.unsqueeze(0) for payload in mine])
-            slot.keep(slot.form().sub_(sent), finite)
-            slot.write(self._sum(tiling, of_ranks).div_(context.world_size))
+        for slot, tiling, (means, at, bins), of_ranks in zip(slots, tilings, own, received, strict=True):
+            M = slot.form()
+            sent = M.new_zeros(tiling.count, tiling.a * tiling.b).scatter_(1, at, means[bins])
+            slot.keep(M.sub_(tiling.join(sent)), finite)
+            slot.write(self._mean(tiling, of_ranks))
 
-    def _encode(self, tiles: Tensor) -> Code:
-        """Return the code of tiles [T, a, b]; the means are not finite if an element is not."""
+    def _encode(self, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the means [4] of the bins, and the places [T, k] and bins [T, k] of what is sent of tiles [T, a, b].
+
+        The means are not finite if an element is not.
+        """
         flat = tiles.flatten(1)  # T×ab
-        places = torch.topk(flat.abs(), min(self.k, flat.shape[1]), sorted=False).indices
-        values = flat.gather(1, places)  # T×k
+        at = torch.topk(flat.abs(), min(self.k, flat.shape[1]), sorted=False).indices
+        values = flat.gather(1, at)  # T×k
         bins = 2 * (values < 0).int() + (values.abs() > values.abs().mean())
         members = bins.flatten() == torch.arange(4, device=bins.device).unsqueeze(1)  # 4×Tk
         means = torch.where(members, values.flatten(), 0.0).sum(1) / members.sum(1).clamp_(min=1)
-        return means, pack(places, self._place_bits), pack(bins, 2)
+        return means, at, bins
 
-    def _sum(self, tiling: Tiling, of_ranks: Code) -> Tensor:
-        """Return what the codes of some ranks stand for, added up in their order, 1-D."""
-        means, *packed = of_ranks
+    def _mean(self, tiling: Tiling, of_ranks: Sequence[Tensor]) -> Tensor:
+        """Return the mean of what the ranks' means, packed places and packed bins stand for, in rank order, 1-D."""
         T, elements = tiling.count, tiling.a * tiling.b
         shape = T, min(self.k, elements)
+        means, places, bins = of_ranks
+        values = (means / len(means)).gather(1, unpack(bins, 2, shape).flatten(1)).view(-1, *shape)
         total = means.new_zeros(T, elements)
-        for rank, (places, bins) in enumerate(zip(*packed, strict=True)):
-            values = means[rank][unpack(bins, 2, shape)]
-            total.scatter_add_(1, unpack(places, self._place_bits, shape), values)
+        for own, at in zip(values, unpack(places, self._place_bits, shape), strict=True):
+            total.scatter_add_(1, at, own)
         return tiling.join(total)
 
     @property
