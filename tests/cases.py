@@ -15,6 +15,7 @@ from commhooks.language.entries import blocks_served
 from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes
 from tests.formulas_tiles import SparseLoCoBytes
 from tests.formulas_tiles import DeMoBytes, SparseLoCoBytes
+from tests.formulas_sparse import GatheredBytes
 
 Formula = Callable[[Sequence[Tensor], int, int], int]
 """From the parameters of one bucket (called layer0, layer1, ...), the step, and the number of ranks, to the payload
@@ -77,18 +78,6 @@ def whole_bucket_bytes(parameters: Sequence[Tensor], step: int, world_size: int)
     if not elements or sent[width] * 2 >= elements // width * width:
         return elements * own
     return (sent[width] + elements % width) * max(own, 4)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TopKBytes:
-    """A value of at least 4 bytes and an index of 4 for each element that is sent; rows end where values may begin."""
-
-    ratio: float
-
-    def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
-        width = max(parameters[0].element_size(), 4)
-        sent = sum(math.ceil(self.ratio * p.numel()) for p in parameters)
-        return _round_up(sent * (width + 4), width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,7 +294,7 @@ CASES = [
     Case(
         name="top-k",
         make=lambda: make_compressor("top-k", ratio=0.05),
-        bytes_on_wire=TopKBytes(ratio=0.05),
+        bytes_on_wire=GatheredBytes(ratio=0.05),
         error_feedback=True,
         exact_rank=0,
     ),
@@ -335,6 +324,18 @@ CASES = [
         bytes_on_wire=DeMoBytes(k=4, chunk=16, one_bit=True),
         follows_scale=False,
         exact_rank=0,
+        name="top-k-bitmap",
+        make=lambda: make_compressor("top-k", ratio=0.2, indices="bitmap"),
+        bytes_on_wire=GatheredBytes(ratio=0.2, indices="bitmap"),
+        error_feedback=True,
+        exact_rank=0,
+    ),
+    Case(
+        name="top-k-all",
+        make=lambda: make_compressor("top-k", ratio=1.0, indices="block-16"),
+        bytes_on_wire=GatheredBytes(ratio=1.0, indices="block-16"),
+        smaller_than_dense=False,
+        lossless=True,
     ),
     # An element is scaled, decoded, added up and subtracted on each hop.
     *(

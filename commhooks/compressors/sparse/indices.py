@@ -1,0 +1,188 @@
+"""How a message tells which elements of a parameter it holds, in few bytes.
+
+Whole indices take 4 bytes. If a parameter is cut into blocks, and every block sends the same share of its elements, an
+index needs only to tell where in its block an element is: 12 bits for blocks of 4,096, 16 for blocks of 65,536, and no
+counts. One bit for every element, sent or not, is shorter where more than one element in twelve is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from abc import ABC, abstractmethod
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from commhooks.compressors.sparse.largest import largest
+from commhooks.errors import SettingsError
+
+Indices = Literal["auto", "int32", "block-12", "block-16", "bitmap"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Coding(ABC):
+    """Which `ratio` of a parameter's `elements` may be sent, and how their places are coded."""
+
+    elements: int
+    ratio: float
+
+    @property
+    def block(self) -> int:
+        """Elements that a share is chosen from; a parameter's last block may have fewer."""
+        return self.elements
+
+    @property
+    def share(self) -> int:
+        """Elements that are sent of a whole block."""
+        return math.ceil(self.ratio * self.block)
+
+    @property
+    def last_share(self) -> int:
+        """Elements that are sent of what lies behind the last whole block."""
+        return math.ceil(self.ratio * (self.elements % self.block))
+
+    @property
+    def k(self) -> int:
+        """Elements that are sent."""
+        return self.elements // self.block * self.share + self.last_share
+
+    @property
+    @abstractmethod
+    def code_bytes(self) -> int:
+        """Bytes of the code for all places."""
+
+    @abstractmethod
+    def encode(self, places: Tensor) -> Tensor:
+        """Return the code for places as `choose` orders them."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the places W×k that the codes of W ranks stand for."""
+
+    def choose(self, memory: Tensor) -> Tensor:
+        """Return the places of the largest elements, k in all, block by block."""
+        whole = self.elements // self.block
+        rest = memory[whole * self.block :].unsqueeze(0)
+        found = [largest(memory[: whole * self.block].view(whole, self.block), self.share)]
+        found[0] += torch.arange(0, whole * self.block, self.block, device=memory.device).unsqueeze(1)
+        if self.last_share:
+            found.append(largest(rest, self.last_share) + whole * self.block)
+        return torch.cat([places.flatten() for places in found])
+
+    def relative_error(self) -> float:
+        """Return the largest |unsent|²/|formed|²: in each block, what is sent has at least the average size."""
+        rest = self.elements % self.block
+        return max(1 - self.share / self.block, 1 - self.last_share / rest if rest else 0.0)
+
+
+class Int32(Coding):
+    """Indices of 4 bytes."""
+
+    @property
+    def code_bytes(self) -> int:
+        """Four for each place."""
+        return 4 * self.k
+
+    def encode(self, places: Tensor) -> Tensor:
+        """Return int32 numbers."""
+        return places.to(torch.int32)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return int64 numbers."""
+        return codes.long()
+
+
+@dataclasses.dataclass(frozen=True)
+class InBlocks(Coding):
+    """Indices of 12 or 16 bits into blocks of 2**bits elements."""
+
+    bits: int = 16
+
+    @property
+    def block(self) -> int:
+        """As many as the bits can tell apart."""
+        return min(self.elements, 1 << self.bits)
+
+    @property
+    def code_bytes(self) -> int:
+        """Three for two places, or two for each."""
+        return 3 * ((self.k + 1) // 2) if self.bits == 12 else 2 * self.k
+
+    def encode(self, places: Tensor) -> Tensor:
+        """Return int16 numbers from -2**15 on, or uint8 [3·pairs] with the numbers of a pair in three lines."""
+        local = places - self._starts(places)
+        if self.bits == 16:
+            return local.sub_(1 << 15).to(torch.int16)
+        first, second = torch.nn.functional.pad(local, (0, self.k % 2)).view(2, -1)
+        return torch.cat([first & 255, first >> 8 | second << 4 & 240, second >> 4]).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return them as places in the parameter."""
+        if self.bits == 16:
+            local = codes.long().add_(1 << 15)
+        else:
+            low, middle, high = codes.view(len(codes), 3, -1).long().unbind(1)
+            local = torch.cat([low | (middle & 15) << 8, middle >> 4 | high << 4], dim=1)[:, : self.k]
+        return local + self._starts(local)
+
+    def _starts(self, like: Tensor) -> Tensor:
+        """Return where the block of each place begins; there are at most as many places in the last one."""
+        return torch.arange(self.k, device=like.device).div_(self.share, rounding_mode="floor").mul_(self.block)
+
+
+class Bitmap(Coding):
+    """A bit for every element; values are sent in the order of their places."""
+
+    @property
+    def block(self) -> int:
+        """65,536, which `torch.topk` searches in less time and memory than all at once."""
+        return min(self.elements, 1 << 16)
+
+    @property
+    def code_bytes(self) -> int:
+        """An eighth for each element."""
+        return (self.elements + 7) // 8
+
+    def choose(self, memory: Tensor) -> Tensor:
+        """Return the places in ascending order."""
+        return super().choose(memory).sort().values
+
+    def encode(self, places: Tensor) -> Tensor:
+        """Return uint8 numbers: bit i of number j stands for element i·numbers + j."""
+        bits = torch.zeros(8 * self.code_bytes, dtype=torch.uint8, device=places.device).index_fill_(0, places, 1)
+        return (bits.view(8, -1) << self._shifts(places)).sum(0, dtype=torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the places of the bits that are set; that there are k is known, so the host need not wait."""
+        shifts = self._shifts(codes)
+        found = [torch.nonzero_static((code >> shifts & 1).flatten(), size=self.k) for code in codes]
+        return torch.cat(found, dim=1).t()
+
+    def _shifts(self, like: Tensor) -> Tensor:
+        return torch.arange(8, dtype=torch.uint8, device=like.device).unsqueeze(1)
+
+
+@functools.lru_cache(maxsize=4096)
+def coding_of(indices: Indices, elements: int, ratio: float, value_bytes: int = 4) -> Coding:
+    """Return the coding for a parameter; of "auto", that with the fewest bytes for values and places together."""
+    known = {
+        "int32": Int32(elements, ratio),
+        "block-12": InBlocks(elements, ratio, bits=12),
+        "block-16": InBlocks(elements, ratio, bits=16),
+        "bitmap": Bitmap(elements, ratio),
+    }
+    if indices != "auto":
+        return known[indices]
+    return min(known.values(), key=lambda coding: coding.k * value_bytes + coding.code_bytes)
+
+
+def check_settings(owner: str, indices: str, **ratios: float) -> None:
+    """Raise `SettingsError` for a coding that does not exist, or ratios that are none."""
+    for name, ratio in ratios.items():
+        if not 0 < ratio <= 1:
+            raise SettingsError(f"{owner}({name}={ratio!r}): {name} must be in (0, 1].")
+    if indices not in get_args(Indices):
+        raise SettingsError(f"{owner}(indices={indices!r}): indices must be one of {', '.join(get_args(Indices))}.")

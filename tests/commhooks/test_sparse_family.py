@@ -1,0 +1,77 @@
+"""Compressors that send some of the elements: choosing, coding places, and what their papers say of each."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commhooks import SettingsError, TopK
+from commhooks.compressors.sparse.indices import Indices, coding_of
+from commhooks.compressors.sparse.largest import largest
+from tests.formulas_sparse import SHAPES_OF_INDICES, sent_of
+
+every_coding = pytest.mark.parametrize("indices", get_args(Indices))
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@every_coding
+@given(elements=st.integers(1, 140_000), ratio=st.sampled_from([1e-9, 0.001, 0.01, 0.3, 1.0]))
+def test_places_come_back_from_their_code_in_the_same_order(indices: Indices, elements: int, ratio: float) -> None:
+    coding = coding_of(indices, elements, ratio)
+    places = coding.choose(drawn(elements))
+    code = coding.encode(places)
+    assert len(set(places.tolist())) == coding.k == len(places)
+    assert code.numel() * code.element_size() == coding.code_bytes
+    assert torch.equal(coding.decode(torch.stack([code, code])), torch.stack([places, places]))
+
+
+@pytest.mark.parametrize(("indices", "block"), [(name, block) for name, (block, _) in SHAPES_OF_INDICES.items()])
+@pytest.mark.parametrize("elements", [1, 700, 4096, 4097, 70_000])
+def test_every_block_sends_its_largest_elements(indices: Indices, block: int | None, elements: int) -> None:
+    memory = drawn(elements)
+    coding = coding_of(indices, elements, 0.01)
+    expected = set()
+    for number, part in enumerate(memory.split(block or elements)):
+        found = torch.topk(part.abs(), math.ceil(0.01 * len(part))).indices
+        expected |= {place + number * (block or elements) for place in found.tolist()}
+    assert set(coding.choose(memory).tolist()) == expected
+    assert coding.k == sent_of(elements, 0.01, block)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 8192, 1), (1, 50_003, 50), (3, 65_536, 41), (2, 8195, 256), (2, 9, 9)]
+)
+def test_the_largest_are_those_that_top_k_finds(rows: int, n: int, k: int) -> None:
+    memory = drawn(rows, n)
+    memory[-1, n // 2] = math.nan
+    memory[0, -1] = -math.inf
+    ours, theirs = largest(memory, k), torch.topk(memory.abs(), k).indices
+    assert torch.equal(ours.sort().values, theirs.sort().values)
+
+
+def test_equal_magnitudes_are_chosen_once_each() -> None:
+    for place in (largest(torch.ones(1, 9001), 70), largest(torch.zeros(1, 9001), 70)):
+        assert len(set(place.flatten().tolist())) == 70
+
+
+@pytest.mark.parametrize(
+    ("elements", "ratio", "smallest"),
+    [(10_000, 0.01, "block-12"), (10_000, 0.2, "bitmap"), (1_000_000, 1e-5, "int32"), (150_000, 5e-5, "block-16")],
+)
+def test_auto_takes_the_coding_with_the_fewest_bytes(elements: int, ratio: float, smallest: Indices) -> None:
+    assert coding_of("auto", elements, ratio) == coding_of(smallest, elements, ratio)
+
+
+def test_settings_that_cannot_work_raise() -> None:
+    with pytest.raises(SettingsError, match=r"TopK\(ratio=0\): ratio must be in \(0, 1\]\."):
+        TopK(ratio=0)
+    with pytest.raises(SettingsError, match=r"TopK\(indices='int8'\): indices must be one of auto, int32"):
+        TopK(indices="int8")  # type: ignore[arg-type]  # 'expected "Literal[...]"'

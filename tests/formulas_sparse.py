@@ -1,0 +1,46 @@
+"""Bytes on the wire of compressors that send some of the elements, from their papers and the layout of messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+SHAPES_OF_INDICES: dict[str, tuple[int | None, Callable[[int, int], int]]] = {
+    "int32": (None, lambda n, k: 4 * k),
+    "block-12": (4096, lambda n, k: math.ceil(k / 2) * 3),
+    "block-16": (65536, lambda n, k: 2 * k),
+    "bitmap": (65536, lambda n, k: math.ceil(n / 8)),
+}
+"""The elements of a block, of which each sends its share; and the bytes of k indices into n elements."""
+
+
+def sent_of(n: int, ratio: float, block: int | None) -> int:
+    """Return how many of n elements are sent if each block sends at least so large a part of its own."""
+    block = block or n
+    return sum(math.ceil(ratio * min(block, n - start)) for start in range(0, n, block))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatheredBytes:
+    """A value of at least 4 bytes for each element that is sent, and indices; rows end where values may begin."""
+
+    ratio: float
+    indices: str = "auto"
+    ratios: Sequence[float] = ()
+    """Those of the first steps, where they differ."""
+
+    def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
+        width = max(parameters[0].element_size(), 4)
+        total = sum(self._bytes_of(p.numel(), width, step) for p in parameters if p.numel())
+        return math.ceil(total / width) * width
+
+    def _bytes_of(self, n: int, width: int, step: int) -> int:
+        ratio = self.ratios[step] if step < len(self.ratios) else self.ratio
+        sizes = {}
+        for name, (block, index_bytes) in SHAPES_OF_INDICES.items():
+            k = sent_of(n, ratio, block)
+            sizes[name] = k * width + index_bytes(n, k)
+        return sizes.get(self.indices, min(sizes.values()))
