@@ -13,9 +13,8 @@ from torch import Tensor
 from commhooks import Compressor, make_compressor
 from commhooks.language.entries import blocks_served
 from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes
-from tests.formulas_tiles import SparseLoCoBytes
+from tests.formulas_sparse import GatheredBytes, SummedBytes
 from tests.formulas_tiles import DeMoBytes, SparseLoCoBytes
-from tests.formulas_sparse import GatheredBytes
 
 Formula = Callable[[Sequence[Tensor], int, int], int]
 """From the parameters of one bucket (called layer0, layer1, ...), the step, and the number of ranks, to the payload
@@ -324,6 +323,8 @@ CASES = [
         bytes_on_wire=DeMoBytes(k=4, chunk=16, one_bit=True),
         follows_scale=False,
         exact_rank=0,
+    ),
+    Case(
         name="top-k-bitmap",
         make=lambda: make_compressor("top-k", ratio=0.2, indices="bitmap"),
         bytes_on_wire=GatheredBytes(ratio=0.2, indices="bitmap"),
@@ -336,6 +337,22 @@ CASES = [
         bytes_on_wire=GatheredBytes(ratio=1.0, indices="block-16"),
         smaller_than_dense=False,
         lossless=True,
+    ),
+    *(
+        Case(
+            name=name,
+            make=functools.partial(make_compressor, name, ratio=0.1),
+            bytes_on_wire=SummedBytes(ratio=0.1),
+            error_feedback=True,
+            exact_rank=0,
+        )
+        for name in ("random-k", "random-block")
+    ),
+    Case(
+        name="random-k-unbiased",
+        make=lambda: make_compressor("random-k", ratio=0.1, unbiased=True),
+        bytes_on_wire=SummedBytes(ratio=0.1),
+        exact_rank=0,
     ),
     # An element is scaled, decoded, added up and subtracted on each hop.
     *(

@@ -44,3 +44,14 @@ class GatheredBytes:
             k = sent_of(n, ratio, block)
             sizes[name] = k * width + index_bytes(n, k)
         return sizes.get(self.indices, min(sizes.values()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SummedBytes:
+    """Values of at least 4 bytes, and one more for each parameter, which tells of an inf that is not sent."""
+
+    ratio: float
+
+    def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
+        width = max(parameters[0].element_size(), 4)
+        return sum((math.ceil(self.ratio * p.numel()) + 1) * width for p in parameters if p.numel())

@@ -14,6 +14,8 @@ from commhooks.compressors.codecs import Codec, Int4, Sign
 from commhooks.compressors.demo import DeMo
 from commhooks.compressors.noop import NoOp
 from commhooks.compressors.powersgd import AdaptiveRank, PowerSGD, UnbiasedPowerSGD
+from commhooks.compressors.random_block import RandomBlock
+from commhooks.compressors.random_k import RandomK
 from commhooks.compressors.sparse_loco import SparseLoCo
 from commhooks.compressors.svd import SVD
 from commhooks.compressors.top_k import TopK
@@ -30,6 +32,8 @@ __all__ = [
     "Int4",
     "NoOp",
     "PowerSGD",
+    "RandomBlock",
+    "RandomK",
     "Registered",
     "SVD",
     "Sign",
@@ -72,6 +76,8 @@ COMPRESSORS: dict[str, Registered] = {
     "noop": Registered(NoOp),
     "powersgd": Registered(PowerSGD, feeds_back=True),
     "powersgd-unbiased": Registered(UnbiasedPowerSGD),
+    "random-block": Registered(RandomBlock, feeds_back=True),
+    "random-k": Registered(RandomK, feeds_back=True),
     "sign": Registered(functools.partial(_two_hop, Sign), feeds_back=True),
     "sparse-loco": Registered(SparseLoCo, feeds_back=True, decay=0.95),
     "svd": Registered(SVD, feeds_back=True),

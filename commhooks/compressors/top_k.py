@@ -28,7 +28,7 @@ class TopK(Compressor):
     """Lower: smaller messages, more left to the residual. At least one element of each parameter is sent."""
     indices: Indices = "auto"
     """How places travel. "int32" sends a parameter's largest elements; "block-12", "block-16" and "bitmap" those of
-    each 4,096 or 65,536 elements, in smaller messages and, but for small ratios, in less time. "auto" takes the smallest."""
+    each 4,096 or 65,536 elements, in smaller messages. "auto" takes what is smallest."""
 
     def __post_init__(self) -> None:
         check_settings("TopK", self.indices, ratio=self.ratio)

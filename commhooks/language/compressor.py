@@ -79,6 +79,14 @@ class Compressor(ABC):
         """Whether `compress` must be given a bucket's slots all together."""
         return False
 
+    @property
+    def takes_feedback(self) -> bool:
+        """Whether `ErrorFeedback` may go around it.
+
+        Not if its mean is right on average without, or if it remembers by itself what it has not sent.
+        """
+        return True
+
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `compress` can handle this kind of gradient; the others are averaged by a plain all-reduce."""
         return not gradient.is_sparse and gradient.is_floating_point()

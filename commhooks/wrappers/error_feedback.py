@@ -42,6 +42,11 @@ class ErrorFeedback(Wrapper):
             )
         if isinstance(self.inner, ErrorFeedback):
             raise SettingsError(f"ErrorFeedback(inner={self.inner!r}): inner must not be ErrorFeedback itself.")
+        if not self.inner.takes_feedback:
+            raise SettingsError(
+                f"ErrorFeedback(inner={self.inner!r}): inner must leave something unsent; this one's mean is right on "
+                "average, or it remembers by itself what it has not sent."
+            )
 
     @property
     def fixes_wire(self) -> bool:

@@ -89,6 +89,11 @@ class PerParameter(Compressor):
         """Whether all of the compressors ask for sums only."""
         return all(compressor.only_sums for compressor in self._compressors)
 
+    @property
+    def takes_feedback(self) -> bool:
+        """Whether all of the compressors do."""
+        return all(compressor.takes_feedback for compressor in self._compressors)
+
     def takes(self, gradient: Tensor) -> bool:
         """Take what all of the compressors take."""
         return all(compressor.takes(gradient) for compressor in self._compressors)

@@ -45,6 +45,11 @@ class StartAfter(Wrapper):
         """Whether both compressors are."""
         return self.inner.is_unbiased and self.before.is_unbiased
 
+    @property
+    def takes_feedback(self) -> bool:
+        """Whether both compressors do."""
+        return self.inner.takes_feedback and self.before.takes_feedback
+
     def takes(self, gradient: Tensor) -> bool:
         """Take what both compressors take."""
         return self.inner.takes(gradient) and self.before.takes(gradient)

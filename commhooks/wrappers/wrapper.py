@@ -45,6 +45,11 @@ class Wrapper(Compressor):
         """As `inner`."""
         return self.inner.needs_whole_buckets
 
+    @property
+    def takes_feedback(self) -> bool:
+        """As `inner`."""
+        return self.inner.takes_feedback
+
     def takes(self, gradient: Tensor) -> bool:
         """As `inner`."""
         return self.inner.takes(gradient)

@@ -10,9 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commhooks import SettingsError, TopK
+from commhooks import (
+    Context,
+    ErrorFeedback,
+    PerParameter,
+    RandomK,
+    SettingsError,
+    StartAfter,
+    TopK,
+    make_compressor,
+)
 from commhooks.compressors.sparse.indices import Indices, coding_of
 from commhooks.compressors.sparse.largest import largest
+from commhooks.state.table import StateTable
+from tests.commhooks.alone import bucket_of, run_alone
 from tests.formulas_sparse import SHAPES_OF_INDICES, sent_of
 
 every_coding = pytest.mark.parametrize("indices", get_args(Indices))
@@ -47,7 +58,7 @@ def test_every_block_sends_its_largest_elements(indices: Indices, block: int | N
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "k"), [(1, 8192, 1), (1, 50_003, 50), (3, 65_536, 41), (2, 8195, 256), (2, 9, 9)]
+    ("rows", "n", "k"), [(1, 8192, 1), (1, 50_003, 50), (5, 65_536, 41), (2, 8195, 256), (2, 9, 9)]
 )
 def test_the_largest_are_those_that_top_k_finds(rows: int, n: int, k: int) -> None:
     memory = drawn(rows, n)
@@ -68,6 +79,29 @@ def test_equal_magnitudes_are_chosen_once_each() -> None:
 )
 def test_auto_takes_the_coding_with_the_fewest_bytes(elements: int, ratio: float, smallest: Indices) -> None:
     assert coding_of("auto", elements, ratio) == coding_of(smallest, elements, ratio)
+
+
+@pytest.mark.parametrize("name", ["random-k", "random-block"])
+def test_an_unbiased_mean_is_right_on_average(name: str) -> None:
+    """Of 4,000 draws of n/k·x or 0, the mean is off by more than this for any of n elements once in 10⁶ (Hoeffding)."""
+    n, k, draws = 48, 12, 4000
+    gradient, memory, total = drawn(n), torch.empty(n), torch.zeros(n, dtype=torch.float64)
+    compressor = make_compressor(name, ratio=k / n, unbiased=True)
+    bucket = bucket_of([torch.empty(n)], memory, StateTable(0, 1), compressor)
+    for step in range(draws):
+        memory.copy_(gradient)
+        total += run_alone(bucket, compressor.compress(bucket, Context(0, 1, step)))
+    allowed = n / k * math.sqrt(math.log(2 * n / 1e-6) / (2 * draws))
+    assert ((total / draws - gradient).abs() <= allowed * gradient.abs()).all()
+
+
+def test_what_is_unbiased_takes_no_error_feedback() -> None:
+    unbiased = RandomK(unbiased=True)
+    assert make_compressor("random-k", unbiased=True) == unbiased
+    assert make_compressor("random-k") == ErrorFeedback(inner=RandomK())
+    for inner in (unbiased, StartAfter(inner=unbiased, steps=3), PerParameter(rules=(("*", unbiased),))):
+        with pytest.raises(SettingsError, match="inner must leave something unsent"):
+            ErrorFeedback(inner=inner)
 
 
 def test_settings_that_cannot_work_raise() -> None:

@@ -1,0 +1,80 @@
+"""What compressors have in common that send elements at places which all ranks draw alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from commhooks.errors import SettingsError
+from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.requests import AllReduce, Judge
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedPlaces(Compressor):
+    """Average `ratio` of each parameter's elements, at places that every rank knows: one sum a bucket."""
+
+    ratio: float = 0.01
+    """Lower: smaller messages, and more left unsent. At least one element of each parameter is sent."""
+    unbiased: bool = False
+    """On: what is sent is scaled by n/k, so that the mean is right on average, and nothing is kept for later steps."""
+    seed: int = 0
+    """Seed of the places, with the parameter's name and the step."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise SettingsError(f"{type(self).__name__}(ratio={self.ratio!r}): ratio must be in (0, 1].")
+
+    @abstractmethod
+    def places(self, slot: Slot, step: int) -> Tensor:
+        """Return the k places of a step; each of the n elements is as likely to be among them."""
+
+    @property
+    def takes_feedback(self) -> bool:
+        """Whether what is not sent now must be sent later."""
+        return not self.unbiased
+
+    def k(self, elements: int) -> int:
+        """Return how many elements are sent of so many."""
+        return math.ceil(self.ratio * elements)
+
+    def loses(self, name: str, parameter: Tensor) -> bool:
+        """Return whether anything is left to send."""
+        return not self.unbiased and self.k(parameter.numel()) < parameter.numel()
+
+    def relative_error(self, elements: int) -> float:
+        """Return 1 - k/n, or n/k - 1 if it is unbiased; the expectation over the places."""
+        if not elements:
+            return 0.0
+        return elements / self.k(elements) - 1 if self.unbiased else 1 - self.k(elements) / elements
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Average the elements at the step's places; the other means are zero."""
+        slots = [slot for slot in bucket.slots if slot.gradient.numel()]
+        if not slots:
+            return
+        places, parts = [], []
+        for slot in slots:
+            M = slot.form()
+            places.append(self.places(slot, context.step))
+            values = M[places[-1]]
+            if self.unbiased:
+                values *= len(M) / len(values)
+            # Zero, or NaN if an element is not finite that need not be among those sent.
+            parts += [slot.part(values), slot.part(M.norm(math.inf).reshape(1) * 0)]
+        answers = yield AllReduce(*parts, average=True, last=True)
+
+        means = [mean.to(slot.gradient.dtype) for slot, mean in zip(slots, answers[::2], strict=True)]
+        finite = yield Judge(*means, *answers[1::2])
+        for slot, at, mean in zip(slots, places, means, strict=True):
+            if slot.tile.keeps:
+                M = slot.form()
+                M[at] -= context.as_sent(M[at])  # zero, but for what a narrow wire rounds away
+                slot.keep(M, finite)
+            room = slot.room.zero_().index_copy_(0, at, mean.to(slot.room.dtype))
+            slot.write(room.add_(torch.where(finite, 0.0, torch.nan)))  # one bad element shows on every rank
