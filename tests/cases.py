@@ -85,6 +85,13 @@ class TwoHopBytes:
 
     block: int
     bits: int
+    scales: int | None = None
+    """Bytes of a block's scales; None: one scale as wide as the elements are computed in."""
+    unit: int = 1
+    """Of what the code is made of, in bytes, if that is more than one and its scales are not wider: messages are filled
+    up to that."""
+    flaw: int = 0
+    """Bytes that tell of an inf which the code cannot show, of a bucket with blocks."""
 
     def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
         width = max(parameters[0].element_size(), 4)
@@ -93,8 +100,9 @@ class TwoHopBytes:
         served = [
             sum(len(blocks_served(*one, rank, world_size)) for one in blocks.items()) for rank in range(world_size)
         ]
-        row = _round_up(max(served) * (self.block * self.bits // 8 + width), width)
-        return (world_size + 1) * row + rest * width
+        scales, unit = (width, width) if self.scales is None else (self.scales, self.unit)
+        row = _round_up(max(served) * (self.block * self.bits // 8 + scales), unit)
+        return (world_size + 1) * row + rest * width + self.flaw * any(served)
 
 
 def _round_up(size: int, unit: int) -> int:
@@ -141,6 +149,8 @@ class Case:
     """Gradients that are twice as large have a mean that is; signs do not."""
     roundings: int = 0
     """How many times a step rounds an element, other than by a cast or by factors."""
+    only_signs: bool = False
+    """The mean is ±1. One bit has no third value, so zeros do not stay zero."""
     lossless: bool = False
     """The mean of any gradient comes back, as far as the wire can hold it."""
 
@@ -365,7 +375,46 @@ CASES = [
             exact_rank=0,
             roundings=16,
         )
-        for name, bits in (("sign", 1), ("int4", 4))
+        for name, bits in (("sign", 1), ("int8", 8), ("int4", 4), ("fp8", 8))
+    ),
+    *(
+        Case(
+            name=f"two-hop-{name}",
+            make=functools.partial(make_compressor, name, block=32),
+            bytes_on_wire=TwoHopBytes(block=32, bits=bits, scales=1),
+            collectives=(3,),
+            error_feedback=True,
+            exact_rank=0,
+            roundings=16,
+        )
+        for name, bits in (("mxfp8", 8), ("mxfp4", 4))
+    ),
+    *(
+        Case(
+            name=f"two-hop-{name}",
+            make=functools.partial(make_compressor, name, block=32),
+            bytes_on_wire=TwoHopBytes(block=32, bits=bits),
+            collectives=(3,),
+            exact_rank=0,
+        )
+        for name, bits in (("qsgd", 8), ("terngrad", 2), ("natural", 8))
+    ),
+    Case(
+        name="two-hop-fp16",
+        make=lambda: make_compressor("fp16-two-hop", block=32),
+        bytes_on_wire=TwoHopBytes(block=32, bits=16, scales=0, unit=2),
+        collectives=(3,),
+        wire=torch.float16,
+        lossless=True,
+    ),
+    Case(
+        name="signum",
+        make=lambda: make_compressor("signum", block=32),
+        bytes_on_wire=TwoHopBytes(block=32, bits=1, scales=0, flaw=4),
+        collectives=(3,),
+        exact_rank=0,
+        only_signs=True,
+        follows_scale=False,
     ),
 ]
 

@@ -143,7 +143,8 @@ class TwoHop(Compressor):
         if self.codec.shows_non_finite:
             received = yield exchange  # each [W, b, ...]
         else:
-            received, (flaw,) = yield exchange, AllReduce(plan.coded[0].part(flaw))
+            # As a mean, though there is no more to it than 0 or NaN, it travels with the rest.
+            received, (flaw,) = yield exchange, AllReduce(plan.coded[0].part(flaw), average=True)
 
         coded, left = self._serve(received, plan, context)
         del received  # the largest thing here, and the next one may take its place

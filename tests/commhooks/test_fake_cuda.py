@@ -64,6 +64,8 @@ class Deviceless(TorchFunctionMode):
             # A fake's asks for the value, a device's does not: tests/gpu has the host raise if it waits.
             return [tensor.add_(args[1]) for tensor in args[0]]
         settings = dict(kwargs or {})
+        if function is torch.rand:
+            settings.pop("generator")  # of the processor, for want of another
         out = settings.pop("out", None)
         result = function(*args, **settings)
         return result if out is None else torch.ops.aten.copy_(out, result)
@@ -96,7 +98,9 @@ def device() -> Iterator[torch.device]:
     queue = mock.patch.object(streams, "_queue", side_effect=lambda kept, value: (kept.copy_(value), never_done)[1])
     kept = mock.patch.object(streams, "keep_until_read")
     place = mock.patch.object(streams, "_place", side_effect=id)
-    with FakeTensorMode(), Deviceless(), queue, kept, place:
+    of_cpu = torch.Generator
+    generators = mock.patch.object(torch, "Generator", side_effect=lambda *device: of_cpu())
+    with FakeTensorMode(), Deviceless(), queue, kept, place, generators:
         yield torch.device("cuda", 0)
 
 

@@ -1,7 +1,14 @@
 """Codes for `TwoHop`: blocks of elements in few bits."""
 
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.codecs.int4 import Int4
+from commhooks.compressors.codecs.fp8 import FP8
+from commhooks.compressors.codecs.half import Half
+from commhooks.compressors.codecs.integers import Int4, Int8
+from commhooks.compressors.codecs.microscaling import MXFP4, MXFP8
+from commhooks.compressors.codecs.natural import Natural
+from commhooks.compressors.codecs.qsgd import QSGD
 from commhooks.compressors.codecs.sign import Sign
+from commhooks.compressors.codecs.terngrad import TernGrad
+from commhooks.compressors.codecs.vote import Vote
 
-__all__ = ["Codec", "Int4", "Sign"]
+__all__ = ["FP8", "MXFP4", "MXFP8", "QSGD", "Codec", "Half", "Int4", "Int8", "Natural", "Sign", "TernGrad", "Vote"]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from commhooks.errors import SettingsError
 from commhooks.language.spelling import spelled
 
 
@@ -24,6 +25,13 @@ class Codec(ABC):
     def __str__(self) -> str:
         """Return what `make_compressor` reads back inside a compressor."""
         return spelled(self)
+
+    def check_block(self, multiple_of: int = 1) -> None:
+        """Raise `SettingsError` for a size of blocks that fills no whole bytes or groups."""
+        is_whole = isinstance(self.block, int) and not isinstance(self.block, bool)
+        if not is_whole or self.block < 1 or self.block % multiple_of:
+            what = f"a multiple of {multiple_of}" if multiple_of > 1 else "an integer of at least 1"
+            raise SettingsError(f"{type(self).__name__}(block={self.block!r}): block must be {what}.")
 
     @property
     def draws(self) -> bool:

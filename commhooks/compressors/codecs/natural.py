@@ -1,0 +1,63 @@
+"""Natural: elements rounded at random to powers of two.
+
+Source: Horváth, Ho, Horváth, Sahu, Canini, Richtárik, "Natural Compression for Distributed Deep Learning", 2019 (MSML
+2022), section 2.
+Idea: a number between two powers of two becomes one of them, so that it is right on average; only sign and exponent
+travel. Exponents are counted from the block's largest, so that 7 bits hold them.
+Bytes: 1 an element and 4 a block. Unbiased, with an expected loss of at most 1/8; error feedback gains little.
+Weakness: a byte holds more than that: int8 loses less where a block's magnitudes are alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commhooks.compressors.codecs.codec import Codec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Natural(Codec):
+    """A sign and an exponent in a byte, and the first power of two above each block."""
+
+    block: int = 1024
+
+    def __post_init__(self) -> None:
+        self.check_block()
+
+    @property
+    def draws(self) -> bool:
+        """Return True: rounding is stochastic."""
+        return True
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Return True."""
+        return True
+
+    def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
+        """Return the scales [B, 1], and bytes [B, block].
+
+        Below 1, fp32's exponent has 7 bits. Noise of 23 bits is added to its 23 bits of fraction, and carries into the
+        exponent as often as the fraction is large; below 2**-126, where the exponent is 0, the choice is between both.
+        """
+        largest = blocks.abs().amax(1, keepdim=True)
+        fraction = torch.frexp(largest).mantissa
+        scales = largest / fraction.masked_fill_(fraction == 0, 1)  # NaN if the largest is inf
+        bits = (blocks / scales).float().view(torch.int32)
+        bits += (noise * 2**23).to(torch.int32)
+        return scales, (bits >> 24 & 128 | bits >> 23 & 127).to(torch.uint8)
+
+    def decode(self, code: Sequence[Tensor]) -> Tensor:
+        """Return the powers of two times the scales."""
+        scales, packed = code
+        packed = packed.to(torch.int32)
+        powers = ((packed & 128) << 24 | (packed & 127) << 23).view(torch.float32)
+        return powers.to(scales.dtype).mul_(scales)
+
+    def relative_error(self) -> float:
+        """Return 1/8: a number 4/3 times a power of two is off most."""
+        return 0.125

@@ -1,0 +1,27 @@
+"""TernGrad: -1, 0 or 1 times the largest magnitude, at random.
+
+Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS 2017,
+section 3, in blocks in place of layers; its clipping, which makes an expectation of its own, is left out.
+Idea: an element becomes its sign times the block's largest magnitude with a probability that makes it right on average.
+Bytes: 1/4 an element and 4 a block. Unbiased, with an expected loss of up to (√n - 1)/2 of a block of n elements, 5.2
+at 128: too much for error feedback, which would amplify it from step to step; it is refused unless damped.
+Weakness: that noise. It needs larger batches or smaller steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from commhooks.compressors.codecs.uniform import Uniform
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TernGrad(Uniform):
+    """One of three numbers, packed four to a byte, and the largest magnitude."""
+
+    block: int = 128
+
+    @property
+    def levels(self) -> int:
+        """Return 1."""
+        return 1

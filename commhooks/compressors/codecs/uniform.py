@@ -1,0 +1,73 @@
+"""Uniform: whole numbers from -levels to levels, and one scale a block; what int8, int4, QSGD and TernGrad share.
+
+Legend: n elements x of a block, s levels, scale c; x/c is rounded down or up, up with the probability of its fraction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commhooks.compressors.codecs.codec import Codec
+from commhooks.compressors.codecs.packing import pack, unpack
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uniform(Codec):
+    """Blocks divided by their scales, and rounded to whole numbers that are packed in as few bits as they need."""
+
+    def __post_init__(self) -> None:
+        self.check_block(8 // self.bits)
+
+    @property
+    @abstractmethod
+    def levels(self) -> int:
+        """The largest whole number, at most 127."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number: 2, 4 or 8."""
+        return next(bits for bits in (2, 4, 8) if 2 * self.levels < 2**bits)
+
+    @property
+    def draws(self) -> bool:
+        """Return True: rounding is stochastic."""
+        return True
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether rounding is stochastic."""
+        return self.draws
+
+    def scales(self, blocks: Tensor) -> Tensor:
+        """Return c [B, 1], such that no |x/c| is above s: the largest magnitude over s."""
+        return blocks.abs().amax(1, keepdim=True) / self.levels
+
+    def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
+        """Return the scales [B, 1], and the packed numbers [B, n·bits/8]."""
+        scales = self.scales(blocks)
+        numbers = (blocks / scales).nan_to_num_(0.0)  # a block of zeros
+        numbers = numbers.add_(noise).floor_() if self.draws else numbers.round_()
+        # In fp32 the largest may come out as s + 1: 127 and noise just below 1 are 128.
+        numbers = numbers.clamp_(-self.levels, self.levels).add_(self.levels)
+        return scales, pack(numbers.to(torch.uint8), self.bits)
+
+    def decode(self, code: Sequence[Tensor]) -> Tensor:
+        """Return the numbers times the scales."""
+        scales, packed = code
+        return unpack(packed, self.bits).to(scales.dtype).sub_(self.levels).mul_(scales)
+
+    def relative_error(self) -> float:
+        """Return (√(1 + (n - 1)/s²) - 1)/2 or, if the nearest number is taken, q/(1 + q) with q = (n - 1)/(4s²).
+
+        The largest element is exact, s in units of c. Any other, of fraction f, adds f(1 - f) to the expected error and
+        at least f² to the square: for an error of r in all, f(1 - f) - r·f² is at most 1/(4(1 + r)), so
+        (n - 1)/(4(1 + r)) = r·s² is the worst. The nearest number is off by at most 1/2, and by no more than x/c.
+        """
+        q = (self.block - 1) / (4 * self.levels**2)
+        return (math.sqrt(1 + 4 * q) - 1) / 2 if self.draws else q / (1 + q)

@@ -1,0 +1,54 @@
+"""Vote: one bit an element, and nothing else.
+
+Source: Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with Majority Vote is Communication Efficient and Fault
+Tolerant", ICLR 2019, algorithm 1.
+Idea: ranks send signs, and the sign of their sum is sent back. A zero, so also a tie, is decided by a coin: with +1 for
+it, every tie of two ranks would be a step upwards.
+Bytes: 1/8 an element. Biased, and with no bound on what is lost: an answer is ±1 whatever the gradient's size, so there
+is no error feedback. Weakness: only directions come through; `Signum` is the compressor to use it by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commhooks.compressors.codecs.codec import Codec
+from commhooks.compressors.codecs.packing import pack, unpack
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vote(Codec):
+    """Signs, packed eight to a byte."""
+
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        self.check_block(8)
+
+    @property
+    def draws(self) -> bool:
+        """Return True: zeros are decided at random."""
+        return True
+
+    @property
+    def shows_non_finite(self) -> bool:
+        """Return False: a bit cannot."""
+        return False
+
+    def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
+        """Return bytes of 8 signs each [B, block/8]."""
+        signs = torch.where(blocks == 0, noise < 0.5, blocks > 0)
+        return [pack(signs.view(torch.uint8), 1)]
+
+    def decode(self, code: Sequence[Tensor]) -> Tensor:
+        """Return -1 and 1."""
+        return unpack(code[0], 1).float().mul_(2).sub_(1)
+
+    def relative_error(self) -> float:
+        """Return inf: ±1 may be any number of times larger than what it stands for."""
+        return math.inf

@@ -1,0 +1,92 @@
+"""Signum: ranks vote on the sign of each element's momentum, and the majority's sign is the answer.
+
+Source: Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimisation for Non-Convex Problems", ICML
+2018, algorithm 2, with the majority vote of Bernstein et al., ICLR 2019.
+Idea: each rank averages its own gradients over time and sends the signs of that; their sum's sign is what all apply.
+Bytes on the wire: 1/8 an element, twice, in two hops; elements beyond a parameter's last whole block travel as
+momenta, and the sign of their mean is taken. Biased, with no bound on the error, so it rejects error feedback.
+Weakness: the answer is ±1, at random for an element whose gradient is always zero, so the learning rate alone sets the
+step's size: take SGD without momentum, and about Adam's learning rate. A gradient scaler would divide the signs by its
+scale. A copy as large as the gradient is held while votes travel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.compressors.codecs.vote import Vote
+from commhooks.compressors.two_hop import TwoHop
+from commhooks.errors import SettingsError
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Compressor, Context, Exchange, map_requests
+from commhooks.language.entries import Declared, Entry
+from commhooks.language.requests import Asked, Judge
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Signum(Compressor):
+    """Answer with the majority's sign of each element's momentum m = beta·m + (1 - beta)·gradient."""
+
+    beta: float = 0.9
+    """Higher: a longer memory. 0: signSGD with majority vote, and nothing is remembered."""
+    block: int = 128
+    """Larger: longer ends of parameters travel whole, and shares of the vote are less even."""
+    seed: int = 0
+    """Of the coins that are thrown for zeros and ties, with the step, the parameter's name and the rank."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1:
+            raise SettingsError(f"Signum(beta={self.beta!r}): beta must be in [0, 1).")
+        Vote(block=self.block)
+
+    @property
+    def only_sums(self) -> bool:
+        """Return False: votes cannot be summed on the wire."""
+        return False
+
+    def loses(self, name: str, parameter: Tensor) -> bool:
+        """Return True: only signs are sent."""
+        return True
+
+    def relative_error(self, elements: int) -> float:
+        """Return inf: ±1 may be any number of times larger than the momentum."""
+        return math.inf
+
+    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+        """Return the momentum."""
+        return {"momentum": Entry(kind="private")} if self.beta else {}
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Put each momentum in the place of its gradient, let `TwoHop` vote, and take the sign of what was averaged."""
+        momenta = []
+        for slot in bucket.slots:
+            m = slot.form() * (1 - self.beta)
+            momenta.append(m.add_(slot.state("momentum").to(m), alpha=self.beta) if self.beta else m)
+            slot.gradient.copy_(m)
+        votes = TwoHop(codec=Vote(block=self.block), server_feedback=False, seed=self.seed)
+        verdict = _Verdict()
+        yield from map_requests(verdict.carry, votes.compress(bucket, context))
+        for slot, m in zip(bucket.slots, momenta, strict=True):
+            if self.beta:
+                slot.commit("momentum", m, verdict.finite)
+            mean = slot.gradient
+            slot.write(mean.sign() + mean * 0)  # the sign of NaN is 0, which would hide it
+
+
+class _Verdict:
+    """The answer to an exchange's `Judge`."""
+
+    finite = torch.ones((), dtype=torch.bool)
+    """True, if it asks for none, which has nothing to send."""
+
+    def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
+        answer = yield asked
+        if isinstance(asked, Judge):
+            self.finite = answer
+        return answer
