@@ -40,7 +40,7 @@ def test_only_what_differs_from_the_defaults_is_printed() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("topk", "known are all-reduce.* Did you mean 'top-k'?"),
+        ("topk", "known are adaptive-rank, all-reduce.* Did you mean 'top-k'?"),
         ("top-k(ratoi=1)", "has no setting 'ratoi'; .* Did you mean 'ratio'?"),
         ("TopK(ratio='a')", "'TopK': ratio must be of type float .got 'a' of type str"),
         ("TopK(ratio=True)", "ratio must be of type float"),

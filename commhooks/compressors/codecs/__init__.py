@@ -11,4 +11,4 @@ from commhooks.compressors.codecs.sign import Sign
 from commhooks.compressors.codecs.terngrad import TernGrad
 from commhooks.compressors.codecs.vote import Vote
 
-__all__ = ["FP8", "MXFP4", "MXFP8", "QSGD", "Codec", "Half", "Int4", "Int8", "Natural", "Sign", "TernGrad", "Vote"]
+__all__ = ["Codec", "FP8", "Half", "Int4", "Int8", "MXFP4", "MXFP8", "Natural", "QSGD", "Sign", "TernGrad", "Vote"]
