@@ -25,7 +25,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from commhooks.compressors.powersgd.allocation import Layer, allocate
+from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
 from commhooks.compressors.powersgd.low_rank import LowRankPlan
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.compressors.powersgd.powersgd import PowerSGD
@@ -141,13 +141,20 @@ class AdaptiveRank(Compressor):
             Layer([(norm / largest) ** 2 for norm in norms], cost=form.n + form.m, uniform=min(*form[:2], self.rank))
             for form, norms in measured.values()
         ]
-        chosen = allocate(layers, "cost" if self.rule == "least-error" else "gain")
+        chosen = least_error(layers, self._budget(layers)) if self.rule == "least-error" else fewest_bytes(layers)
         return dict(zip(measured, chosen, strict=True))
 
     @property
     def _powersgd(self) -> PowerSGD:
         """What decides which matrices are compressed, and exchanges their factors."""
         return PowerSGD(rank=self.rank, min_compression_rate=self.min_compression_rate, seed=self.seed)
+
+    def _budget(self, layers: Sequence[Layer]) -> int:
+        """Return the elements that a step may send, so that with those that measure it is those of `rank`."""
+        of_rank = sum(layer.cost * layer.uniform for layer in layers)
+        of_measuring = sum(layer.cost * len(layer.gains) for layer in layers)
+        left = self.every * of_rank - STEPS_TO_MEASURE * of_measuring
+        return max(left // (self.every - STEPS_TO_MEASURE), 0)
 
     def _highest(self, form: MatrixForm) -> int:
         """Return R, the highest rank at which the factors are still small enough."""

@@ -1,12 +1,16 @@
-"""Which rank each layer gets, so that a budget buys as much as it can: a knapsack, by dynamic programming."""
+"""Which rank each layer gets, so that bytes buy as much as they can: a knapsack, by dynamic programming.
+
+Source: Markov et al., "L-GreCo", MLSys 2024, algorithm 1, over bytes in the place of errors.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 STEPS_OF_BUDGET = 1 << 13
 """A budget is spent in at most so many steps; prices are rounded up to whole ones, so it is never exceeded."""
@@ -25,35 +29,48 @@ class Layer(NamedTuple):
     """How many columns it has where all layers are treated alike."""
 
 
-def allocate(layers: Sequence[Layer], keep: Literal["cost", "gain"]) -> list[int]:
-    """Return how many columns of each layer gain most at the cost of the uniform choice, or cost least for its gain.
+def least_error(layers: Sequence[Layer], budget: int) -> list[int]:
+    """Return how many columns of each layer gain most together, for a budget; one each if that is too much for it."""
+    table = _Table(layers, budget)
+    return table.bought_for(len(table.best) - 1) if np.isfinite(table.best[-1]) else [1] * len(layers)
 
-    The uniform choice itself is returned where prices that are rounded up leave nothing as good.
+
+def fewest_bytes(layers: Sequence[Layer]) -> list[int]:
+    """Return how many columns of each layer gain as much as the uniform choice, and cost least.
+
+    The uniform choice is returned if prices that are rounded up leave none that is cheaper.
     """
-    uniform = [layer.uniform for layer in layers]
-    budget = sum(layer.cost * layer.uniform for layer in layers)
-    step = max(math.gcd(*(layer.cost for layer in layers)), -(-budget // STEPS_OF_BUDGET))
-    best = np.zeros(budget // step + 1)  # by steps of the budget: the most that they can buy for the layers so far
-    taken = []
-    for layer in layers:
-        options = np.full((len(layer.gains), len(best)), -np.inf)
-        for columns, gain in enumerate(np.cumsum(layer.gains), start=1):
-            price = _price(layer, columns, step)
-            options[columns - 1, price:] = best[: max(0, len(best) - price)] + gain
-        taken.append(options.argmax(axis=0) + 1)  # of equal ones the cheapest
-        best = options.max(axis=0)
-
+    table = _Table(layers, sum(layer.cost * layer.uniform for layer in layers))
     wanted = math.fsum(sum(layer.gains[: layer.uniform]) for layer in layers) * (1 - _ROUNDING)
-    left = len(best) - 1 if keep == "cost" else int(np.searchsorted(best, wanted))
-    if left == len(best) or best[left] < wanted:
-        return uniform
-    chosen: list[int] = []
-    for layer, columns in zip(reversed(layers), reversed(taken), strict=True):
-        chosen.append(int(columns[left]))
-        left -= _price(layer, chosen[-1], step)
-    return chosen[::-1]
+    left = int(np.searchsorted(table.best, wanted))
+    return table.bought_for(left) if left < len(table.best) else [layer.uniform for layer in layers]
 
 
-def _price(layer: Layer, columns: int, step: int) -> int:
-    """Return how many steps of the budget so many columns cost."""
-    return -(-layer.cost * columns // step)
+class _Table:
+    """What every part of a budget can buy."""
+
+    def __init__(self, layers: Sequence[Layer], budget: int) -> None:
+        self._layers = layers
+        self._step = max(math.gcd(*(layer.cost for layer in layers)), -(-budget // STEPS_OF_BUDGET))
+        self.best: NDArray[np.float64] = np.zeros(budget // self._step + 1)
+        """By steps of the budget, not all of which need be spent: the most that they gain."""
+        self._taken = []
+        for layer in layers:
+            options = np.full((len(layer.gains), len(self.best)), -np.inf)
+            for columns, gain in enumerate(np.cumsum(layer.gains), start=1):
+                price = self._price(layer, columns)
+                options[columns - 1, price:] = self.best[: max(0, len(self.best) - price)] + gain
+            self._taken.append(options.argmax(axis=0) + 1)  # of equal ones the cheapest
+            self.best = options.max(axis=0)
+
+    def bought_for(self, steps: int) -> list[int]:
+        """Return the columns of each layer that gain most for so many steps of the budget."""
+        chosen: list[int] = []
+        for layer, columns in zip(reversed(self._layers), reversed(self._taken), strict=True):
+            chosen.append(int(columns[steps]))
+            steps -= self._price(layer, chosen[-1])
+        return chosen[::-1]
+
+    def _price(self, layer: Layer, columns: int) -> int:
+        """Return how many steps of the budget so many columns cost."""
+        return -(-layer.cost * columns // self._step)
