@@ -1,7 +1,7 @@
-"""What a step's collectives carry, from requests alone: `python -m tests.flat_cost` prints a table.
+"""What a step's collectives carry, from the requests of one rank: `python -m tests.flat_cost` prints tables.
 
-Tensors are on PyTorch's "meta" device, which has shapes and no memory, so 64 workers of ResNet-18 take no longer than
-one. What a rank asks for has the same shapes on every rank, so one stands for all.
+All ranks ask for the same shapes, so one stands for all, and nothing is computed: on PyTorch's "meta" device tensors
+have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -11,17 +11,29 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from commhooks import BucketView, Compressor, Context, Judge, Request, Slot
+from commhooks import COMPRESSORS, BucketView, Compressor, Context, Judge, Request, Slot, TwoHop, make_compressor
 from commhooks.communicators.traffic import Traffic
 from commhooks.scheduling.packing import Packer
 from commhooks.state.table import StateTable
+from tests.commhooks.models import resnet18_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
+WORLD_SIZES = (2, 4, 8, 16, 32, 64)
+RESNET18: Shapes = {f"layer{number}": shape for number, shape in enumerate(resnet18_shapes())}
+THOUSAND: Shapes = {f"layer{number}": (1000,) for number in range(1000)}
+DEVICES = {"ResNet-18": "meta", "1,000 parameters of 1,000 elements": "cpu"}
+"""Where they are counted: many small operations take longer on "meta"."""
+MODELS: Mapping[str, Shapes] = dict(zip(DEVICES, (RESNET18, THOUSAND), strict=True))
 
 
-def traffic_of(compressor: Compressor, shapes: Shapes, world_size: int, step: int = 0) -> Traffic:
-    """Return what rank 0 of so many sends in a step whose gradients, of these shapes, share a bucket."""
-    bucket = _bucket(compressor, shapes, world_size)
+def traffic_of(
+    compressor: Compressor, shapes: Shapes, world_size: int, *, step: int = 0, device: str = "meta"
+) -> Traffic:
+    """Return what rank 0 of so many sends in a step whose gradients, of these shapes, share a bucket.
+
+    On "cpu" with zeros for gradients, which is quicker if they are small and many.
+    """
+    bucket = _bucket(compressor, shapes, world_size, device)
     traffic, packer = Traffic(), Packer(world_size, by_name=True)
     exchange = compressor.compress(bucket, Context(0, world_size, step))
     asked = next(exchange, None)
@@ -34,11 +46,11 @@ def traffic_of(compressor: Compressor, shapes: Shapes, world_size: int, step: in
     raise AssertionError(f"{compressor} asks for ever more")
 
 
-def _bucket(compressor: Compressor, shapes: Shapes, world_size: int) -> BucketView:
-    parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+def _bucket(compressor: Compressor, shapes: Shapes, world_size: int, device: str) -> BucketView:
+    parameters = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
     table = StateTable(0, world_size)
     table.bind(parameters.items())
-    memory = torch.empty(sum(p.numel() for p in parameters.values()), device="meta")
+    memory = torch.zeros(sum(p.numel() for p in parameters.values()), device=device)
     pieces = memory.split([p.numel() for p in parameters.values()])
     slots = [Slot(p, piece, table.of(p)) for p, piece in zip(parameters.values(), pieces, strict=True)]
     bucket = BucketView(0, memory, slots)
@@ -58,3 +70,34 @@ def _answers(
         for place, answer in zip(shipment.places, shipment.answers(result), strict=True):
             answers[place.request][place.number] = answer
     return answers
+
+
+def two_hop_names() -> list[str]:
+    """Return the names of all compressors that exchange and gather codes."""
+    return [name for name in sorted(COMPRESSORS) if isinstance(two_hop_of(name), TwoHop)]
+
+
+def two_hop_of(name: str) -> Compressor:
+    """Return the compressor of a name, without the wrapper that keeps its residual."""
+    compressor = make_compressor(name)
+    return getattr(compressor, "inner", compressor)
+
+
+def main() -> None:
+    """Print a table for each model: MB that a rank sends, how often that is what two ranks send, uncompressed share."""
+    for model, shapes in MODELS.items():
+        print(f"{model}: MB that a rank sends in a step\n")
+        print(f"| code | {' | '.join(f'{size} ranks' for size in WORLD_SIZES)} | 64 over 2 | uncompressed |")
+        print("|" + " --- |" * (len(WORLD_SIZES) + 3))
+        for name in two_hop_names():
+            counts = [traffic_of(make_compressor(name), shapes, size, device=DEVICES[model]) for size in WORLD_SIZES]
+            moved = [traffic.moved_bytes for traffic in counts]
+            summed = counts[-1].by_kind.get("all-reduce")
+            share = summed.moved_bytes / moved[-1] if summed else 0.0
+            cells = " | ".join(f"{sent / 1e6:.3f}" for sent in moved)
+            print(f"| {name} | {cells} | {moved[-1] / moved[0]:.3f} | {share:.1%} |")
+        print()
+
+
+if __name__ == "__main__":
+    main()

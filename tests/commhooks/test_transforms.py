@@ -15,15 +15,12 @@ from commhooks.compressors.bits import pack, unpack
 from commhooks.compressors.dct import cosines, transform
 from commhooks.compressors.tiles import Tiling
 from tests.bounds import IN_FLOAT64
-from tests.commhooks.models import resnet18_shapes
 from tests.commhooks.workers import Workers, normal, zeros
-from tests.flat_cost import traffic_of
+from tests.flat_cost import RESNET18, Shapes, traffic_of
 
 pytestmark = pytest.mark.kernels
 
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
-RESNET18 = {f"layer{number}": shape for number, shape in enumerate(resnet18_shapes())}
-ELEMENTS = sum(map(math.prod, RESNET18.values()))
 
 
 # --- tiles and bits ---------------------------------------------------------------------------------------------------
@@ -167,7 +164,7 @@ def assert_close(ours: Tensor, theirs: object) -> None:
 # --- what a paper promises --------------------------------------------------------------------------------------------
 
 
-def bytes_per_tile(compressor: Compressor, shapes: dict[str, tuple[int, ...]]) -> float:
+def bytes_per_tile(compressor: Compressor, shapes: Shapes) -> float:
     """Return the bytes that a rank puts in for 4,096 elements."""
     return traffic_of(compressor, shapes, 2).payload_bytes * 4096 / sum(map(math.prod, shapes.values()))
 
