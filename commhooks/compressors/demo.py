@@ -83,7 +83,7 @@ class DeMo(Compressor):
             (self._values(sent, values), at)
             for sent, at, (values, _) in zip(answers[::2], answers[1::2], own, strict=False)  # and the verdict's
         ]
-        to_judge = answers[-1:] if self.one_bit else answers[::2]
+        to_judge = answers[::2]  # values; or bits, which are always finite, and the largest of all
         if places[0].slot.tile.has_short_range and not self.sign:
             means = (place.mean(*of_ranks) for place, of_ranks in zip(places, received, strict=True))
             to_judge += [mean.abs().amax().to(bucket.memory.dtype) for mean in means]

@@ -85,6 +85,21 @@ def test_sent_and_owed_add_up(alternating: bool, reduced: Reduced) -> None:
         assert float((sum(own) - sum(owed) - ranks * mean.double()).abs().max()) <= bound
 
 
+def test_what_a_transform_sends_and_what_is_owed_add_up(reduced: Reduced) -> None:
+    """Coefficients may be off, for the inverse says what they stand for, and it is computed in full."""
+    ranks, side = 3, 16
+    workers = Workers(make_compressor("demo", k=8, chunk=side), ranks, [torch.zeros(32, 48)])
+    gradients = normal(workers.parameters, ranks, seed=0)
+    with reduced:
+        (mean,) = workers.step(gradients)[0]
+    # An element is a row times the coefficients times a column, 9·side products each, for the mean and for what is
+    # owed; and rounded once in the subtraction, and once for each rank in the sum.
+    norms = sum(float(own[0].double().norm()) for own in gradients)
+    bound = (2 * 2 * 9 * side + 1 + ranks) * UNIT * norms
+    left = ranks * (mean.double() + workers.unsent(0)) - sum(own[0].double() for own in gradients)
+    assert float(left.abs().max()) <= bound
+
+
 @pytest.mark.parametrize(("setting", "expected"), [("none", False), ("ieee", False), ("tf32", True), ("bf16", True)])
 def test_the_setting_is_read_and_left_alone(setting: str, expected: bool) -> None:
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # 'Module has no attribute "matmul"'
