@@ -13,6 +13,7 @@ from commhooks.communicators import (
 )
 from commhooks.compressors import (
     COMPRESSORS,
+    DGC,
     FP8,
     MXFP4,
     MXFP8,
@@ -36,6 +37,7 @@ from commhooks.compressors import (
     Signum,
     SparseLoCo,
     TernGrad,
+    Threshold,
     TopK,
     TwoHop,
     UnbiasedPowerSGD,
@@ -97,6 +99,7 @@ __all__ = [
     "CompressorError",
     "Context",
     "DDPCommHookType",
+    "DGC",
     "DeMo",
     "Entry",
     "ErrorFeedback",
@@ -143,6 +146,7 @@ __all__ = [
     "StartAfter",
     "Statistics",
     "TernGrad",
+    "Threshold",
     "Tile",
     "TopK",
     "TwoHop",

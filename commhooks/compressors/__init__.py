@@ -12,6 +12,7 @@ from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.compressors.cast import Cast
 from commhooks.compressors.codecs import FP8, MXFP4, MXFP8, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad, Vote
 from commhooks.compressors.demo import DeMo
+from commhooks.compressors.dgc import DGC
 from commhooks.compressors.noop import NoOp
 from commhooks.compressors.powersgd import AdaptiveRank, PowerSGD, UnbiasedPowerSGD
 from commhooks.compressors.random_block import RandomBlock
@@ -19,6 +20,7 @@ from commhooks.compressors.random_k import RandomK
 from commhooks.compressors.signum import Signum
 from commhooks.compressors.sparse_loco import SparseLoCo
 from commhooks.compressors.svd import SVD
+from commhooks.compressors.threshold import Threshold
 from commhooks.compressors.top_k import TopK
 from commhooks.compressors.two_hop import TwoHop
 from commhooks.language.compressor import Compressor
@@ -29,6 +31,7 @@ __all__ = [
     "COMPRESSORS",
     "Cast",
     "Codec",
+    "DGC",
     "DeMo",
     "FP8",
     "Half",
@@ -48,6 +51,7 @@ __all__ = [
     "Signum",
     "SparseLoCo",
     "TernGrad",
+    "Threshold",
     "TopK",
     "TwoHop",
     "UnbiasedPowerSGD",
@@ -85,6 +89,7 @@ COMPRESSORS: dict[str, Registered] = {
     "bf16": Registered(functools.partial(Cast, dtype=torch.bfloat16)),
     "bf16-two-hop": Registered(functools.partial(_two_hop_unfed, Half, dtype=torch.bfloat16)),
     "demo": Registered(DeMo, feeds_back=True, decay=0.999),
+    "dgc": Registered(DGC),
     "distro": Registered(functools.partial(DeMo, k=4, one_bit=True, sign=True), feeds_back=True, decay=0.999),
     "fp16": Registered(functools.partial(Cast, dtype=torch.float16)),
     "fp16-two-hop": Registered(functools.partial(_two_hop_unfed, Half, dtype=torch.float16)),
@@ -105,5 +110,6 @@ COMPRESSORS: dict[str, Registered] = {
     "sparse-loco": Registered(SparseLoCo, feeds_back=True, decay=0.95),
     "svd": Registered(SVD, feeds_back=True),
     "terngrad": Registered(functools.partial(_two_hop_unfed, TernGrad)),
+    "threshold": Registered(Threshold, feeds_back=True),
     "top-k": Registered(TopK, feeds_back=True),
 }

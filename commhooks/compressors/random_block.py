@@ -1,7 +1,7 @@
 """Random block: a stretch of each parameter's gradient, which begins at a random place.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-NeurIPS 2019, appendix G.
+NeurIPS 2019, where it is compared with others.
 Idea: all ranks draw the same start; the k elements from there on, and past the end from the first one again, are
 summed. It is random-k with places that lie side by side, which memory serves fastest.
 Bytes on the wire: 4 for each of k elements, and 4 for each parameter. Biased with ω = 1 - k/n, or unbiased with

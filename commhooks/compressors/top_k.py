@@ -15,7 +15,7 @@ import dataclasses
 from torch import Tensor
 
 from commhooks.compressors.sparse.gathering import Sent, gather
-from commhooks.compressors.sparse.indices import Indices, check_settings, coding_of
+from commhooks.compressors.sparse.indices import Indices, check_settings, largest_error
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 
@@ -43,19 +43,13 @@ class TopK(Compressor):
         return self.relative_error(parameter.numel()) > 0
 
     def relative_error(self, elements: int) -> float:
-        """Return 1 - k/n, of the block that sends the smallest share."""
-        codings = (coding_of(self.indices, elements, self.ratio, width) for width in (4, 8))
-        return max(coding.relative_error() for coding in codings) if elements else 0.0
+        """Return 1 - k/n: what is sent has at least the average size."""
+        return largest_error(self.indices, elements, self.ratio)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's largest elements and their places; the mean is their sum, in rank order."""
-        sent = []
-        for slot in bucket.slots:
-            if slot.gradient.numel():
-                M = slot.form()
-                coding = coding_of(self.indices, M.numel(), self.ratio, M.element_size())
-                places = coding.choose(M)
-                sent.append(Sent(slot, coding, places, M[places]))
+        slots = [slot for slot in bucket.slots if slot.gradient.numel()]
+        sent = [Sent.largest_of(slot, slot.form(), self.indices, self.ratio) for slot in slots]
         if not sent:
             return
         finite, received = yield from gather(sent, context)

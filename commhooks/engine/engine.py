@@ -98,7 +98,8 @@ class Engine:
 
     def _exchange(self, view: BucketView) -> Exchange:
         """Return a bucket's exchange, with what keeps state around it if this step, or run, is not like others."""
-        compressor, context = self.compressor, Context(self.line.rank, self.line.world_size, self.step)
+        compressor, scale = self.compressor, self.loss_scale.of_gradients
+        context = Context(self.line.rank, self.line.world_size, self.step, loss_scale=scale)
         if not compressor.takes(view.memory):
             exchange = AllReduceMean().compress(view, context)
             return judged(view, exchange) if compressor.remembers(self.step) else exchange

@@ -43,6 +43,12 @@ class Context:
     Here and not in the bucket, which is kept from step to step and shared by compressors that have other wires.
     """
 
+    loss_scale: float | Tensor = 1.0
+    """What gradients are scaled by, if `attach(scaler=)` or `set_grad_scale` told; on a GPU it may be a tensor.
+
+    A setting in units of the gradient is multiplied by it.
+    """
+
     def as_sent(self, tensor: Tensor) -> Tensor:
         """Return what an average gets of this rank's own tensor: itself, or what the wire's dtype leaves of it.
 

@@ -51,6 +51,11 @@ class LossScale:
         """Return the scale that residuals are in."""
         return float(self._of_residuals)
 
+    @property
+    def of_gradients(self) -> float | Tensor:
+        """The scale of the step under way, which residuals are in; a tensor where finding out would mean waiting."""
+        return self._of_residuals
+
     def load(self, scale: float) -> None:
         """Set the scale of residuals that were just loaded."""
         self._of_residuals = scale

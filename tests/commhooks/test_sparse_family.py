@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from commhooks import (
+    DGC,
+    Compressor,
     Context,
     ErrorFeedback,
     PerParameter,
     RandomK,
     SettingsError,
     StartAfter,
+    Threshold,
     TopK,
     make_compressor,
 )
 from commhooks.compressors.sparse.indices import Indices, coding_of
 from commhooks.compressors.sparse.largest import largest
 from commhooks.state.table import StateTable
+from tests.bounds import assert_equal_in_float64
 from tests.commhooks.alone import bucket_of, run_alone
+from tests.commhooks.workers import Workers
 from tests.formulas_sparse import SHAPES_OF_INDICES, sent_of
 
 every_coding = pytest.mark.parametrize("indices", get_args(Indices))
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -104,8 +112,79 @@ def test_what_is_unbiased_takes_no_error_feedback() -> None:
             ErrorFeedback(inner=inner)
 
 
+STEPS, RANKS, ELEMENTS = 20, 2, 300
+GRADIENTS = drawn(STEPS, RANKS, ELEMENTS, seed=1).double()
+
+
+def means_of(compressor: Compressor, scale: float = 1.0) -> Tensor:
+    """Return the means of all steps, of workers that know of a loss scale."""
+    workers = Workers(compressor, RANKS, [torch.zeros(ELEMENTS, dtype=torch.float64)])
+    for engine in workers.engines:
+        engine.loss_scale.announce(scale)
+    steps = [workers.step([[own * scale] for own in gradients]) for gradients in GRADIENTS]
+    return torch.stack([of_ranks[0][0] / scale for of_ranks in steps])
+
+
+def test_dgc_is_the_papers_algorithm() -> None:
+    """In float64, on 20 random inputs: clip by clip/√N, u = m·u + g, v = v + u, send, and mask both."""
+    momentum, clip = 0.9, 9.0
+    counts = [
+        75,
+        75,
+        34,
+        34,
+        15,
+        15,
+        7,
+        7,
+        *[3] * 12,
+    ]  # of 300: a quarter, and each fourth of 8 steps 0.04 ** 0.25 of it
+    means = means_of(DGC(ratio=0.01, clip=clip, warm_up=8))
+    u, v = np.zeros((2, RANKS, ELEMENTS))
+    for mean, of_ranks, k in zip(means, GRADIENTS.numpy(), counts, strict=True):
+        norms = np.linalg.norm(of_ranks, axis=1, keepdims=True)
+        u = momentum * u + of_ranks * np.minimum(1, clip / np.sqrt(RANKS) / norms)
+        v = v + u
+        mask = np.zeros_like(v)
+        np.put_along_axis(mask, np.argsort(-np.abs(v), axis=1)[:, :k], 1.0, axis=1)
+        assert_equal_in_float64(mean, torch.from_numpy((mask * v).mean(0)))
+        u, v = u * (1 - mask), v * (1 - mask)
+
+
+def test_dgc_without_momentum_is_top_k_with_error_feedback() -> None:
+    ours, theirs = means_of(DGC(ratio=0.1, momentum=0)), means_of(ErrorFeedback(inner=TopK(ratio=0.1)))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_threshold_sends_what_has_grown_to_it_as_far_as_there_is_room() -> None:
+    left, counts = np.zeros((RANKS, ELEMENTS)), set()
+    compressor = ErrorFeedback(inner=Threshold(threshold=2.5, capacity=0.1))
+    for mean, of_ranks in zip(means_of(compressor), GRADIENTS.numpy(), strict=True):
+        M = of_ranks + left
+        floor = np.maximum(2.5, np.sort(np.abs(M), axis=1)[:, [-30]])
+        sent = np.where(np.abs(M) >= floor, M, 0.0)
+        assert_equal_in_float64(mean, torch.from_numpy(sent.mean(0)))
+        left = M - sent
+        counts |= set(np.count_nonzero(sent, axis=1))
+    assert min(counts) < 20 and max(counts) == 30
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: DGC(ratio=0.1, clip=9.0), lambda: make_compressor("threshold", threshold=2.5)]
+)
+def test_settings_in_units_of_the_gradient_follow_the_loss_scale(make: Callable[[], Compressor]) -> None:
+    assert torch.equal(means_of(make(), scale=2.0**10), means_of(make()))
+
+
 def test_settings_that_cannot_work_raise() -> None:
     with pytest.raises(SettingsError, match=r"TopK\(ratio=0\): ratio must be in \(0, 1\]\."):
         TopK(ratio=0)
     with pytest.raises(SettingsError, match=r"TopK\(indices='int8'\): indices must be one of auto, int32"):
         TopK(indices="int8")  # type: ignore[arg-type]  # 'expected "Literal[...]"'
+    with pytest.raises(SettingsError, match=r"Threshold\(threshold=0\): threshold must be above 0, and finite\."):
+        Threshold(threshold=0)
+    for name, value in (("ratio", 2), ("momentum", 1), ("clip", 0), ("warm_up", -1)):
+        with pytest.raises(SettingsError, match=rf"DGC\({name}={value}\): {name} must be"):
+            DGC(**{name: value})  # type: ignore[arg-type]  # 'expected "..."'
+    with pytest.raises(SettingsError, match="inner must leave something unsent"):
+        make_compressor("dgc", error_feedback=True)

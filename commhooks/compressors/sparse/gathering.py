@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from commhooks.compressors.sparse.indices import Coding
+from commhooks.compressors.sparse.indices import Coding, Indices, coding_of
 from commhooks.language.bucket import Slot
 from commhooks.language.compressor import Context
 from commhooks.language.requests import AllGather, Asked, Judge
@@ -22,6 +22,13 @@ class Sent(NamedTuple):
     """[k], in the coding's order."""
     values: Tensor
     """[k]"""
+
+    @classmethod
+    def largest_of(cls, slot: Slot, memory: Tensor, indices: Indices, ratio: float) -> Sent:
+        """Return a parameter's largest elements, of those in `memory`."""
+        coding = coding_of(indices, memory.numel(), ratio, memory.element_size())
+        places = coding.choose(memory)
+        return cls(slot, coding, places, memory[places])
 
 
 class Received(NamedTuple):

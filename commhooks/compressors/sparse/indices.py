@@ -179,6 +179,12 @@ def coding_of(indices: Indices, elements: int, ratio: float, value_bytes: int = 
     return min(known.values(), key=lambda coding: coding.k * value_bytes + coding.code_bytes)
 
 
+def largest_error(indices: Indices, elements: int, ratio: float) -> float:
+    """Return 1 - k/n, of the block that sends the smallest share, for values of any dtype."""
+    codings = [coding_of(indices, elements, ratio, value_bytes) for value_bytes in (4, 8)] if elements else []
+    return max((coding.relative_error() for coding in codings), default=0.0)
+
+
 def check_settings(owner: str, indices: str, **ratios: float) -> None:
     """Raise `SettingsError` for a coding that does not exist, or ratios that are none."""
     for name, ratio in ratios.items():

@@ -1,0 +1,104 @@
+"""Deep gradient compression: top-k of a momentum that every rank keeps for itself.
+
+Source: Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression", ICLR 2018, section 3.
+Idea: each rank adds up its own momentum, instead of its gradients, and sends the k largest of these sums; where it has
+sent, momentum and sum begin at zero again (momentum factor masking). Gradients are clipped on each rank, and in the
+first steps more is sent.
+Bytes on the wire: those of top-k. Biased: of any size, at most 1 - k/n of the |sum|² is left for later steps. Weakness:
+two values an element are kept, and the optimiser must have no momentum of its own, for the mean has it already.
+
+Legend: g gradient; m momentum; u velocity; v what was not sent; N ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from commhooks.compressors.sparse.gathering import Sent, gather
+from commhooks.compressors.sparse.indices import Indices, check_settings
+from commhooks.errors import SettingsError
+from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.entries import RESIDUAL, Declared, Entry
+
+_FIRST_RATIO = 0.25
+_STAGES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DGC(Compressor):
+    """Send the largest elements of what each rank's momentum adds up to. For SGD without momentum of its own."""
+
+    ratio: float = 0.001
+    """Lower: smaller messages, and what is sent is older. At least one element of each parameter is sent."""
+    momentum: float = 0.9
+    """m, instead of the optimiser's. Higher: a longer memory; 0: top-k with error feedback, and no velocity is kept."""
+    clip: float | None = None
+    """The norm of a parameter's gradient, without its loss scale, from which on it is clipped; of each rank's own, this
+    over the square root of their number. The paper clips all parameters as one vector."""
+    warm_up: int = 0
+    """So many steps have higher ratios: a quarter at first, and a smaller one after each fourth of them."""
+    indices: Indices = "auto"
+    """How places travel, and what the largest are chosen from; see `TopK`."""
+
+    def __post_init__(self) -> None:
+        check_settings("DGC", self.indices, ratio=self.ratio)
+        if not 0 <= self.momentum < 1:
+            raise SettingsError(f"DGC(momentum={self.momentum!r}): momentum must be in [0, 1).")
+        if self.clip is not None and not self.clip > 0:
+            raise SettingsError(f"DGC(clip={self.clip!r}): clip must be above 0, or None.")
+        if isinstance(self.warm_up, bool) or not isinstance(self.warm_up, int) or self.warm_up < 0:
+            raise SettingsError(f"DGC(warm_up={self.warm_up!r}): warm_up must be an integer of at least 0.")
+
+    @property
+    def only_sums(self) -> bool:
+        """Return False: what is sent cannot be summed."""
+        return False
+
+    @property
+    def takes_feedback(self) -> bool:
+        """Return False: it keeps what it has not sent."""
+        return False
+
+    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+        """Return v, and u if there is a momentum."""
+        velocity = {"velocity": Entry(kind="private")} if self.momentum else {}
+        return {RESIDUAL: Entry(kind="residual"), **velocity}
+
+    def ratio_of(self, step: int) -> float:
+        """Return the part of the elements that a step sends; it falls exponentially from a quarter to `ratio`."""
+        if step >= self.warm_up or self.ratio > _FIRST_RATIO:
+            return self.ratio
+        stage = _STAGES * step // self.warm_up
+        return float(_FIRST_RATIO * (self.ratio / _FIRST_RATIO) ** (stage / _STAGES))
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Gather the largest elements of every rank's v; the mean is their sum, in rank order."""
+        sent = []
+        for slot in bucket.slots:
+            if slot.gradient.numel():
+                _, v = self._added_up(slot, context)
+                sent.append(Sent.largest_of(slot, v, self.indices, self.ratio_of(context.step)))
+        if not sent:
+            return
+        finite, received = yield from gather(sent, context)
+        for own, of_all in zip(sent, received, strict=True):
+            u, v = self._added_up(own.slot, context)  # again, rather than to keep those of all slots meanwhile
+            own.slot.commit(RESIDUAL, v.index_fill_(0, own.places, 0.0), finite)
+            if self.momentum:
+                own.slot.commit("velocity", u.index_fill_(0, own.places, 0.0), finite)
+            own.slot.write(of_all.add_to(own.slot.room.zero_()))
+
+    def _added_up(self, slot: Slot, context: Context) -> tuple[Tensor, Tensor]:
+        """Return u and v with this step's gradient in them, in new memory."""
+        u = g = slot.form()
+        if self.clip is not None:
+            norm = torch.linalg.vector_norm(g, dtype=torch.float64)  # squares of fp32 would overflow
+            limit = self.clip * context.loss_scale / context.world_size**0.5
+            u = g = g * (limit / norm).clamp(max=1).to(g.dtype)
+        if self.momentum:
+            u = g + self.momentum * slot.state("velocity").to(g)
+        return u, u + slot.state(RESIDUAL).to(g)

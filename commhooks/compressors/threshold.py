@@ -1,0 +1,71 @@
+"""Threshold: elements that have grown to a fixed magnitude, as many as a message of fixed size holds.
+
+Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015, which sends ±τ
+for each; with the elements themselves, Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization",
+NeurIPS 2021.
+Idea: what is below the threshold τ waits in the residual until it has grown to it. All ranks must send as much, and to
+compare counts first the host would wait for the GPU, so of each parameter the k largest elements are sent, and zeros
+for those below τ.
+Bytes on the wire: those of top-k, whatever τ is. Biased: of n elements at most 1 - k/n of |input|² is left, as for
+top-k, or if that is more n·τ², whatever the size. Weakness: bytes are spent even if nothing is large, and the largest
+τ that learning bears has to be found by trying.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from commhooks.compressors.sparse.gathering import Sent, gather
+from commhooks.compressors.sparse.indices import Indices, check_settings, largest_error
+from commhooks.errors import SettingsError
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Compressor, Context, Exchange
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Threshold(Compressor):
+    """Send the elements that are not below `threshold`: one collective a bucket. Wants `ErrorFeedback` around it."""
+
+    threshold: float
+    """τ, in units of the gradient without its loss scale. Higher: an element waits longer, and is sent with fewer."""
+    capacity: float = 0.01
+    """The part of a parameter's elements that a message holds. Lower: smaller messages, and more elements wait."""
+    indices: Indices = "auto"
+    """How places travel, and what the largest are chosen from; see `TopK`."""
+
+    def __post_init__(self) -> None:
+        check_settings("Threshold", self.indices, capacity=self.capacity)
+        if not 0 < self.threshold < float("inf"):
+            raise SettingsError(f"Threshold(threshold={self.threshold!r}): threshold must be above 0, and finite.")
+
+    @property
+    def only_sums(self) -> bool:
+        """Return False: what is sent cannot be summed."""
+        return False
+
+    def loses(self, name: str, parameter: Tensor) -> bool:
+        """Return True: an element may be small."""
+        return True
+
+    def relative_error(self, elements: int) -> float:
+        """Return that of the largest elements; what is left because it is below τ does not grow."""
+        return largest_error(self.indices, elements, self.capacity)
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Gather what has grown to the threshold on every rank; the mean is its sum, in rank order."""
+        sent = []
+        for slot in bucket.slots:
+            if slot.gradient.numel():
+                own = Sent.largest_of(slot, slot.form(), self.indices, self.capacity)
+                is_small = own.values.abs() < self.threshold * context.loss_scale  # not of NaN, which has to be sent
+                sent.append(own._replace(values=own.values.masked_fill_(is_small, 0.0)))
+        if not sent:
+            return
+        finite, received = yield from gather(sent, context)
+        for own, of_all in zip(sent, received, strict=True):
+            M = own.slot.form()
+            own.slot.keep(M.index_copy_(0, own.places, torch.where(own.values == 0, M[own.places], 0.0)), finite)
+            own.slot.write(of_all.add_to(own.slot.room.zero_()))
