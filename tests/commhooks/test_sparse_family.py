@@ -91,15 +91,17 @@ def test_auto_takes_the_coding_with_the_fewest_bytes(elements: int, ratio: float
 @pytest.mark.parametrize("name", ["random-k", "random-block"])
 def test_an_unbiased_mean_is_right_on_average(name: str) -> None:
     """Of 4,000 draws of n/k·x or 0, the mean is off by more than this for any of n elements once in 10⁶ (Hoeffding)."""
-    n, k, draws = 24, 6, 4000
-    gradient, memory, total = drawn(n), torch.empty(n), torch.zeros(n, dtype=torch.float64)
+    n, k, steps, parameters = 24, 6, 500, 8
+    gradient, memory = drawn(n), torch.empty(n * parameters)
+    total = torch.zeros(n * parameters, dtype=torch.float64)
     compressor = make_compressor(name, ratio=k / n, unbiased=True)
-    bucket = bucket_of([torch.empty(n)], memory, StateTable(0, 1), compressor)
-    for step in range(draws):
-        memory.copy_(gradient)
+    bucket = bucket_of([torch.empty(n) for _ in range(parameters)], memory, StateTable(0, 1), compressor)
+    for step in range(steps):
+        memory.copy_(gradient.repeat(parameters))  # a parameter's places are drawn by its name
         total += run_alone(bucket, compressor.compress(bucket, Context(0, 1, step)))
+    draws = steps * parameters
     allowed = n / k * math.sqrt(math.log(2 * n / 1e-6) / (2 * draws))
-    assert ((total / draws - gradient).abs() <= allowed * gradient.abs()).all()
+    assert ((total.view(parameters, n).sum(0) / draws - gradient).abs() <= allowed * gradient.abs()).all()
 
 
 def test_what_is_unbiased_takes_no_error_feedback() -> None:
