@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
+from commhooks.compressors.codecs.packing import look_up
 
 LARGEST = 448.0
 """Of E4M3."""
@@ -51,6 +52,6 @@ def to_e4m3(values: Tensor) -> Tensor:
 
 
 def from_e4m3(packed: Tensor) -> Tensor:
-    """Return the numbers in fp32: from a table, four times as fast as PyTorch's cast on a processor."""
-    table = torch.arange(256, device=packed.device).to(torch.uint8).view(torch.float8_e4m3fn).float()
-    return table.index_select(0, packed.flatten().int()).view(packed.shape)
+    """Return the numbers [B, n] in fp32: from a table, four times as fast as PyTorch's cast on a processor."""
+    every = torch.arange(256, device=packed.device).to(torch.uint8)
+    return look_up(packed, every.view(torch.float8_e4m3fn).float())

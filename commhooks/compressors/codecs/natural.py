@@ -49,7 +49,8 @@ class Natural(Codec):
         scales = largest / fraction.masked_fill_(fraction == 0, 1)  # NaN if the largest is inf
         bits = (blocks / scales).float().view(torch.int32)
         bits += (noise * 2**23).to(torch.int32)
-        return scales, (bits >> 24 & 128 | bits >> 23 & 127).to(torch.uint8)
+        exponents = bits >> 23  # and the sign, two bits further on
+        return scales, (exponents | exponents >> 1 & 128).to(torch.uint8)
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the powers of two times the scales."""

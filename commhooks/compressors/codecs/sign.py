@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.codecs.packing import pack, unpack
+from commhooks.compressors.codecs.packing import look_up, pack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,12 @@ class Sign(Codec):
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes of 8 signs each [B, block/8]."""
-        return blocks.abs().mean(1, keepdim=True), pack((blocks >= 0).view(torch.uint8), 1)
+        return blocks.abs().mean(1, keepdim=True), pack((blocks >= 0).float(), 1)
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the signs times the scales."""
         scales, packed = code
-        return unpack(packed, 1).to(scales.dtype).mul_(2).sub_(1).mul_(scales)
+        return look_up(packed, torch.arange(-1.0, 2, 2, device=packed.device)).to(scales.dtype).mul_(scales)
 
     def relative_error(self) -> float:
         """Return 1 - 1/block: a block with a single element that is not 0 is matched worst."""

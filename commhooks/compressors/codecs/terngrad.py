@@ -4,7 +4,7 @@ Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Dist
 section 3, in blocks in place of layers; its clipping, which makes an expectation of its own, is left out.
 Idea: an element becomes its sign times the block's largest magnitude with a probability that makes it right on average.
 Bytes: 1/4 an element and 4 a block. Unbiased, with an expected loss of up to (√n - 1)/2 of a block of n elements, 5.2
-at 128: too much for error feedback, which would amplify it from step to step; it is refused unless damped.
+at 128: too much for error feedback, whose residual would be several times the gradient; it is refused unless damped.
 Weakness: that noise. It needs larger batches or smaller steps.
 """
 

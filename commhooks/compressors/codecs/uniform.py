@@ -10,7 +10,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
@@ -55,7 +54,7 @@ class Uniform(Codec):
         numbers = numbers.add_(noise).floor_() if self.draws else numbers.round_()
         # In fp32 the largest may come out as s + 1: 127 and noise just below 1 are 128.
         numbers = numbers.clamp_(-self.levels, self.levels).add_(self.levels)
-        return scales, pack(numbers.to(torch.uint8), self.bits)
+        return scales, pack(numbers, self.bits)
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the numbers times the scales."""

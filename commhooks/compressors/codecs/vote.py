@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.codecs.packing import pack, unpack
+from commhooks.compressors.codecs.packing import look_up, pack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ class Vote(Codec):
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return bytes of 8 signs each [B, block/8]."""
         signs = torch.where(blocks == 0, noise < 0.5, blocks > 0)
-        return [pack(signs.view(torch.uint8), 1)]
+        return [pack(signs.float(), 1)]
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return -1 and 1."""
-        return unpack(code[0], 1).float().mul_(2).sub_(1)
+        return look_up(code[0], torch.arange(-1.0, 2, 2, device=code[0].device))
 
     def relative_error(self) -> float:
         """Return inf: ±1 may be any number of times larger than what it stands for."""

@@ -1,0 +1,377 @@
+"""What each code for two hops makes of blocks, beside references in NumPy and bounds from the papers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import commhooks
+from commhooks import (
+    FP8,
+    MXFP4,
+    MXFP8,
+    QSGD,
+    Codec,
+    ErrorFeedback,
+    Half,
+    Int4,
+    Int8,
+    Natural,
+    SettingsError,
+    Sign,
+    TernGrad,
+    TwoHop,
+    Vote,
+)
+from commhooks.compressors.codecs.packing import look_up, pack, unpack
+from tests import bounds
+from tests.commhooks.workers import Workers, largest, normal, zeros
+
+pytestmark = pytest.mark.kernels
+
+Array = NDArray[np.float64]
+
+FP16, BF16 = Half(dtype=torch.float16), Half(dtype=torch.bfloat16)
+UNBIASED: list[Codec] = [
+    Int8(block=32), Int4(block=32), QSGD(block=32), QSGD(block=32, levels=7), QSGD(block=32, levels=1),
+    TernGrad(block=32), Natural(block=32),
+]  # fmt: skip
+BIASED: list[Codec] = [
+    Int8(stochastic=False), Int4(stochastic=False), Sign(), FP8(), MXFP8(), MXFP4(), FP16, BF16,
+]  # fmt: skip
+CODECS = [*UNBIASED, *BIASED, Vote()]
+
+
+def drawn(codec: Codec, blocks: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Return normal blocks of many sizes, and noise for them."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 10 ** (4 * torch.rand(blocks, 1, generator=generator) - 2)
+    noise = torch.rand(blocks, codec.block, generator=generator)
+    return (torch.randn(blocks, codec.block, generator=generator) * sizes).to(dtype), noise
+
+
+def coded(codec: Codec, blocks: Tensor, noise: Tensor) -> Tensor:
+    return codec.decode(codec.encode(blocks, noise if codec.draws else blocks.new_empty(0)))
+
+
+def rounded_at_random(x: Array, noise: Array) -> Array:
+    """Round down or, with the probability of the fraction, up."""
+    below = np.floor(x)
+    return below + (x - below > 1 - noise)
+
+
+def assert_as_in(got: Tensor, wanted: Array) -> None:
+    """Assert that all elements in float64 are right, but for one in a thousand: noise that falls on a boundary."""
+    scale = np.abs(wanted).max(axis=1, keepdims=True)
+    assert (np.abs(got.double().numpy() - wanted) <= bounds.IN_FLOAT64 * scale).mean() > 0.999
+
+
+# --- against the papers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("levels", [1, 7, 127])
+def test_qsgd_is_the_papers(levels: int) -> None:
+    """Q(x) = |x|·sign(x)·ξ, with ξ = l/s or (l + 1)/s: the higher one with probability s·|x_i|/|x| - l."""
+    codec = QSGD(block=64, levels=levels)
+    for seed in range(20):
+        blocks, noise = drawn(codec, 4, seed, torch.float64)
+        x, u = blocks.numpy(), noise.double().numpy()
+        norm = np.sqrt((x * x).sum(axis=1, keepdims=True))
+        level = rounded_at_random(levels * np.abs(x) / norm, np.where(x > 0, u, 1 - u))
+        assert_as_in(coded(codec, blocks, noise), norm * np.sign(x) * level / levels)
+
+
+def test_terngrad_is_the_papers() -> None:
+    """Return s·sign(g)·b, with s = max |g| and b = 1 with probability |g|/s."""
+    codec = TernGrad(block=64)
+    for seed in range(20):
+        blocks, noise = drawn(codec, 4, seed, torch.float64)
+        g, u = blocks.numpy(), noise.double().numpy()
+        s = np.abs(g).max(axis=1, keepdims=True)
+        b = np.where(g > 0, u, 1 - u) > 1 - np.abs(g) / s
+        assert_as_in(coded(codec, blocks, noise), s * np.sign(g) * b)
+
+
+def test_natural_is_the_papers() -> None:
+    """C(t) = sign(t)·2^⌊log2|t|⌋, or twice that with probability |t|/2^⌊log2|t|⌋ - 1."""
+    codec = Natural(block=64)
+    for seed in range(20):
+        blocks, noise = drawn(codec, 4, seed)
+        t, u = blocks.double().numpy(), noise.double().numpy()
+        below = 2.0 ** np.floor(np.log2(np.abs(t)))
+        assert_as_in(coded(codec, blocks, noise), np.sign(t) * below * np.where(np.abs(t) / below - 1 > 1 - u, 2, 1))
+
+
+def test_one_bit_in_two_hops_is_the_papers() -> None:
+    """Each rank sends its compensated gradient's signs, the server its compensated mean's (1-bit Adam, algorithm 1)."""
+    block, blocks, steps, ranks = 32, 6, 20, 3
+    workers = Workers(
+        commhooks.make_compressor("sign", block=block), ranks, zeros((blocks, block), dtype=torch.float64)
+    )
+
+    def one_bit(x: Array) -> Array:
+        return np.asarray(np.where(x >= 0, 1, -1) * np.abs(x).mean(axis=1, keepdims=True))
+
+    worker_error = np.zeros((ranks, blocks, block))
+    server_error = np.zeros((blocks, block))
+    for step in range(steps):
+        gradients = normal(workers.parameters, ranks, seed=step)
+        sent = []
+        for rank in range(ranks):
+            p = gradients[rank][0].numpy() + worker_error[rank]
+            sent.append(one_bit(p))
+            worker_error[rank] = p - sent[rank]
+        p = sum(sent) / ranks + server_error
+        server_error = p - one_bit(p)
+        wanted = one_bit(p)
+        assert np.abs(workers.step(gradients)[0][0].numpy() - wanted).max() <= bounds.IN_FLOAT64 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("codec", [Int8(stochastic=False, block=64), Int4(stochastic=False, block=64)], ids=repr)
+def test_nearest_integers_are_those_of_the_largest_magnitude(codec: Int8 | Int4) -> None:
+    for seed in range(20):
+        blocks, noise = drawn(codec, 4, seed, torch.float64)
+        x = blocks.numpy()
+        scale = np.abs(x).max(axis=1, keepdims=True) / codec.levels
+        assert_as_in(coded(codec, blocks, noise), np.round(x / scale) * scale)
+
+
+@pytest.mark.parametrize(
+    ("codec", "fraction", "exponents"), [(MXFP8(block=64), 3, (-6, 8)), (MXFP4(block=64), 1, (0, 2))], ids=str
+)
+def test_microscaled_elements_are_the_standards(codec: Codec, fraction: int, exponents: tuple[int, int]) -> None:
+    """The nearest multiple of 2^(exponent - fraction bits), the even one of two; at most the largest element."""
+    lowest, highest = exponents
+    most = 448.0 if fraction == 3 else 6.0
+    for seed in range(20):
+        blocks, noise = drawn(codec, 4, seed)
+        blocks[0, :32] = torch.arange(32) / 4  # with all ties
+        groups = blocks.double().numpy().reshape(-1, 32)
+        scale = 2.0 ** (np.floor(np.log2(np.abs(groups).max(axis=1, keepdims=True))) - highest)
+        x = np.abs(groups) / scale
+        step = 2.0 ** (np.clip(np.floor(np.log2(np.maximum(x, 1e-30))), lowest, highest) - fraction)
+        wanted = np.sign(groups) * np.minimum(np.round(x / step) * step, most) * scale
+        assert np.array_equal(coded(codec, blocks, noise).double().numpy().reshape(-1, 32), wanted)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", UNBIASED, ids=repr)
+def test_the_mean_of_many_draws_is_the_block(codec: Codec) -> None:
+    """Every element is right with an error, of all together, of 1e-6.
+
+    Bernstein's inequality: the mean of n draws of variance v, in a range of b, is off by t with a probability of at
+    most 2·exp(-n·t²/(2v + 2bt/3)).
+    """
+    assert codec.is_unbiased and codec.draws
+    draws = 4000
+    generator = torch.Generator().manual_seed(1)
+    block = torch.randn(1, codec.block, generator=generator) * 10 ** (2 * torch.rand(1, codec.block) - 2)
+    got = coded(codec, block.expand(draws, -1), torch.rand(draws, codec.block, generator=generator)).double()
+    # Rounding leaves two neighbours, so the variance is (x - low)·(high - x), and the range high - low.
+    low, high = neighbours(codec, block)
+    exponent = math.log(2 * codec.block / 1e-6)
+    wide, variance = high - low, (block - low) * (high - block)
+    # The positive root of n·t² = exponent·(2v + 2bt/3), and what fp32 rounds.
+    allowed = exponent * wide / 3 + ((exponent * wide / 3) ** 2 + 2 * draws * exponent * variance).sqrt()
+    rounding = 4 * bounds.unit_roundoff(torch.float32) * block.abs().max()
+    assert ((got.mean(0) - block).abs() <= allowed / draws + rounding).all()
+
+
+def neighbours(codec: Codec, block: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values below and above each element: what the least and the largest noise make of it, in float64."""
+    block = block.double()
+    least, most = torch.zeros(block.shape), torch.full(block.shape, 1 - 2**-24)
+    ends = torch.stack([coded(codec, block, least), coded(codec, block, most)])
+    return ends.amin(0), ends.amax(0)
+
+
+@pytest.mark.parametrize("codec", [*UNBIASED, *BIASED], ids=repr)
+def test_a_normal_block_loses_less_than_is_declared(codec: Codec) -> None:
+    blocks, noise = drawn(codec, max(4, 4096 // codec.block), 2)
+    lost = (coded(codec, blocks, noise) - blocks).norm() ** 2 / blocks.norm() ** 2
+    assert 0 < lost < codec.relative_error()
+
+
+@pytest.mark.parametrize(
+    ("codec", "block"),
+    [
+        (Int4(block=32), [7.0, *[7 / (1 + math.sqrt(1 + 31 / 49)) / 7] * 31]),
+        (Int4(block=32, stochastic=False), [7.0, *[0.49999] * 31]),
+        (TernGrad(block=32), [1.0, *[1 / (1 + math.sqrt(32))] * 31]),
+        (Natural(block=32), [4 / 3] * 32),
+        (Sign(block=32), [1.0, *[0.0] * 31]),
+        (MXFP4(block=32), [5.0, *[0.25] * 31]),
+        (MXFP8(block=32), [511.999, *[0.0] * 31]),
+        (FP8(block=32), [448.0, *[1 + 2**-4] * 31]),
+    ],
+    ids=str,
+)
+def test_the_worst_block_loses_as_much_as_is_declared(codec: Codec, block: list[float]) -> None:
+    """For FP8 nearly: one element must be exact. An expected error is that of 20,000 draws."""
+    blocks = torch.tensor([block]).expand(20_000 if codec.draws else 1, -1)
+    noise = torch.rand(blocks.shape, generator=torch.Generator().manual_seed(3))
+    lost = float((coded(codec, blocks, noise).double() - blocks).square().sum(1).mean() / blocks[0].norm() ** 2)
+    assert lost == pytest.approx(codec.relative_error(), rel=0.03 if codec.draws else 1e-3) or isinstance(codec, FP8)
+    assert lost <= codec.relative_error() * (1.03 if codec.draws else 1 + 1e-6)
+
+
+@pytest.mark.parametrize("codec", [TernGrad(), QSGD(levels=7)], ids=repr)
+def test_error_feedback_rejects_a_code_that_loses_more_than_it_is_given(codec: Codec) -> None:
+    inner = TwoHop(codec=codec, server_feedback=False)
+    assert inner.is_unbiased
+    with pytest.raises(SettingsError, match="would grow without bound"):
+        ErrorFeedback(inner=inner).check_parameters({"w": torch.zeros(512)})
+    with pytest.raises(SettingsError, match="would grow without bound"):
+        TwoHop(codec=codec).check_parameters({"w": torch.zeros(512)})
+
+
+def test_error_feedback_makes_such_a_code_blow_up_unless_it_is_damped() -> None:
+    """What it loses is in the next step's block, and is lost again; times 1/(1 + ω), it shrinks."""
+    codec = QSGD(block=128, levels=1)
+    assert residual_after(20, codec, damping=1.0) > 100 * residual_after(1, codec, damping=1.0)
+    damped = 1 / (1 + codec.relative_error())
+    # An error that is at most the part r of what is to be sent, in norms, leaves at most r/(1 - r) of a gradient.
+    r = math.sqrt(TwoHop(codec=codec, damping=damped).relative_error(128))
+    assert residual_after(60, codec, damping=damped) < r / (1 - r)
+
+
+def residual_after(steps: int, codec: Codec, damping: float) -> float:
+    """Return the residual's norm over a gradient's, after steps on normal gradients."""
+    compressor = ErrorFeedback(inner=TwoHop(codec=codec, server_feedback=False, damping=damping))
+    workers = Workers(compressor, 2, zeros((1024,)))
+    for step in range(steps):
+        gradients = normal(workers.parameters, 2, seed=step)
+        workers.step(gradients)
+    return float(workers.residual(0, 0).norm() / gradients[0][0].norm())
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_packed_numbers_come_back(bits: int) -> None:
+    numbers = torch.randint(0, 2**bits, (5, 64), generator=torch.Generator().manual_seed(bits))
+    packed = pack(numbers.float(), bits)
+    assert (packed.dtype, packed.shape) == (torch.uint8, (5, 8 * bits))
+    assert torch.equal(unpack(packed, bits), numbers.float())
+    values = torch.randn(2**bits)
+    assert torch.equal(look_up(packed, values), values[numbers])
+
+
+@pytest.mark.parametrize(
+    ("codec", "most"),
+    [
+        (Int8(), 0.26), (Int4(), 0.135), (Sign(), 0.033), (Vote(), 0.032), (QSGD(), 0.255), (QSGD(levels=7), 0.13),
+        (QSGD(levels=1), 0.065), (TernGrad(), 0.0705), (Natural(), 0.255), (FP8(), 0.26), (MXFP8(), 0.26),
+        (MXFP4(), 0.135), (FP16, 0.5), (BF16, 0.5),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_code_takes_this_much_of_dense(codec: Codec, most: float) -> None:
+    blocks, noise = drawn(codec, 8, 4)
+    sent = sum(payload.numel() * payload.element_size() for payload in codec.encode(blocks, noise))
+    assert sent <= most * 4 * blocks.numel()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_zeros_and_zero_bytes_decode_to_something_finite(codec: Codec) -> None:
+    blocks = torch.zeros(3, codec.block)
+    code = codec.encode(blocks, torch.rand(blocks.shape))
+    assert isinstance(codec, Vote) or not codec.decode(code).any()
+    assert codec.decode([torch.zeros_like(payload) for payload in code]).isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.shows_non_finite], ids=repr)
+def test_a_code_shows_an_inf_in_its_evidence_and_when_it_is_decoded(codec: Codec, bad: float) -> None:
+    blocks, noise = drawn(codec, 3, 5)
+    blocks[1, 7] = bad
+    code = codec.encode(blocks, noise)
+    for shown in [*codec.evidence(code), codec.decode(code)]:
+        assert [bool(row.isfinite().all()) for row in shown] == [True, False, True]
+
+
+# fp16's range is short, and a vote has no size.
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec not in (FP16, Vote())], ids=repr)
+@pytest.mark.parametrize("scale", [2.0**-96, 2.0**96])
+def test_a_code_of_extreme_sizes_is_that_of_others(codec: Codec, scale: float) -> None:
+    blocks, noise = drawn(codec, 4, 6)
+    assert torch.equal(coded(codec, blocks * scale, noise), coded(codec, blocks, noise) * scale)
+
+
+def test_ties_of_two_ranks_are_decided_by_a_coin() -> None:
+    workers = Workers(commhooks.make_compressor("signum", beta=0.0, block=128), 2, zeros((8192,)))
+    opposite = [[torch.ones(8192)], [-torch.ones(8192)]]
+    votes = workers.step(opposite)[0][0]
+    ups = int((votes == 1).sum())
+    assert ups + int((votes == -1).sum()) == 8192
+    # Hoeffding: 8192 fair coins are off by t with a probability of at most 2·exp(-2t²/8192), 1e-6 for 244.
+    assert abs(ups - 4096) <= 244
+
+
+def test_signum_takes_the_majoritys_sign_of_momenta() -> None:
+    ranks, steps, beta = 3, 20, 0.9
+    workers = Workers(commhooks.make_compressor("signum", beta=beta, block=8), ranks, zeros((5, 17), (5,)))
+    momenta = [[np.zeros((5, 17)), np.zeros(5)] for _ in range(ranks)]
+    for step in range(steps):
+        gradients = normal(workers.parameters, ranks, seed=step)
+        means = workers.step(gradients)[0]
+        for index, mean in enumerate(means):
+            for rank in range(ranks):
+                momenta[rank][index] *= beta
+                momenta[rank][index] += (1 - beta) * gradients[rank][index].double().numpy()
+            whole = mean.numel() // 8 * 8
+            of_ranks = np.stack([own[index].reshape(-1) for own in momenta])
+            voted, averaged = np.sign(np.sign(of_ranks).sum(0)), np.sign(of_ranks.sum(0))
+            assert np.array_equal(mean.flatten()[:whole].numpy(), voted[:whole])
+            assert np.array_equal(mean.flatten()[whole:].numpy(), averaged[whole:])
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Int4(block=3), r"Int4\(block=3\): block must be a multiple of 2\."),
+        (lambda: Int8(block=0), r"Int8\(block=0\): block must be an integer of at least 1\."),
+        (lambda: commhooks.make_compressor("int8", stochastic=1), r"Int8\(stochastic=1\): stochastic must be a bool"),
+        (lambda: Sign(block=12), r"Sign\(block=12\): block must be a multiple of 8\."),
+        (lambda: MXFP8(block=48), r"MXFP8\(block=48\): block must be a multiple of 32\."),
+        (lambda: QSGD(levels=128), r"QSGD\(levels=128\): levels must be an integer from 1 to 127\."),
+        (lambda: Half(dtype=torch.float32), r"dtype must be torch.float16 or torch.bfloat16"),
+        (lambda: commhooks.Signum(beta=1.0), r"Signum\(beta=1.0\): beta must be in \[0, 1\)\."),
+    ],
+)
+def test_settings_that_cannot_work_are_rejected(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(SettingsError, match=message):
+        make()
+
+
+# --- a ring -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_two_hops_round_twice_where_a_ring_rounds_at_each_rank(dtype: torch.dtype) -> None:
+    """64 ranks: with as many bytes a ring's sum is off by several times as much."""
+    ranks = 64
+    workers = Workers(TwoHop(codec=Half(dtype=dtype), server_feedback=False), ranks, zeros((1024,)))
+    gradients = normal(workers.parameters, ranks, seed=0)
+    gradients = [[own[0] + 1] for own in gradients]  # most of the terms have one sign, as a large gradient's have
+    exact = torch.stack([own[0].double() for own in gradients]).mean(0)
+    ring = torch.zeros(1024, dtype=dtype)
+    for own in gradients:
+        ring += (own[0] / ranks).to(dtype)
+    two_hops = (workers.step(gradients)[0][0] - exact).norm()
+    assert (ring - exact).norm() > 4 * two_hops
+    assert largest(workers.step(gradients)[0][0] - exact) <= 2 * bounds.unit_roundoff(dtype) * largest(
+        *(own[0] for own in gradients)
+    )
