@@ -93,7 +93,7 @@ def compare(
         str, typer.Option(help="The link's latency, each step round the ring: 0.2ms, 50us, 0.")
     ] = "0.2ms",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps a run; default: the task's own.")] = None,
-    size: Annotated[str, typer.Option(help="The model's size: small, medium or large.")] = "medium",
+    size: Annotated[str, typer.Option(help="The model's size: tiny, small, medium or large.")] = "medium",
     seed: Annotated[int, typer.Option(help="Same seed, same losses, bit for bit.")] = 0,
     ddp: Annotated[str, typer.Option(help="core: ddp_core's DistributedDataParallel; torch: PyTorch's.")] = "core",
     bucket_cap_mb: Annotated[float | None, typer.Option(help="Bucket size in MiB; default: the DDP's own.")] = None,
@@ -133,7 +133,7 @@ def compare(
 @app.command(help=_OVERLAP_HELP)
 def overlap(
     task: Annotated[str, typer.Option(help="Whose model to train: digits or gpt.")] = "gpt",
-    size: Annotated[str, typer.Option(help="The model's size: small, medium or large.")] = "medium",
+    size: Annotated[str, typer.Option(help="The model's size: tiny, small, medium or large.")] = "medium",
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
     rate: Annotated[str, typer.Option(help="The link's rate.")] = "100Mbit/s",
     latency: Annotated[str, typer.Option(help="The link's latency, each step round the ring.")] = "0.2ms",

@@ -19,7 +19,7 @@ def task_names() -> list[str]:
 
 
 def make_task(name: str, size: str = "medium") -> Task:
-    """Return the task of this name in this size ('small', 'medium' or 'large').
+    """Return the task of this name in this size ('tiny', 'small', 'medium' or 'large').
 
     Raises:
         ValueError: No task, or no size, has this name.

@@ -35,6 +35,7 @@ class GptSize:
 
 
 SIZES = {
+    "tiny": GptSize(width=48, layers=1, heads=2, context=32, batch_size=4, steps=120),
     "small": GptSize(width=64, layers=2, heads=2, context=32, batch_size=4, steps=40),
     "medium": GptSize(width=192, layers=4, heads=6, context=64, batch_size=4, steps=80),
     "large": GptSize(width=384, layers=6, heads=6, context=128, batch_size=8, steps=300),

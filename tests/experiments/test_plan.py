@@ -57,7 +57,7 @@ def test_every_task_is_run_under_every_hook() -> None:
         ({"hooks": []}, "name at least one task and one hook"),
         ({"tasks": ["digit"]}, "did you mean 'digits'"),
         ({"tasks": ["gpt", "gpt"]}, "gpt is asked for twice"),
-        ({"size": "vast"}, "expected one of small, medium, large"),
+        ({"size": "vast"}, "expected one of tiny, small, medium, large"),
         ({"ranks": 0}, "at least 1"),
         ({"ranks": 500}, "use fewer ranks"),
         ({"steps": 0}, "steps must be at least 1"),

@@ -51,13 +51,17 @@ class TestEveryTask:
         assert model.training
 
     def test_a_size_that_does_not_exist_is_refused(self, name: str) -> None:
-        with pytest.raises(ValueError, match="size 'huge' .* expected one of small, medium, large"):
+        with pytest.raises(ValueError, match="size 'huge' .* expected one of tiny, small, medium, large"):
             make_task(name, "huge")
 
 
 def test_a_task_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="expected one of digits, gpt"):
         make_task("imagenet")
+
+
+def test_the_tiny_digits_have_nothing_that_changes_without_a_gradient() -> None:
+    assert not list(make_task("digits", "tiny").model(0).buffers())
 
 
 def test_every_digit_of_an_epoch_is_seen_once() -> None:
