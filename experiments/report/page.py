@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from experiments.link import format_rate
 from experiments.report.plots import DARK, LIGHT
@@ -24,14 +24,21 @@ from experiments.runs import RunResult
 from experiments.summary import SMOOTHING_STEPS, Summary
 
 Plots = Mapping[tuple[str, str, str], bytes]  # (task, picture, theme) -> PNG
-HEAD = """<!doctype html>
+PICTURES = ("step-time", "loss-bytes", "loss-time")
+
+
+def head(name: str) -> str:
+    """Return how the report of a command begins."""
+    return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>commhooks compare: """  # begins every report
-PICTURES = ("step-time", "loss-bytes", "loss-time")
+<title>commhooks {name}: """
+
+
+HEAD = head("compare")
 
 
 def page(
@@ -39,9 +46,8 @@ def page(
 ) -> str:
     """Return the report as HTML, with every picture inside it."""
     settings = results[0].settings
-    loader = PackageLoader("experiments.report", package_path="")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template("report.html.j2").render(
+    return template("report.html.j2").render(
+        name="compare",
         title=f"{len(by_task(summaries)[settings.task])} hooks, side by side",
         ranks=settings.ranks,
         rate=format_rate(settings.link.bits_per_second),
@@ -52,9 +58,15 @@ def page(
         target_rule=target_rule,
         facts=_facts(results),
         command=command,
-        light=LIGHT,
-        dark=DARK,
     )
+
+
+def template(file: str) -> Template:
+    """Return a page's template; what every page needs besides its own text is in it."""
+    loader = PackageLoader("experiments.report", package_path="")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.globals |= {"light": LIGHT, "dark": DARK}
+    return environment.get_template(file)
 
 
 def _finding(rows: list[Summary]) -> str:
@@ -85,8 +97,8 @@ def _section(task: str, rows: list[Summary], results: Sequence[RunResult], plots
         "rows": [_row(row, rows) for row in rows],
         "plots": [
             {
-                "light": _data_uri(plots[task, picture, "light"]),
-                "dark": _data_uri(plots[task, picture, "dark"]),
+                "light": data_uri(plots[task, picture, "light"]),
+                "dark": data_uri(plots[task, picture, "dark"]),
                 "caption": f"{task}: {picture}",
                 "wide": picture == "step-time",
             }
@@ -143,5 +155,6 @@ def _facts(results: Sequence[RunResult]) -> list[tuple[str, object]]:
     ]
 
 
-def _data_uri(png: bytes) -> str:
+def data_uri(png: bytes) -> str:
+    """Return a picture as a link that holds it."""
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")

@@ -64,30 +64,30 @@ THEMES = (LIGHT, DARK)
 def loss_against_bytes(results: Sequence[RunResult], summaries: Sequence[Summary], theme: Theme) -> bytes:
     """Return a PNG: training loss over the bytes that a rank has moved, on a logarithmic axis."""
     x = [[float(total) for total in accumulate(step.moved_bytes for step in result.steps)] for result in results]
-    with matplotlib.rc_context(_style(theme)):
-        figure, axes = _canvas("Loss against bytes", "bytes moved by a rank so far (logarithmic)", 6.4, 4.4)
+    with matplotlib.rc_context(style(theme)):
+        figure, axes = canvas("Loss against bytes", "bytes moved by a rank so far (logarithmic)", 6.4, 4.4)
         _curves(axes, x, results, summaries, theme)
         if all(values[0] > 0 for values in x):
             axes.set_xscale("log")
         axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
-        return _png(figure)
+        return png(figure)
 
 
 def loss_against_time(results: Sequence[RunResult], summaries: Sequence[Summary], theme: Theme) -> bytes:
     """Return a PNG: training loss over training time."""
     x = [list(accumulate(step.seconds for step in result.steps)) for result in results]
-    with matplotlib.rc_context(_style(theme)):
-        figure, axes = _canvas("Loss against time", "training time in seconds", 6.4, 4.4)
+    with matplotlib.rc_context(style(theme)):
+        figure, axes = canvas("Loss against time", "training time in seconds", 6.4, 4.4)
         _curves(axes, x, results, summaries, theme)
         axes.set_xlim(left=0)
-        return _png(figure)
+        return png(figure)
 
 
 def step_time(summaries: Sequence[Summary], theme: Theme) -> bytes:
     """Return a PNG: the typical step of every hook, split into what it was spent on."""
-    with matplotlib.rc_context(_style(theme)):
+    with matplotlib.rc_context(style(theme)):
         title = "Where a step's time goes"
-        figure, axes = _canvas(
+        figure, axes = canvas(
             title, "milliseconds a step (mean of the middle half of the steps)", 9.6, 1.5 + 0.46 * len(summaries)
         )
         rows = list(range(len(summaries)))
@@ -102,7 +102,7 @@ def step_time(summaries: Sequence[Summary], theme: Theme) -> bytes:
         axes.grid(axis="y", visible=False)
         axes.set_xlim(0, 1.22 * max(left))
         axes.legend(loc="lower right", ncols=1)
-        return _png(figure)
+        return png(figure)
 
 
 def _step_labels(axes: Axes, summaries: Sequence[Summary], ends: Sequence[float], theme: Theme) -> None:
@@ -153,7 +153,7 @@ def _smooth(losses: Sequence[float]) -> list[float]:
     return [fmean(losses[n - r : n + r + 1]) for n, r in enumerate(reach)]
 
 
-def _canvas(title: str, x_label: str, width: float, height: float) -> tuple[Figure, Axes]:
+def canvas(title: str, x_label: str, width: float, height: float) -> tuple[Figure, Axes]:
     """Return a figure with one pair of axes, titled at the left."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
@@ -164,7 +164,8 @@ def _canvas(title: str, x_label: str, width: float, height: float) -> tuple[Figu
     return figure, axes
 
 
-def _style(theme: Theme) -> dict[Any, Any]:
+def style(theme: Theme) -> dict[Any, Any]:
+    """Return how everything in a picture looks, for `matplotlib.rc_context`."""
     return {
         "figure.facecolor": theme.paper,
         "axes.facecolor": theme.paper,
@@ -188,7 +189,7 @@ def _style(theme: Theme) -> dict[Any, Any]:
     }
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
     """Return the figure as a PNG; nothing in it depends on the clock."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
