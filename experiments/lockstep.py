@@ -1,0 +1,143 @@
+"""Trains a model with several workers that live in one process and take turns: no ranks to start, no link to wait for.
+
+All workers hold the same parameters, so one model serves them all: each worker's gradient is computed on its own share
+of the batch, the compressor averages the gradients, and the optimizer applies the mean once.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import commhooks
+from commhooks import Compressor, Exchanger
+from commhooks.language.entries import RESIDUAL
+from experiments.summary import Spread
+from experiments.tasks import Task
+
+Gradients = dict[str, Tensor]
+
+_COPIES = 3  # for each time that is measured: one alone is too short to be trusted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What became of one run; bytes are of one worker and one step, the mean over the run."""
+
+    loss: float  # on held-out data, after the last step
+    accuracy: float  # on held-out data, after the last step
+    payload_bytes: float  # what the worker put into collectives
+    moved_bytes: float  # what it sent for those, as a ring moves them
+    gradient_bytes: float
+    residual: float | None  # its norm over that of the last gradient, over all workers; None: there is none
+    diverged: int | None  # the first step whose loss was not finite, the last of the run; None: there was none
+
+
+def train_in_lockstep(task: Task, compressor: Compressor, *, seed: int, steps: int, workers: int) -> Trained:
+    """Train the task's model for so many steps, and return what became of it.
+
+    Raises:
+        CommHooksError: The compressor does not accept the model's parameters, or fails.
+        ValueError: The workers do not end a step with the same mean, so that one model cannot stand for all.
+
+    """
+    model = task.model(seed)
+    exchangers = join_workers(model, compressor, workers)
+    optimizer = task.optimizer(model)
+    gradients, diverged = list[Gradients](), None
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = task.learning_rate(step, steps)
+        losses, gradients = own_gradients(task, model, seed, step, workers)
+        means = gradients if step < steps - 1 else [_copies(own) for own in gradients]
+        commhooks.average_in_lockstep(exchangers, means)
+        if step in {0, steps - 1}:
+            _check_agreement(means)
+        for name, parameter in model.named_parameters():
+            parameter.grad = means[0][name]
+        optimizer.step()
+        if not math.isfinite(sum(losses)):
+            diverged = step + 1
+            break
+    judged, sent = task.evaluate(model), exchangers[0].statistics()
+    return Trained(
+        loss=judged.loss,
+        accuracy=judged.accuracy,
+        payload_bytes=sent.payload_bytes / sent.steps,
+        moved_bytes=sent.moved_bytes / sent.steps,
+        gradient_bytes=sent.gradient_bytes / sent.steps,
+        residual=_residual(exchangers, gradients),
+        diverged=diverged,
+    )
+
+
+def join_workers(model: nn.Module, compressor: Compressor, workers: int) -> list[Exchanger]:
+    """Return an exchanger for each worker, for the gradients of the model."""
+    like = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return [Exchanger(like, compressor, line=line) for line in commhooks.lockstep_lines(workers)]
+
+
+def own_gradients(
+    task: Task, model: nn.Module, seed: int, step: int, workers: int
+) -> tuple[list[float], list[Gradients]]:
+    """Return each worker's loss and gradients, on its own share of the step's batch."""
+    named = dict(model.named_parameters())
+    losses, gradients = [], []
+    for worker in range(workers):
+        batch = task.batch(seed, step, worker, workers)
+        loss = task.loss(model(batch.inputs), batch.targets)
+        gradients.append(dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)))
+        losses.append(loss.item())
+    return losses, gradients
+
+
+def time_in_lockstep(
+    task: Task, compressor: Compressor, *, seed: int, workers: int, rounds: int, warm_up: int = 2
+) -> Spread:
+    """Return how many times as long as a copy of the gradient one worker compresses and decompresses it.
+
+    In every round the workers average the gradients of the untrained model, and the copy is timed right behind it.
+    """
+    model = task.model(seed)
+    exchangers = join_workers(model, compressor, workers)
+    _, gradients = own_gradients(task, model, seed, 0, workers)
+    whole = torch.cat([gradient.flatten() for gradient in gradients[0].values()])
+    room, ratios = torch.empty_like(whole), []
+    for _ in range(warm_up + rounds):
+        commhooks.average_in_lockstep(exchangers, [_copies(own) for own in gradients])
+        seconds = statistics.fmean(exchanger.last_step().seconds_compressing for exchanger in exchangers)
+        begun = time.perf_counter()
+        for _ in range(_COPIES):
+            room.copy_(whole)
+        ratios.append(seconds * _COPIES / (time.perf_counter() - begun))
+    return Spread.of(ratios[warm_up:])
+
+
+def _copies(gradients: Gradients) -> Gradients:
+    return {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+def _check_agreement(means: Sequence[Gradients]) -> None:
+    """Raise ValueError if a worker has another mean, bit for bit; NaN counts as equal to NaN."""
+    for own in means[1:]:
+        for name, mean in own.items():
+            if not torch.equal(mean.nan_to_num(nan=0.0), means[0][name].nan_to_num(nan=0.0)):
+                raise ValueError(f"the workers' means of {name!r} differ: this compressor does not exchange everything")
+
+
+def _residual(exchangers: Sequence[Exchanger], gradients: Sequence[Gradients]) -> float | None:
+    """Return the norm of all workers' residuals over the norm of their gradients; None without residuals."""
+    local = [own for exchanger in exchangers for own in exchanger.state_dict()["local"].values()]
+    residuals = [entries[RESIDUAL] for own in local for entries in own.values() if RESIDUAL in entries]
+    norm = _norm(gradient for own in gradients for gradient in own.values())
+    return (_norm(residuals) / norm if norm else math.inf) if residuals else None
+
+
+def _norm(parts: Iterable[Tensor]) -> float:
+    return math.hypot(*(part.norm().item() for part in parts))
