@@ -362,7 +362,6 @@ CASES = [
         name="threshold",
         make=lambda: make_compressor("threshold", threshold=0.5, capacity=0.1),
         bytes_on_wire=GatheredBytes(ratio=0.1),
-        pads=True,
         error_feedback=True,
         exact_rank=0,
     ),
@@ -370,7 +369,6 @@ CASES = [
         name="dgc",
         make=lambda: make_compressor("dgc", ratio=0.05, clip=2.0, warm_up=2),
         bytes_on_wire=GatheredBytes(ratio=0.05, ratios=(0.25, math.sqrt(0.25 * 0.05))),
-        pads=True,
         exact_rank=0,
     ),
     Case(
