@@ -20,6 +20,7 @@ from commhooks.compressors import (
     QSGD,
     SVD,
     AdaptiveRank,
+    Affine,
     AllReduceMean,
     Cast,
     Codec,
@@ -62,6 +63,8 @@ from commhooks.hooks.default import (
     fp16_compress_hook,
     fp16_compress_wrapper,
     noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
 )
 from commhooks.hooks.exchanger import Exchanger, average_in_lockstep
 from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
@@ -79,6 +82,7 @@ from commhooks.wrappers import ErrorFeedback, Match, PerParameter, StartAfter, W
 
 __all__ = [
     "AdaptiveRank",
+    "Affine",
     "AllGather",
     "AllReduce",
     "AllReduceMean",
@@ -169,6 +173,8 @@ __all__ = [
     "merge_state_dicts",
     "noop_hook",
     "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
     "register_ddp_comm_hook",
     "save_checkpoint",
     "schedule",

@@ -29,6 +29,12 @@ def cast_bytes(parameters: Sequence[Tensor], step: int, world_size: int) -> int:
     return sum(p.numel() * 2 for p in parameters)
 
 
+def affine_bytes(parameters: Sequence[Tensor], step: int, world_size: int) -> int:
+    """Count a byte an element, and two numbers of at least 4 bytes for each 32 of the bucket."""
+    elements, width = sum(p.numel() for p in parameters), max(parameters[0].element_size(), 4)
+    return _round_up(elements + 2 * width * -(-elements // 32), width)
+
+
 def no_bytes(parameters: Sequence[Tensor], step: int, world_size: int) -> int:
     return 0
 
@@ -376,6 +382,15 @@ CASES = [
         make=lambda: make_compressor("random-k", ratio=0.1, unbiased=True),
         bytes_on_wire=SummedBytes(ratio=0.1),
         exact_rank=0,
+    ),
+    Case(
+        name="affine",
+        make=lambda: make_compressor("affine", channel=32, error_feedback=True),
+        bytes_on_wire=affine_bytes,
+        error_feedback=True,
+        depends_on_buckets=True,
+        exact_rank=0,
+        roundings=8,
     ),
     # An element is scaled, decoded, added up and subtracted on each hop.
     *(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commhooks.compressors.affine import Affine
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.compressors.cast import Cast
 from commhooks.compressors.codecs import FP8, MXFP4, MXFP8, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad, Vote
@@ -27,6 +28,7 @@ from commhooks.language.compressor import Compressor
 
 __all__ = [
     "AdaptiveRank",
+    "Affine",
     "AllReduceMean",
     "COMPRESSORS",
     "Cast",
@@ -85,6 +87,7 @@ _two_hop_unfed = functools.partial(_two_hop, server_feedback=False)
 
 COMPRESSORS: dict[str, Registered] = {
     "adaptive-rank": Registered(AdaptiveRank, feeds_back=True),
+    "affine": Registered(Affine),
     "all-reduce": Registered(AllReduceMean),
     "bf16": Registered(functools.partial(Cast, dtype=torch.bfloat16)),
     "bf16-two-hop": Registered(functools.partial(_two_hop_unfed, Half, dtype=torch.bfloat16)),

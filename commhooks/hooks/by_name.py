@@ -8,7 +8,14 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from commhooks.errors import HookTypeError
-from commhooks.hooks.default import allreduce_hook, bf16_compress_hook, fp16_compress_hook, noop_hook
+from commhooks.hooks.default import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
 from commhooks.hooks.foreign import AnyHook
 from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
@@ -37,9 +44,8 @@ class _Registration:
 
 
 class DDPCommHookType(enum.Enum):
-    """The hooks that `register_ddp_comm_hook` registers: those of PyTorch's enumeration but two.
+    """The hooks that `register_ddp_comm_hook` registers: those of PyTorch's enumeration.
 
-    QUANTIZE_PER_TENSOR and QUANTIZE_PER_CHANNEL are missing: no compressor here has PyTorch's codes.
     PowerSGD has its defaults except for the rank, so its first 1,000 steps are a plain all-reduce.
     """
 
@@ -50,6 +56,8 @@ class DDPCommHookType(enum.Enum):
     POWER_SGD_RANK2 = _Registration(powerSGD_hook, rank=2)
     BATCHED_POWER_SGD = _Registration(batched_powerSGD_hook, rank=1)
     BATCHED_POWER_SGD_RANK2 = _Registration(batched_powerSGD_hook, rank=2)
+    QUANTIZE_PER_TENSOR = _Registration(quantization_pertensor_hook)
+    QUANTIZE_PER_CHANNEL = _Registration(quantization_perchannel_hook)
     NOOP = _Registration(noop_hook)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from commhooks.compressors import AllReduceMean, Cast
+from commhooks.compressors import Affine, AllReduceMean, Cast
 from commhooks.errors import HookTypeError
 from commhooks.hooks.foreign import AnyHook, completed, name_of, run_foreign
 from commhooks.hooks.stateless import run_stateless
@@ -44,6 +44,18 @@ def bfloat16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket)
 
 # Except with NCCL, PyTorch's DDP rejects a function whose *name* is bf16_compress_hook (tests/commhooks/test_hooks.py).
 bf16_compress_hook = bfloat16_compress_hook
+
+
+def quantization_pertensor_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average 8-bit codes of the bucket, which share one scale; every rank gathers all ranks' codes."""
+    return run_stateless(Affine(), process_group, bucket)
+
+
+def quantization_perchannel_hook(
+    process_group: dist.ProcessGroup, bucket: GradBucket, bucket_size: int = 512
+) -> torch.futures.Future[Tensor]:
+    """Average 8-bit codes of the bucket, of which each `bucket_size` elements share a scale."""
+    return run_stateless(Affine(channel=bucket_size), process_group, bucket)
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
