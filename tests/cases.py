@@ -272,12 +272,12 @@ CASES = [
     ),
     Case(
         name="adaptive-rank",
-        make=lambda: make_compressor("adaptive-rank", rank=2, max_rank=4, every=3),
-        bytes_on_wire=AdaptiveRankBytes(rank=2, max_rank=4, every=3),
+        make=lambda: make_compressor("adaptive-rank", rank=3, max_rank=5, every=8),
+        bytes_on_wire=AdaptiveRankBytes(rank=3, max_rank=5, every=8),
         at_most=True,
         collectives=(2,),
-        rank=4,
-        exact_rank=1,
+        rank=5,
+        exact_rank=2,
         error_feedback=True,
     ),
     Case(

@@ -6,11 +6,12 @@ Critical Learning Regime Identification", MLSys 2021, algorithm 1.
 Idea: PowerSGD's columns are nested, so one step at the highest rank shows what every lower rank would have sent of each
 layer: |Qₖ|² more for column k, as P is orthonormal. From that follows which ranks leave the least error for the bytes
 of a uniform rank, or need the fewest bytes for its error. "accordion" looks at gradient norms instead.
-Bytes on the wire: as PowerSGD at the chosen ranks; "accordion" sends one element more for each matrix in one of `every`
-steps. The others send `max_rank` in two of `every` steps: the first brings the columns up to date that were not in
-use, the second measures. Biased; ω as PowerSGD's at rank 1, at most. Weakness: between two measurements the choice is
-as old as the last one; errors are compared across layers as they are, which suits SGD better than Adam; and on a
-GPU the host waits once in `every` steps, to read the norms.
+Bytes on the wire: as PowerSGD at the chosen ranks. Two of `every` steps send `max_rank`: the first brings the columns
+up to date that were not in use, the second measures. "least-error" counts them in its budget. "accordion" has none of
+them, and sends one element more for each matrix in one of `every` steps. Biased; ω as PowerSGD's at `min_rank`, at most.
+Weakness: the choice is as old as the last measurement, and sees what one step leaves, not what error feedback makes of
+it later; errors are compared across layers as they are, which suits SGD better than Adam; and on a GPU the host waits
+once in `every` steps, to read the norms.
 
 Legend: M n×m a gradient plus its residual; Q its right factor, r×m; R the highest rank that pays for a matrix.
 """
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
 from commhooks.compressors.powersgd.low_rank import LowRankPlan
-from commhooks.compressors.powersgd.matrices import MatrixForm
+from commhooks.compressors.powersgd.matrices import MatrixForm, error_of_rank
 from commhooks.compressors.powersgd.powersgd import PowerSGD
 from commhooks.compressors.powersgd.settings import check_count, check_rate
 from commhooks.errors import SettingsError
@@ -52,7 +53,9 @@ class AdaptiveRank(Compressor):
     rank: int = 4
     """Lower: smaller messages, more left to the residual. The uniform rank whose bytes are spent, or whose error is
     kept; until something is measured, and with "accordion" in stable layers, the rank itself."""
-    max_rank: int = 16
+    min_rank: int = 2
+    """Lower: more freedom to choose. At rank 1 what is left for later may grow for long; see `PowerSGD`."""
+    max_rank: int = 8
     """Higher: more freedom to choose, larger messages in steps that measure."""
     rule: Rule = "least-error"
     """What is chosen: the least error for the bytes of `rank`; the fewest bytes for its error; or `max_rank` for the
@@ -69,7 +72,8 @@ class AdaptiveRank(Compressor):
     """Seed of the first bases, with the parameter's name."""
 
     def __post_init__(self) -> None:
-        check_count("AdaptiveRank", "rank", self.rank)
+        check_count("AdaptiveRank", "min_rank", self.min_rank)
+        check_count("AdaptiveRank", "rank", self.rank, least=self.min_rank)
         check_count("AdaptiveRank", "max_rank", self.max_rank, least=self.rank)
         check_count("AdaptiveRank", "every", self.every, least=STEPS_TO_MEASURE + 1)
         check_rate("AdaptiveRank", self.min_compression_rate)
@@ -94,8 +98,8 @@ class AdaptiveRank(Compressor):
 
     def relative_error(self, elements: int) -> float:
         """Return PowerSGD's at the lowest rank that a layer may get."""
-        lowest = self.rank if self.rule == "accordion" else 1
-        return dataclasses.replace(self._powersgd, rank=lowest).relative_error(elements)
+        lowest = self.rank if self.rule == "accordion" else self.min_rank
+        return error_of_rank(lowest, elements)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run PowerSGD at the chosen ranks, and measure when it is time to."""
@@ -124,25 +128,25 @@ class AdaptiveRank(Compressor):
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
         """Return a rank for each layer; none as long as there is nothing to choose by."""
-        forms = {parameter: self._powersgd.paying_form(parameter, state.key) for parameter, state in states.items()}
-        measured = {
-            parameter: (form, state[NORMS].tolist())
-            for (parameter, state), form in zip(states.items(), forms.values(), strict=True)
-            # Not one that has not been met, or that another compressor left.
-            if form is not None and NORMS in state.tensors and len(state[NORMS]) == self._measurements(form)
-        }
+        measured: dict[Tensor, tuple[MatrixForm, list[float]]] = {}
+        for parameter, state in states.items():
+            form = self._powersgd.paying_form(parameter, state.key)
+            # One that has not been met has none, and another compressor may have left others.
+            if form is not None and NORMS in state.tensors and len(state[NORMS]) == self._measurements(form):
+                measured[parameter] = form, state[NORMS].tolist()
         largest = max((norm for _, norms in measured.values() for norm in norms), default=0.0)
         if not largest:
             return {}
         if self.rule == "accordion":
             changed = {p: abs(now - before) > self.eta * before for p, (_, (before, now)) in measured.items()}
             return {parameter: self.max_rank if has else self.rank for parameter, has in changed.items()}
-        layers = [
-            Layer([(norm / largest) ** 2 for norm in norms], cost=form.n + form.m, uniform=min(*form[:2], self.rank))
-            for form, norms in measured.values()
-        ]
+        layers = [self._layer(form, [norm / largest for norm in norms]) for form, norms in measured.values()]
         chosen = least_error(layers, self._budget(layers)) if self.rule == "least-error" else fewest_bytes(layers)
         return dict(zip(measured, chosen, strict=True))
+
+    def _layer(self, form: MatrixForm, norms: Sequence[float]) -> Layer:
+        ranks = (min(form.n, form.m, rank) for rank in (self.min_rank, self.rank))
+        return Layer([norm * norm for norm in norms], form.n + form.m, *ranks)
 
     @property
     def _powersgd(self) -> PowerSGD:

@@ -19,20 +19,23 @@ _ROUNDING = 1e-12
 
 
 class Layer(NamedTuple):
-    """What can be bought for one layer: its columns, the first ones first, and at least one."""
+    """What can be bought for one layer: its columns, the first ones first."""
 
     gains: Sequence[float]
     """How much less is unsent with each column."""
     cost: int
     """Of every column."""
+    least: int
+    """How many columns must be bought."""
     uniform: int
-    """How many columns it has where all layers are treated alike."""
+    """How many it has where all layers are treated alike."""
 
 
 def least_error(layers: Sequence[Layer], budget: int) -> list[int]:
-    """Return how many columns of each layer gain most together, for a budget; one each if that is too much for it."""
+    """Return how many columns of each layer gain most together, for a budget; the least if that is too much for it."""
     table = _Table(layers, budget)
-    return table.bought_for(len(table.best) - 1) if np.isfinite(table.best[-1]) else [1] * len(layers)
+    affords = np.isfinite(table.best[-1])
+    return table.bought_for(len(table.best) - 1) if affords else [layer.least for layer in layers]
 
 
 def fewest_bytes(layers: Sequence[Layer]) -> list[int]:
@@ -41,7 +44,7 @@ def fewest_bytes(layers: Sequence[Layer]) -> list[int]:
     The uniform choice is returned if prices that are rounded up leave none that is cheaper.
     """
     table = _Table(layers, sum(layer.cost * layer.uniform for layer in layers))
-    wanted = math.fsum(sum(layer.gains[: layer.uniform]) for layer in layers) * (1 - _ROUNDING)
+    wanted = math.fsum(gain for layer in layers for gain in layer.gains[: layer.uniform]) * (1 - _ROUNDING)
     left = int(np.searchsorted(table.best, wanted))
     return table.bought_for(left) if left < len(table.best) else [layer.uniform for layer in layers]
 
@@ -56,11 +59,12 @@ class _Table:
         """By steps of the budget, not all of which need be spent: the most that they gain."""
         self._taken = []
         for layer in layers:
-            options = np.full((len(layer.gains), len(self.best)), -np.inf)
-            for columns, gain in enumerate(np.cumsum(layer.gains), start=1):
+            counts = range(layer.least, len(layer.gains) + 1)
+            options = np.full((len(counts), len(self.best)), -np.inf)
+            for option, columns in zip(options, counts, strict=True):
                 price = self._price(layer, columns)
-                options[columns - 1, price:] = self.best[: max(0, len(self.best) - price)] + gain
-            self._taken.append(options.argmax(axis=0) + 1)  # of equal ones the cheapest
+                option[price:] = self.best[: max(0, len(self.best) - price)] + math.fsum(layer.gains[:columns])
+            self._taken.append(options.argmax(axis=0) + layer.least)  # of equal ones the cheapest
             self.best = options.max(axis=0)
 
     def bought_for(self, steps: int) -> list[int]:

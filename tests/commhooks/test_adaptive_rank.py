@@ -1,0 +1,205 @@
+"""Adaptive rank: what it chooses, when, and that the choice is state like any other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import AdaptiveRank, Compressor, ErrorFeedback, PerParameter, PowerSGD, SettingsError, StartAfter
+from commhooks.compressors.powersgd.adaptive_rank import _norms_of_rows
+from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
+from tests.commhooks.workers import Workers, mean_of, normal, zeros
+
+SHAPES = ((24, 40), (40,), (30, 36), (48, 20))
+
+
+def choices(workers: Workers, rank: int = 0) -> list[int]:
+    return [workers.states[rank].of(parameter).choice for parameter in workers.parameters]
+
+
+# --- the knapsack -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_the_best_of_all_that_there_are(seed: int) -> None:
+    """Of 4 layers with up to 4 columns each; prices are whole, so nothing is rounded."""
+    random = np.random.default_rng(seed)
+    layers = [
+        Layer(list(random.random(random.integers(2, 5))), int(random.integers(1, 9)), 1, uniform=2) for _ in range(4)
+    ]
+    uniform = [layer.uniform for layer in layers]
+    budget = cost_of(layers, uniform)
+    every = list(itertools.product(*(range(1, len(layer.gains) + 1) for layer in layers)))
+
+    chosen = least_error(layers, budget)
+    assert cost_of(layers, chosen) <= budget
+    assert gain_of(layers, chosen) == pytest.approx(
+        max(gain_of(layers, one) for one in every if cost_of(layers, one) <= budget), rel=1e-12
+    )
+    chosen, wanted = fewest_bytes(layers), gain_of(layers, uniform) * (1 - 1e-12)
+    assert gain_of(layers, chosen) >= wanted
+    assert cost_of(layers, chosen) == min(cost_of(layers, one) for one in every if gain_of(layers, one) >= wanted)
+
+
+def test_large_budgets_are_spent_in_few_steps_and_never_exceeded() -> None:
+    random = np.random.default_rng(0)
+    layers = [Layer(list(np.sort(random.random(8))[::-1]), int(random.integers(1e5, 1e6)), 1, 4) for _ in range(30)]
+    uniform = [layer.uniform for layer in layers]
+    budget = cost_of(layers, uniform)
+    chosen = least_error(layers, budget)
+    assert 0.99 * budget <= cost_of(layers, chosen) <= budget
+    assert gain_of(layers, chosen) > gain_of(layers, uniform)
+    assert cost_of(layers, fewest_bytes(layers)) < budget
+
+
+def test_a_budget_that_is_too_small_buys_the_least() -> None:
+    assert least_error([Layer([1.0, 1.0, 1.0], 5, 2, 2), Layer([1.0, 1.0], 7, 1, 2)], 16) == [2, 1]
+
+
+def cost_of(layers: Sequence[Layer], chosen: Sequence[int]) -> int:
+    return sum(layer.cost * columns for layer, columns in zip(layers, chosen, strict=True))
+
+
+def gain_of(layers: Sequence[Layer], chosen: Sequence[int]) -> float:
+    return sum(sum(layer.gains[:columns]) for layer, columns in zip(layers, chosen, strict=True))
+
+
+# --- what it chooses by -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_norms_are_right_and_do_not_depend_on_the_order_of_a_sum(scale: float) -> None:
+    """Elements are rounded to 2⁻¹⁵ of their row's largest, or 2⁻¹⁶ off, each: so is the norm at most, times √m."""
+    Q = torch.randn(5, 200, generator=torch.Generator().manual_seed(0)) * scale
+    Q[3] = 0
+    norms = _norms_of_rows(Q)
+    largest = Q.abs().amax(dim=1).double()
+    assert ((norms - Q.double().norm(dim=1)).abs() <= largest * 2**-16 * 200**0.5 + norms * 2**-22).all()
+    for seed in range(20):
+        order = torch.randperm(200, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(_norms_of_rows(Q[:, order]), norms)
+
+
+def flat_and_steep(seed: int, world_size: int = 2) -> list[list[Tensor]]:
+    """Return gradients of three layers with one large direction each, and of one whose spectrum is flat."""
+    generator = torch.Generator().manual_seed(seed)
+    spectra = [torch.tensor([1.0] + [0.01] * 23).double()] * 3 + [torch.ones(24).double()]
+    mean = []
+    for spectrum in spectra:
+        U, V = (torch.linalg.qr(torch.randn(size, 24, generator=generator).double())[0] for size in (24, 40))
+        mean.append((U * spectrum) @ V.t())
+    return [mean] * world_size
+
+
+def run(compressor: Compressor, gradients: list[list[Tensor]], steps: int, last: int) -> tuple[float, float, Workers]:
+    """Return bytes and the squared error of a step, on average over the last ones."""
+    workers = Workers(compressor, 2, [torch.zeros_like(own) for own in gradients[0]], policy="fused")
+    error, before = 0.0, 0
+    for step in range(steps):
+        if step == steps - last:
+            before = workers.traffic.payload_bytes
+        means = workers.step(gradients)[0]
+        if step >= steps - last:
+            error += sum(float((mean - mean_of(gradients, i)).square().sum()) for i, mean in enumerate(means))
+    return (workers.traffic.payload_bytes - before) / last, error / last, workers
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_flat_spectrum_gets_the_columns_that_steep_ones_do_not_need(seed: int) -> None:
+    """For a whole window it spends no more than the uniform rank, and leaves less; or leaves no more, and spends less.
+
+    Measured after one window, over the next; without error feedback, so that a step's error is what it leaves.
+    """
+    gradients = flat_and_steep(seed)
+    uniform_bytes, uniform_error, _ = run(PowerSGD(rank=3), gradients, 40, 20)
+    settings: dict[str, Any] = {"rank": 3, "min_rank": 1, "max_rank": 6, "every": 20}
+
+    spent, error, workers = run(AdaptiveRank(**settings), gradients, 40, 20)
+    assert choices(workers) == choices(workers, rank=1) and choices(workers)[3] == 6
+    assert spent <= uniform_bytes and error < 0.9 * uniform_error
+    spent, error, workers = run(AdaptiveRank(rule="fewest-bytes", **settings), gradients, 40, 20)
+    print(f"seed {seed}: {uniform_bytes / spent:.2f} times fewer bytes at {error / uniform_error:.4f} of the error")
+    assert choices(workers) == [1, 1, 1, 3]
+    assert uniform_bytes >= 1.5 * spent and error <= 1.001 * uniform_error
+
+
+def test_accordion_gives_the_high_rank_to_layers_whose_norm_changes() -> None:
+    compressor = ErrorFeedback(inner=AdaptiveRank(rule="accordion", every=4, eta=0.5))
+    workers = Workers(compressor, 2, zeros((40, 60), (40, 60)))
+    for step in range(9):
+        gradients = normal(workers.parameters, 2, seed=0)
+        for own in gradients:
+            own[1] *= 0.4 if step >= 4 else 1.0
+        workers.step(gradients)
+        assert choices(workers) == ([0, 0] if step < 1 else [8, 8] if step < 5 else [4, 8])
+    workers.step(gradients)
+    assert choices(workers) == [4, 4]
+
+
+# --- the choice is state ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["least-error", "accordion"])
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+def test_a_run_is_resumed_bit_for_bit_wherever_in_a_window_it_was_saved(policy: str, rule: Any) -> None:
+    compressor = ErrorFeedback(inner=AdaptiveRank(rank=3, max_rank=5, every=5, rule=rule))
+    ran = Workers(compressor, 2, zeros(*SHAPES), buckets=2, policy=policy, atomic=True)
+    saved, means = [], []
+    for step in range(12):
+        saved.append(ran.saved())
+        means.append(ran.step(normal(ran.parameters, 2, seed=step)))
+    assert len(set(choices(ran))) > 1
+    for first in range(1, 12):
+        resumed = Workers(compressor, 2, zeros(*SHAPES), buckets=2, policy=policy, atomic=True)
+        resumed.resume(saved[first])
+        for step in range(first, min(first + 3, 12)):
+            ours = resumed.step(normal(ran.parameters, 2, seed=step))
+            assert all(torch.equal(a, b) for a, b in zip(ours[0], means[step][0], strict=True)), (first, step)
+
+
+def test_a_step_that_measured_and_did_not_count_changes_no_choice() -> None:
+    compressor = ErrorFeedback(inner=AdaptiveRank(rank=3, max_rank=5, every=5))
+    workers = Workers(compressor, 2, zeros(*SHAPES), policy="fused", atomic=True)
+    for step in range(6):
+        workers.step(normal(workers.parameters, 2, seed=step))
+    before = choices(workers)
+    spoiled = normal(workers.parameters, 2, seed=6)
+    spoiled[1][2][3, 4] = float("nan")
+    workers.step(spoiled)
+    workers.step(normal(workers.parameters, 2, seed=7))
+    assert choices(workers) == before and any(before)
+
+
+@pytest.mark.parametrize("wrap", ["rules", "start after"])
+def test_it_chooses_inside_of_other_compressors(wrap: str) -> None:
+    inner = ErrorFeedback(inner=AdaptiveRank(rank=3, max_rank=5, every=5))
+    outer = PerParameter(rules=(("layer[02]", inner),)) if wrap == "rules" else StartAfter(inner=inner, steps=2)
+    workers = Workers(outer, 2, zeros(*SHAPES), policy="fused")
+    for step in range(10):
+        workers.step(normal(workers.parameters, 2, seed=step))
+    chosen = [bool(choice) for choice in choices(workers)]
+    assert chosen == ([True, False, True, False] if wrap == "rules" else [True, False, True, True])
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"min_rank": 0}, r"AdaptiveRank\(min_rank=0\): min_rank must be an integer of at least 1."),
+        ({"rank": 1}, r"AdaptiveRank\(rank=1\): rank must be an integer of at least 2."),
+        ({"max_rank": 3}, "max_rank must be an integer of at least 4"),
+        ({"every": 2}, "every must be an integer of at least 3"),
+        ({"rule": "best"}, "rule must be one of least-error, fewest-bytes, accordion"),
+        ({"eta": -0.1}, "eta must be 0 or more"),
+        ({"min_compression_rate": 0}, "min_compression_rate must be above 0"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        AdaptiveRank(**settings)
