@@ -8,10 +8,10 @@ layer: |Qₖ|² more for column k, as P is orthonormal. From that follows which 
 of a uniform rank, or need the fewest bytes for its error. "accordion" looks at gradient norms instead.
 Bytes on the wire: as PowerSGD at the chosen ranks. Two of `every` steps send `max_rank`: the first brings the columns
 up to date that were not in use, the second measures. "least-error" counts them in its budget. "accordion" has none of
-them, and sends one element more for each matrix in one of `every` steps. Biased; ω as PowerSGD's at `min_rank`, at most.
-Weakness: the choice is as old as the last measurement, and sees what one step leaves, not what error feedback makes of
-it later; errors are compared across layers as they are, which suits SGD better than Adam; and on a GPU the host waits
-once in `every` steps, to read the norms.
+them, and sends one element more for each matrix in one of `every` steps. Biased: ω as PowerSGD's, at `min_rank` at
+most. Weakness: the choice is as old as the last measurement, and sees what one step leaves, not what error feedback
+makes of it later, of which "fewest-bytes" leaves more than the uniform rank; errors are compared across layers as they
+are, which suits SGD better than Adam; and on a GPU the host waits once in `every` steps, to read the norms.
 
 Legend: M n×m a gradient plus its residual; Q its right factor, r×m; R the highest rank that pays for a matrix.
 """
