@@ -48,7 +48,8 @@ def test_residuals_in_bf16_lose_no_more_than_their_rounding(case: Case, dtype: t
             for kept in workers.states[rank].residuals():
                 assert kept.dtype == torch.bfloat16
         for index in range(3):
-            lost = unsent[index] + mean_of(gradients, index) - means[0][index].double() - workers.unsent(index)
+            to_send = mean_of(gradients, index) + case.decay * unsent[index]
+            lost = to_send - means[0][index].double() - workers.unsent(index)
             rounding = losses[index] + largest(means[0][index]) * bounds.unit_roundoff(dtype)
             assert largest(lost) <= rounding + rounded_in_bf16(workers, index), (step, index)
 
@@ -72,6 +73,7 @@ def test_with_residuals_in_bf16_the_running_mean_still_converges(case: Case) -> 
         for _ in range(60):
             before = [[workers.residual(rank, i).double() for i in range(2)] for rank in (0, 1)]
             rounding += losses_of_a_step(case, gradients, before)[0]
+            total += (1 - case.decay) * workers.unsent(0)  # faded
             total += workers.step(gradients)[0][0]
             kept = largest(*(workers.residual(rank, 0) for rank in (0, 1)))
             rounding += rounded_in_bf16(workers, 0) if storage == "bf16" else 0.0
