@@ -75,8 +75,8 @@ class Signum(Compressor):
         for slot, m in zip(bucket.slots, momenta, strict=True):
             if self.beta:
                 slot.commit("momentum", m, verdict.finite)
-            mean = slot.gradient
-            slot.write(mean.sign() + mean * 0)  # the sign of NaN is 0, which would hide it
+            signs = slot.gradient.sign()
+            slot.gradient.mul_(0).add_(signs)  # NaN stays: its sign is 0, which would hide it
 
 
 class _Verdict:

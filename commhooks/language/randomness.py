@@ -42,5 +42,7 @@ def seeded_normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
 
 def seeded_uniform(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
     """Return fp32 numbers, uniform in [0, 1), drawn on the device of `like`; those of another device are others."""
+    if like.is_meta:  # which has shapes alone, and no generator
+        return torch.empty(shape, dtype=torch.float32, device=like.device)
     generator = torch.Generator(like.device).manual_seed(seed)
     return torch.rand(shape, generator=generator, dtype=torch.float32, device=like.device)
