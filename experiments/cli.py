@@ -74,6 +74,26 @@ forward pass, a third of the compute, has nothing to send.
 """
 
 
+_LEADERBOARD_HELP = """
+Train two small tasks under every compressor, with and without error feedback, and say what each costs.
+
+The workers live in one process, and all runs have the same steps and data: only how gradients are averaged differs. \
+What comes out is accuracy against bytes and against compute, with the Pareto front, \
+differences to dense seed by seed, and error feedback's effect beside the one that GRACE published.
+
+[bold]All of them[/bold], about a quarter of an hour on two cores.
+
+    commhooks leaderboard --out runs/leaderboard
+
+[bold]A few[/bold], on one task, with more seeds.
+
+    commhooks leaderboard --only top-k,powersgd --tasks digits --seeds 10 --out runs/few
+
+[bold]The folder[/bold] gets leaderboard.html (one file that needs nothing else), runs.csv, standings.csv, \
+grace.csv and plots/*.png. Results that it holds already are replaced only with --overwrite.
+"""
+
+
 @app.callback()
 def commhooks() -> None:
     """Train models over several ranks under several gradient-compression hooks, and see what each one costs."""
@@ -157,6 +177,45 @@ def overlap(
             bucket_cap_mb=bucket_cap_mb,
         )
         console.print(overlap_table(measure_overlap(settings)))
+
+
+@app.command(help=_LEADERBOARD_HELP)
+def leaderboard(
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/leaderboard"),
+    tasks: Annotated[str, typer.Option(help="What to train, as a list.")] = ",".join(DEFAULT_TASKS),
+    seeds: Annotated[int, typer.Option(help="Runs of each compressor; more: narrower intervals.")] = 3,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps a run; default: the task's own.")] = None,
+    workers: Annotated[int, typer.Option(help="Workers that share each batch.")] = 4,
+    only: Annotated[str | None, typer.Option(help="Names of compressors, as a list; default: all.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the results of an earlier leaderboard in that folder.")
+    ] = False,
+    docs: Annotated[
+        Path | None, typer.Option(help="Folder that gets the tables and pictures of the documentation.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="How many runs at a time; default: one a core.")] = None,
+) -> None:
+    """Train under every compressor, and say what each costs."""
+    with _errors_in_words() as console:
+        from experiments.leaderboard import Leaderboard, run_leaderboard
+
+        board = Leaderboard(
+            out=out,
+            tasks=_names(tasks),
+            seeds=seeds,
+            steps=steps,
+            workers=workers,
+            only=None if only is None else _names(only),
+            overwrite=overwrite,
+            docs=docs,
+            processes=processes,
+            command=shlex.join(["commhooks", *sys.argv[1:]]),
+        )
+        run_leaderboard(board, console)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _link(rate: str, latency: str) -> LinkSettings:

@@ -1,7 +1,9 @@
-"""The folder that a comparison's results go to; nothing in it is lost unasked."""
+"""The folder that a command's results go to; nothing in it is lost unasked."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.report.page import HEAD as TITLE
@@ -9,28 +11,40 @@ from experiments.report.page import PICTURES
 from experiments.runs import HEAD, PARTIAL, RunResult
 
 REPORT = "report.html"
-_FOLDERS = ("results", "tensorboard", "plots")
 _EVENTS = "events.out.tfevents."  # how TensorBoard's writer names its files
 
 
-def prepare_folder(out: Path, *, overwrite: bool = False) -> None:
-    """Make the folder; with `overwrite`, remove from it what an earlier comparison wrote, and nothing else.
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a command writes into its folder."""
+
+    files: Mapping[str, str]  # by name, how its text begins
+    folders: tuple[str, ...]
+    pictures: tuple[str, ...]  # in plots/, of each task: <task>.<picture>.png
+    tasks: tuple[str, ...] = ()  # that there may be pictures of, besides those of the results that are there
+
+
+COMPARISON = Contents(files={REPORT: TITLE}, folders=("results", "tensorboard", "plots"), pictures=PICTURES)
+
+
+def prepare_folder(out: Path, contents: Contents = COMPARISON, *, overwrite: bool = False) -> None:
+    """Make the folder; with `overwrite`, remove from it what the same command wrote earlier, and nothing else.
 
     Raises:
-        ValueError: The folder holds results and `overwrite` is off, or it holds anything that no comparison wrote, or
-            it cannot be read or written.
+        ValueError: The folder holds results and `overwrite` is off, or it holds anything that this command has not
+            written, or it cannot be read or written.
 
     """
     try:
-        _prepare(out, overwrite)
+        _prepare(out, contents, overwrite)
     except OSError as error:
         raise ValueError(f"out: {out} cannot be used as a folder for results ({error}); name another one") from error
 
 
-def _prepare(out: Path, overwrite: bool) -> None:
+def _prepare(out: Path, contents: Contents, overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: {out} is a file; name a folder")
-    written = _written(out) if out.exists() else []
+    written = _written(out, contents) if out.exists() else []
     if written and not overwrite:
         raise ValueError(
             f"out: {out} holds results already ({_some(written, out)}); name another folder, or replace them with "
@@ -40,20 +54,21 @@ def _prepare(out: Path, overwrite: bool) -> None:
         path.unlink()
         if path.parent.parent.name == "tensorboard" and not any(path.parent.iterdir()):
             path.parent.rmdir()
-    for name in _FOLDERS:
+    for name in contents.folders:
         (out / name).mkdir(parents=True, exist_ok=True)
 
 
-def _written(out: Path) -> list[Path]:
-    """Return the files in `out`, all of which a comparison wrote; raise ValueError if some other thing is there.
+def _written(out: Path, contents: Contents) -> list[Path]:
+    """Return the files in `out`, all of which the command wrote; raise ValueError if some other thing is there.
 
     Results come last: they tell what else is a comparison's, also to one that follows an interrupted removal.
     """
-    strangers = [path for path in out.iterdir() if path.name not in (*_FOLDERS, REPORT) or path.is_symlink()]
+    known = (*contents.folders, *contents.files)
+    strangers = [path for path in out.iterdir() if path.name not in known or path.is_symlink()]
     if not strangers:  # another folder, somebody's home for one, is not searched to its depths
         paths = sorted(out.rglob("*"), key=lambda path: (path.parent == out / "results", path))
         runs = {path.stem for path in paths if _is_result(path)}
-        strangers = [path for path in paths if not _is_own(path, path.relative_to(out).parts, runs)]
+        strangers = [path for path in paths if not _is_own(path, path.relative_to(out).parts, contents, runs)]
     if strangers:
         raise ValueError(
             f"out: {out} holds files of another kind ({_some(strangers, out)}); name a new or empty folder"
@@ -61,20 +76,20 @@ def _written(out: Path) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def _is_own(path: Path, parts: tuple[str, ...], runs: set[str]) -> bool:
-    """Return whether a comparison wrote this file, by its name and content, or made this folder."""
+def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[str]) -> bool:
+    """Return whether the command wrote this file, by its name and content, or made this folder."""
     if path.is_dir():
-        return parts[0] in _FOLDERS and len(parts) <= (2 if parts[0] == "tensorboard" else 1)
+        return parts[0] in contents.folders and len(parts) <= (2 if parts[0] == "tensorboard" else 1)
     if path.is_symlink() or not path.is_file():
         return False
     match parts:
         case (name,):
-            return name == REPORT and _begins(path, TITLE)
+            return name in contents.files and _begins(path, contents.files[name])
         case ("results", name):
             return _is_result(path) or (name.endswith(PARTIAL) and _begins(path, HEAD))
         case ("plots", name):
-            tasks = {run.partition(".")[0] for run in runs}
-            return name in {f"{task}.{picture}.png" for task in tasks for picture in PICTURES}
+            tasks = {run.partition(".")[0] for run in runs}.union(contents.tasks)
+            return name in {f"{task}.{picture}.png" for task in tasks for picture in contents.pictures}
         case ("tensorboard", run, name):
             return run in runs and name.startswith(_EVENTS)
     return False

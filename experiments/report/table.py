@@ -20,9 +20,11 @@ from experiments.summary import Summary
 def summary_tables(summaries: list[Summary], title: str) -> list[Table]:
     """Return one task's runs as two tables: what came out, and what it cost."""
     first = summaries[0]
-    outcome = _table(f"{title}: what came out", ("held-out loss", "accuracy", "steps to\ntarget", "time to\ntarget"))
+    outcome = plain_table(
+        f"{title}: what came out", ("held-out loss", "accuracy", "steps to\ntarget", "time to\ntarget")
+    )
     outcome.caption = f"target: training loss {first.target_loss:.3f}"
-    cost = _table(
+    cost = plain_table(
         f"{title}: what it cost",
         (
             "moved\nper rank",
@@ -40,10 +42,11 @@ def summary_tables(summaries: list[Summary], title: str) -> list[Table]:
     return [outcome, cost]
 
 
-def _table(title: str, headings: tuple[str, ...]) -> Table:
+def plain_table(title: str, headings: tuple[str, ...], first: str = "hook") -> Table:
+    """Return an empty table: names in its first column, numbers in the others."""
     style = {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
     table = Table(title=title, box=SIMPLE_HEAD, **style)  # type: ignore[arg-type]  # the values are of the right kinds
-    table.add_column("hook", overflow="fold")
+    table.add_column(first, overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

@@ -1,0 +1,119 @@
+"""What the leaderboard trains with: every registered compressor at its usual settings, with and without feedback."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from commhooks import COMPRESSORS, Compressor, ErrorFeedback
+from commhooks.errors import CommHooksError
+from experiments.hooks import make_hook
+from experiments.runs import HookSpec
+from experiments.tasks import Task
+
+DENSE = "all-reduce"
+"""What the others are measured against."""
+
+USUAL: Mapping[str, tuple[str, ...]] = {
+    "powersgd": ("powersgd:rank=1", "powersgd:rank=4"),
+    "random-k": ("random-k:ratio=0.01", "random-k:ratio=0.1"),
+    "top-k": ("top-k:ratio=0.01", "top-k:ratio=0.1"),
+}
+"""Settings that papers report, by name; a name that is missing here runs once, at its defaults."""
+
+SKIPPED: Mapping[str, str] = {"noop": "it exchanges nothing, so there is no common model to judge"}
+"""Names that cannot take part, and why."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A compressor at one setting, with or without error feedback."""
+
+    spec: HookSpec
+    feedback: bool
+
+    @property
+    def label(self) -> str:
+        """Its settings, and '+ EF' if it has error feedback."""
+        return f"{self.spec.label} + EF" if self.feedback else self.spec.label
+
+    @property
+    def other(self) -> Contender:
+        """The same with error feedback if this is without, and the reverse."""
+        return dataclasses.replace(self, feedback=not self.feedback)
+
+    def make(self, seed: int = 0) -> Compressor:
+        """Return a fresh compressor; raise ValueError if there is none of that kind."""
+        settings = (*self.spec.settings, ("error_feedback", self.feedback))
+        return make_hook(HookSpec(self.spec.name, settings), seed)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What does not take part, and why."""
+
+    label: str
+    reason: str
+
+
+def known_names(names: Iterable[str], known: Sequence[str], what: str) -> list[str]:
+    """Return the names; raise ValueError, with the nearest that there is, for one that is unknown or comes twice."""
+    found = list(names)
+    for name in found:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{what} {name!r} is not known: expected some of {', '.join(known)}{hint}")
+        if found.count(name) > 1:
+            raise ValueError(f"{what} {name!r} is asked for twice")
+    return found
+
+
+def contenders(names: Iterable[str] | None, task: Task) -> tuple[list[Contender], list[LeftOut]]:
+    """Return all forms of the compressors of these names that can train the task, dense first, and what cannot.
+
+    Args:
+        names: Of compressors; None: all that are registered.
+        task: Whose model's parameters they must accept.
+
+    Raises:
+        ValueError: A name is not registered, or comes twice.
+
+    """
+    chosen = sorted(COMPRESSORS) if names is None else known_names(names, sorted(COMPRESSORS), "compressor")
+    forms, left_out = [Contender(HookSpec(DENSE), feedback=False)], list[LeftOut]()
+    for name in (name for name in chosen if name != DENSE):
+        if name in SKIPPED:
+            left_out.append(LeftOut(name, SKIPPED[name]))
+            continue
+        for text in USUAL.get(name, (name,)):
+            found, refused = _forms(HookSpec.parse(text), task)
+            forms += found
+            left_out += refused
+    return forms, left_out
+
+
+def _forms(spec: HookSpec, task: Task) -> tuple[list[Contender], list[LeftOut]]:
+    """Return a compressor without and with error feedback, if the two differ; in place of one that is refused, why."""
+    parameters = {name: parameter.detach() for name, parameter in task.model(0).named_parameters()}
+    found, refused = list[Contender](), list[LeftOut]()
+    for contender in (Contender(spec, feedback=False), Contender(spec, feedback=True)):
+        try:
+            compressor = contender.make()
+            compressor.check_parameters(parameters)
+        except (CommHooksError, ValueError) as error:
+            refused.append(LeftOut(contender.label, str(error)))
+            continue
+        inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+        if not contender.feedback or any(inner.loses(*one) for one in parameters.items()):
+            found.append(contender)
+    return found, refused
+
+
+def relative_error(contender: Contender, task: Task) -> float:
+    """Return the largest relative error ω that the compressor declares for a parameter of the task's model."""
+    compressor = contender.make()
+    sizes = {parameter.numel() for parameter in task.model(0).parameters()}
+    return max(compressor.relative_error(size) for size in sizes)

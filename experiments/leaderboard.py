@@ -1,0 +1,228 @@
+"""Runs the leaderboard: trains under every contender with every seed, times each, and writes what came of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from commhooks.errors import CommHooksError
+from experiments.contenders import Contender, LeftOut, contenders, known_names
+from experiments.grace import compare_with_grace
+from experiments.launch import Send, run_world
+from experiments.lockstep import time_in_lockstep, train_in_lockstep
+from experiments.report.board import Results, RunsFile, prepare_board, print_board, write_board
+from experiments.standings import SCORES, Run, Standing, standings
+from experiments.summary import Spread
+from experiments.tasks import make_task
+
+SIZE = "tiny"
+"""Of the models that are trained: a compressor has its bytes and its error at any size, and runs by the hundred fit
+into minutes."""
+_SILENCE_SECONDS = 900.0  # after which the processes count as stuck: the slowest run takes less than a minute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaderboard:
+    """What is run, and where the results go."""
+
+    out: Path
+    tasks: tuple[str, ...] = ("digits", "gpt")
+    seeds: int = 3
+    steps: int | None = None  # None: each task's own
+    workers: int = 4
+    only: tuple[str, ...] | None = None  # names of compressors; None: all
+    overwrite: bool = False  # what an earlier leaderboard wrote there
+    docs: Path | None = None  # a folder that gets the tables and pictures for the documentation
+    processes: int | None = None  # None: one for each core
+    timed: tuple[str, str] = ("gpt", "medium")  # the task and size whose gradient is compressed against the clock
+    rounds: int = 7  # of that
+    command: str = "commhooks leaderboard"  # how a reader gets the same again
+
+    def __post_init__(self) -> None:
+        known_names(self.tasks, list(SCORES), "task")
+        if not self.tasks or self.only == ():
+            raise ValueError("nothing to run: name at least one task and one compressor")
+        for name, least in (("seeds", 2), ("steps", 1), ("workers", 2), ("processes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least} (got {value})")
+
+    def steps_of(self, task: str) -> int:
+        """Return how many steps a run of the task takes."""
+        return make_task(task, SIZE).default_steps if self.steps is None else self.steps
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run that is to be made."""
+
+    task: str
+    contender: Contender
+    seed: int
+    steps: int
+    workers: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How many times as long as a copy of the gradient one worker compresses and decompresses it."""
+
+    contender: Contender
+    times: Spread
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A run, or a timing (a task of None), that a compressor ended with an error."""
+
+    task: str | None
+    contender: Contender
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the processes are to do."""
+
+    jobs: Sequence[Job]
+    timed: Sequence[Contender]
+    task: tuple[str, str]
+    workers: int
+    rounds: int
+
+
+def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
+    """Make all runs, write the results, and return the standings.
+
+    Raises:
+        ValueError: A name is not known, or the folder cannot be used; see `prepare_folder`.
+
+    """
+    jobs, left_out = _plan(board)
+    timed = list(dict.fromkeys(job.contender for job in jobs))
+    prepare_board(board.out, overwrite=board.overwrite)
+    listener = _Listener(board.out, jobs, timed, left_out)
+    with _progress(console) as progress:
+        listener.show(progress)
+        work = _Work(jobs, timed, board.timed, board.workers, board.rounds)
+        processes = min(board.processes or len(os.sched_getaffinity(0)), len(jobs))
+        run_world(_share, processes, work, listener, timeout=_SILENCE_SECONDS)
+    runs = listener.whole_runs()
+    results = Results(
+        standings=standings(runs, listener.times),
+        grace=compare_with_grace(runs, left_out),
+        left_out=list(dict.fromkeys(left_out)),
+        seeds=board.seeds,
+        workers=board.workers,
+        size=SIZE,
+        steps={task: board.steps_of(task) for task in board.tasks},
+        timed=board.timed,
+        rounds=board.rounds,
+        command=board.command,
+    )
+    write_board(results, board.out, board.docs)
+    print_board(results, board.out, console)
+    return results.standings
+
+
+def train_jobs(jobs: Sequence[Job], processes: int, on_message: Callable[[object], None]) -> None:
+    """Make the runs and nothing else, and pass each `Run` or `Failed` on."""
+    run_world(_share, processes, _Work(jobs, (), ("", ""), 0, 0), on_message, timeout=_SILENCE_SECONDS)
+
+
+def _plan(board: Leaderboard) -> tuple[list[Job], list[LeftOut]]:
+    jobs, left_out = list[Job](), list[LeftOut]()
+    for task in board.tasks:
+        found, refused = contenders(board.only, make_task(task, SIZE))
+        left_out += refused
+        steps = board.steps_of(task)
+        jobs += [Job(task, one, seed, steps, board.workers) for one in found for seed in range(board.seeds)]
+    return jobs, left_out
+
+
+def _share(process: int, processes: int, work: _Work, send: Send) -> None:
+    """Make this process's share of the runs; when all are made, one process times all contenders."""
+    torch.set_num_threads(1)
+    for job in work.jobs[process::processes]:
+        task = make_task(job.task, SIZE)
+        try:
+            compressor = job.contender.make(job.seed)
+            trained = train_in_lockstep(task, compressor, seed=job.seed, steps=job.steps, workers=job.workers)
+        except (CommHooksError, ValueError) as error:  # of one contender: the others go on
+            send(Failed(job.task, job.contender, str(error)))
+        else:
+            send(Run(job.task, job.contender, job.seed, trained))
+    dist.barrier()
+    for contender in work.timed if process == 0 else ():
+        try:
+            task = make_task(*work.task)
+            times = time_in_lockstep(task, contender.make(), seed=0, workers=work.workers, rounds=work.rounds)
+        except (CommHooksError, ValueError) as error:
+            send(Failed(None, contender, str(error)))
+        else:
+            send(Timing(contender, times))
+
+
+class _Listener:
+    """Collects what arrives, writes each run as it comes, and moves the progress bars."""
+
+    def __init__(self, out: Path, jobs: Sequence[Job], timed: Sequence[Contender], left_out: list[LeftOut]) -> None:
+        self.times: dict[Contender, Spread] = {}
+        self._runs: dict[tuple[str, Contender, int], Run] = {}
+        self._order = [(job.task, job.contender, job.seed) for job in jobs]
+        self._left_out = left_out
+        self._failed: set[tuple[str, Contender]] = set()
+        self._timed = len(timed)
+        self._file = RunsFile(out)
+
+    def show(self, progress: Progress) -> None:
+        """Put two bars up."""
+        self._progress = progress
+        self._bars = progress.add_task("train", total=len(self._order)), progress.add_task("time", total=self._timed)
+
+    def __call__(self, message: object) -> None:
+        if isinstance(message, Run):
+            self._runs[message.task, message.contender, message.seed] = message
+            self._file.append(message)
+            self._say_if_whole(message)
+        elif isinstance(message, Timing):
+            self.times[message.contender] = message.times
+        elif isinstance(message, Failed):
+            what = f"{message.contender.label} ({message.task or 'timing'})"
+            self._left_out.append(LeftOut(what, message.reason))
+            if message.task is not None:
+                self._failed.add((message.task, message.contender))
+        is_run = isinstance(message, Run) or (isinstance(message, Failed) and message.task is not None)
+        self._progress.advance(self._bars[0 if is_run else 1])
+
+    def whole_runs(self) -> list[Run]:
+        """Return all runs in the order in which they were planned, without those of contenders that failed."""
+        return [self._runs[key] for key in self._order if key[:2] not in self._failed]
+
+    def _say_if_whole(self, run: Run) -> None:
+        keys = [key for key in self._order if key[:2] == (run.task, run.contender)]
+        own = [self._runs[key] for key in keys if key in self._runs]
+        if len(own) < len(keys):
+            return
+        score = SCORES[run.task]
+        text = ", ".join(f"{score.of(one.trained):.3f}" for one in own)
+        self._progress.console.print(f"{run.task} · {run.contender.label}: {score.name} {text}", highlight=False)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,227 @@
+"""Writes what the leaderboard found: CSV files, pictures, one HTML file, and tables for the documentation."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.contenders import LeftOut
+from experiments.grace import Comparison
+from experiments.lockstep import Trained
+from experiments.machine import machine, versions
+from experiments.output import Contents, prepare_folder
+from experiments.report.board_plots import PICTURES, score_against_bytes, score_against_compute
+from experiments.report.page import data_uri, head, template
+from experiments.report.plots import THEMES
+from experiments.report.standing_rows import (
+    GRACE_HEADINGS,
+    front_in_words,
+    grace_row,
+    headings,
+    score_in_words,
+    standing_row,
+)
+from experiments.report.table import plain_table
+from experiments.standings import SCORES, Run, Standing
+from experiments.tasks import make_task
+
+PAGE, RUNS, STANDINGS, GRACE, TABLES = "leaderboard.html", "runs.csv", "standings.csv", "grace.csv", "tables.md"
+_RUN_FIELDS = ["task", "compressor", "error_feedback", "seed", *(field.name for field in dataclasses.fields(Trained))]
+_GRACE_FIELDS = ["method", "ours", "without", "with", "difference", "low", "high", "verdict"]
+_STANDING_FIELDS = [
+    *("task", "compressor", "error_feedback", "score_name", "score", "lowest", "highest"),
+    *("difference", "difference_low", "difference_high", "payload_bytes", "moved_bytes", "ratio", "residual"),
+    *("diverged", "compute", "compute_low", "compute_high", "on_front"),
+]
+_CONTENTS = Contents(
+    files={
+        PAGE: head("leaderboard"),
+        RUNS: ",".join(_RUN_FIELDS),
+        STANDINGS: ",".join(_STANDING_FIELDS),
+        GRACE: ",".join(_GRACE_FIELDS),
+    },
+    folders=("plots",),
+    pictures=PICTURES,
+    tasks=tuple(SCORES),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All that a leaderboard found, and how."""
+
+    standings: list[Standing]
+    grace: list[Comparison]
+    left_out: list[LeftOut]
+    seeds: int
+    workers: int
+    size: str
+    steps: Mapping[str, int]  # of a run, by task
+    timed: tuple[str, str]  # task and size
+    rounds: int
+    command: str
+
+    def of(self, task: str) -> list[Standing]:
+        """Return the standings of a task."""
+        return [row for row in self.standings if row.task == task]
+
+
+def prepare_board(out: Path, *, overwrite: bool) -> None:
+    """Make the folder; see `prepare_folder`."""
+    prepare_folder(out, _CONTENTS, overwrite=overwrite)
+
+
+class RunsFile:
+    """The table of runs, which grows as they end: what was done before Ctrl-C is kept."""
+
+    def __init__(self, out: Path) -> None:
+        self._path = out / RUNS
+        _write_csv(self._path, _RUN_FIELDS, [])
+
+    def append(self, run: Run) -> None:
+        """Add a run."""
+        row = [run.task, run.contender.spec.label, run.contender.feedback, run.seed]
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow([*row, *dataclasses.astuple(run.trained)])
+
+
+def write_board(results: Results, out: Path, docs: Path | None) -> None:
+    """Write tables, pictures and the page into `out`, and what the documentation shows into `docs`."""
+    _write_csv(out / STANDINGS, _STANDING_FIELDS, map(_standing_values, results.standings))
+    _write_csv(out / GRACE, _GRACE_FIELDS, map(_grace_values, results.grace))
+    plots = _plots(results)
+    for folder in [out / "plots"] if docs is None else [out / "plots", docs]:
+        folder.mkdir(parents=True, exist_ok=True)
+        for (task, picture, theme), png in plots.items():
+            if theme == THEMES[0].name:
+                (folder / f"{task}.{picture}.png").write_bytes(png)
+    (out / PAGE).write_text(_page(results, plots), encoding="utf-8")
+    if docs is not None:
+        (docs / TABLES).write_text(_markdown(results, docs.name), encoding="utf-8")
+
+
+def print_board(results: Results, out: Path, console: Console) -> None:
+    """Print the standings, what was left out, and where the results are."""
+    for task in results.steps:
+        rows = results.of(task)
+        console.print()
+        title = f"{task}, {results.steps[task]} steps, {results.seeds} seeds"
+        console.print(_terminal_table(f"{title}: what came out", rows, slice(1, 4)))
+        console.print(_terminal_table(f"{title}: what it cost", rows, slice(4, None)))
+        console.print(f"Pareto front, from few bytes to many: {front_in_words(rows)}", highlight=False)
+    for one in results.left_out:
+        console.print(f"left out: {one.label}: {one.reason}", highlight=False, markup=False)
+    console.print(f"\nreport  {out / PAGE}", highlight=False, soft_wrap=True)
+
+
+def _terminal_table(title: str, rows: Sequence[Standing], columns: slice) -> Table:
+    table = plain_table(title, headings(rows[0].task)[columns], first="compressor")
+    table.caption = "bold: on the Pareto front"
+    for row in rows:
+        cells = standing_row(row)
+        table.add_row(cells[0], *cells[columns], style="bold" if row.on_front else "")
+    return table
+
+
+def _plots(results: Results) -> dict[tuple[str, str, str], bytes]:
+    draw = {"bytes": score_against_bytes, "compute": score_against_compute}
+    return {
+        (task, picture, theme.name): draw[picture](results.of(task), theme)
+        for task in results.steps
+        for picture in PICTURES
+        for theme in THEMES
+    }
+
+
+def _page(results: Results, plots: Mapping[tuple[str, str, str], bytes]) -> str:
+    return template("board.html.j2").render(
+        name="leaderboard",
+        title=f"{len(results.of(next(iter(results.steps))))} ways to average a gradient",
+        results=results,
+        sections=[_section(results, task, plots) for task in results.steps],
+        grace_headings=GRACE_HEADINGS,
+        grace=[grace_row(one) for one in results.grace],
+        facts=list(_facts().items()),
+        command=results.command,
+    )
+
+
+def _section(results: Results, task: str, plots: Mapping[tuple[str, str, str], bytes]) -> dict[str, object]:
+    rows = results.of(task)
+    pictures = [{theme.name: data_uri(plots[task, picture, theme.name]) for theme in THEMES} for picture in PICTURES]
+    description = make_task(task, results.size).description
+    return {
+        "task": task,
+        "description": description[0].upper() + description[1:],
+        "steps": results.steps[task],
+        "headings": headings(task),
+        "rows": [(row.on_front, standing_row(row)) for row in rows],
+        "front": [(row.contender.label, score_in_words(row), standing_row(row)[4]) for row in rows if row.on_front],
+        "plots": pictures,
+    }
+
+
+def _facts() -> dict[str, str]:
+    here = machine()
+    return {
+        "processor": f"{here['processor']}, {here['cores']} cores, one thread a process",
+        "load": f"{here['load']} processes wanted to run, in the minute before the end",
+        "system": str(here["system"]),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+    }
+
+
+def _markdown(results: Results, folder: str) -> str:
+    """Return the tables and pictures of the documentation's page, all that is measured on it."""
+    lines = [
+        f"`{results.command}`: {results.workers} workers, {results.seeds} seeds. {'; '.join(_facts().values())}.",
+        "",
+    ]
+    for task, steps in results.steps.items():
+        rows = results.of(task)
+        lines += [f"### {task}", "", f"{make_task(task, results.size).description}; {steps} steps.", ""]
+        lines += [f"![{task}: {picture}]({folder}/{task}.{picture}.png)" for picture in PICTURES]
+        lines += ["", f"Pareto front, from few bytes to many: {front_in_words(rows, code=True)}.", ""]
+        lines += _markdown_table(headings(task), [standing_row(row) for row in rows])
+    if results.grace:
+        lines += ["### Error feedback, beside GRACE", ""]
+        lines += _markdown_table(GRACE_HEADINGS, [grace_row(one) for one in results.grace])
+    if results.left_out:
+        lines += ["### Left out", "", *(f"- `{one.label}`: {one.reason}" for one in results.left_out), ""]
+    return "\n".join(lines)
+
+
+def _markdown_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    table = [names, ["---", *["---:"] * (len(names) - 1)], *rows]
+    return [*("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table), ""]
+
+
+def _write_csv(path: Path, fields: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(fields)
+        writer.writerows(rows)
+
+
+def _standing_values(row: Standing) -> list[object]:
+    difference, compute = row.difference, row.compute
+    return [
+        *(row.task, row.contender.spec.label, row.contender.feedback, SCORES[row.task].name),
+        *(row.score, row.lowest, row.highest),
+        *((difference.mean, difference.low, difference.high) if difference else ("", "", "")),
+        *(row.payload_bytes, row.moved_bytes, row.ratio, row.residual, row.diverged),
+        *((compute.median, compute.low, compute.high) if compute else ("", "", "")),
+        row.on_front,
+    ]
+
+
+def _grace_values(one: Comparison) -> list[object]:
+    ours, published = one.ours, one.published
+    mine = (ours.mean, ours.low, ours.high) if ours else ("", "", "")
+    return [published.method, published.ours, published.without, published.with_feedback, *mine, one.verdict]

@@ -1,0 +1,83 @@
+"""The leaderboard's tables in words, the same for a terminal, a page and the documentation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from experiments.grace import Comparison
+from experiments.report.words import NEVER, bytes_in_words, percent, times
+from experiments.standings import SCORES, Interval, Standing
+from experiments.summary import Spread
+
+GRACE_HEADINGS = ("method", "GRACE: without → with", "ours", "ours: points gained", "sign")
+
+
+def headings(task: str) -> tuple[str, ...]:
+    """Return what is over each column of a task's table."""
+    score = SCORES[task]
+    return (
+        "compressor",
+        f"{score.name} (range)",
+        f"against dense, {score.unit}",
+        "residual / gradient",
+        "payload a step",
+        "smaller than dense",
+        "moved a step",
+        "compute, copies",
+    )
+
+
+def standing_row(row: Standing) -> list[str]:
+    """Return a contender's cells."""
+    score = SCORES[row.task]
+    return [
+        row.contender.label,
+        score_in_words(row),
+        NEVER if row.difference is None else interval_in_words(row.difference.scaled(score.scale)),
+        NEVER if row.residual is None else f"{row.residual:.3g}",
+        bytes_in_words(row.payload_bytes),
+        times(row.ratio),
+        bytes_in_words(row.moved_bytes),
+        NEVER if row.compute is None else _spread(row.compute),
+    ]
+
+
+def score_in_words(row: Standing) -> str:
+    """Return the mean score and the range over the seeds, and how many seeds diverged."""
+    mean, low, high = (_score(value, row.task) for value in (row.score, row.lowest, row.highest))
+    diverged = f", {row.diverged} diverged" if row.diverged else ""
+    return f"{mean} ({low} – {high}{diverged})"
+
+
+def interval_in_words(interval: Interval) -> str:
+    """Return the mean difference and its interval."""
+    if not math.isfinite(interval.mean):
+        return "diverged"
+    return f"{interval.mean:+.2f} ({interval.low:+.2f} to {interval.high:+.2f})"
+
+
+def front_in_words(rows: Sequence[Standing], *, code: bool = False) -> str:
+    """Return the names of the contenders on the Pareto front, from few bytes to many."""
+    front = sorted((row for row in rows if row.on_front), key=lambda row: row.payload_bytes)
+    return ", ".join(f"`{row.contender.label}`" if code else row.contender.label for row in front)
+
+
+def grace_row(one: Comparison) -> list[str]:
+    """Return a published method's cells."""
+    published = one.published
+    return [
+        published.method,
+        f"{published.without:.1f} → {published.with_feedback:.1f}",
+        published.ours,
+        NEVER if one.ours is None else interval_in_words(one.ours),
+        one.verdict,
+    ]
+
+
+def _score(value: float, task: str) -> str:
+    return percent(value) if SCORES[task].scale == 100 else f"{value:.3f}"
+
+
+def _spread(spread: Spread) -> str:
+    return f"{spread.median:.1f} ({spread.low:.1f} – {spread.high:.1f})"

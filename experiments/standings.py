@@ -1,0 +1,158 @@
+"""What the leaderboard says of its runs: means, paired differences to dense with their intervals, and the front."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+from experiments.contenders import DENSE, Contender
+from experiments.lockstep import Trained
+from experiments.summary import Spread
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a task is judged."""
+
+    name: str
+    field: str  # of Trained
+    higher_is_better: bool
+    scale: float  # of a difference, in `unit`
+    unit: str
+
+    def of(self, run: Trained) -> float:
+        """Return the score of a run."""
+        return float(getattr(run, self.field))
+
+
+SCORES = {
+    "digits": Score("accuracy", "accuracy", higher_is_better=True, scale=100, unit="points"),
+    "gpt": Score("validation loss", "loss", higher_is_better=False, scale=1, unit="nats"),
+}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The mean of paired differences, and where the true one lies with a confidence of 95 % (Student's t)."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> Interval:
+        """Return the interval of at least two differences; infinite if one of them is not finite."""
+        mean = statistics.fmean(differences)
+        if not all(map(math.isfinite, differences)):
+            return cls(mean, -math.inf, math.inf)
+        error = statistics.stdev(differences) / math.sqrt(len(differences))
+        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1)) * error
+        return cls(mean, mean - half, mean + half)
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 if zero lies outside, else 0."""
+        return (self.low > 0) - (self.high < 0)
+
+    def scaled(self, factor: float) -> Interval:
+        """Return it in other units."""
+        return Interval(self.mean * factor, self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the leaderboard."""
+
+    task: str
+    contender: Contender
+    seed: int
+    trained: Trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """One contender on one task, over all seeds."""
+
+    task: str
+    contender: Contender
+    score: float  # mean over seeds
+    lowest: float
+    highest: float
+    difference: Interval | None  # to dense, seed by seed; None for dense itself
+    payload_bytes: float  # a step and worker
+    moved_bytes: float
+    ratio: float  # dense payload over this one's
+    residual: float | None  # norm at the end over the gradient's, mean over seeds
+    diverged: int  # seeds whose loss stopped being finite
+    compute: Spread | None  # times a copy of the gradient; None: not measured
+    on_front: bool = False
+
+
+def paired(runs: Sequence[Run], others: Sequence[Run], score: Score) -> Interval:
+    """Return by how much the first runs' score exceeds that of the others with the same seed."""
+    by_seed = {run.seed: score.of(run.trained) for run in others}
+    return Interval.of([score.of(run.trained) - by_seed[run.seed] for run in runs])
+
+
+def standings(runs: Sequence[Run], computes: dict[Contender, Spread]) -> list[Standing]:
+    """Return the standing of every contender of every task, in order of appearance; the Pareto front is marked."""
+    found = []
+    for task in dict.fromkeys(run.task for run in runs):
+        grouped: dict[Contender, list[Run]] = {}
+        for run in runs:
+            if run.task == task:
+                grouped.setdefault(run.contender, []).append(run)
+        dense = next(own for contender, own in grouped.items() if contender.spec.name == DENSE)
+        found += _with_front([_standing(own, dense, computes.get(contender)) for contender, own in grouped.items()])
+    return found
+
+
+def is_better(one: float, other: float, score: Score) -> bool:
+    """Return whether one score is better than the other; a number is better than NaN."""
+    if math.isnan(other):
+        return not math.isnan(one)
+    return one > other if score.higher_is_better else one < other
+
+
+def _standing(runs: Sequence[Run], dense: Sequence[Run], compute: Spread | None) -> Standing:
+    score, trained = SCORES[runs[0].task], [run.trained for run in runs]
+    scores = [score.of(one) for one in trained]
+    residuals = [one.residual for one in trained if one.residual is not None]
+    payload = statistics.fmean(one.payload_bytes for one in trained)
+    return Standing(
+        task=runs[0].task,
+        contender=runs[0].contender,
+        score=statistics.fmean(scores),
+        lowest=min(scores),
+        highest=max(scores),
+        difference=None if runs[0].contender == dense[0].contender else paired(runs, dense, score),
+        payload_bytes=payload,
+        moved_bytes=statistics.fmean(one.moved_bytes for one in trained),
+        ratio=statistics.fmean(run.trained.payload_bytes for run in dense) / payload if payload else math.inf,
+        residual=statistics.fmean(residuals) if residuals else None,
+        diverged=sum(one.diverged is not None for one in trained),
+        compute=compute,
+    )
+
+
+def _with_front(rows: Sequence[Standing]) -> list[Standing]:
+    """Mark what no other beats: at most as many bytes and a better score, or fewer bytes and at least the score."""
+    score, best, front = SCORES[rows[0].task], math.nan, set[int]()
+    # From few bytes to many, and the better first among equals: each one that improves on all before it.
+    by_bytes = sorted(range(len(rows)), key=lambda n: (rows[n].payload_bytes, _badness(rows[n].score, score)))
+    for number in by_bytes:
+        if is_better(rows[number].score, best, score):
+            best = rows[number].score
+            front.add(number)
+    return [dataclasses.replace(row, on_front=number in front) for number, row in enumerate(rows)]
+
+
+def _badness(value: float, score: Score) -> float:
+    return math.inf if math.isnan(value) else -value if score.higher_is_better else value
