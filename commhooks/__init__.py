@@ -72,13 +72,23 @@ from commhooks.hooks.stateless import hook_statistics
 from commhooks.language.bucket import BucketView, Slot, Tile
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Entry
-from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part, ReduceScatter, Request
+from commhooks.language.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Group,
+    Judge,
+    Layout,
+    Part,
+    ReduceScatter,
+    Request,
+)
 from commhooks.making import make_compressor
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
-from commhooks.wrappers import ErrorFeedback, Match, PerParameter, StartAfter, WireDtype, schedule
+from commhooks.wrappers import ErrorFeedback, Hierarchical, Match, PerParameter, StartAfter, WireDtype, schedule
 
 __all__ = [
     "AdaptiveRank",
@@ -111,7 +121,9 @@ __all__ = [
     "Exchanger",
     "FP8",
     "GradientError",
+    "Group",
     "Half",
+    "Hierarchical",
     "HookTypeError",
     "Int4",
     "Int8",

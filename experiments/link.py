@@ -104,11 +104,15 @@ class LinkSettings:
             )
 
     def seconds_for(self, collective: Collective, world_size: int) -> float:
-        """Return how long a ring of `world_size` ranks takes at least for the collective over this link."""
-        if world_size == 1:
+        """Return how long the ring of those of `world_size` ranks that take part takes at least over this link.
+
+        The link is between machines: what travels inside of one takes no time on it.
+        """
+        ranks = collective.ranks_in(world_size)
+        if ranks == 1 or (collective.group is not None and collective.group.kind == "inner"):
             return 0.0
         for_bytes = 8 * collective.ring_bytes(world_size) / self.bits_per_second if self.bits_per_second else 0.0
-        return for_bytes + ring_steps(collective, world_size) * self.latency_seconds
+        return for_bytes + ring_steps(collective, ranks) * self.latency_seconds
 
 
 def ring_steps(collective: Collective, world_size: int) -> int:

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from commhooks.errors import CollectiveError
+from commhooks.language.requests import Group, ranks_in
 from commhooks.tensors import tensor_bytes, tensor_elements
 
 CollectiveKind = Literal["all-reduce", "all-gather", "all-to-all", "reduce-scatter"]
@@ -28,8 +29,8 @@ class Collective:
     tensor: Tensor
     elements: int = -1
     """What was put in, if that is not the tensor's own elements: a message of bytes holds fewer, and larger, ones."""
-    group: str | None = None
-    """Which of the ranks take part; see `Request.group`."""
+    group: Group | None = None
+    """Which of the ranks take part; None: all."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -45,16 +46,21 @@ class Collective:
         """Elements that this rank puts in."""
         return self.elements if self.elements >= 0 else tensor_elements(self.tensor)
 
+    def ranks_in(self, world_size: int) -> int:
+        """Return how many of so many ranks take part."""
+        return ranks_in(self.group, world_size)
+
     def ring_bytes(self, world_size: int) -> int:
         """Return the bytes that one rank sends, on average over the ranks; see the function of this name."""
-        return ring_bytes(self.kind, self.payload_bytes, world_size, is_sparse=self.tensor.is_sparse)
+        ranks = self.ranks_in(world_size)
+        return ring_bytes(self.kind, self.payload_bytes, ranks, is_sparse=self.tensor.is_sparse)
 
     def room_for_answer(self, world_size: int) -> Tensor:
         """Return memory of the answer's shape: the tensor itself for an all-reduce."""
         if self.kind == "all-reduce":
             return self.tensor
         if self.kind == "all-gather":
-            return self.tensor.new_empty((world_size, *self.tensor.shape))
+            return self.tensor.new_empty((self.ranks_in(world_size), *self.tensor.shape))
         return self.tensor.new_empty(self.tensor.shape if self.kind == "all-to-all" else self.tensor.shape[1:])
 
 

@@ -14,7 +14,7 @@ import itertools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,7 @@ from commhooks.communicators import Collective, Communicator, Pending, ProcessGr
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
 from commhooks.communicators.parent_group import name_and_store
 from commhooks.errors import AttachError, CollectiveError
+from commhooks.language.requests import Group
 
 WrapCommunicator = Callable[[Communicator], Communicator]
 
@@ -72,7 +73,7 @@ class Address:
 
 
 class Connection:
-    """A private Gloo group that carries requests."""
+    """A private Gloo group that carries requests, and groups of some of its ranks."""
 
     def __init__(
         self,
@@ -80,8 +81,9 @@ class Connection:
         address: Address,
         wrap: WrapCommunicator | None = None,
         open_for_sparse: Callable[[], ProcessGroupGloo] | None = None,
+        open_some: Callable[[Group], ProcessGroupGloo] | None = None,
     ) -> None:
-        self._carrier: ProcessGroupCommunicator | None = ProcessGroupCommunicator(group, open_for_sparse)
+        self._carrier: ProcessGroupCommunicator | None = ProcessGroupCommunicator(group, open_for_sparse, open_some)
         self._agreements: Agreements | None = Agreements(self._carrier, address)
         wrapped = self._carrier if wrap is None else wrap(self._carrier)
         self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
@@ -93,12 +95,12 @@ class Connection:
         self._agreements.agree(fingerprint, wait)
 
     @property
-    def group(self) -> object:
-        """The private group; None once it was dropped."""
-        return self._carrier.group if self._carrier is not None else None
+    def groups(self) -> Sequence[object]:
+        """The private groups; none once they were dropped."""
+        return self._carrier.groups() if self._carrier is not None else []
 
     def close(self, patience_seconds: float) -> bool:
-        """Drop the group, which wakes every peer that waits for this rank; return False if its work does not end.
+        """Drop the groups, which wakes every peer that waits for this rank; return False if its work does not end.
 
         The destructor of a Gloo group waits for pending work, so a group that has some left is kept.
         """
@@ -119,33 +121,52 @@ def open_connection(
 ) -> Connection:
     """Open a private Gloo group at `address`; block until every rank has come, or the address's timeout has passed.
 
-    The first sparse sum opens another group for itself, within `hook_timeout`. Raises `CollectiveError`, which names
-    the ranks that have not come, or the store if it does not answer.
+    The first sparse sum opens another group for itself, within `hook_timeout`, and so does the first collective among
+    some of the ranks. Raises `CollectiveError`, which names the ranks that have not come, or the store if it does not
+    answer.
     """
     patience = address.timeout.total_seconds()
-    group = _open_group(address, patience)
+    everyone = range(address.world_size)
+    group = _open_group(address, address.store, everyone, patience)
     settings: Any = group.options
-    open_for_sparse = functools.partial(_open_group, address, hook_timeout or patience, settings._devices)
-    return Connection(group, address, wrap, open_for_sparse)
+    limit, devices = hook_timeout or patience, settings._devices
+    of_sparse = PrefixStore("sparse", address.store)
+    open_for_sparse = functools.partial(_open_group, address, of_sparse, everyone, limit, devices, threads=1)
+    open_some = functools.partial(_open_some, address, limit, devices)
+    return Connection(group, address, wrap, open_for_sparse, open_some)
 
 
-def _open_group(address: Address, patience: float, devices: list[Any] | None = None) -> ProcessGroupGloo:
-    """Return a group once every rank has come; with `devices`, those of the open group, the one for sparse sums."""
-    store = address.store if devices is None else PrefixStore("sparse", address.store)
+def _open_some(address: Address, patience: float, devices: list[Any], group: Group) -> ProcessGroupGloo:
+    """Return the group of some of the ranks once all of them have come."""
+    ranks = group.ranks(address.rank, address.world_size)
+    store = PrefixStore(f"{group.kind} group of rank {ranks[0]}, machines of {group.size}", address.store)
+    return _open_group(address, store, ranks, patience, devices)
+
+
+def _open_group(
+    address: Address,
+    store: Store,
+    ranks: Sequence[int],
+    patience: float,
+    devices: list[Any] | None = None,
+    threads: int | None = None,
+) -> ProcessGroupGloo:
+    """Return a group of these ranks, which meet in `store`, once all have come; `devices` are an open group's."""
     limit = patience + OPENING_SECONDS
-    address.store_thread.call(functools.partial(_meet, address, store, patience), limit)
-    return address.store_thread.call(functools.partial(_make_group, address, store, devices), limit)
+    address.store_thread.call(functools.partial(_meet, address, store, ranks, patience), limit)
+    make = functools.partial(_make_group, address, store, ranks, devices, threads)
+    return address.store_thread.call(make, limit)
 
 
-def _meet(address: Address, store: Store, patience: float) -> None:
-    """Wait for every rank; runs on the store's thread.
+def _meet(address: Address, store: Store, ranks: Sequence[int], patience: float) -> None:
+    """Wait for all of these ranks; runs on the store's thread.
 
     Gloo would wait too, but for one rank after the other, each time as long as the timeout. Once a call took longer
     than that, nobody could tell whether a rank or the store itself kept it waiting.
     """
     board = address.noticeboard()
-    keys = [f"came/{rank}" for rank in range(address.world_size)]
-    store.set(keys[address.rank], "")
+    keys = [f"came/{rank}" for rank in ranks]
+    store.set(f"came/{address.rank}", "")
     deadline = time.monotonic() + patience
     pause = _POLL_SECONDS
     while not store.check(keys):  # not wait(): while it blocks, no other call of this process reaches the store
@@ -153,7 +174,7 @@ def _meet(address: Address, store: Store, patience: float) -> None:
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
         late = time.monotonic() > deadline
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])] if late else []
+        absent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])] if late else []
         if absent:
             raise CollectiveError(
                 f"could not connect to every rank within {patience:g} s. Missing: rank {', '.join(map(str, absent))}."
@@ -162,20 +183,24 @@ def _meet(address: Address, store: Store, patience: float) -> None:
         pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)
 
 
-def _make_group(address: Address, store: Store, devices: list[Any] | None) -> ProcessGroupGloo:
-    """Make the group, once every rank has come; runs on the store's thread.
+def _make_group(
+    address: Address, store: Store, ranks: Sequence[int], devices: list[Any] | None, threads: int | None
+) -> ProcessGroupGloo:
+    """Make the group, once all of its ranks have come; runs on the store's thread.
 
     The group for sparse sums has one thread, so it runs one collective at a time: Gloo's sum of sparse tensors corrupts
     the heap if another collective of its group ends at the same moment. A group's threads write the name of what ended
     into one string, without a lock, and this is the one name too long for the string's inline buffer (PyTorch 2.13;
     tests/commhooks/test_sparse.py).
     """
+    place = ranks.index(address.rank)
     try:
         if devices is None:
-            return ProcessGroupGloo(store, address.rank, address.world_size, address.timeout)
+            return ProcessGroupGloo(store, place, len(ranks), address.timeout)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
-        options._devices, options._timeout, options._threads = devices, address.timeout, 1
-        return ProcessGroupGloo(store, address.rank, address.world_size, options)
+        options._devices, options._timeout = devices, address.timeout
+        options._threads = threads or options._threads
+        return ProcessGroupGloo(store, place, len(ranks), options)
     except RuntimeError as error:
         raise CollectiveError(f"could not connect to every rank: {error}.") from error
 

@@ -5,6 +5,7 @@ Sums run in rank order, so at two workers they are, bit for bit, what a ring com
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from commhooks.communicators.collective import Collective
 from commhooks.errors import CollectiveError
+from commhooks.language.requests import Group
 
 
 class LockstepGroup:
@@ -21,21 +23,23 @@ class LockstepGroup:
         if world_size < 1:
             raise ValueError(f"LockstepGroup(world_size={world_size}): world_size must be at least 1.")
         self.world_size = world_size
-        self._rounds: dict[int, dict[int, LockstepPending]] = {}
+        self._rounds: dict[tuple[range, Group | None, int], dict[int, LockstepPending]] = {}
 
     def communicators(self) -> list[LockstepCommunicator]:
         """Return one communicator for each worker, in rank order."""
         return [LockstepCommunicator(self, rank) for rank in range(self.world_size)]
 
     def join(self, round_number: int, rank: int, pending: LockstepPending) -> None:
-        """Bring one worker's collective to a round; the last worker to come carries the round out."""
-        present = self._rounds.setdefault(round_number, {})
+        """Bring one worker's collective to a round of its group; the last one to come carries the round out."""
+        group = pending.collective.group
+        ranks = range(self.world_size) if group is None else group.ranks(rank, self.world_size)
+        present = self._rounds.setdefault((ranks, group, round_number), {})
         present[rank] = pending
-        if len(present) < self.world_size:
+        if len(present) < len(ranks):
             return
-        del self._rounds[round_number]
-        workers = [present[rank] for rank in range(self.world_size)]
-        for worker, answer in zip(workers, run_collective([one.collective for one in workers]), strict=True):
+        del self._rounds[ranks, group, round_number]
+        workers = [present[rank] for rank in ranks]
+        for worker, answer in zip(workers, run_collective([one.collective for one in workers], ranks), strict=True):
             worker.answer = answer
 
 
@@ -46,15 +50,13 @@ class LockstepCommunicator:
         self.rank = rank
         self.world_size = group.world_size
         self._group = group
-        self._round = 0
+        self._rounds: Counter[Group | None] = Counter()
 
     def start(self, collective: Collective) -> LockstepPending:
-        """Bring this worker's collective to its next round."""
-        if collective.group is not None:
-            raise CollectiveError(f"this run has no group {collective.group!r} of ranks, which a request names.")
+        """Bring this worker's collective to the next round of its group."""
         pending = LockstepPending(collective, self.rank)
-        self._group.join(self._round, self.rank, pending)
-        self._round += 1
+        self._group.join(self._rounds[collective.group], self.rank, pending)
+        self._rounds[collective.group] += 1
         return pending
 
 
@@ -80,24 +82,25 @@ class LockstepPending:
         _ = self.result
 
 
-def run_collective(collectives: Sequence[Collective]) -> list[Tensor]:
-    """Carry out one collective that every worker, in rank order, has brought; return each worker's answer."""
+def run_collective(collectives: Sequence[Collective], ranks: Sequence[int] | None = None) -> list[Tensor]:
+    """Carry out one collective that every worker has brought, in rank order; return each one's answer."""
+    ranks = range(len(collectives)) if ranks is None else ranks
     expected = _describe(collectives[0])
-    for rank, one in enumerate(collectives):
+    for rank, one in zip(ranks, collectives, strict=True):
         if _describe(one) != expected:
-            raise CollectiveError(f"lockstep: rank 0 asked for {expected}, rank {rank} for {_describe(one)}.")
-    kind, ranks = collectives[0].kind, range(len(collectives))
+            raise CollectiveError(f"lockstep: rank {ranks[0]} asked for {expected}, rank {rank} for {_describe(one)}.")
+    kind, places = collectives[0].kind, range(len(collectives))
     tensors = [one.tensor for one in collectives]
     if kind == "all-reduce":
         total = _sum(tensors)
         return [total if tensor.is_sparse else tensor.copy_(total) for tensor in tensors]
     if kind == "all-gather":
         everything = torch.stack(tensors)
-        return [everything.clone() for _ in ranks]
+        return [everything.clone() for _ in places]
     if kind == "all-to-all":
         everything = torch.stack(tensors, dim=1)
-        return [everything[rank].clone() for rank in ranks]
-    return [_sum([tensor[rank] for tensor in tensors]) for rank in ranks]
+        return [everything[place].clone() for place in places]
+    return [_sum([tensor[place] for tensor in tensors]) for place in places]
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

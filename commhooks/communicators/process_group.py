@@ -12,6 +12,7 @@ from torch import Tensor
 
 from commhooks.communicators.collective import Collective
 from commhooks.errors import CollectiveError
+from commhooks.language.requests import Group
 
 
 class ProcessGroupCommunicator:
@@ -19,10 +20,16 @@ class ProcessGroupCommunicator:
 
     A `ProcessGroup` and a bare backend (`ProcessGroupGloo`) have the same methods for this, so either may be passed.
     `open_for_sparse` returns another group of the same ranks, for sums of sparse tensors: over a Gloo group with two
-    threads these corrupt the heap now and then. Without it they go over `process_group`.
+    threads these corrupt the heap now and then. Without it they go over `process_group`. `open_some` returns a group of
+    some of the ranks; called when the first collective comes that names it, which is at the same turn on all of them.
     """
 
-    def __init__(self, process_group: Any = None, open_for_sparse: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self,
+        process_group: Any = None,
+        open_for_sparse: Callable[[], Any] | None = None,
+        open_some: Callable[[Group], Any] | None = None,
+    ) -> None:
         group = dist.group.WORLD if process_group is None else process_group
         if group is None:
             raise CollectiveError(
@@ -32,6 +39,8 @@ class ProcessGroupCommunicator:
         self.group: Any = group
         self._open_for_sparse = open_for_sparse
         self._for_sparse: Any = None
+        self._open_some = open_some
+        self._of_some: dict[Group, Any] = {}
         self.rank: int = self.group.rank()
         self.world_size: int = self.group.size()
         self._under_way: deque[WorkPending] = deque()
@@ -48,30 +57,44 @@ class ProcessGroupCommunicator:
         """Return whether a collective that was started has not ended yet, successfully or not."""
         return any(not pending.is_completed() for pending in self._under_way)
 
+    def groups(self) -> list[Any]:
+        """Return every group that is open."""
+        return [group for group in (self.group, self._for_sparse, *self._of_some.values()) if group is not None]
+
     def release(self) -> None:
-        """Let go of the group and of every work, so that whoever still refers to this object does not keep them alive.
+        """Let go of the groups and of every work, so that whoever still refers to this object does not keep them alive.
 
         A traceback does, for one; and a Gloo work holds the group's connections open as the group itself does.
         """
         for pending in self._under_way:
             pending.release()
         self._under_way.clear()
-        self.group = self._for_sparse = self._open_for_sparse = None
+        self._of_some.clear()
+        self.group = self._for_sparse = self._open_for_sparse = self._open_some = None
 
     def _start(self, collective: Collective) -> WorkPending:
-        if collective.group is not None:
-            raise CollectiveError(f"this run has no group {collective.group!r} of ranks, which a request names.")
         tensor, room = collective.tensor, collective.room_for_answer(self.world_size)
+        group = self.group if collective.group is None else self._group_of_some(collective.group)
         if collective.kind == "all-reduce":
-            group = self._group_for_sparse() if tensor.is_sparse else self.group
+            group = self._group_for_sparse() if tensor.is_sparse else group
             work = group.allreduce([tensor])
         elif collective.kind == "all-gather":
-            work = self.group.allgather([list(room.unbind(0))], [tensor])
+            work = group.allgather([list(room.unbind(0))], [tensor])
         elif collective.kind == "all-to-all":
-            work = self.group.alltoall_base(room, tensor, [], [])
+            work = group.alltoall_base(room, tensor, [], [])
         else:
-            work = self.group.reduce_scatter([room], [list(tensor.unbind(0))])
+            work = group.reduce_scatter([room], [list(tensor.unbind(0))])
         return WorkPending(work, collective, room)
+
+    def _group_of_some(self, group: Group) -> Any:
+        if self._open_some is None:
+            raise CollectiveError(
+                f"this run cannot open {group}, which a request names: only attachments and Exchangers off NCCL have "
+                "groups of some of the ranks."
+            )
+        if group not in self._of_some:
+            self._of_some[group] = self._open_some(group)
+        return self._of_some[group]
 
     def _group_for_sparse(self) -> Any:
         if self._open_for_sparse is None:

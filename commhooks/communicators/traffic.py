@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from commhooks.communicators.collective import Collective, ring_bytes
+from commhooks.communicators.collective import Collective
 
 
 @dataclasses.dataclass
@@ -26,13 +26,18 @@ class Traffic:
     moved_bytes: int = 0
     seconds_waiting: float = 0.0
     by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
+    by_group: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
+    """Of what travelled among some of the ranks: "inner" inside machines, "outer" between them."""
 
     def count(self, collective: Collective, world_size: int) -> None:
         """Add one collective."""
         payload = collective.payload_bytes
-        moved = ring_bytes(collective.kind, payload, world_size, is_sparse=collective.tensor.is_sparse)
+        moved = collective.ring_bytes(world_size)
         self.payload_elements += collective.payload_elements
-        for counts in (self, self.by_kind.setdefault(collective.kind, KindTraffic())):
+        counted: list[Traffic | KindTraffic] = [self, self.by_kind.setdefault(collective.kind, KindTraffic())]
+        if collective.group is not None:
+            counted.append(self.by_group.setdefault(collective.group.kind, KindTraffic()))
+        for counts in counted:
             counts.collectives += 1
             counts.payload_bytes += payload
             counts.moved_bytes += moved

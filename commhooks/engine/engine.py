@@ -41,6 +41,7 @@ class Engine:
         may_join: bool = True,
         loss_scale: LossScale | None = None,
     ) -> None:
+        compressor.check_ranks(line.world_size)
         self.compressor = compressor
         self.line = line
         self.state = StateTable(line.rank, line.world_size, residuals)
@@ -142,6 +143,7 @@ class Engine:
     def begin_with(self, compressor: Compressor) -> None:
         """Take another compressor before the first step; nobody has compared it yet."""
         assert self.step == 0, "a compressor that has begun is replaced by `replace`"
+        compressor.check_ranks(self.line.world_size)
         self.compressor = compressor
 
     def replace(self, compressor: Compressor, device: torch.device, refusal: Exception | None = None) -> None:
@@ -151,6 +153,7 @@ class Engine:
         the other ranks know. The old compressor then stays.
         """
         self.stand_between_steps("replace")
+        compressor.check_ranks(self.line.world_size)
         try:
             self.scheduler_for(device).agree(self._fingerprint_with(compressor, refusal))
         finally:

@@ -37,9 +37,15 @@ def _is_zero(memory: Tensor) -> bool:
 def take_part_with_zeros(bucket: BucketView, exchange: Exchange) -> Exchange:
     """Run for a rank that has run out of inputs: it sends none of its residual and keeps it unchanged.
 
-    What it holds for the blocks that it serves it goes on serving with.
+    What it holds for the blocks that it serves it goes on serving with; so it does with what it holds in common with
+    ranks that may have inputs left.
     """
-    own = [kept for slot in bucket.slots for kept in slot.remembered.of_kind("residual", "private").values()]
+    own = [
+        kept
+        for slot in bucket.slots
+        for name, kept in slot.remembered.of_kind("residual", "private").items()
+        if slot.remembered.entries[name].holders == 1
+    ]
     wait_for_copies(own)
     copies = [kept.clone() for kept in own]
     for kept in own:
@@ -78,13 +84,14 @@ class _Rider:
         self._copies = {number: Copies([self._slots[number]]) for number in numbers}
 
     def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
-        """Let the counts ride with the first request if it is a sum, or beside it."""
+        """Let the counts ride with the first request if it is a sum over all ranks, or beside it."""
         if self._has_ridden or isinstance(asked, Judge):
             return (yield asked)
         self._has_ridden = True
         requests = asked if isinstance(asked, tuple) else (asked,)
         first = requests[0]
-        if not isinstance(first, AllReduce) or first.parts[0].tensor.is_sparse or first.parts[0].tensor.is_complex():
+        tensor = first.parts[0].tensor
+        if not isinstance(first, AllReduce) or first.group or tensor.is_sparse or tensor.is_complex():
             last = all(request.last for request in requests)
             counts, *answers = yield (AllReduce(*self._parts, average=True, last=last), *requests)
         else:

@@ -100,6 +100,9 @@ class Compressor(ABC):
     def check_parameters(self, named: Mapping[str, Tensor]) -> None:  # noqa: B027 "empty method": most check nothing
         """Raise `SettingsError` if a setting cannot work for a model with these parameters."""
 
+    def check_ranks(self, world_size: int) -> None:  # noqa: B027 "empty method": most check nothing
+        """Raise `SettingsError` if a setting cannot work for so many ranks."""
+
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return what is remembered for a parameter, by name; the residual is `ErrorFeedback`'s to declare."""
         return {}
@@ -177,13 +180,14 @@ def check_compressor(caller: str, compressor: object) -> None:
                 f"{caller}: {kind.__name__}.{name} holds a tensor, which no checkpoint would save; declare it by "
                 "Compressor.state(), and make scratch memory by BucketView.plan()."
             )
-        for inner in _compressors_in(value):
+        for inner in compressors_in(value):
             check_compressor(caller, inner)
 
 
-def _compressors_in(value: object) -> list[Compressor]:
+def compressors_in(value: object) -> list[Compressor]:
+    """Return the compressors that a setting holds: itself, or those in a tuple."""
     if isinstance(value, tuple):
-        return [compressor for item in value for compressor in _compressors_in(item)]
+        return [compressor for item in value for compressor in compressors_in(item)]
     return [value] if isinstance(value, Compressor) else []
 
 

@@ -50,6 +50,9 @@ class Entry:
     None: 0 for what is replicated, and 1 for the rest."""
     block: int = 0
     """Of a share: elements of a block."""
+    holders: int = 1
+    """How many ranks in a row have the same one, and act as one, as a machine does under `Hierarchical`. A rank that
+    has joined goes on with what it holds in common with others."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -58,6 +61,8 @@ class Entry:
             raise SettingsError(
                 f"Entry(kind={self.kind!r}, block={self.block}): a share has a block, and nothing else has."
             )
+        if self.holders < 1:
+            raise SettingsError(f"Entry(holders={self.holders}): holders must be at least 1.")
 
     @property
     def by_element(self) -> bool:

@@ -8,11 +8,12 @@ request of the step whose parts are alike in layout, shape and dtype.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from abc import ABC
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -62,12 +63,40 @@ class Part:
         return self.tensor.dtype if self.wire is None else self.wire
 
 
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Some of the ranks, which alone take part in a request, where every `size` ranks in a row are a machine.
+
+    All groups of one kind work side by side: every rank is in one "inner" group, its machine, and in one "outer" group,
+    which has the rank of the same place from every machine.
+    """
+
+    kind: Literal["inner", "outer"]
+    size: int
+    """Ranks of a machine; the number of all ranks is a multiple of it."""
+
+    def ranks(self, rank: int, world_size: int) -> range:
+        """Return the members of this rank's group of the kind, in order."""
+        if self.kind == "outer":
+            return range(rank % self.size, world_size, self.size)
+        return range(rank - rank % self.size, rank - rank % self.size + self.size)
+
+    def count(self, world_size: int) -> int:
+        """Return how many members each of the groups has."""
+        return self.size if self.kind == "inner" else world_size // self.size
+
+
+def ranks_in(group: Group | None, world_size: int) -> int:
+    """Return how many ranks take part where a group is named, or None for all."""
+    return world_size if group is None else group.count(world_size)
+
+
 class Request(ABC):
     """A request for one collective over `parts`."""
 
     kind: ClassVar[str]
 
-    def __init__(self, *parts: Part, last: bool = False, group: str | None = None) -> None:
+    def __init__(self, *parts: Part, last: bool = False, group: Group | None = None) -> None:
         if not parts or not all(isinstance(part, Part) for part in parts):
             raise TypeError(
                 f"{type(self).__name__}: expected one Part or more, such as slot.part(tensor) (got {parts!r})."
@@ -76,11 +105,17 @@ class Request(ABC):
         self.last = last
         """No further collective follows for this bucket: the next bucket may begin before this one is answered."""
         self.group = group
-        """Which of the ranks take part: None for all, or the name of a group of a hierarchy, "inner" or "outer"."""
+        """Which of the ranks take part; None: all. Sums, rows and answers are of as many ranks as the group has."""
 
     def with_parts(self, parts: Sequence[Part]) -> Request:
         """Return the same request for other parts."""
         return type(self)(*parts, last=self.last, group=self.group)
+
+    def among(self, group: Group, *, last: bool) -> Self:
+        """Return the same request for the ranks of a group, with another `last`."""
+        same = copy.copy(self)
+        same.group, same.last = group, last
+        return same
 
     def __bool__(self) -> bool:
         """Raise `TypeError`: a request has no value until it is yielded."""
@@ -104,7 +139,7 @@ class AllReduce(Request):
 
     kind: ClassVar[str] = "all-reduce"
 
-    def __init__(self, *parts: Part, average: bool = False, last: bool = False, group: str | None = None) -> None:
+    def __init__(self, *parts: Part, average: bool = False, last: bool = False, group: Group | None = None) -> None:
         super().__init__(*parts, last=last, group=group)
         self.average = average
 

@@ -48,6 +48,8 @@ class Statistics:
     seconds_exposed: float = 0.0
     """From the hand-in of each step's last bucket to the completion of its future: what backward could not hide."""
     by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
+    by_group: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
+    """Of what travelled among some of the ranks: "inner" inside machines, "outer" between them; see `Hierarchical`."""
 
     @property
     def ratio(self) -> float:
@@ -62,11 +64,13 @@ class Statistics:
         self.moved_bytes = traffic.moved_bytes
         self.seconds_waiting = traffic.seconds_waiting
         self.by_kind = {kind: _copy(counts) for kind, counts in traffic.by_kind.items()}
+        self.by_group = {kind: _copy(counts) for kind, counts in traffic.by_group.items()}
 
     def copy(self) -> Statistics:
         """Return an independent copy."""
         same = _copy(self)
         same.by_kind = {kind: _copy(traffic) for kind, traffic in self.by_kind.items()}
+        same.by_group = {kind: _copy(traffic) for kind, traffic in self.by_group.items()}
         return same
 
     def since(self, earlier: Statistics) -> Statistics:
@@ -74,6 +78,8 @@ class Statistics:
         difference = _subtract(self, earlier)
         for kind, traffic in self.by_kind.items():
             difference.by_kind[kind] = _subtract(traffic, earlier.by_kind.get(kind, KindTraffic()))
+        for kind, traffic in self.by_group.items():
+            difference.by_group[kind] = _subtract(traffic, earlier.by_group.get(kind, KindTraffic()))
         return difference
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from commhooks.communicators import Collective
 from commhooks.errors import CompressorError
-from commhooks.language.requests import AllGather, AllReduce, AllToAll, Part, ReduceScatter, Request
+from commhooks.language.requests import AllGather, AllReduce, AllToAll, Group, Part, ReduceScatter, Request, ranks_in
 
 _STEPS_TO_KEEP = 4
 """A message's memory is kept for so many steps after its last use: alternating compressors come back to it."""
@@ -247,12 +247,12 @@ class Packer:
         return type(request), tensor.device, request.group
 
     def _shipment(self, request: Request, places: Sequence[Place], kind: Hashable) -> Shipment:
-        part = places[0].part
+        part, ranks = places[0].part, ranks_in(request.group, self._world_size)
         if isinstance(request, AllReduce) and len(places) == 1:
             only_itself = part.tensor.is_sparse or part.tensor.is_complex()
             in_order = part.layout is None or list(part.layout.keys) == sorted(part.layout.keys)
             if only_itself or (part.in_place and (not self._by_name or in_order or part.on_wire == part.tensor.dtype)):
-                return _Alone(places[0], request, self._world_size)
+                return _Alone(places[0], request, ranks)
         parts = [place.part for place in places]
         key = kind, *((part.layout, part.tensor.shape, part.tensor.dtype, part.on_wire) for part in parts)
         message = self._messages.get(key)
@@ -260,10 +260,10 @@ class Packer:
             message = self._messages[key] = (
                 _Sum(parts, by_name=self._by_name)
                 if isinstance(request, AllReduce)
-                else _Rows(parts, type(request), self._world_size)
+                else _Rows(parts, type(request), ranks)
             )
         message.unused_for = 0
-        return _Packed(places, message, message.pack(parts, request, self._world_size))
+        return _Packed(places, message, message.pack(parts, request, ranks))
 
 
 def check(request: Request, world_size: int) -> None:
@@ -272,23 +272,33 @@ def check(request: Request, world_size: int) -> None:
         raise CompressorError(
             f"expected a request for an all-reduce, all-gather, all-to-all or reduce-scatter (got {request!r})."
         )
+    if request.group is not None:
+        _check_group(request.group, request, world_size)
     if isinstance(request, AllReduce) and request.average:
         for dtype in {part.tensor.dtype for part in request.parts}:
             if not (dtype.is_floating_point or dtype.is_complex):
                 raise CompressorError(f"AllReduce(average=True): a part of dtype {dtype} has no mean.")
     if isinstance(request, (AllToAll, ReduceScatter)):
+        ranks = ranks_in(request.group, world_size)
         for shape in (part.tensor.shape for part in request.parts):
-            if not shape or shape[0] != world_size:
+            if not shape or shape[0] != ranks:
                 raise CompressorError(
-                    f"{request.kind}: a part must have one row for each of {world_size} ranks "
-                    f"(got shape {tuple(shape)})."
+                    f"{request.kind}: a part must have one row for each of {ranks} ranks (got shape {tuple(shape)})."
                 )
+
+
+def _check_group(group: Group, request: Request, world_size: int) -> None:
+    if world_size % group.size:
+        raise CompressorError(f"{group}: {world_size} ranks are not machines of {group.size}.")
+    if any(part.tensor.is_sparse for part in request.parts):
+        raise CompressorError(f"{request.kind}: a sparse sum takes all ranks, and no group of them.")
 
 
 def empty_answers(request: Request, world_size: int) -> list[Tensor]:
     """Return what answers a request that nothing travels for."""
     if isinstance(request, AllGather):
-        return [part.tensor.new_empty((world_size, *part.tensor.shape)) for part in request.parts]
+        ranks = ranks_in(request.group, world_size)
+        return [part.tensor.new_empty((ranks, *part.tensor.shape)) for part in request.parts]
     if isinstance(request, ReduceScatter):
         return [part.tensor.new_empty(part.tensor.shape[1:]) for part in request.parts]
     return [part.tensor for part in request.parts]

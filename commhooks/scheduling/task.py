@@ -16,7 +16,7 @@ from commhooks.communicators.collective import ring_bytes
 from commhooks.errors import CompressorError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
-from commhooks.language.requests import AllReduce, Judge, Layout, Part, ReduceScatter, Request
+from commhooks.language.requests import AllReduce, Judge, Layout, Part, ReduceScatter, Request, ranks_in
 from commhooks.scheduling.packing import Shipment, check, empty_answers
 from commhooks.tensors import tensor_bytes
 
@@ -178,5 +178,6 @@ class BucketTask:
         is_sum = isinstance(request, (AllReduce, ReduceScatter))
         sizes = tuple(tensor_bytes(part.tensor, part.wire if is_sum else None) for part in request.parts)
         is_sparse = request.parts[0].tensor.is_sparse
-        moved = ring_bytes(request.kind, sum(sizes), self.world_size, is_sparse=is_sparse)
+        ranks = ranks_in(request.group, self.world_size)
+        moved = ring_bytes(request.kind, sum(sizes), ranks, is_sparse=is_sparse)
         return Asking(tuple(part.layout or self.bucket.layout for part in request.parts), sizes, sum(sizes), moved)

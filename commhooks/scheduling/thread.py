@@ -82,7 +82,7 @@ _running: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 def _keep_groups_of_the_parent() -> None:
     connections = [worker.connection for worker in list(_running)]
-    keep_groups(connection.group for connection in connections if connection is not None)
+    keep_groups(group for connection in connections if connection is not None for group in connection.groups)
 
 
 os.register_at_fork(after_in_child=_keep_groups_of_the_parent)

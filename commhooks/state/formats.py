@@ -123,8 +123,10 @@ def _fault_of_parameter(state: Mapping[str, Any], rank: str | None, name: str, k
     if RESIDUAL in kept and kept[RESIDUAL].numel() not in sizes:
         return f"a residual of shape {tuple(kept[RESIDUAL].shape)}"
     for entry, tensor in kept.items():
-        block = state["kinds"].get(entry, {}).get("block", 0) if rank is not None else 0
-        served = [blocks_served(name, size // block, int(rank or 0), state["world_size"]) for size in sizes if block]
+        declared = state["kinds"].get(entry, {})
+        block, holders = declared.get("block", 0) if rank is not None else 0, declared.get("holders", 1)
+        server, servers = int(rank or 0) // holders, max(1, state["world_size"] // holders)
+        served = [blocks_served(name, size // block, server, servers) for size in sizes if block]
         if block and tuple(tensor.shape) not in [(len(blocks), block) for blocks in served]:
             return f"a share {entry!r} of shape {tuple(tensor.shape)}"
     return ""

@@ -268,7 +268,8 @@ def settings_of(compressor: Compressor) -> dict[str, str]:
 
 
 def _described(entry: Entry) -> dict[str, Any]:
-    return {"kind": entry.kind, "units": entry.power, "block": entry.block, "by_element": entry.by_element}
+    holders = {"holders": entry.holders} if entry.holders > 1 else {}  # not known to files of earlier versions
+    return {"kind": entry.kind, "units": entry.power, "block": entry.block, "by_element": entry.by_element} | holders
 
 
 def _settings_that_differ(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 
 import torch
 
-from commhooks.language.entries import blocks_served
+from commhooks.language.entries import Entry, blocks_served
 from commhooks.state.table import Entries
 
 
@@ -41,17 +41,18 @@ def spread(
 
 
 def deal_again(
-    local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, shares: Container[str], *, times: float
+    local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, shares: Mapping[str, Entry], *, times: float
 ) -> Entries:
     """Return the shares of one of `new_size` ranks: the blocks that it serves now, `times` what they were."""
     dealt: Entries = {}
     for name in dict.fromkeys(name for entries in local.values() for name in entries):
         for entry in {e for entries in local.values() for e in entries.get(name, {}) if e in shares}:
-            of_ranks = [local[old][name][entry] for old in range(old_size)]  # each [blocks served, block]
-            blocks = sum(len(kept) for kept in of_ranks)
-            whole = of_ranks[0].new_empty(blocks, of_ranks[0].shape[1])
-            for old, kept in enumerate(of_ranks):
-                whole[list(blocks_served(name, blocks, old, old_size))] = kept
-            served = list(blocks_served(name, blocks, rank, new_size))
+            holders = shares[entry].holders
+            of_servers = [local[old][name][entry] for old in range(0, old_size, holders)]  # each [blocks served, block]
+            blocks = sum(len(kept) for kept in of_servers)
+            whole = of_servers[0].new_empty(blocks, of_servers[0].shape[1])
+            for server, kept in enumerate(of_servers):
+                whole[list(blocks_served(name, blocks, server, len(of_servers)))] = kept
+            served = list(blocks_served(name, blocks, rank // holders, new_size // holders))
             dealt.setdefault(name, {})[entry] = (whole[served].double() * times).to(whole.dtype)
     return dealt

@@ -255,7 +255,8 @@ class StateTable:
         """Return memory for an entry: where, and as, it is to be kept."""
         shape = entry.shape if entry.shape is not None else (gradient.numel(),)
         if entry.block:
-            served = blocks_served(key, gradient.numel() // entry.block, self.rank, self.world_size)
+            server, servers = self.rank // entry.holders, self.world_size // entry.holders
+            served = blocks_served(key, gradient.numel() // entry.block, server, servers)
             shape = (len(served), entry.block)
         device, dtype = gradient.device, entry.dtype or computing_dtype(gradient.dtype)
         if entry.is_own and entry.dtype is None and self.storage != "fp32":

@@ -1,8 +1,9 @@
 """Wrappers: each takes a compressor and is one."""
 
 from commhooks.wrappers.error_feedback import ErrorFeedback
+from commhooks.wrappers.hierarchical import Hierarchical
 from commhooks.wrappers.per_parameter import Match, PerParameter
 from commhooks.wrappers.start_after import StartAfter, schedule
 from commhooks.wrappers.wire_dtype import WireDtype
 
-__all__ = ["ErrorFeedback", "Match", "PerParameter", "StartAfter", "WireDtype", "schedule"]
+__all__ = ["ErrorFeedback", "Hierarchical", "Match", "PerParameter", "StartAfter", "WireDtype", "schedule"]

@@ -15,6 +15,7 @@ from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Context, Exchange
 from commhooks.language.entries import RESIDUAL, Declared, Entry
+from commhooks.wrappers.hierarchical import is_hierarchical
 from commhooks.wrappers.wrapper import Wrapper
 
 
@@ -46,6 +47,11 @@ class ErrorFeedback(Wrapper):
             raise SettingsError(
                 f"ErrorFeedback(inner={self.inner!r}): inner must leave something unsent; this one's mean is right on "
                 "average, or it remembers by itself what it has not sent."
+            )
+        if is_hierarchical(self.inner):
+            raise SettingsError(
+                f"ErrorFeedback(inner={self.inner!r}): a machine's residual is its ranks' in common; write "
+                "Hierarchical(inner=ErrorFeedback(...)) instead."
             )
 
     @property

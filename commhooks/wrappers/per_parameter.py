@@ -115,6 +115,11 @@ class PerParameter(Compressor):
             mine = {name: parameter for name, parameter in named.items() if self._of(name, parameter) is compressor}
             compressor.check_parameters(mine)
 
+    def check_ranks(self, world_size: int) -> None:
+        """Let all compressors check their settings."""
+        for compressor in self._compressors:
+            compressor.check_ranks(world_size)
+
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return those of the parameter's compressor."""
         return self._of(name, parameter).state(name, parameter, world_size)

@@ -59,6 +59,11 @@ class StartAfter(Wrapper):
         self.inner.check_parameters(named)
         self.before.check_parameters(named)
 
+    def check_ranks(self, world_size: int) -> None:
+        """Let both compressors check their settings."""
+        self.inner.check_ranks(world_size)
+        self.before.check_ranks(world_size)
+
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return those of both compressors; what they declare alike they share, such as a residual."""
         declared = self.before.state(name, parameter, world_size), self.inner.state(name, parameter, world_size)

@@ -58,6 +58,10 @@ class Wrapper(Compressor):
         """As `inner`."""
         self.inner.check_parameters(named)
 
+    def check_ranks(self, world_size: int) -> None:
+        """As `inner`."""
+        self.inner.check_ranks(world_size)
+
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """As `inner`."""
         return self.inner.state(name, parameter, world_size)

@@ -16,12 +16,12 @@ from commhooks import (
     AllReduce,
     AllToAll,
     BucketView,
-    CollectiveError,
     Compressor,
     CompressorError,
     Context,
     Entry,
     Exchange,
+    Group,
     Judge,
     Part,
     ReduceScatter,
@@ -317,6 +317,14 @@ def judges_beside_a_request(bucket: BucketView, context: Context) -> Generator[A
     yield (request, Judge()) if bucket.index == 1 else request
 
 
+def of_machines_that_are_not_whole(bucket: BucketView, context: Context) -> Generator[Any, Any, Any]:
+    yield AllReduce(Part(own(context.rank, 3)), group=Group("outer", 2) if bucket.index == 1 else None, last=True)
+
+
+def a_sparse_sum_inside_machines(bucket: BucketView, context: Context) -> Generator[Any, Any, Any]:
+    yield AllReduce(Part(torch.eye(3).to_sparse()), group=Group("inner", 3) if bucket.index == 1 else None, last=True)
+
+
 REFUSED: dict[Script, str] = {
     after_judge: "the compressor asked for something after Judge, which must be the last.",
     after_last: "the compressor asked for an all-gather after a request marked last=True.",
@@ -325,6 +333,8 @@ REFUSED: dict[Script, str] = {
     nothing_at_once: r"the compressor asked for something that is no request \(got \(\)\).",
     a_tensor: r"the compressor asked for something that is no request \(got tensor",
     judges_beside_a_request: "the compressor asked for something that is no request",
+    of_machines_that_are_not_whole: r"Group\(kind='outer', size=2\): 3 ranks are not machines of 2.",
+    a_sparse_sum_inside_machines: "all-reduce: a sparse sum takes all ranks, and no group of them.",
 }
 
 
@@ -337,25 +347,10 @@ def test_what_cannot_be_asked_for_is_an_error_that_names_rank_and_bucket(script:
         workers.step([[torch.ones(4), torch.ones(6), torch.ones(5)]] * 3)
 
 
-def to_an_outer_group(bucket: BucketView, context: Context) -> Generator[Any, Any, Any]:
-    yield AllReduce(Part(own(context.rank, 3)), group="outer" if bucket.index == 1 else None, last=True)
-
-
-UNKNOWN = "this run has no group 'outer' of ranks, which a request names."
-
-
-@both_policies
-def test_a_group_of_ranks_that_there_is_none_of_is_an_error_in_lockstep(policy: str) -> None:
-    workers = Workers(Scripted(script=to_an_outer_group), 2, zeros((4,), (6,)), buckets=2, policy=policy)
-    where = r"rank 0, step 0, bucket 1 \(parameters layer1\): CollectiveError: "
-    with pytest.raises(CollectiveError, match=where + UNKNOWN):
-        workers.step([[torch.ones(4), torch.ones(6)]] * 2)
-
-
 def refused_over_gloo(rank: int, policy: str) -> list[str]:
     """Ask for what cannot be carried, in the second of two buckets; return what each backward pass raised."""
     told = []
-    for script in (to_an_outer_group, too_few_rows):
+    for script in (of_machines_that_are_not_whole, too_few_rows):
         model = wrap("core", Given((40, 40), (40, 40)), bucket_cap_mb=0.005)
         attachment = commhooks.attach(model, Scripted(script=script), policy=policy)
         for _ in range(2):  # buckets are cut after the first step
@@ -369,7 +364,8 @@ def refused_over_gloo(rank: int, policy: str) -> list[str]:
 
 @both_policies
 def test_what_cannot_be_carried_over_gloo_is_an_error_that_names_rank_and_bucket(policy: str) -> None:
-    expected = [UNKNOWN, r"all-to-all: a part must have one row for each of 3 ranks (got shape (2, 2))."]
+    not_whole = "Group(kind='outer', size=2): 3 ranks are not machines of 2."
+    expected = [not_whole, r"all-to-all: a part must have one row for each of 3 ranks (got shape (2, 2))."]
     for rank, told in enumerate(run_ranks(refused_over_gloo, 3, policy)):
         for text, cause in zip(told, expected, strict=True):
             assert f"rank {rank}, step 1, bucket 1 (parameters weights." in text and cause in text

@@ -1,0 +1,179 @@
+"""Dense inside a machine, compressed between machines.
+
+Idea: links inside a machine are fast, so its ranks first average their gradients as they are. Then the machine acts as
+one rank: all of its ranks compress the same mean, alike, and each carries 1/n of every message to the other machines.
+Bytes on the wire, for n ranks a machine: between machines those of `inner` over n for each rank, so together as much as
+one rank a machine would send; inside, the gradient, and what came back from the other machines. Biased and ω as
+`inner`, of the machines' means. Weakness: every rank of a machine does all of the compressor's work, and all must come
+to the same bits, as ranks that are alike do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.errors import CompressorError, SettingsError
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Compressor, Context, Exchange, compressors_in, map_requests
+from commhooks.language.entries import Declared
+from commhooks.language.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Asked,
+    Group,
+    Judge,
+    Part,
+    ReduceScatter,
+    Request,
+)
+from commhooks.wrappers.wrapper import Wrapper
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hierarchical(Wrapper):
+    """Average inside each machine, and let machines average with `inner` as if each were one rank.
+
+    What `inner` remembers belongs to a machine: all its ranks hold the same.
+    """
+
+    size: int
+    """Ranks of a machine, of consecutive numbers; 1: `inner` as it is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise SettingsError(f"Hierarchical(size={self.size!r}): size must be an integer of at least 1.")
+        if is_hierarchical(self.inner):
+            raise SettingsError(f"Hierarchical(inner={self.inner!r}): inner must not hold another Hierarchical.")
+
+    @property
+    def only_sums(self) -> bool:
+        """Return False: a machine's ranks gather what each of them brought."""
+        return False
+
+    def takes(self, gradient: Tensor) -> bool:
+        """Take what `inner` takes, if it is dense and real."""
+        return self.inner.takes(gradient) and not gradient.is_sparse and gradient.is_floating_point()
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise `SettingsError` if so many ranks are not whole machines."""
+        if world_size % self.size:
+            raise SettingsError(
+                f"Hierarchical(size={self.size}): the number of ranks must be a multiple of size (got {world_size})."
+            )
+        self.inner.check_ranks(world_size // self.size)
+
+    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+        """Return those of `inner`, held by a whole machine."""
+        return self._held(self.inner.state(name, parameter, max(1, world_size // self.size)))
+
+    def bucket_state(self, bucket: BucketView) -> Declared:
+        """Return those of `inner`, held by a whole machine."""
+        return self._held(self.inner.bucket_state(bucket))
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Average inside the machine; then run `inner` as one of the machines."""
+        if self.size == 1:
+            yield from self.inner.compress(bucket, context)
+            return
+        inside = Group("inner", self.size)
+        means = yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, group=inside)
+        for tile, mean in zip(bucket.tiles, means, strict=True):
+            tile.write(mean)
+        machine, place = divmod(context.rank, self.size)
+        among_machines = dataclasses.replace(context, rank=machine, world_size=context.world_size // self.size)
+        carrier = _Carrier(self.size, place, among_machines.world_size)
+        yield from map_requests(carrier.carry, self.inner.compress(bucket, among_machines))
+
+    def _held(self, declared: Declared) -> Declared:
+        return {
+            name: dataclasses.replace(entry, holders=entry.holders * self.size) if entry.is_own else entry
+            for name, entry in declared.items()
+        }
+
+
+def is_hierarchical(compressor: Compressor) -> bool:
+    """Return whether there is a `Hierarchical` in a compressor's settings, or it is one."""
+    if isinstance(compressor, Hierarchical):
+        return True
+    return any(is_hierarchical(one) for value in vars(compressor).values() for one in compressors_in(value))
+
+
+class _Carrier:
+    """Carry a machine's requests: each rank brings its slice of every part, and gathers what the others got for theirs.
+
+    A slice is a stretch of a part's elements or, where a part has a row for each machine, of its columns. All slices of
+    a part are as long, so that they can be gathered; the last ones are filled up with zeros.
+    """
+
+    def __init__(self, size: int, place: int, machines: int) -> None:
+        self._size = size
+        self._place = place
+        self._machines = machines
+        self._inside, self._between = Group("inner", size), Group("outer", size)
+
+    def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
+        """Ask the other machines, then the own one."""
+        if isinstance(asked, Judge):
+            return (yield asked)
+        requests = asked if isinstance(asked, tuple) else (asked,)
+        if any(request.group is not None for request in requests):
+            raise CompressorError("Hierarchical: inner must ask all ranks, and not a group of them.")
+        if self._machines == 1:
+            answers = yield tuple(request.among(self._between, last=request.last) for request in requests)
+        else:
+            mine = yield tuple(self._sliced(request).among(self._between, last=False) for request in requests)
+            pairs = list(zip(requests, mine, strict=True))
+            every = yield tuple(self._gather(request, slices) for request, slices in pairs)
+            answers = [self._whole(request, slices) for request, slices in zip(requests, every, strict=True)]
+        return answers if isinstance(asked, tuple) else answers[0]
+
+    def _sliced(self, request: Request) -> Request:
+        return request.with_parts([self._slice(request, part) for part in request.parts])
+
+    def _slice(self, request: Request, part: Part) -> Part:
+        columns, tensor = _columns(request, part), part.tensor
+        flat = tensor.reshape(len(tensor), columns) if _has_rows(request) else tensor.reshape(-1)
+        width = -(-columns // self._size)
+        own = flat[..., min(self._place * width, columns) : min((self._place + 1) * width, columns)]
+        if own.shape[-1] < width:
+            filled = flat.new_zeros((*flat.shape[:-1], width))
+            filled[..., : own.shape[-1]] = own
+            own = filled
+        return Part(own, part.layout, part.wire)
+
+    def _gather(self, request: Request, slices: list[Tensor]) -> AllGather:
+        """Ask for every rank's slices; those of sums as narrow as they came, which loses nothing."""
+        parts = []
+        for part, own in zip(request.parts, slices, strict=True):
+            is_cast = isinstance(request, AllReduce) and part.on_wire.itemsize < own.element_size()
+            parts.append(Part(own.to(part.on_wire) if is_cast else own, part.layout))
+        return AllGather(*parts, last=request.last, group=self._inside)
+
+    def _whole(self, request: Request, slices: list[Tensor]) -> list[Tensor]:
+        """Return the answers that the slices make up, each [ranks of the machine, rows if there are any, width]."""
+        answers = []
+        for part, every in zip(request.parts, slices, strict=True):
+            shape = part.tensor.shape
+            if isinstance(request, AllGather):
+                shape = torch.Size((self._machines, *shape))
+            elif isinstance(request, ReduceScatter):
+                shape = shape[1:]
+            whole = every.movedim(0, -2).flatten(-2)[..., : _columns(request, part)].reshape(shape)
+            answers.append(part.tensor.copy_(whole) if part.in_place else whole.to(part.tensor.dtype))
+        return answers
+
+
+def _columns(request: Request, part: Part) -> int:
+    """Return how many elements of a part are cut into slices: those of a row, where machines have rows."""
+    return part.tensor.shape[1:].numel() if _has_rows(request) else part.tensor.numel()
+
+
+def _has_rows(request: Request) -> bool:
+    return isinstance(request, (AllToAll, ReduceScatter))
