@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -447,6 +448,8 @@ CASES = [
 ]
 
 BY_NAME = {case.name: case for case in CASES}
+NEEDED: dict[str, dict[str, Any]] = {"threshold": {"threshold": 1e-2}}
+"""Settings that a name of the registry must be given."""
 FORMS = [
     "all-reduce", "fp16", "fp16-feedback", "powersgd-2", "powersgd-2-fp16-wire", "powersgd-2-alternating",
     "powersgd-2-twice", "powersgd-2-bucket", "top-k", "two-hop-sign",

@@ -98,8 +98,7 @@ def run_collective(collectives: Sequence[Collective], ranks: Sequence[int] | Non
         everything = torch.stack(tensors)
         return [everything.clone() for _ in places]
     if kind == "all-to-all":
-        everything = torch.stack(tensors, dim=1)
-        return [everything[place].clone() for place in places]
+        return list(torch.stack(tensors, dim=1))
     return [_sum([tensor[place] for tensor in tensors]) for place in places]
 
 

@@ -64,6 +64,8 @@ class _Plan:
         places = [torch.tensor(servers * self.longest + rows, device=bucket.memory.device) for servers, rows in found]
         self.places = [own.split(self.at_once) for own in places]
         """Where a slot's blocks lie among the W·b of a message, some blocks at a time."""
+        self.knows_unsent = not bucket.scratch.is_needed
+        """What is formed stays where it is, and so does what is written there: what a code leaves out."""
         self.layout = Layout(tuple(slot.name for slot in self.coded), tuple(self.blocks))
 
 
@@ -139,15 +141,18 @@ class TwoHop(Compressor):
 
     def _average_blocks(self, plan: _Plan, context: Context) -> Exchange:
         sent, flaw = self._encode_all(plan, context)  # each [W·b, ...]
-        exchange = AllToAll(*(Part(payload.unflatten(0, (context.world_size, -1)), plan.layout) for payload in sent))
+        parts = [Part(payload.unflatten(0, (context.world_size, -1)), plan.layout) for payload in sent]
+        if plan.knows_unsent:
+            sent = []
         if self.codec.shows_non_finite:
-            received = yield exchange  # each [W, b, ...]
+            received = yield AllToAll(*parts)  # each [W, b, ...]
         else:
             # As a mean, though there is no more to it than 0 or NaN, it travels with the rest.
-            received, (flaw,) = yield exchange, AllReduce(plan.coded[0].part(flaw), average=True)
+            received, (flaw,) = yield AllToAll(*parts), AllReduce(plan.coded[0].part(flaw), average=True)
+        del parts
 
         coded, left = self._serve(received, plan, context)
-        del received  # the largest thing here, and the next one may take its place
+        del received  # the largest things here: what comes may take their place
         gathered = yield AllGather(*(Part(payload, plan.layout) for payload in coded), last=True)  # each [W, b, ...]
 
         gathered = [payload.flatten(0, 1) for payload in gathered]
@@ -156,7 +161,7 @@ class TwoHop(Compressor):
             share.slot.commit(SERVER_ERROR, left[share.start : share.end], finite)
         for slot, places in zip(plan.coded, plan.places, strict=True):
             M = slot.form()
-            for blocks, at in self._tiles(M, places) if slot.tile.keeps else ():
+            for blocks, at in self._tiles(M, places) if sent and slot.tile.keeps else ():
                 blocks.sub_(self._decode([payload.index_select(0, at) for payload in sent]))
             M[M.numel() // self.codec.block * self.codec.block :] = 0
             slot.keep(M, finite)
@@ -178,6 +183,8 @@ class TwoHop(Compressor):
                 sent = sent or [part.new_zeros(context.world_size * plan.longest, *part.shape[1:]) for part in code]
                 for payload, part in zip(sent, code, strict=True):
                     payload.index_copy_(0, at, part)
+                if plan.knows_unsent and slot.tile.keeps:
+                    blocks.sub_(self._decode(code))
         return sent, flaw
 
     def _serve(self, received: Sequence[Tensor], plan: _Plan, context: Context) -> tuple[list[Tensor], Tensor]:

@@ -172,17 +172,27 @@ class _Rows(_Message):
             width += length
         widest = max(part.tensor.element_size() for part in parts) if as_bytes else 1
         width += -width % widest  # rows begin where the widest elements may
-        self.memory = parts[0].tensor.new_zeros((self._rows, width) if self._rows else (width,), dtype=dtype)
-        self._places = [
-            self._view(self.memory, cut, part.tensor.dtype).view(part.tensor.shape)
-            for cut, part in zip(self._cuts, parts, strict=True)
-        ]
+        self._shape = (self._rows, width) if self._rows else (width,)
+        # What is exchanged is as large as all codes of a bucket: when it has arrived others need the memory.
+        self._is_kept = kind is not AllToAll
+        self.memory = parts[0].tensor.new_zeros(self._shape if self._is_kept else (0,), dtype=dtype)
+        self._places = self._places_in(self.memory, parts) if self._is_kept else []
 
     def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
-        for place, part in zip(self._places, parts, strict=True):
-            place.copy_(part.tensor)
+        memory, first = self.memory, parts[0].tensor
+        if not self._is_kept and len(parts) == 1 and first.dtype == memory.dtype and first.is_contiguous():
+            memory = first.view(self._shape)  # it is its own message
+        else:
+            if not self._is_kept:
+                memory = memory.new_zeros(self._shape)
+            for place, part in zip(self._places or self._places_in(memory, parts), parts, strict=True):
+                place.copy_(part.tensor)
         kind: Any = request.kind
-        return Collective(kind, self.memory, sum(part.tensor.numel() for part in parts), request.group)
+        return Collective(kind, memory, sum(part.tensor.numel() for part in parts), request.group)
+
+    def _places_in(self, memory: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+        cuts = zip(self._cuts, parts, strict=True)
+        return [self._view(memory, cut, part.tensor.dtype).view(part.tensor.shape) for cut, part in cuts]
 
     def unpack(self, parts: Sequence[Part], result: Tensor) -> list[Tensor]:
         leading = result.shape[:-1]
