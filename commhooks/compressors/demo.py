@@ -8,7 +8,7 @@ inverse transform of all ranks' coefficients.
 Bytes on the wire: 6·k for a tile of up to 64×64 elements, k values of 4 and k places of 2. With `one_bit` 17/8·k, 8.5
 for k = 4, and 4 more for a bucket, since bits do not show an inf.
 Biased, ω ≤ 1 - k/4096. With `one_bit` or `sign` the mean has no size, only signs: no gradient scaler must unscale it.
-Weakness: every rank receives what all others send, so the bytes grow with the number of ranks; and where ranks' processors
+Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. Where their processors
 differ, so may the sign of a mean that is near zero.
 
 Legend: T tiles of a×b elements; C their coefficients; k sent of each; W ranks.
