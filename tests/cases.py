@@ -367,7 +367,7 @@ CASES = [
     ),
     Case(
         name="threshold",
-        make=lambda: make_compressor("threshold", threshold=0.5, capacity=0.1),
+        make=lambda: make_compressor("threshold", threshold=2.0, capacity=0.1),
         bytes_on_wire=GatheredBytes(ratio=0.1),
         error_feedback=True,
         exact_rank=0,

@@ -13,6 +13,7 @@ Legend: g gradient; m momentum; u velocity; v what was not sent; N ranks.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import RESIDUAL, Declared, Entry
+from commhooks.language.memory import add_residuals
 
 _FIRST_RATIO = 0.25
 _STAGES = 4
@@ -77,28 +79,34 @@ class DGC(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather the largest elements of every rank's v; the mean is their sum, in rank order."""
-        sent = []
-        for slot in bucket.slots:
-            if slot.gradient.numel():
-                _, v = self._added_up(slot, context)
-                sent.append(Sent.largest_of(slot, v, self.indices, self.ratio_of(context.step)))
+        sent = [self._choose(slot, context) for slot in bucket.slots if slot.gradient.numel()]
         if not sent:
             return
         finite, received = yield from gather(sent, context)
         for own, of_all in zip(sent, received, strict=True):
-            u, v = self._added_up(own.slot, context)  # again, rather than to keep those of all slots meanwhile
+            u = self._velocity(own.slot, context)  # again, rather than to keep those of all slots meanwhile
+            v = own.slot.form().copy_(u)
+            add_residuals([v], [own.slot.state(RESIDUAL)])
             own.slot.commit(RESIDUAL, v.index_fill_(0, own.places, 0.0), finite)
             if self.momentum:
                 own.slot.commit("velocity", u.index_fill_(0, own.places, 0.0), finite)
             own.slot.write(of_all.add_to(own.slot.room.zero_()))
 
-    def _added_up(self, slot: Slot, context: Context) -> tuple[Tensor, Tensor]:
-        """Return u and v with this step's gradient in them, in new memory."""
-        u = g = slot.form()
-        if self.clip is not None:
-            norm = torch.linalg.vector_norm(g, dtype=torch.float64)  # squares of fp32 would overflow
+    def _choose(self, slot: Slot, context: Context) -> Sent:
+        v = self._velocity(slot, context)
+        add_residuals([v], [slot.state(RESIDUAL)])
+        return Sent.largest_of(slot, v, self.indices, self.ratio_of(context.step))
+
+    def _velocity(self, slot: Slot, context: Context) -> Tensor:
+        """Return u with this step's gradient in it, in new memory."""
+        g = slot.form()
+        if self.clip is None:
+            u = g.clone()
+        else:
+            largest = g.norm(math.inf).clamp(min=torch.finfo(g.dtype).tiny)
+            u = g / largest  # squares of g itself might overflow
             limit = self.clip * context.loss_scale / context.world_size**0.5
-            u = g = g * (limit / norm).clamp(max=1).to(g.dtype)
+            u = torch.mul(g, (limit / largest / u.norm()).clamp(max=1), out=u)
         if self.momentum:
-            u = g + self.momentum * slot.state("velocity").to(g)
-        return u, u + slot.state(RESIDUAL).to(g)
+            add_residuals([u], [slot.state("velocity")], self.momentum)
+        return u

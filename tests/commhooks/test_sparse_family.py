@@ -171,7 +171,7 @@ def test_a_threshold_sends_what_has_grown_to_it_as_far_as_there_is_room() -> Non
 
 
 @pytest.mark.parametrize(
-    "compressor", [DGC(ratio=0.1, clip=9.0), ErrorFeedback(inner=Threshold(threshold=2.5))], ids=str
+    "compressor", [DGC(clip=9.0), ErrorFeedback(inner=Threshold(threshold=2.5, capacity=0.1))], ids=str
 )
 def test_settings_in_units_of_the_gradient_follow_the_loss_scale(compressor: Compressor) -> None:
     assert torch.equal(means_of(compressor, scale=2.0**10), means_of(compressor))

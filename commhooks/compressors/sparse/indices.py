@@ -151,18 +151,29 @@ class Bitmap(Coding):
         return super().choose(memory).sort().values
 
     def encode(self, places: Tensor) -> Tensor:
-        """Return uint8 numbers: bit i of number j stands for element i·numbers + j."""
-        bits = torch.zeros(8 * self.code_bytes, dtype=torch.uint8, device=places.device).index_fill_(0, places, 1)
-        return (bits.view(8, -1) << self._shifts(places)).sum(0, dtype=torch.uint8)
+        """Return uint8 numbers: bit i of number j stands for element 8·j + i."""
+        bits = torch.zeros(8, self.code_bytes, dtype=torch.uint8, device=places.device)
+        bits.view(-1).index_fill_(0, places % 8 * self.code_bytes + places // 8, 1)
+        return bits.bitwise_left_shift_(_shifts(places).unsqueeze(1)).sum(0, dtype=torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return the places of the bits that are set; that there are k is known, so the host need not wait."""
-        shifts = self._shifts(codes)
-        found = [torch.nonzero_static((code >> shifts & 1).flatten(), size=self.k) for code in codes]
-        return torch.cat(found, dim=1).t()
+        bits = torch.arange(256, device=codes.device).unsqueeze(1) >> _shifts(codes) & 1  # 256×8: of every number
+        counts = bits.sum(1, dtype=torch.int32)
+        # The bits of each number, those that are set first.
+        set_first = bits.argsort(dim=1, descending=True, stable=True).flatten()
+        numbers = torch.arange(self.code_bytes, device=codes.device)
+        found = []
+        for code in codes:
+            set_in = counts[code.int()]
+            at = numbers.repeat_interleave(set_in, output_size=self.k)  # in which number each place is
+            nth = torch.arange(self.k, device=codes.device) - (set_in.cumsum(0) - set_in)[at]
+            found.append(at * 8 + set_first[code[at].int() * 8 + nth])
+        return torch.stack(found)
 
-    def _shifts(self, like: Tensor) -> Tensor:
-        return torch.arange(8, dtype=torch.uint8, device=like.device).unsqueeze(1)
+
+def _shifts(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)
 
 
 @functools.lru_cache(maxsize=4096)
