@@ -443,7 +443,6 @@ CASES = [
         collectives=(3,),
         exact_rank=0,
         only_signs=True,
-        follows_scale=False,
     ),
 ]
 

@@ -6,8 +6,8 @@ Idea: each rank averages its own gradients over time and sends the signs of that
 Bytes on the wire: 1/8 an element, twice, in two hops; elements beyond a parameter's last whole block travel as
 momenta, and the sign of their mean is taken. Biased, with no bound on the error, so it rejects error feedback.
 Weakness: the answer is ±1, at random for an element whose gradient is always zero, so the learning rate alone sets the
-step's size: take SGD without momentum, and about Adam's learning rate. A gradient scaler would divide the signs by its
-scale. A copy as large as the gradient is held while votes travel.
+step's size: take SGD without momentum, and about Adam's learning rate. The answer is times the loss scale, if
+`attach(scaler=)` tells of one, for the scaler divides by it. A copy of the gradient's size is held while votes travel.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Signum(Compressor):
         for slot, m in zip(bucket.slots, momenta, strict=True):
             if self.beta:
                 slot.commit("momentum", m, verdict.finite)
-            signs = slot.gradient.sign()
+            signs = slot.gradient.sign().mul_(context.loss_scale)
             slot.gradient.mul_(0).add_(signs)  # NaN stays: its sign is 0, which would hide it
 
 
