@@ -6,6 +6,7 @@ Idea: each element is s·x/|block|, rounded down or up at random, so that it is 
 Bytes: 1/4 (s = 1), 1/2 (up to 7) or 1 an element, and 4 a block. Unbiased: of blocks of n elements the expected loss
 is at most min(n/s², √n/s): 0.032 at 512 and 127 levels, 3.2 at 7. So no error feedback, which from 1 on is refused.
 Weakness: with few levels most elements become 0, and the others are far too large: noise, as of a smaller batch.
+On a processor to code and decode takes as long as 19 to 55 copies of the memory, a third of it for random numbers.
 """
 
 from __future__ import annotations

