@@ -1,0 +1,115 @@
+"""Error feedback on digits: what loses much of every gradient ends as accurate as dense, and without it does not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+from rich.console import Console
+
+from experiments.contenders import DENSE, Contender, contenders, relative_error
+from experiments.leaderboard import SIZE, Failed, Job, train_jobs
+from experiments.lockstep import train_in_lockstep
+from experiments.report.standing_rows import headings, standing_row
+from experiments.report.table import plain_table
+from experiments.runs import HookSpec
+from experiments.standings import SCORES, Interval, Run, paired, standings
+from experiments.tasks import make_task
+
+pytestmark = pytest.mark.timeout(120)  # ten seconds of work, on a machine that may have much else to do
+
+TASK = make_task("digits", SIZE)
+SCORE = SCORES["digits"]
+WORKERS = 4
+MARGIN = 2.0
+"""Points of accuracy below dense."""
+MUCH = 0.5
+"""A relative error from which on a step may keep back more of a gradient than it sends."""
+SLOWER: dict[str, str] = {}
+"""Contenders with error feedback that end further below dense than the margin, and why."""
+NO_WORSE: dict[str, str] = {}
+"""Biased contenders that lose much and do as well without error feedback, and why."""
+
+
+def named(text: str, *, feedback: bool) -> Contender:
+    return Contender(HookSpec.parse(text), feedback)
+
+
+def gain(runs: Sequence[Run], others: Sequence[Run]) -> Interval:
+    """Return how many points the first are better, seed by seed."""
+    return paired(runs, others, SCORE).scaled(SCORE.scale)
+
+
+@functools.cache
+def short_runs(text: str, feedback: bool = False) -> list[Run]:
+    """Train with three seeds for a hundred steps: enough for effects of many points."""
+    one = named(text, feedback=feedback)
+    return [
+        Run("digits", one, seed, train_in_lockstep(TASK, one.make(seed), seed=seed, steps=100, workers=WORKERS))
+        for seed in range(3)
+    ]
+
+
+@pytest.mark.parametrize("text", ["powersgd:rank=2", "top-k:ratio=0.05"])
+def test_with_error_feedback_a_few_percent_of_the_bytes_lose_less_than_the_margin(text: str) -> None:
+    fed, dense = short_runs(text, True), short_runs(DENSE)
+    assert gain(fed, dense).low > -MARGIN
+    assert all(run.trained.payload_bytes < 0.15 * run.trained.gradient_bytes for run in fed)
+
+
+def test_without_error_feedback_low_rank_is_measurably_worse() -> None:
+    assert gain(short_runs("powersgd:rank=2"), short_runs("powersgd:rank=2", True)).high < -MARGIN
+
+
+@functools.cache
+def long_runs() -> dict[Contender, list[Run]]:
+    """Train every contender with ten seeds, and print the table."""
+    found, _ = contenders(None, TASK)
+    jobs = [Job("digits", one, seed, TASK.default_steps, WORKERS) for one in found for seed in range(10)]
+    runs: list[Run] = []
+
+    def keep(message: object) -> None:
+        assert not isinstance(message, Failed), message
+        if isinstance(message, Run):
+            runs.append(message)
+
+    train_jobs(jobs, 2, keep)
+    by_contender = {one: sorted((r for r in runs if r.contender == one), key=lambda r: r.seed) for one in found}
+    table = plain_table("digits, 10 seeds", ("ω", *headings("digits")[1:5]), first="compressor")
+    for row in standings([run for own in by_contender.values() for run in own], {}):
+        label, *cells = standing_row(row)
+        table.add_row(label, f"{relative_error(row.contender, TASK):.3g}", *cells[:4])
+    Console(width=130).print(table)
+    return by_contender
+
+
+def contractive() -> list[Contender]:
+    found, _ = contenders(None, TASK)
+    return [one for one in found if one.feedback and relative_error(one, TASK) < 1]
+
+
+def lossy_and_biased() -> list[Contender]:
+    """Return contenders without error feedback that may lose much, and that have a form with it."""
+    found, _ = contenders(None, TASK)
+    plain = [one for one in found if not one.feedback and one.other in found and not one.make().is_unbiased]
+    return [one for one in plain if relative_error(one, TASK) >= MUCH]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("one", contractive(), ids=lambda one: one.label)
+def test_every_contraction_with_error_feedback_ends_within_the_margin_of_dense(one: Contender) -> None:
+    runs = long_runs()
+    difference = gain(runs[one], runs[named(DENSE, feedback=False)])
+    residuals = [run.trained.residual for run in runs[one]]
+    assert (difference.low > -MARGIN) != (one.label in SLOWER), (difference, residuals, SLOWER.get(one.label))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("one", lossy_and_biased(), ids=lambda one: one.label)
+def test_without_error_feedback_what_is_biased_and_loses_much_is_measurably_worse(one: Contender) -> None:
+    runs = long_runs()
+    difference = gain(runs[one], runs[one.other])
+    assert (difference.high < 0) != (one.label in NO_WORSE), (difference, NO_WORSE.get(one.label))

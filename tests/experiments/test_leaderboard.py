@@ -1,0 +1,156 @@
+"""`commhooks leaderboard` from end to end, for a few steps: what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from commhooks import COMPRESSORS
+from experiments.cli import app
+from experiments.contenders import LeftOut
+from experiments.grace import compare_with_grace
+from experiments.report.board import Results, RunsFile, prepare_board, print_board, write_board
+from tests.experiments.standing_samples import rows, runs
+from tests.experiments.test_report import Links
+
+pytestmark = pytest.mark.timeout(120)  # a world is an import of torch: 5 s, or 30 s on a machine with much else to do
+
+ONLY = ["--only", "top-k", "--tasks", "digits", "--seeds", "2", "--steps", "3", "--workers", "2", "--processes", "1"]
+REFUSED = [LeftOut("terngrad + EF", "its residual would <grow>")]
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, ["leaderboard", *words])
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def sample(command: str = "commhooks leaderboard") -> Results:
+    return Results(
+        standings=rows(),
+        grace=compare_with_grace(runs(), REFUSED),
+        left_out=REFUSED,
+        seeds=3,
+        workers=4,
+        size="tiny",
+        steps={"digits": 160, "gpt": 120},
+        timed=("gpt", "medium"),
+        rounds=7,
+        command=command,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the results of a leaderboard that never ran."""
+    out = tmp_path_factory.mktemp("leaderboard")
+    prepare_board(out / "board", overwrite=False)
+    file = RunsFile(out / "board")
+    for one in runs():
+        file.append(one)
+    write_board(sample("commhooks leaderboard <x>"), out / "board", out / "docs" / "leaderboard")
+    return out
+
+
+def test_it_trains_times_and_writes_what_it_found(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = run(*ONLY, "--out", str(out), "--docs", str(tmp_path / "docs"))
+    assert ended.exit_code == 0, ended.output
+    forms = [("all-reduce", "False"), *((f"top-k:ratio={k}", fed) for k in (0.01, 0.1) for fed in ("False", "True"))]
+    standings = read(out / "standings.csv")
+    assert [(row["compressor"], row["error_feedback"]) for row in standings] == forms
+    assert len(read(out / "runs.csv")) == 2 * len(forms)
+    assert all(float(row["compute"]) > 0 for row in standings)
+    assert float(standings[1]["ratio"]) == pytest.approx(50, rel=0.03)  # a value and an index for 1 % of the elements
+    assert (out / "leaderboard.html").exists() and (tmp_path / "docs" / "tables.md").exists()
+    again = run(*ONLY, "--out", str(out))
+    assert again.exit_code == 2
+    assert "holds results already" in again.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "top-k,powersdg"], "did you mean 'powersgd'"),
+        (["--tasks", "digits,gtp"], "did you mean 'gpt'"),
+        (["--tasks", "gpt,gpt"], "asked for twice"),
+        (["--only", ","], "nothing to run"),
+        (["--seeds", "1"], "seeds must be at least 2"),
+        (["--workers", "1"], "workers must be at least 2"),
+        (["--out", __file__], "is a file; name a folder"),
+    ],
+)
+def test_a_mistake_is_an_error_in_words(words: Sequence[str], message: str, tmp_path: Path) -> None:
+    ended = run("--out", str(tmp_path / "out"), *words)
+    assert ended.exit_code == 2
+    assert message in ended.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_overwrite_removes_what_a_leaderboard_wrote_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare_board(out, overwrite=False)
+    RunsFile(out)
+    write_board(sample(), out, None)
+    prepare_board(out, overwrite=True)
+    assert [path for path in out.rglob("*") if path.is_file()] == []
+    (out / "runs.csv").write_text("my own table")
+    with pytest.raises(ValueError, match="runs.csv"):
+        prepare_board(out, overwrite=True)
+    assert (out / "runs.csv").read_text() == "my own table"
+
+
+def test_the_page_needs_nothing_but_itself_and_names_everything(folder: Path) -> None:
+    text = (folder / "board" / "leaderboard.html").read_text()
+    page = Links()
+    page.feed(text)
+    assert len(page.fetched) == 2 * 2 * 2  # tasks, themes, pictures
+    assert all(link.startswith("data:image/png;base64,") for link in page.fetched)
+    assert not re.search(r"url\(|@import|<script", text)
+    for words in ("commhooks leaderboard &lt;x&gt;", "would &lt;grow&gt;", "terngrad + EF", "Pareto front", "diverged"):
+        assert words in text
+    front = re.findall(r"<li><code>(.*?)</code>", text)
+    assert front == 2 * ["fp16", "sign + EF", "powersgd:rank=1 + EF", "top-k:ratio=0.01 + EF"]
+
+
+def test_the_documentation_gets_tables_and_the_pictures_that_they_show(folder: Path) -> None:
+    text = (folder / "docs" / "leaderboard" / "tables.md").read_text()
+    pictures = re.findall(r"!\[.*?\]\(leaderboard/(.*?)\)", text)
+    assert sorted(pictures) == sorted(path.name for path in (folder / "docs" / "leaderboard").glob("*.png"))
+    assert len(pictures) == 4
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("| ")}
+    assert widths == {9, 6}  # eight columns of a task's table, five of GRACE's
+    assert "| top-k 1 % | 84.8 → 91.0 | top-k:ratio=0.01 | +14.00 (+14.00 to +14.00) | agree |" in text
+
+
+def test_every_run_can_be_read_back(folder: Path) -> None:
+    found = read(folder / "board" / "runs.csv")
+    assert [float(row["accuracy"]) for row in found] == pytest.approx(
+        [one.trained.accuracy for one in runs()], nan_ok=True
+    )
+
+
+def test_the_tables_fit_a_terminal(folder: Path) -> None:
+    out = StringIO()
+    print_board(sample(), folder / "board", Console(file=out, width=110))
+    text = out.getvalue()
+    assert "…" not in text
+    for words in ("top-k:ratio=0.01 + EF", "50.0×", "2.00 kB", "left out: terngrad + EF: its residual would <grow>"):
+        assert words in text
+
+
+def test_help_teaches_with_examples() -> None:
+    ended = run("--help")
+    assert ended.exit_code == 0
+    assert "commhooks leaderboard --only top-k,powersgd" in ended.output
+    assert {"top-k", "powersgd"} <= COMPRESSORS.keys()

@@ -1,0 +1,161 @@
+"""What the leaderboard makes of its runs: intervals, the front, and what takes part."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from commhooks import COMPRESSORS, Registered
+from commhooks.compressors import TopK
+from experiments import contenders as module
+from experiments.contenders import SKIPPED, USUAL, Contender, LeftOut, contenders, relative_error
+from experiments.grace import PUBLISHED, compare_with_grace
+from experiments.hooks import make_hook
+from experiments.runs import HookSpec
+from experiments.standings import SCORES, Interval, Run, Standing, is_better, standings
+from experiments.tasks import make_task
+from tests.experiments.standing_samples import rows, runs, trained
+
+DIGITS = make_task("digits", "tiny")
+
+
+class TestInterval:
+    def test_it_is_students(self) -> None:
+        values = np.random.default_rng(0).normal(1, 2, 12)
+        ours = Interval.of(values.tolist())
+        theirs = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high))
+
+    def test_its_sign_is_that_of_all_of_it(self) -> None:
+        assert [Interval(0, low, high).sign for low, high in ((1, 2), (-2, -1), (-1, 1), (0, 0))] == [1, -1, 0, 0]
+
+    def test_a_difference_that_is_not_finite_makes_it_unbounded(self) -> None:
+        found = Interval.of([1.0, math.nan])
+        assert (found.low, found.high, found.sign) == (-math.inf, math.inf, 0)
+
+    def test_in_other_units_it_is_scaled(self) -> None:
+        assert Interval(1, -2, 4).scaled(100) == Interval(100, -200, 400)
+
+
+class TestFront:
+    def test_it_is_what_nothing_beats(self) -> None:
+        for task, own in itertools.groupby(rows(), key=lambda row: row.task):
+            every = list(own)
+            assert {row.contender for row in every if row.on_front} == {
+                row.contender for row in every if not any(beats(other, row, task) for other in every)
+            } - {row.contender for row in every if math.isnan(row.score)}
+
+    def test_one_that_diverged_is_never_on_it(self) -> None:
+        lost = [row for row in rows() if row.contender.spec.name == "terngrad"]
+        assert lost and not any(row.on_front for row in lost)
+        assert all(row.diverged == 3 for row in lost)
+
+
+def beats(one: Standing, other: Standing, task: str) -> bool:
+    """Return whether the first is at least as good and as small, and better or smaller."""
+    score = SCORES[task]
+    better, worse = is_better(one.score, other.score, score), is_better(other.score, one.score, score)
+    smaller, larger = one.payload_bytes < other.payload_bytes, one.payload_bytes > other.payload_bytes
+    return not worse and not larger and (better or smaller)
+
+
+def test_differences_are_paired_by_seed() -> None:
+    shuffled = [run for run in runs() if run.task == "digits"][::-1]
+    found = {row.contender.label: row for row in standings(shuffled, {})}
+    difference = found["sign"].difference
+    assert difference is not None  # the noise of a seed is in both: nothing of it is left
+    assert (difference.low, difference.high) == pytest.approx((-0.07, -0.07))
+    assert found["all-reduce"].difference is None
+
+
+class TestContenders:
+    def test_every_registered_name_takes_part_or_says_why_not(self) -> None:
+        found, left_out = contenders(None, DIGITS)
+        assert found[0].label == "all-reduce"
+        for name in COMPRESSORS:
+            labels = [one.spec.label for one in found] + [one.label for one in left_out]
+            assert all(any(label.startswith(text) for label in labels) for text in USUAL.get(name, (name,)))
+        assert {one.label for one in left_out} >= SKIPPED.keys() & COMPRESSORS.keys()
+
+    def test_one_that_loses_something_has_a_form_with_error_feedback(self) -> None:
+        found, _ = contenders(["top-k", "all-reduce"], DIGITS)
+        ratios = ("0.01", "0.1")
+        assert [one.label for one in found] == ["all-reduce"] + [
+            f"top-k:ratio={ratio}{suffix}" for ratio in ratios for suffix in ("", " + EF")
+        ]
+
+    def test_a_new_name_runs_at_its_defaults(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(COMPRESSORS, "newest", Registered(TopK))
+        assert [one.label for one in contenders(["newest"], DIGITS)[0]][1:] == ["newest", "newest + EF"]
+
+    def test_error_feedback_that_would_grow_without_bound_is_left_out_with_its_reason(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(COMPRESSORS, "growing", Registered(Growing))
+        found, left_out = contenders(["growing"], DIGITS)
+        assert [one.label for one in found] == ["all-reduce", "growing"]
+        assert [one.label for one in left_out] == ["growing + EF"]
+        assert "grow without bound" in left_out[0].reason
+
+    @pytest.mark.parametrize("names", [["topk"], ["top-k", "top-k"]])
+    def test_names_that_are_unknown_or_come_twice_are_refused(self, names: list[str]) -> None:
+        with pytest.raises(ValueError, match="did you mean 'top-k'|asked for twice"):
+            contenders(names, DIGITS)
+
+    def test_every_usual_setting_of_a_registered_name_exists(self) -> None:
+        for name, texts in module.USUAL.items():
+            assert all(HookSpec.parse(text).name == name for text in texts)
+            if name in COMPRESSORS:
+                assert [make_hook(HookSpec.parse(text)) for text in texts]
+
+    def test_the_relative_error_is_that_of_the_largest_loss(self) -> None:
+        one = Contender(HookSpec.parse("top-k:ratio=0.1"), feedback=True)
+        assert relative_error(one, DIGITS) == pytest.approx(0.9, abs=0.01)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Growing(TopK):
+    """Claims to lose more than it is given."""
+
+    def relative_error(self, elements: int) -> float:
+        return 2.0
+
+
+class TestGrace:
+    def effect(self, gained: list[float]) -> str:
+        """Return the verdict on top-k 1 %, where error feedback gains so much with three seeds; GRACE's gained."""
+        own = [
+            Run(
+                "digits",
+                Contender(HookSpec.parse("top-k:ratio=0.01"), feedback),
+                seed,
+                trained(0.8 + feedback * gain, 9),
+            )
+            for feedback in (False, True)
+            for seed, gain in enumerate(gained)
+        ]
+        (found,) = compare_with_grace(own, [])
+        return found.verdict
+
+    def test_signs_are_compared_where_ours_is_beyond_noise(self) -> None:
+        assert self.effect([0.1, 0.11, 0.12]) == "agree"
+        assert self.effect([-0.1, -0.11, -0.12]) == "disagree"
+        assert self.effect([-0.1, 0.01, 0.1]) == "within noise"
+
+    def test_a_refusal_is_told_and_what_was_not_run_is_not(self) -> None:
+        (found,) = compare_with_grace([], [LeftOut("terngrad + EF", "grows")])
+        assert (found.published.method, found.ours, found.verdict) == (
+            "TernGrad",
+            None,
+            "error feedback is refused here",
+        )
+
+    def test_the_published_settings_are_those_that_run(self) -> None:
+        for published in PUBLISHED:
+            name = HookSpec.parse(published.ours).name
+            assert published.ours in USUAL.get(name, (name,))
