@@ -8,10 +8,11 @@ export NO_MKDOCS_2_WARNING := 1
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-processors check bench docs soak soak-hooks soak-kills soak-network torch-suite gpu clean
+.PHONY: help demo leaderboard test test-processors check bench docs soak soak-hooks soak-kills soak-network torch-suite gpu clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
+	@echo "make leaderboard  train under every compressor; report in runs/leaderboard, tables and plots in docs/guide/leaderboard"
 	@echo "make test         the test suite"
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
 	@echo "make check        lint, format, types, and the documentation built strictly"
@@ -37,6 +38,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/commhooks compare --out runs/demo --overwrite
+
+leaderboard: $(STAMP)
+	$(BIN)/commhooks leaderboard --out runs/leaderboard --overwrite --docs docs/guide/leaderboard
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(TWO_AT_ONCE)

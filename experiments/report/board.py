@@ -179,16 +179,15 @@ def _facts() -> dict[str, str]:
 
 def _markdown(results: Results, folder: str) -> str:
     """Return the tables and pictures of the documentation's page, all that is measured on it."""
-    lines = [
-        f"`{results.command}`: {results.workers} workers, {results.seeds} seeds. {'; '.join(_facts().values())}.",
-        "",
-    ]
+    facts = "; ".join(f"{name}: {fact}" for name, fact in _facts().items())
+    lines = [f"`{results.command}`: {results.workers} workers, {results.seeds} seeds. {facts}.", ""]
     for task, steps in results.steps.items():
         rows = results.of(task)
         lines += [f"### {task}", "", f"{make_task(task, results.size).description}; {steps} steps.", ""]
         lines += [f"![{task}: {picture}]({folder}/{task}.{picture}.png)" for picture in PICTURES]
         lines += ["", f"Pareto front, from few bytes to many: {front_in_words(rows, code=True)}.", ""]
-        lines += _markdown_table(headings(task), [standing_row(row) for row in rows])
+        cells = map(standing_row, rows)
+        lines += _markdown_table(headings(task), [[f"`{label}`", *others] for label, *others in cells])
     if results.grace:
         lines += ["### Error feedback, beside GRACE", ""]
         lines += _markdown_table(GRACE_HEADINGS, [grace_row(one) for one in results.grace])

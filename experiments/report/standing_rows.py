@@ -54,7 +54,8 @@ def interval_in_words(interval: Interval) -> str:
     """Return the mean difference and its interval."""
     if not math.isfinite(interval.mean):
         return "diverged"
-    return f"{interval.mean:+.2f} ({interval.low:+.2f} to {interval.high:+.2f})"
+    mean, low, high = (round(value, 2) + 0.0 for value in (interval.mean, interval.low, interval.high))  # no -0.00
+    return f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def front_in_words(rows: Sequence[Standing], *, code: bool = False) -> str:

@@ -22,7 +22,7 @@ from tests.experiments.test_report import Links
 
 pytestmark = pytest.mark.timeout(120)  # a world is an import of torch: 5 s, or 30 s on a machine with much else to do
 
-ONLY = ["--only", "top-k", "--tasks", "digits", "--seeds", "2", "--steps", "3", "--workers", "2", "--processes", "1"]
+ONLY = ["--only", "fp16", "--tasks", "digits", "--seeds", "2", "--steps", "3", "--workers", "2", "--processes", "1"]
 REFUSED = [LeftOut("terngrad + EF", "its residual would <grow>")]
 
 
@@ -66,12 +66,12 @@ def test_it_trains_times_and_writes_what_it_found(tmp_path: Path) -> None:
     out = tmp_path / "out"
     ended = run(*ONLY, "--out", str(out), "--docs", str(tmp_path / "docs"))
     assert ended.exit_code == 0, ended.output
-    forms = [("all-reduce", "False"), *((f"top-k:ratio={k}", fed) for k in (0.01, 0.1) for fed in ("False", "True"))]
+    forms = [("all-reduce", "False"), ("fp16", "False"), ("fp16", "True")]
     standings = read(out / "standings.csv")
     assert [(row["compressor"], row["error_feedback"]) for row in standings] == forms
     assert len(read(out / "runs.csv")) == 2 * len(forms)
     assert all(float(row["compute"]) > 0 for row in standings)
-    assert float(standings[1]["ratio"]) == pytest.approx(50, rel=0.03)  # a value and an index for 1 % of the elements
+    assert [float(row["ratio"]) for row in standings] == [1, 2, 2]
     assert (out / "leaderboard.html").exists() and (tmp_path / "docs" / "tables.md").exists()
     again = run(*ONLY, "--out", str(out))
     assert again.exit_code == 2
