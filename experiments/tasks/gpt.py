@@ -111,8 +111,8 @@ class Gpt:
         s = self.shape
         return (
             f"the source of Python's standard library, byte by byte (every tenth file held out), a GPT of {s.layers} "
-            f"layer{'s' * (s.layers > 1)} and width {s.width}, AdamW, {s.batch_size} sequences of {s.context} bytes per "
-            "rank and step"
+            f"layer{'s' * (s.layers > 1)} and width {s.width}, AdamW, {s.batch_size} sequences of {s.context} bytes "
+            "per rank and step"
         )
 
     @property
