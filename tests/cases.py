@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks import Compressor, make_compressor
+from commhooks import Compressor, Hierarchical, make_compressor
 from commhooks.language.entries import blocks_served
 from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes
 from tests.formulas_sparse import GatheredBytes, SummedBytes
@@ -392,6 +392,14 @@ CASES = [
         depends_on_buckets=True,
         exact_rank=0,
         roundings=8,
+    ),
+    # Of the laws' numbers of ranks all are whole machines of one; tests/commhooks/test_hierarchical.py has larger ones.
+    Case(
+        name="hierarchical-1",
+        make=lambda: Hierarchical(inner=make_compressor("top-k", ratio=0.1), size=1),
+        bytes_on_wire=GatheredBytes(ratio=0.1),
+        error_feedback=True,
+        exact_rank=0,
     ),
     # An element is scaled, decoded, added up and subtracted on each hop.
     *(

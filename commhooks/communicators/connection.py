@@ -82,10 +82,12 @@ class Connection:
         wrap: WrapCommunicator | None = None,
         open_for_sparse: Callable[[], ProcessGroupGloo] | None = None,
         open_some: Callable[[Group], ProcessGroupGloo] | None = None,
+        wait: Callable[[Pending], None] | None = None,
     ) -> None:
-        self._carrier: ProcessGroupCommunicator | None = ProcessGroupCommunicator(group, open_for_sparse, open_some)
-        self._agreements: Agreements | None = Agreements(self._carrier, address)
-        wrapped = self._carrier if wrap is None else wrap(self._carrier)
+        carrier = ProcessGroupCommunicator(group, open_for_sparse, open_some, wait)
+        self._carrier: ProcessGroupCommunicator | None = carrier
+        self._agreements: Agreements | None = Agreements(carrier, address)
+        wrapped = carrier if wrap is None else wrap(carrier)
         self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
         self.timeout = address.timeout.total_seconds()
 
@@ -117,13 +119,16 @@ class Connection:
 
 
 def open_connection(
-    address: Address, wrap: WrapCommunicator | None = None, hook_timeout: float | None = None
+    address: Address,
+    wrap: WrapCommunicator | None = None,
+    hook_timeout: float | None = None,
+    wait: Callable[[Pending], None] | None = None,
 ) -> Connection:
     """Open a private Gloo group at `address`; block until every rank has come, or the address's timeout has passed.
 
-    The first sparse sum opens another group for itself, within `hook_timeout`, and so does the first collective among
-    some of the ranks. Raises `CollectiveError`, which names the ranks that have not come, or the store if it does not
-    answer.
+    The first sparse sum opens another group for itself, within `hook_timeout`. So does the first collective among some
+    of the ranks, once `wait` has seen that all ranks have come to it. Raises `CollectiveError`, which names the ranks
+    that have not come, or the store if it does not answer.
     """
     patience = address.timeout.total_seconds()
     everyone = range(address.world_size)
@@ -133,7 +138,7 @@ def open_connection(
     of_sparse = PrefixStore("sparse", address.store)
     open_for_sparse = functools.partial(_open_group, address, of_sparse, everyone, limit, devices, threads=1)
     open_some = functools.partial(_open_some, address, limit, devices)
-    return Connection(group, address, wrap, open_for_sparse, open_some)
+    return Connection(group, address, wrap, open_for_sparse, open_some, wait)
 
 
 def _open_some(address: Address, patience: float, devices: list[Any], group: Group) -> ProcessGroupGloo:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,7 +22,8 @@ class ProcessGroupCommunicator:
     A `ProcessGroup` and a bare backend (`ProcessGroupGloo`) have the same methods for this, so either may be passed.
     `open_for_sparse` returns another group of the same ranks, for sums of sparse tensors: over a Gloo group with two
     threads these corrupt the heap now and then. Without it they go over `process_group`. `open_some` returns a group of
-    some of the ranks; called when the first collective comes that names it, which is at the same turn on all of them.
+    some of the ranks; called when the first collective comes that names it, at the same turn on all ranks, for which
+    `wait` waits.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class ProcessGroupCommunicator:
         process_group: Any = None,
         open_for_sparse: Callable[[], Any] | None = None,
         open_some: Callable[[Group], Any] | None = None,
+        wait: Callable[[WorkPending], None] | None = None,
     ) -> None:
         group = dist.group.WORLD if process_group is None else process_group
         if group is None:
@@ -40,6 +43,7 @@ class ProcessGroupCommunicator:
         self._open_for_sparse = open_for_sparse
         self._for_sparse: Any = None
         self._open_some = open_some
+        self._wait = wait
         self._of_some: dict[Group, Any] = {}
         self.rank: int = self.group.rank()
         self.world_size: int = self.group.size()
@@ -70,7 +74,7 @@ class ProcessGroupCommunicator:
             pending.release()
         self._under_way.clear()
         self._of_some.clear()
-        self.group = self._for_sparse = self._open_for_sparse = self._open_some = None
+        self.group = self._for_sparse = self._open_for_sparse = self._open_some = self._wait = None
 
     def _start(self, collective: Collective) -> WorkPending:
         tensor, room = collective.tensor, collective.room_for_answer(self.world_size)
@@ -93,8 +97,18 @@ class ProcessGroupCommunicator:
                 "groups of some of the ranks."
             )
         if group not in self._of_some:
+            self._meet()
             self._of_some[group] = self._open_some(group)
         return self._of_some[group]
+
+    def _meet(self) -> None:
+        """Return when every rank is about to open a group.
+
+        A rank that has ended is noticed here at once, for its connections are closed. Those that open a group meet in
+        the store, where nobody would know of it.
+        """
+        wait = self._wait or WorkPending.wait
+        wait(self.start(Collective("all-reduce", torch.zeros(1))))
 
     def _group_for_sparse(self) -> Any:
         if self._open_for_sparse is None:

@@ -23,6 +23,7 @@ from commhooks.scheduling.task import BucketTask
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.memory import MemoryReport, memory_report
 from commhooks.state.table import StateTable
+from commhooks.wrappers.hierarchical import is_hierarchical
 
 
 class Engine:
@@ -154,6 +155,7 @@ class Engine:
         """
         self.stand_between_steps("replace")
         compressor.check_ranks(self.line.world_size)
+        self._check_groups(compressor)
         try:
             self.scheduler_for(device).agree(self._fingerprint_with(compressor, refusal))
         finally:
@@ -190,6 +192,19 @@ class Engine:
             if refusal is not None:
                 self.stop()
                 raise refusal
+        try:
+            self._check_groups(self.compressor)
+        except AttachError:
+            self.stop()
+            raise
+
+    def _check_groups(self, compressor: Compressor) -> None:
+        """Raise `AttachError` if a compressor asks for groups of ranks where there are none; on every rank alike."""
+        if self.line.scheduler is not None and not self.line.scheduler.carries_groups and is_hierarchical(compressor):
+            raise AttachError(
+                f"{compressor!r} asks for groups of some of the ranks, which there are not on NCCL yet; attach over a "
+                'Gloo group, with process_group=torch.distributed.new_group(backend="gloo").'
+            )
 
     def stop(self) -> None:
         """End the scheduler."""

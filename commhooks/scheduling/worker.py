@@ -121,7 +121,7 @@ class Worker:
     def _serve(self) -> None:
         policy: Policy | None = None
         try:
-            self.connection = open_connection(self._address, self._wrap, self._hook_timeout)
+            self.connection = open_connection(self._address, self._wrap, self._hook_timeout, self._wait)
             assert self.connection.communicator is not None
             self.connection.agree(self._fingerprint, self._wait)
             self._is_open = True

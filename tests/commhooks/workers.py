@@ -157,10 +157,11 @@ class Workers:
         total = torch.stack([self.residual(rank, index).double() for rank in ranks]).mean(0)
         for rank in ranks:
             served = self.states[rank].of(parameter).tensors.get(SERVER_ERROR)
-            if served is not None:
-                block = served.shape[1]
+            holders = self.states[rank].of(parameter).entries[SERVER_ERROR].holders if served is not None else 1
+            if served is not None and rank % holders == 0:
+                block, servers = served.shape[1], self.world_size // holders
                 whole = torch.zeros(parameter.numel() // block, block, dtype=torch.float64)
-                whole[list(blocks_served(self.names[index], len(whole), rank, self.world_size))] = served.double()
+                whole[list(blocks_served(self.names[index], len(whole), rank // holders, servers))] = served.double()
                 memory = torch.zeros(parameter.numel(), dtype=torch.float64)
                 memory[: whole.numel()] = whole.view(-1)
                 total += memory.as_strided(parameter.shape, parameter.stride())

@@ -1,0 +1,324 @@
+"""Machines that act as ranks: `Hierarchical`, in lockstep and over Gloo (hierarchical_in_worlds.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks import (
+    AllReduce,
+    BucketView,
+    Compressor,
+    CompressorError,
+    Context,
+    ErrorFeedback,
+    Exchange,
+    Exchanger,
+    Group,
+    Hierarchical,
+    PerParameter,
+    SettingsError,
+    StartAfter,
+    WireDtype,
+    make_compressor,
+)
+from tests.cases import BY_NAME
+from tests.commhooks import hierarchical_in_worlds as on_every_rank
+from tests.commhooks.ranks import run_ranks, survived
+from tests.commhooks.workers import Workers, mean_of, normal, zeros
+from tests.world import run_world_outcomes
+
+both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
+SHAPES = ((30, 20), (7,), (16, 9), (), (4, 3, 2, 2), (0,))
+"""Parts of odd numbers of elements, of one, and of none: slices that must be filled up, or are empty."""
+machines = pytest.mark.parametrize(("world_size", "size"), [(4, 2), (6, 2), (6, 3), (4, 4)])
+
+
+def of_machines(gradients: Sequence[Sequence[Tensor]], size: int) -> list[list[Tensor]]:
+    """Return each machine's mean, added up as an all-reduce in lockstep adds."""
+    means = []
+    for first in range(0, len(gradients), size):
+        parts = [[gradient / size for gradient in own] for own in gradients[first : first + size]]
+        means.append([sum(others[1:], others[0]) for others in zip(*parts, strict=True)])
+    return means
+
+
+def check_alike(workers: Workers, plain: Workers, size: int, gradients: list[list[Tensor]]) -> None:
+    """Demand that machines do, bit for bit, what ranks do that are handed the machines' means."""
+    ours, expected = workers.step(gradients), plain.step(of_machines(gradients, size))
+    for rank, means in enumerate(ours):
+        for mine, theirs in zip(means, expected[rank // size], strict=True):
+            assert torch.equal(mine, theirs)
+        for a, b in zip(workers.parameters, plain.parameters, strict=True):
+            kept, wanted = workers.states[rank].of(a).tensors, plain.states[rank // size].of(b).tensors
+            assert kept.keys() == wanted.keys() and all(torch.equal(kept[name], wanted[name]) for name in kept)
+
+
+@both_policies
+@machines
+def test_machines_do_bit_for_bit_what_ranks_do_that_have_their_means(world_size: int, size: int, policy: str) -> None:
+    """Of every form of exchange: sums, cast or not, in one round or in four; gathers; exchanges of rows; nothing."""
+    for name in ("fp16-feedback", "powersgd-2-fp16-wire", "powersgd-2-twice", "top-k", "two-hop-sign", "noop"):
+        inner = BY_NAME[name].make()
+        parameters = zeros(*SHAPES)
+        workers = Workers(Hierarchical(inner=inner, size=size), world_size, parameters, buckets=3, policy=policy)
+        plain = Workers(inner, world_size // size, parameters, buckets=3, policy=policy)
+        for step in range(2):
+            check_alike(workers, plain, size, normal(parameters, world_size, seed=step))
+
+
+def test_narrow_gradients_and_rules_for_some_parameters_go_through_machines_too() -> None:
+    mixed = PerParameter(rules=(("layer0", make_compressor("sign", block=16)),), otherwise=make_compressor("fp16"))
+    for compressor, dtype in ((mixed, torch.float32), (make_compressor("top-k", ratio=0.1), torch.float16)):
+        parameters = zeros(*SHAPES, dtype=dtype)
+        workers, plain = (
+            Workers(one, size, parameters, buckets=2)
+            for one, size in ((Hierarchical(inner=compressor, size=2), 6), (compressor, 3))
+        )
+        for step in range(2):
+            check_alike(workers, plain, 2, normal(parameters, 6, seed=step))
+
+
+@both_policies
+def test_machines_of_one_rank_ask_for_what_inner_asks_for(policy: str) -> None:
+    inner = make_compressor("powersgd", rank=2)
+    workers, plain = (
+        Workers(one, 3, zeros(*SHAPES), buckets=2, policy=policy) for one in (Hierarchical(inner=inner, size=1), inner)
+    )
+    check_alike(workers, plain, 1, normal(workers.parameters, 3, seed=0))
+    workers.traffic.seconds_waiting = plain.traffic.seconds_waiting = 0.0
+    assert workers.traffic == plain.traffic and workers.traffic.by_group == {}
+
+
+@both_policies
+@pytest.mark.parametrize("wire", [None, torch.float16])
+def test_between_machines_each_rank_sends_its_share_of_what_inner_sends(policy: str, wire: torch.dtype | None) -> None:
+    """A step of PowerSGD: (40 + 20)·2 and 10 elements between 3 machines, in 2 shares; the gradient inside.
+
+    What came back from a narrow wire is as narrow when it is gathered.
+    """
+    compressor = Hierarchical(inner=make_compressor("powersgd", rank=2, wire=wire), size=2)
+    workers = Workers(compressor, 6, zeros((40, 20), (10,)), policy=policy)
+    workers.step(normal(workers.parameters, 6, seed=0))
+    inner, outer = workers.ledger.last_step().by_group["inner"], workers.ledger.last_step().by_group["outer"]
+    itemsize = wire.itemsize if wire is not None else 4
+    payload, dense = itemsize * (60 * 2 + 10), 4 * (40 * 20 + 10)
+    assert outer.payload_bytes == payload // 2 and inner.payload_bytes == dense + payload // 2
+    # Of 3 ranks each sends 4/3 of a sum; of 2, all of a sum, and its share in a gather. A message rounds down.
+    assert 0 <= 4 * (payload // 2) / 3 - outer.moved_bytes < 2 and inner.moved_bytes == dense + payload // 2
+    total = workers.ledger.last_step()
+    assert total.moved_bytes == inner.moved_bytes + outer.moved_bytes and total.collectives == 1 + 2 + 2
+    noted = workers.ledger.by_parameter()
+    assert sum(one.payload_bytes for one in noted.values()) == total.payload_bytes
+    assert noted["layer1"].payload_bytes == 4 * 10 + 2 * itemsize * 5
+
+
+@both_policies
+def test_an_inf_on_one_rank_spoils_the_step_on_all_and_is_committed_nowhere(policy: str) -> None:
+    for name in ("powersgd", "top-k", "sign"):
+        workers = Workers(
+            Hierarchical(inner=make_compressor(name), size=2),
+            4,
+            zeros((40, 40), (600,)),
+            buckets=2,
+            policy=policy,
+            atomic=policy == "fifo",
+        )
+        workers.step(normal(workers.parameters, 4, seed=0))
+        before = [_state(workers, rank) for rank in range(4)]
+        gradients = normal(workers.parameters, 4, seed=1)
+        gradients[2][1][5] = torch.inf
+        means = workers.step(gradients)
+        for rank in range(4):
+            assert not torch.isfinite(means[rank][1]).all(), name
+            pairs = zip(before[rank], _state(workers, rank), strict=True)
+            assert all(torch.equal(then, now) for then, now in pairs), name
+
+
+def _state(workers: Workers, rank: int) -> list[Tensor]:
+    return [kept.clone() for p in workers.parameters for kept in workers.states[rank].of(p).tensors.values()]
+
+
+def test_what_machines_have_not_sent_is_the_mean_of_their_ranks_residuals() -> None:
+    """Conservation, in float64: sent + unsent = the gradients' sum, to the rounding of its few hundred operations."""
+    for name in ("top-k", "powersgd", "sign"):
+        parameters = zeros((30, 20), (64,), dtype=torch.float64)
+        workers = Workers(Hierarchical(inner=make_compressor(name), size=2), 6, parameters, buckets=2)
+        total = [torch.zeros_like(p) for p in parameters]
+        for step in range(5):
+            gradients = normal(parameters, 6, seed=step)
+            means = workers.step(gradients)[0]
+            total = [t + mean_of(gradients, i) - means[i] for i, t in enumerate(total)]
+        for index, short in enumerate(total):
+            torch.testing.assert_close(short, workers.unsent(index), rtol=0, atol=1e-11)
+
+
+# --- steps that are not like the others, and checkpoints ------------------------------------------------------------
+
+
+@both_policies
+def test_a_rank_that_has_joined_goes_on_as_its_machine(policy: str) -> None:
+    inner = make_compressor("top-k", ratio=0.1)
+    workers = Workers(Hierarchical(inner=inner, size=2), 4, zeros((20, 10)), policy=policy)
+    plain = Workers(inner, 2, zeros((20, 10)), policy=policy)
+    for step in range(4):
+        gradients = normal(workers.parameters, 4, seed=step)
+        if step >= 2:
+            gradients[1] = zeros((20, 10))
+        check_alike(workers, plain, 2, gradients)
+
+
+@both_policies
+def test_a_parameter_counts_as_unused_only_if_no_machine_uses_it(policy: str) -> None:
+    inner = make_compressor("top-k", ratio=0.1)
+    workers = Workers(Hierarchical(inner=inner, size=2), 4, zeros((20,), (30,)), policy=policy, may_be_unused=True)
+    workers.step(normal(workers.parameters, 4, seed=0))
+    before = [workers.residual(rank, 1).clone() for rank in range(4)]
+    for step, users in enumerate([(3,), ()], start=1):
+        gradients = normal(workers.parameters, 4, seed=step)
+        for rank in {0, 1, 2, 3}.difference(users):
+            gradients[rank][1].zero_()
+        means = workers.step(gradients)
+        assert all(torch.equal(means[rank][1], means[0][1]) for rank in range(4))
+        after = [workers.residual(rank, 1).clone() for rank in range(4)]
+        assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [not users] * 4
+        assert bool(means[0][1].count_nonzero()) is bool(users)
+        before = after
+
+
+def exchangers(world_size: int, inner: Compressor) -> tuple[list[Exchanger], dict[str, Tensor]]:
+    like = {"a": torch.zeros(9, 10, dtype=torch.float64), "b": torch.zeros(40, dtype=torch.float64)}
+    lines = commhooks.lockstep_lines(world_size)
+    return [Exchanger(like, Hierarchical(inner=inner, size=2), line=line) for line in lines], like
+
+
+def steps(workers: list[Exchanger], like: dict[str, Tensor], seeds: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Average so many times; return each worker's last means."""
+    tensors: list[dict[str, Tensor]] = []
+    for seed in seeds:
+        drawn = normal(list(like.values()), len(workers), seed)
+        tensors = [dict(zip(like, own, strict=True)) for own in drawn]
+        commhooks.average_in_lockstep(workers, tensors)
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["sign", "top-k"])
+def test_a_resumed_run_of_machines_goes_on_bit_for_bit(name: str) -> None:
+    inner = make_compressor(name, **({"block": 8} if name == "sign" else {"ratio": 0.1}))
+    workers, like = exchangers(4, inner)
+    steps(workers, like, range(3))
+    saved = [worker.state_dict() for worker in workers]
+    expected = steps(workers, like, [3])
+    again, _ = exchangers(4, inner)
+    for worker, state in zip(again, saved, strict=True):
+        worker.load_state_dict(state)
+    for mine, theirs in zip(steps(again, like, [3]), expected, strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in like)
+
+
+@pytest.mark.parametrize("world_size", [2, 6, 8])
+@pytest.mark.parametrize("name", ["sign", "top-k"])
+def test_state_of_machines_is_spread_over_other_numbers_of_machines(name: str, world_size: int) -> None:
+    """The sum over ranks stays, a machine's ranks hold the same, and servers hold the blocks that they serve."""
+    inner = make_compressor(name, **({"block": 8} if name == "sign" else {"ratio": 0.1}))
+    workers, like = exchangers(4, inner)
+    steps(workers, like, range(3))
+    merged = commhooks.merge_state_dicts([worker.state_dict() for worker in workers])
+    others, _ = exchangers(world_size, inner)
+    for worker in others:
+        worker.load_state_dict(merged, world_size="spread")
+    states = [worker.state_dict()["local"][f"rank{rank}"] for rank, worker in enumerate(others)]
+    for rank in range(0, world_size, 2):
+        for key in like:
+            one, other = states[rank][key], states[rank + 1][key]
+            assert one.keys() == other.keys() and all(torch.equal(one[entry], other[entry]) for entry in one)
+    for key in like:
+        old = sum(merged["local"][f"rank{rank}"][key]["residual"] for rank in range(4))
+        torch.testing.assert_close(sum(state[key]["residual"] for state in states), old, rtol=0, atol=1e-12)
+    steps(others, like, [3])
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_cannot_work_are_refused_when_built() -> None:
+    inner = make_compressor("top-k")
+    for size in (0, -2, True, 2.0):
+        with pytest.raises(SettingsError, match=re.escape(f"Hierarchical(size={size!r}): size must be an integer of")):
+            Hierarchical(inner=inner, size=size)  # type: ignore[arg-type]  # "float": what is tested
+    nested = StartAfter(inner=Hierarchical(inner=inner, size=2), steps=3)
+    with pytest.raises(SettingsError, match="inner must not hold another Hierarchical"):
+        Hierarchical(inner=nested, size=2)
+    with pytest.raises(SettingsError, match=r"write Hierarchical\(inner=ErrorFeedback\(...\)\) instead"):
+        ErrorFeedback(inner=nested)
+    with pytest.raises(SettingsError, match="it asks for more than sums, which alone can be cast"):
+        WireDtype(inner=Hierarchical(inner=make_compressor("powersgd"), size=2), dtype=torch.float16)
+
+
+def test_ranks_that_are_not_whole_machines_are_refused_before_the_first_step() -> None:
+    compressor = Hierarchical(inner=make_compressor("top-k"), size=2)
+    fault = re.escape("Hierarchical(size=2): the number of ranks must be a multiple of size (got 3).")
+    hidden = PerParameter(rules=(("*", StartAfter(inner=compressor, steps=1)),))
+    for one in (compressor, hidden):
+        with pytest.raises(SettingsError, match=fault):
+            Exchanger({"a": torch.zeros(3)}, one, line=commhooks.lockstep_lines(3)[0])
+    workers = Workers(make_compressor("top-k"), 3, zeros((3,)))
+    with pytest.raises(SettingsError, match=fault):
+        workers.engines[0].replace(compressor, torch.device("cpu"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AsksAGroup(Compressor):
+    """Ask for a mean inside of machines."""
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, group=Group("inner", 2))
+
+
+def test_a_compressor_that_asks_for_groups_itself_cannot_be_between_machines() -> None:
+    workers = Workers(Hierarchical(inner=AsksAGroup(), size=2), 4, zeros((3,)))
+    with pytest.raises(CompressorError, match="inner must ask all ranks, and not a group of them"):
+        workers.step(normal(workers.parameters, 4, seed=0))
+
+
+# --- over processes -------------------------------------------------------------------------------------------------
+
+
+@both_ddps
+@both_policies
+def test_machines_are_over_gloo_bit_for_bit_what_they_are_in_lockstep(kind: str, policy: str) -> None:
+    for differ in run_ranks(on_every_rank.like_lockstep, 4, kind, policy):
+        assert differ == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "step", "request_number"),
+    [("core", "fifo", 2, 0), ("torch", "fused", 2, 1), ("core", "fused", 2, 2), ("torch", "fifo", 0, 0)],
+)
+def test_when_a_rank_of_a_machine_is_killed_all_others_raise(
+    kind: str, policy: str, step: int, request_number: int
+) -> None:
+    """In its machine's sum, between machines, while its machine gathers; and before there are any groups."""
+    outcomes = run_world_outcomes(on_every_rank.killed, 4, kind, policy, step, request_number)
+    assert outcomes[3].exit_code == -9
+    for outcome in outcomes[:3]:
+        assert survived(outcome), outcome.describe()
+        seconds, text = outcome.value
+        assert seconds < 10 and "No answer from rank 3." in text, text
+
+
+def test_machines_are_refused_where_there_are_no_groups_of_ranks() -> None:
+    for text in run_ranks(on_every_rank.refused_on_nccl, 2):
+        assert "asks for groups of some of the ranks, which there are not on NCCL yet; attach over a Gloo group" in text
+
+
+def test_attach_refuses_ranks_that_are_not_whole_machines_on_every_rank() -> None:
+    for text in run_ranks(on_every_rank.refused, 3):
+        assert text == "Hierarchical(size=2): the number of ranks must be a multiple of size (got 3)."
