@@ -23,7 +23,6 @@ from commhooks.scheduling.task import BucketTask
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.memory import MemoryReport, memory_report
 from commhooks.state.table import StateTable
-from commhooks.wrappers.hierarchical import is_hierarchical
 
 
 class Engine:
@@ -42,7 +41,6 @@ class Engine:
         may_join: bool = True,
         loss_scale: LossScale | None = None,
     ) -> None:
-        compressor.check_ranks(line.world_size)
         self.compressor = compressor
         self.line = line
         self.state = StateTable(line.rank, line.world_size, residuals)
@@ -144,7 +142,6 @@ class Engine:
     def begin_with(self, compressor: Compressor) -> None:
         """Take another compressor before the first step; nobody has compared it yet."""
         assert self.step == 0, "a compressor that has begun is replaced by `replace`"
-        compressor.check_ranks(self.line.world_size)
         self.compressor = compressor
 
     def replace(self, compressor: Compressor, device: torch.device, refusal: Exception | None = None) -> None:
@@ -154,8 +151,6 @@ class Engine:
         the other ranks know. The old compressor then stays.
         """
         self.stand_between_steps("replace")
-        compressor.check_ranks(self.line.world_size)
-        self._check_groups(compressor)
         try:
             self.scheduler_for(device).agree(self._fingerprint_with(compressor, refusal))
         finally:
@@ -192,19 +187,6 @@ class Engine:
             if refusal is not None:
                 self.stop()
                 raise refusal
-        try:
-            self._check_groups(self.compressor)
-        except AttachError:
-            self.stop()
-            raise
-
-    def _check_groups(self, compressor: Compressor) -> None:
-        """Raise `AttachError` if a compressor asks for groups of ranks where there are none; on every rank alike."""
-        if self.line.scheduler is not None and not self.line.scheduler.carries_groups and is_hierarchical(compressor):
-            raise AttachError(
-                f"{compressor!r} asks for groups of some of the ranks, which there are not on NCCL yet; attach over a "
-                'Gloo group, with process_group=torch.distributed.new_group(backend="gloo").'
-            )
 
     def stop(self) -> None:
         """End the scheduler."""

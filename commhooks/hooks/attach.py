@@ -27,12 +27,12 @@ from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, SettingsError
 from commhooks.hooks.facts import check_step_has_an_end, searches_for_unused
 from commhooks.hooks.foreign import name_of
-from commhooks.hooks.handle import Handle, check_run_settings
+from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings
 from commhooks.hooks.stateless import deliver, group_or_default, run_stateless
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.language.entries import RESIDUAL
 from commhooks.making import make_compressor
-from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import StateTable
 
@@ -82,7 +82,8 @@ class Attachment(Handle):
         if self._socket.attachment is not self:
             raise AttachError("replace: this attachment was detached; attach again.")
         compressor = _checked_compressor("replace", compressor)
-        self._engine.replace(compressor, self._named[0][1].device, _refusal_of(compressor, self._named))
+        refusal = _refusal_of(compressor, self._named, self._engine.line)
+        self._engine.replace(compressor, self._named[0][1].device, refusal)
 
     def detach(self) -> None:
         """Give the model back its plain all-reduce, and stop the scheduler. A second call does nothing.
@@ -173,17 +174,17 @@ def attach(
     if scaler is not None:
         engine.loss_scale.follow(scaler)
     engine.bind(named, may_be_unused=searches_for_unused(model))
-    engine.open(named[0][1].device, _refusal_of(compressor, named))
+    engine.open(named[0][1].device, _refusal_of(compressor, named, line))
     _warn_of_loss(compressor, named)
     attachment = Attachment(engine, socket, named, model)
     socket.plug_in(attachment, model, line.timeout if hook_timeout is None else hook_timeout)
     return attachment
 
 
-def _refusal_of(compressor: Compressor, named: list[tuple[str, Tensor]]) -> SettingsError | None:
-    """Return the error of settings that do not fit the model; the other ranks must hear of it before it is raised."""
+def _refusal_of(compressor: Compressor, named: list[tuple[str, Tensor]], line: Line) -> SettingsError | None:
+    """Return the error of settings that do not fit the model or the ranks; others must hear of it before it is raised."""
     try:
-        compressor.check_parameters(dict(named))
+        check_compressor_for(compressor, dict(named), line)
     except SettingsError as error:
         return error
     return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from commhooks.engine.engine import Engine
 from commhooks.errors import CompressorError, SettingsError
-from commhooks.hooks.handle import Handle, check_run_settings
+from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings
 from commhooks.hooks.stateless import group_or_default
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.making import make_compressor
@@ -50,7 +50,6 @@ class Exchanger(Handle):
         for name, tensor in tensors.items():
             if tensor.layout != torch.strided or not tensor.is_floating_point():
                 raise SettingsError(f"Exchanger: {name!r} must be dense and of floating point (got {tensor.dtype}).")
-        compressor.check_parameters(tensors)
         # Of its own, since state is kept by object: one tensor may come under two names.
         self._like = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         self._under_way = threading.Lock()
@@ -58,6 +57,7 @@ class Exchanger(Handle):
             line = ProcessGroupLine(
                 group_or_default(process_group), label="Exchanger", policy=policy, hook_timeout=hook_timeout
             )
+        check_compressor_for(compressor, tensors, line)
         described = "\n".join(f"tensor {name} of shape {tuple(t.shape)}, {t.dtype}" for name, t in tensors.items())
         self._engine: Engine = Engine(
             compressor, line, fingerprint=described, residuals=residuals, atomic=atomic, may_join=False

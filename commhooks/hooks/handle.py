@@ -5,16 +5,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 
 from commhooks.engine.engine import Engine
 from commhooks.engine.resume import differences, lay_out, restore, snapshot_of
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.hooks.facts import sparse_parameters, uncut_steps
+from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
+from commhooks.scheduling.line import Line
 from commhooks.scheduling.scheduler import POLICIES
 from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadRules, Snapshot
+from commhooks.wrappers.hierarchical import is_hierarchical
 
 
 class Handle(ABC):
@@ -124,6 +128,18 @@ def check_run_settings(caller: str, policy: str, hook_timeout: float | None) -> 
         raise SettingsError(f"{caller}(policy={policy!r}): policy must be one of {', '.join(POLICIES)}.")
     if hook_timeout is not None and not 0 < hook_timeout < math.inf:
         raise SettingsError(f"{caller}(hook_timeout={hook_timeout!r}): hook_timeout must be above 0 s, and finite.")
+
+
+def check_compressor_for(compressor: Compressor, named: Mapping[str, Tensor], line: Line) -> None:
+    """Raise `SettingsError` for settings that do not fit these parameters, or the ranks that a line leads to."""
+    compressor.check_parameters(named)
+    compressor.check_ranks(line.world_size)
+    (device, *_) = (parameter.device for parameter in named.values())
+    if is_hierarchical(compressor) and not line.carries_groups(device):
+        raise SettingsError(
+            f"{compressor!r} asks for groups of some of the ranks, which there are not on NCCL yet; take a Gloo group, "
+            'with process_group=torch.distributed.new_group(backend="gloo").'
+        )
 
 
 def _inventory(state: Mapping[str, Any], rank: str) -> list[str]:

@@ -81,8 +81,6 @@ class SideStream:
 class InlineScheduler(Scheduler):
     """Issue requests where the hook is called, on a side stream that waits instead of the host (NCCL)."""
 
-    carries_groups = False
-
     def __init__(
         self,
         communicator: Communicator,

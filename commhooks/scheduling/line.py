@@ -39,6 +39,10 @@ class Line(Protocol):
         """The scheduler; None before `open`."""
         ...
 
+    def carries_groups(self, device: torch.device) -> bool:
+        """Return whether requests may name a group of some of the ranks, for gradients on this device."""
+        ...
+
     def open(self, device: torch.device, fingerprint: str) -> Scheduler:
         """Return the scheduler, made by the first call; every rank must come with the same fingerprint."""
         ...
@@ -80,15 +84,22 @@ class ProcessGroupLine:
         """The process group's timeout, in seconds."""
         return self._address.timeout.total_seconds()
 
+    def carries_groups(self, device: torch.device) -> bool:
+        """Return whether this is not NCCL, on which groups would need communicators of their own."""
+        return self._backend(device) != "nccl"
+
     def open(self, device: torch.device, fingerprint: str) -> Scheduler:
         """Return the scheduler; on NCCL every rank has come when it is made, off NCCL its thread waits for them."""
         if self.scheduler is None:
             self.scheduler = self._make_scheduler(device, fingerprint)
         return self.scheduler
 
-    def _make_scheduler(self, device: torch.device, fingerprint: str) -> Scheduler:
+    def _backend(self, device: torch.device) -> str:
         process_group = self._process_group()
-        backend = backend_of(process_group, device) if process_group is not None else "gloo"
+        return backend_of(process_group, device) if process_group is not None else "gloo"
+
+    def _make_scheduler(self, device: torch.device, fingerprint: str) -> Scheduler:
+        process_group, backend = self._process_group(), self._backend(device)
         if backend != "nccl":
             if process_group is not None and backend != "gloo" and not self._may_bypass:
                 warn_of_bypass(process_group, backend)

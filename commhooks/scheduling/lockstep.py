@@ -86,6 +86,10 @@ class LockstepLine:
         self.policy = policy
         self.scheduler = LockstepScheduler(communicator, policy)
 
+    def carries_groups(self, device: torch.device) -> bool:
+        """Return True."""
+        return True
+
     def open(self, device: torch.device, fingerprint: str) -> LockstepScheduler:
         """Return the scheduler."""
         return self.scheduler

@@ -8,7 +8,6 @@ must not hold up the backward pass (thread.py). On NCCL a stream does the waitin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -27,8 +26,6 @@ class Scheduler(ABC):
     """Run bucket tasks, and complete their futures."""
 
     ledger: Ledger
-    carries_groups: ClassVar[bool] = True
-    """Whether requests may name a group of some of the ranks."""
 
     @abstractmethod
     def submit(self, task: BucketTask) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks import AttachError, BucketView, Context, Exchange, Hierarchical, SettingsError, make_compressor
+from commhooks import BucketView, Context, Exchange, Hierarchical, SettingsError, make_compressor
 from commhooks.language.compressor import map_requests
 from commhooks.language.requests import Asked
 from commhooks.wrappers.wrapper import Wrapper
@@ -89,7 +89,10 @@ def refused(rank: int) -> str:
     model = wrap("core", Given((4, 4)))
     with pytest.raises(SettingsError) as raised:
         commhooks.attach(model, Hierarchical(inner=make_compressor("powersgd"), size=2))
-    commhooks.attach(model, Hierarchical(inner=make_compressor("powersgd"), size=3))
+    attachment = commhooks.attach(model, Hierarchical(inner=make_compressor("powersgd"), size=3))
+    model(torch.ones(4, 4)).backward()
+    with pytest.raises(SettingsError, match="must be a multiple of size"):
+        attachment.replace(Hierarchical(inner=make_compressor("powersgd"), size=2))
     model(torch.ones(4, 4)).backward()
     return str(raised.value)
 
@@ -99,11 +102,13 @@ def refused_on_nccl(rank: int) -> str:
     machines = Hierarchical(inner=make_compressor("powersgd"), size=2)
     model = wrap("core", Given((4, 4)))
     with as_on_nccl():
-        with pytest.raises(AttachError) as raised:
+        with pytest.raises(SettingsError) as raised:
             commhooks.attach(model, machines)
         attachment = commhooks.attach(model, "powersgd")
-        with pytest.raises(AttachError) as again:
+        with pytest.raises(SettingsError) as again:
             attachment.replace(machines)
+        with pytest.raises(SettingsError):
+            commhooks.Exchanger({"a": torch.zeros(3)}, machines)
         model(torch.ones(4, 4)).backward()
     assert str(raised.value) == str(again.value)
     return str(raised.value)
