@@ -17,8 +17,10 @@ DENSE = "all-reduce"
 """What the others are measured against."""
 
 USUAL: Mapping[str, tuple[str, ...]] = {
+    "dgc": ("dgc:ratio=0.01",),
     "powersgd": ("powersgd:rank=1", "powersgd:rank=4"),
     "random-k": ("random-k:ratio=0.01", "random-k:ratio=0.1"),
+    "threshold": ("threshold:threshold=0.001,capacity=0.1",),
     "top-k": ("top-k:ratio=0.01", "top-k:ratio=0.1"),
 }
 """Settings that papers report, by name; a name that is missing here runs once, at its defaults."""

@@ -459,6 +459,6 @@ NEEDED: dict[str, dict[str, Any]] = {"threshold": {"threshold": 1e-2}}
 """Settings that a name of the registry must be given."""
 FORMS = [
     "all-reduce", "fp16", "fp16-feedback", "powersgd-2", "powersgd-2-fp16-wire", "powersgd-2-alternating",
-    "powersgd-2-twice", "powersgd-2-bucket", "top-k", "two-hop-sign",
+    "powersgd-2-twice", "powersgd-2-bucket", "adaptive-rank", "top-k", "dgc", "two-hop-sign", "signum",
 ]  # fmt: skip
 """One row for each form of exchange: what ordinary tests run over processes, where the long ones run every row."""

@@ -193,3 +193,24 @@ def exchangers(tensors: dict[str, Tensor], compressor: Compressor | str, world_s
 def drawn(tensors: dict[str, Tensor], seed: int) -> list[dict[str, Tensor]]:
     of_ranks = normal(list(tensors.values()), 2, seed=seed)
     return [dict(zip(tensors, own, strict=True)) for own in of_ranks]
+
+
+@pytest.mark.parametrize("name", ["top-k", "int4"])
+def test_a_residual_is_dropped_every_so_many_steps(name: str) -> None:
+    """In those steps the mean is that of a run which has just begun; in the others it is not."""
+    inner = commhooks.make_compressor(name, error_feedback=False)
+    if isinstance(inner, commhooks.TwoHop):
+        inner = dataclasses.replace(inner, codec=commhooks.Int4(stochastic=False))
+    parameters = zeros((16, 32))
+    workers = Workers(commhooks.ErrorFeedback(inner=inner, reset_every=3), 2, parameters)
+    for step in range(7):
+        gradients = normal(parameters, 2, seed=step)
+        mean = workers.step(gradients)[0][0]
+        fresh = Workers(commhooks.ErrorFeedback(inner=inner), 2, parameters).step(gradients)[0][0]
+        assert torch.equal(mean, fresh) is (step % 3 == 0)
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, True], ids=str)
+def test_a_number_of_steps_between_resets_that_is_none_is_refused(steps: Any) -> None:
+    with pytest.raises(commhooks.SettingsError, match="reset_every must be an integer of at least 0"):
+        commhooks.ErrorFeedback(inner=commhooks.TopK(), reset_every=steps)
