@@ -26,9 +26,16 @@ MARGIN = 2.0
 """Points of accuracy below dense."""
 MUCH = 0.5
 """A relative error from which on a step may keep back more of a gradient than it sends."""
-SLOWER: dict[str, str] = {}
+SLOWER: dict[str, str] = {
+    "distro + EF": "the optimiser is given signs, all of one size, at a learning rate meant for gradients",
+    "random-block + EF": "an element's turn comes about once in 100 steps, and the run has 160",
+    "random-k:ratio=0.01 + EF": "an element's turn comes about once in 100 steps, and the run has 160",
+    "random-k:ratio=0.1 + EF": "an element waits ten steps for its turn, and momentum then acts on what is old",
+}
 """Contenders with error feedback that end further below dense than the margin, and why."""
-NO_WORSE: dict[str, str] = {}
+NO_WORSE: dict[str, str] = {
+    "distro": "it learns little either way: see above",
+}
 """Biased contenders that lose much and do as well without error feedback, and why."""
 
 
