@@ -182,7 +182,7 @@ def attach(
 
 
 def _refusal_of(compressor: Compressor, named: list[tuple[str, Tensor]], line: Line) -> SettingsError | None:
-    """Return the error of settings that do not fit the model or the ranks; others must hear of it before it is raised."""
+    """Return the error of settings that do not fit model or ranks; others must hear of it before it is raised."""
     try:
         check_compressor_for(compressor, dict(named), line)
     except SettingsError as error:

@@ -110,13 +110,13 @@ class StateTable:
             self.lay_out_entries(slot, declared)
 
     def lay_out_entries(self, slot: Slot, declared: Declared) -> None:
-        """Lay out entries, unless they are; those that had another shape begin anew."""
+        """Lay out entries, unless they are; those that had another shape, or other holders, begin anew."""
         state = slot.remembered
         for name, entry in declared.items():
+            kept, before = state.tensors.get(name), state.entries.get(name)
             state.entries[name] = entry
-            kept = state.tensors.get(name)
             fresh = self._empty(state.key, entry, slot.gradient)
-            is_there = kept is not None and kept.shape == fresh.shape
+            is_there = kept is not None and kept.shape == fresh.shape and _have_same_holders(before, entry)
             if kept is not None and is_there and kept.dtype == fresh.dtype and kept.device == fresh.device:
                 continue
             _begin(fresh, entry)
@@ -246,7 +246,7 @@ class StateTable:
             if kept is None:
                 state.entries[name] = entry
                 state.tensors[name] = values
-            elif kept.shape == values.shape:
+            elif kept.shape == values.shape and _have_same_holders(entry, state.entries[name]):
                 kept.copy_(values)
         if self._loaded is not None:
             self._loaded.pop(state.key, None)
@@ -264,6 +264,11 @@ class StateTable:
             device = torch.device("cpu") if self.storage == "host" else device
         pinned = device != gradient.device
         return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+
+def _have_same_holders(one: Entry | None, other: Entry) -> bool:
+    """Return whether as many ranks hold both in common: what ranks had each of their own, a machine does not have."""
+    return one is not None and one.holders == other.holders
 
 
 def _begin(memory: Tensor, entry: Entry) -> None:
