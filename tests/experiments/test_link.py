@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commhooks import Collective
+from commhooks import Collective, Group
 from experiments.link import EmulatedLink, LinkSettings, format_rate, parse_latency, parse_rate
 
 
@@ -84,6 +84,13 @@ def test_a_ring_of_four_needs_the_time_of_its_bytes_and_of_its_hops(
     link = LinkSettings(bits_per_second=8e6, latency_seconds=0.01)
     assert link.seconds_for(collective, 4) == pytest.approx(bytes_sent / 1e6 + hops * 0.01)
     assert link.seconds_for(collective, 1) == 0.0
+
+
+def test_the_link_is_between_machines() -> None:
+    link = LinkSettings(bits_per_second=8e6, latency_seconds=0.01)
+    inside, between = (Collective("all-reduce", torch.zeros(250), group=Group(kind, 2)) for kind in ("inner", "outer"))
+    assert link.seconds_for(inside, 6) == 0.0
+    assert link.seconds_for(between, 6) == link.seconds_for(Collective("all-reduce", torch.zeros(250)), 3) > 0
 
 
 class FakeTime:
