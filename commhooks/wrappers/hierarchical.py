@@ -123,6 +123,8 @@ class _Carrier:
         if isinstance(asked, Judge):
             return (yield asked)
         requests = asked if isinstance(asked, tuple) else (asked,)
+        if not all(isinstance(request, Request) for request in requests):
+            return (yield asked)  # whoever runs the exchange says what is wrong with it
         if any(request.group is not None for request in requests):
             raise CompressorError("Hierarchical: inner must ask all ranks, and not a group of them.")
         if self._machines == 1:
