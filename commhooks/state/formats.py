@@ -51,7 +51,7 @@ def from_format_1(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _settings_of_format_1(settings: object) -> object:
-    """Return settings as format 2 has them: PowerSGD with error feedback is `ErrorFeedback` around it, with a decay."""
+    """Return settings as format 2 has them: PowerSGD with error feedback is `ErrorFeedback` around it."""
     if not isinstance(settings, dict):
         return settings
     feeding_back = {
@@ -65,7 +65,7 @@ def _settings_of_format_1(settings: object) -> object:
         if name != "error_feedback":
             translated[f"{owner}{'inner.' * (owner in feeding_back)}{name}"] = text
         if name == "compressor" and (owner in feeding_back or text == "ErrorFeedback"):
-            translated |= {f"{owner}compressor": "ErrorFeedback", f"{owner}decay": "1.0"}
+            translated[f"{owner}compressor"] = "ErrorFeedback"
     return translated
 
 

@@ -137,7 +137,7 @@ class Snapshot:
         """
         found = []
         if rules.settings == "refuse":
-            found += _settings_that_differ(self.settings, settings_of(compressor))
+            found += _settings_that_differ(self.settings, compressor)
         for name, shape in shapes.items():
             saved = self.shapes.get(name)
             if saved is None and rules.missing == "refuse":
@@ -255,15 +255,18 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dataclasses.replace(first, local=local).as_dict()
 
 
-def settings_of(compressor: Compressor) -> dict[str, str]:
+def settings_of(compressor: Compressor, *, only_defaults: bool = False) -> dict[str, str]:
     """Return a compressor's settings as texts, those of what it wraps under "inner.rank" and the like."""
-    settings = {"compressor": type(compressor).__name__}
+    settings = {} if only_defaults else {"compressor": type(compressor).__name__}
     for field in dataclasses.fields(compressor):  # type: ignore[arg-type]  # every compressor is a dataclass
         value = getattr(compressor, field.name)
         if isinstance(value, Compressor):
-            settings |= {f"{field.name}.{name}": text for name, text in settings_of(value).items()}
-        elif field.compare:
+            inner = settings_of(value, only_defaults=only_defaults)
+            settings |= {f"{field.name}.{name}": text for name, text in inner.items()}
+        elif field.compare and not only_defaults:
             settings[field.name] = repr(value)
+        elif field.compare and field.default is not dataclasses.MISSING:
+            settings[field.name] = repr(field.default)
     return settings
 
 
@@ -272,11 +275,14 @@ def _described(entry: Entry) -> dict[str, Any]:
     return {"kind": entry.kind, "units": entry.power, "block": entry.block, "by_element": entry.by_element} | holders
 
 
-def _settings_that_differ(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def _settings_that_differ(saved: Mapping[str, str], compressor: Compressor) -> list[str]:
+    """List the settings that are not as saved; one that a file of an earlier version lacks had its default then."""
+    now = settings_of(compressor)
+    then = {**settings_of(compressor, only_defaults=True), **saved}
     return [
-        f"setting {name}: saved with {saved.get(name, 'nothing')}, now {now.get(name, 'nothing')}"
+        f"setting {name}: saved with {then.get(name, 'nothing')}, now {now.get(name, 'nothing')}"
         for name in sorted({*saved, *now})
-        if saved.get(name) != now.get(name)
+        if then.get(name) != now.get(name)
     ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import commhooks
 from commhooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.commhooks import state_dict_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
@@ -116,3 +117,18 @@ def test_four_ranks_become_two_and_four_again_without_a_jump_of_the_loss(tmp_pat
             jump = sum(resized[first : first + 10]) / 10 - sum(kept[first : first + 10]) / 10
             print(f"from step {first}: jump {jump:+.4f}, seeds differ by {noise:.4f}")
             assert jump <= noise, (first, jump, noise)
+
+
+def test_a_setting_that_a_file_does_not_know_had_its_default_when_that_was_saved() -> None:
+    """So a release that gives a compressor one setting more reads the files of the one before."""
+    tensors = {"weight": torch.zeros(12, 10)}
+    (line,) = commhooks.lockstep_lines(1)
+    state = commhooks.Exchanger(tensors, commhooks.make_compressor("top-k"), line=line).state_dict()
+    del state["settings"]["reset_every"], state["settings"]["inner.indices"]
+    commhooks.Exchanger(
+        tensors, commhooks.make_compressor("top-k"), line=commhooks.lockstep_lines(1)[0]
+    ).load_state_dict(state)
+    changed = commhooks.make_compressor("top-k", indices="int32")
+    other = commhooks.Exchanger(tensors, changed, line=commhooks.lockstep_lines(1)[0])
+    with pytest.raises(commhooks.CheckpointError, match="setting inner.indices: saved with 'auto', now 'int32'"):
+        other.load_state_dict(state)
