@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -158,6 +159,8 @@ class Case:
     """How many times a step rounds an element, other than by a cast or by factors."""
     only_signs: bool = False
     """The mean is ±1. One bit has no third value, so zeros do not stay zero."""
+    sends_small: bool = True
+    """Sends something of every gradient, however small."""
     lossless: bool = False
     """The mean of any gradient comes back, as far as the wire can hold it."""
 
@@ -368,6 +371,7 @@ CASES = [
     Case(
         name="threshold",
         make=lambda: make_compressor("threshold", threshold=2.0, capacity=0.1),
+        sends_small=False,
         bytes_on_wire=GatheredBytes(ratio=0.1),
         error_feedback=True,
         exact_rank=0,
@@ -462,3 +466,13 @@ FORMS = [
     "powersgd-2-twice", "powersgd-2-bucket", "adaptive-rank", "top-k", "dgc", "two-hop-sign", "signum",
 ]  # fmt: skip
 """One row for each form of exchange: what ordinary tests run over processes, where the long ones run every row."""
+
+
+def forms_first(cases: Sequence[Case]) -> list[Any]:
+    """Return parameters for a test: the rows of `FORMS` for every run, the others for the long ones."""
+    return [case if case.name in FORMS else pytest.param(case, marks=pytest.mark.soak) for case in cases]
+
+
+EVERY_FORM_OR_ALL = pytest.mark.parametrize(
+    "names", [FORMS, pytest.param(list(BY_NAME), marks=pytest.mark.soak)], ids=["every form", "every row"]
+)

@@ -15,6 +15,7 @@ from commhooks import COMPRESSORS, BucketView, Compressor, Context, Judge, Reque
 from commhooks.communicators.traffic import Traffic
 from commhooks.scheduling.packing import Packer
 from commhooks.state.table import StateTable
+from tests.cases import NEEDED
 from tests.commhooks.models import resnet18_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -79,7 +80,7 @@ def two_hop_names() -> list[str]:
 
 def two_hop_of(name: str) -> Compressor:
     """Return the compressor of a name, without the wrapper that keeps its residual."""
-    compressor = make_compressor(name)
+    compressor = make_compressor(name, **NEEDED.get(name, {}))
     return getattr(compressor, "inner", compressor)
 
 

@@ -7,7 +7,7 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from commhooks import BucketView, Compressor, Context
 from commhooks.language.compressor import Exchange
 from commhooks.wrappers.wrapper import Wrapper
 from tests import bounds
-from tests.cases import CASES
+from tests.cases import BY_NAME
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import Workers, largest, normal, zeros
 
@@ -144,11 +144,11 @@ class Mirrored:
         return self.workers.step(gradients)
 
 
-def every_case_like_lockstep(rank: int, kind: str, policy: str) -> list[str]:
-    """Run every case over Gloo with several buckets and ranks that dawdle; name what differs from lockstep."""
+def every_case_like_lockstep(rank: int, kind: str, policy: str, names: Sequence[str]) -> list[str]:
+    """Run these cases over Gloo with several buckets and ranks that dawdle; name what differs from lockstep."""
     differ = []
     dawdling = random.Random(rank)
-    for case in CASES:
+    for case in map(BY_NAME.__getitem__, names):
         both = Mirrored(kind, case.make(), policy)
         for step in range(4):
             time.sleep(dawdling.random() * 0.02)

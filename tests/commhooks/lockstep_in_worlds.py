@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.state.table import StateTable
-from tests.cases import CASES
+from tests.cases import BY_NAME
 from tests.commhooks.hooks_in_worlds import Mirrored, backward, largest_error
 from tests.commhooks.replicas_in_worlds import digest_of
 from tests.commhooks.workers import largest, normal, relative
@@ -30,14 +31,14 @@ class Compared:
     """Of each step's gradients."""
 
 
-def every_case(rank: int, kind: str, policy: str) -> dict[str, Compared]:
-    """Make four steps of every case over Gloo, and on one rank each in lockstep, from the state that all ranks had.
+def every_case(rank: int, kind: str, policy: str, names: Sequence[str]) -> dict[str, Compared]:
+    """Make four steps of these cases over Gloo, and on one rank each in lockstep, from the state that all ranks had.
 
     In float64, where what products multiply rounding by cannot show.
     """
     dawdling, world_size = random.Random(rank), dist.get_world_size()
     compared = {}
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(map(BY_NAME.__getitem__, names)):
         looking = number % world_size
         both = Mirrored(kind, case.make(), policy, world_size, torch.float64)
         mean, state, digests = 0.0, 0.0, []

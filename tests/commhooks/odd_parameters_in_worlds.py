@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import commhooks
 from tests import bounds
-from tests.cases import CASES, Case
+from tests.cases import BY_NAME, Case
 from tests.commhooks.models import wrap
 from tests.commhooks.workers import largest
 
@@ -44,11 +45,13 @@ class Odd(nn.Module):
         return scores
 
 
-def every_case(rank: int, kind: str, policy: str, dtype: torch.dtype) -> tuple[dict[str, list[float]], list[str]]:
-    """Train with every case that exchanges; return the losses by case, and what was wrong."""
+def every_case(
+    rank: int, kind: str, policy: str, dtype: torch.dtype, names: Sequence[str]
+) -> tuple[dict[str, list[float]], list[str]]:
+    """Train with each of these cases that exchanges; return the losses by case, and what was wrong."""
     losses: dict[str, list[float]] = {}
     wrong: list[str] = []
-    for case in CASES:
+    for case in map(BY_NAME.__getitem__, names):
         if case.exchanges:
             losses[case.name] = train(rank, kind, policy, dtype, case, wrong)
     return losses, wrong

@@ -21,8 +21,8 @@ from commhooks import BucketView, Context, streams
 from commhooks.communicators.traffic import Traffic
 from commhooks.language.randomness import seeded_normal
 from commhooks.scheduling.ledger import Ledger
-from commhooks.state.table import RESIDUAL_STORAGES, StateTable
-from tests.cases import CASES, Case
+from commhooks.state.table import StateTable
+from tests.cases import BY_NAME, CASES, FORMS, Case
 from tests.commhooks.alone import bucket_of, run_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -104,8 +104,11 @@ def device() -> Iterator[torch.device]:
         yield torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("storage", RESIDUAL_STORAGES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "storage"),
+    [*((case, "fp32") for case in CASES), *((BY_NAME[name], other) for name in FORMS for other in ("bf16", "host"))],
+    ids=str,
+)
 def test_a_step_on_a_gpu_asks_for_no_value(case: Case, storage: str, device: torch.device) -> None:
     compressor = case.make()
     parameters = [torch.empty(shape, device=device) for shape in SHAPES]

@@ -27,7 +27,7 @@ def padding(shapes: Shapes, block: int, world_size: int) -> float:
     """Return by how much the busiest rank's blocks are more than the average's: so much of every row is empty."""
     blocks = {name: math.prod(shape) // block for name, shape in shapes.items()}
     served = [sum(len(blocks_served(*one, rank, world_size)) for one in blocks.items()) for rank in range(world_size)]
-    return max(served) * world_size / sum(blocks.values()) - 1
+    return max(served) * world_size / sum(blocks.values()) - 1 if any(served) else 0.0
 
 
 @pytest.mark.parametrize("name", ["sign", "powersgd", "sparse-loco"])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import commhooks
 from tests import bounds
+from tests.cases import EVERY_FORM_OR_ALL
 from tests.commhooks import hooks_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 
@@ -38,8 +39,9 @@ def test_the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(kind: str)
 @pytest.mark.kernels
 @both_ddps
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
-def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(kind: str, policy: str) -> None:
-    for differ in run_ranks(on_every_rank.every_case_like_lockstep, 2, kind, policy):
+@EVERY_FORM_OR_ALL
+def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(kind: str, policy: str, names: list[str]) -> None:
+    for differ in run_ranks(on_every_rank.every_case_like_lockstep, 2, kind, policy, names):
         assert differ == []
 
 
@@ -59,10 +61,10 @@ def test_attach_refuses_what_is_no_distributed_model() -> None:
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match="'powersdg' is not known; known are all-reduce, bf16.* Did you mean 'powersgd'"
+        ValueError, match="'powersdg' is not known; known are adaptive-rank, .* Did you mean 'powersgd'"
     ):
         commhooks.make_compressor("powersdg")
-    with pytest.raises(ValueError, match="'fp16' does not take these settings"):
+    with pytest.raises(ValueError, match="'fp16' has no setting 'rank'"):
         commhooks.make_compressor("fp16", rank=3)
 
 

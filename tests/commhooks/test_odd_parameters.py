@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from tests.cases import BY_NAME, EVERY_FORM_OR_ALL
 from tests.commhooks import odd_parameters_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 
@@ -25,12 +26,16 @@ REST = [pytest.param(*one, marks=pytest.mark.soak) for one in EVERY if one not i
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("kind", "policy", "dtype"), [*ORDINARY, *REST], ids=str)
-def test_a_model_of_odd_parameters_trains_with_every_case(kind: str, policy: str, dtype: torch.dtype) -> None:
-    (one, wrong_on_one), (other, wrong_on_other) = run_ranks(on_every_rank.every_case, 2, kind, policy, dtype)
+@EVERY_FORM_OR_ALL
+def test_a_model_of_odd_parameters_trains_with_every_case(
+    kind: str, policy: str, dtype: torch.dtype, names: list[str]
+) -> None:
+    (one, wrong_on_one), (other, wrong_on_other) = run_ranks(on_every_rank.every_case, 2, kind, policy, dtype, names)
     assert wrong_on_one == wrong_on_other == []
     for name in one:
         by_step = [sum(of_ranks) for of_ranks in zip(one[name], other[name], strict=True)]
-        assert sum(by_step[3:]) < sum(by_step[:3]), name  # other parameters are used in every third step
+        trains = sum(by_step[3:]) < sum(by_step[:3])  # other parameters are used in every third step
+        assert trains or not BY_NAME[name].sends_small, name
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fused"])

@@ -113,7 +113,9 @@ def test_the_first_rule_that_matches_counts_by_name_size_dimensions_or_dtype() -
 
 
 def test_a_schedule_runs_each_compressor_in_its_steps_and_hands_the_residual_on() -> None:
-    phases = [(0, make_compressor("top-k", ratio=0.5)), (2, make_compressor("top-k", ratio=0.1)), (4, AllReduceMean())]
+    ratios = ((0, 0.5), (2, 0.1))
+    phases = [(step, make_compressor("top-k", ratio=ratio, indices="int32")) for step, ratio in ratios]
+    phases.append((4, AllReduceMean()))
     workers = Workers(schedule(*phases), 2, zeros((10, 10)))
     sent = []
     for step in range(6):

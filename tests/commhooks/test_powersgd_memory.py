@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import commhooks
 from commhooks.scheduling.lockstep import run_in_turns
-from tests.cases import BY_NAME, CASES, Case
+from tests.cases import BY_NAME, CASES, Case, forms_first
 from tests.commhooks.models import Shape, resnet18_shapes
 from tests.commhooks.stock import Bucket
 from tests.commhooks.workers import GivenBucket, Workers, normal, zeros
@@ -98,7 +98,7 @@ STARTING = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("case", [*CASES, STARTING], ids=str)
+@pytest.mark.parametrize("case", [*forms_first(CASES), STARTING], ids=str)
 def test_buckets_that_were_dealt_anew_leave_nothing_behind(case: Case) -> None:
     """Also if nobody collects cycles, as in loops that collect at moments of their own choice."""
     workers = Workers(case.make(), 2, zeros(*MIXED), atomic=case.error_feedback)

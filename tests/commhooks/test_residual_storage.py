@@ -8,7 +8,7 @@ import torch
 import commhooks
 from commhooks import make_compressor
 from tests import bounds
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, forms_first
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.ranks import run_ranks
 from tests.commhooks.test_laws import losses_of_a_step, odd_parameters
@@ -16,7 +16,7 @@ from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
 
 FEEDING_BACK = [case for case in CASES if case.error_feedback]
 pytestmark = pytest.mark.kernels
-every_feeding_back_case = pytest.mark.parametrize("case", FEEDING_BACK, ids=str)
+every_feeding_back_case = pytest.mark.parametrize("case", forms_first(FEEDING_BACK), ids=str)
 
 
 @every_feeding_back_case

@@ -51,7 +51,7 @@ def test_every_task_is_run_under_every_hook() -> None:
         ({"hooks": ["fp16:policy=lifo"]}, "policy must be one of fifo, fused"),
         ({"hooks": ["powersgd:skip=haed"]}, "'haed' must match a parameter's name"),
         ({"hooks": ["sign:blok=64"]}, r"has no setting 'blok'; it has block, .*server_feedback.*Did you mean 'block'"),
-        ({"hooks": ["int4:block=3"]}, "block must be even"),
+        ({"hooks": ["int4:block=3"]}, "block must be a multiple of 2"),
         ({"hooks": ["powersgd:matrices=round"]}, "matrices must be one of first-dimension"),
         ({"hooks": ["fp16", "fp16"]}, "fp16 is asked for twice"),
         ({"hooks": []}, "name at least one task and one hook"),
