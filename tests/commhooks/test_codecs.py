@@ -176,12 +176,14 @@ def test_the_mean_of_many_draws_is_the_block(codec: Codec) -> None:
     assert codec.is_unbiased and codec.draws
     draws = 4000
     generator = torch.Generator().manual_seed(1)
-    block = torch.randn(1, codec.block, generator=generator) * 10 ** (2 * torch.rand(1, codec.block) - 2)
+    block = torch.randn(1, codec.block, generator=generator) * 10 ** (
+        2 * torch.rand(1, codec.block, generator=generator) - 2
+    )
     got = coded(codec, block.expand(draws, -1), torch.rand(draws, codec.block, generator=generator)).double()
     # Rounding leaves two neighbours, so the variance is (x - low)·(high - x), and the range high - low.
     low, high = neighbours(codec, block)
     exponent = math.log(2 * codec.block / 1e-6)
-    wide, variance = high - low, (block - low) * (high - block)
+    wide, variance = high - low, ((block - low) * (high - block)).clamp(min=0)
     # The positive root of n·t² = exponent·(2v + 2bt/3), and what fp32 rounds.
     allowed = exponent * wide / 3 + ((exponent * wide / 3) ** 2 + 2 * draws * exponent * variance).sqrt()
     rounding = 4 * bounds.unit_roundoff(torch.float32) * block.abs().max()
@@ -189,10 +191,9 @@ def test_the_mean_of_many_draws_is_the_block(codec: Codec) -> None:
 
 
 def neighbours(codec: Codec, block: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values below and above each element: what the least and the largest noise make of it, in float64."""
-    block = block.double()
+    """Return the values below and above each element: what the least and the largest noise make of it."""
     least, most = torch.zeros(block.shape), torch.full(block.shape, 1 - 2**-24)
-    ends = torch.stack([coded(codec, block, least), coded(codec, block, most)])
+    ends = torch.stack([coded(codec, block, least), coded(codec, block, most)]).double()
     return ends.amin(0), ends.amax(0)
 
 

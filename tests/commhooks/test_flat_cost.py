@@ -60,7 +60,7 @@ def test_with_many_small_parameters_the_fullest_row_is_added(name: str) -> None:
     two_hop = two_hop_of(name)
     assert isinstance(two_hop, TwoHop)
     empty = padding(MODELS[model], two_hop.codec.block, 64)
-    assert empty < 0.25
+    assert empty < 0.75  # blocks of 512 of 1,000 elements: one each
     assert FLOOR * 0.99 < moved(name, model, 64) / moved(name, model, 2) < MOST * (1 + empty)
 
 
