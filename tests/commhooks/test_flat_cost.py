@@ -15,6 +15,8 @@ from tests.flat_cost import DEVICES, MODELS, RESNET18, WORLD_SIZES, Shapes, traf
 FLOOR = (2 - 2 / 64) / (2 - 2 / 2)
 """Two passes around a ring of W send 2·(W - 1)/W of a message: so many times more of it at 64 ranks than at 2."""
 MOST = 2.1
+QUICK = ("fp16-two-hop", "int8", "sign")
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in two_hop_names()]
 
 pytestmark = pytest.mark.kernels
 
@@ -48,7 +50,7 @@ def test_all_sizes_cost_nearly_the_same() -> None:
         assert cost / costs[0] == pytest.approx(2 - 2 / size, rel=MOST / FLOOR - 1)
 
 
-@pytest.mark.parametrize("name", two_hop_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_64_ranks_cost_hardly_more_than_the_ring_itself_does(name: str) -> None:
     assert FLOOR * 0.99 < moved(name, "ResNet-18", 64) / moved(name, "ResNet-18", 2) < MOST
 
@@ -60,11 +62,11 @@ def test_with_many_small_parameters_the_fullest_row_is_added(name: str) -> None:
     two_hop = two_hop_of(name)
     assert isinstance(two_hop, TwoHop)
     empty = padding(MODELS[model], two_hop.codec.block, 64)
-    assert empty < 0.75  # blocks of 512 of 1,000 elements: one each
+    assert empty < 1.0  # blocks of 512: each of these parameters has one, and one rank of 64 serves twice the average
     assert FLOOR * 0.99 < moved(name, model, 64) / moved(name, model, 2) < MOST * (1 + empty)
 
 
-@pytest.mark.parametrize("name", two_hop_names())
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("model", MODELS)
 def test_only_what_is_no_whole_block_rides_uncompressed(name: str, model: str) -> None:
     two_hop = two_hop_of(name)
