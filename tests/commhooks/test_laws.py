@@ -66,7 +66,7 @@ def assert_sent(case: Case, sent: int, expected: int) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("buckets", [1, 3, 40])
+@pytest.mark.parametrize("buckets", [1, 3, 12])
 def test_fused_makes_as_many_collectives_for_many_buckets_as_for_one(case: Case, buckets: int) -> None:
     workers = Workers(case.make(), 2, zeros(*[(24, 40), (12, 41)] * buckets), buckets=buckets, policy="fused")
     for step in range(4):
@@ -177,7 +177,7 @@ def test_with_error_feedback_the_running_mean_converges_to_the_dense_mean(case: 
     parameters = zeros((24, 40), (12, 30))
     workers = Workers(case.make(), 2, parameters)
     kept = 1 - case.decay**2 * max(workers.compressor.relative_error(p.numel()) for p in parameters)
-    horizon = max(240, round(16 / kept))
+    horizon = max(120, round(8 / kept))
     gradients = normal(parameters, 2, seed=3)
     total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
     for _ in range(horizon):
