@@ -92,8 +92,17 @@ class ParameterState:
         """The parameter's name, or "#<position>" where nobody told the names; random numbers are seeded by it."""
         self.tensors: dict[str, Tensor] = {}
         self.entries: dict[str, Entry] = {}
-        self.choice = 0
-        """The host's copy of the tensor `CHOICE`, which may lie on a GPU."""
+        self._choice = 0
+        self._original: ParameterState | None = None
+
+    @property
+    def choice(self) -> int:
+        """The host's copy of the tensor `CHOICE`, which may lie on a GPU; the same under all names."""
+        return self._choice if self._original is None else self._original.choice
+
+    @choice.setter
+    def choice(self, choice: int) -> None:
+        self._choice = choice
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor; raise `CompressorError` if no compressor has declared it."""
@@ -107,7 +116,7 @@ class ParameterState:
     def renamed(self, names: Mapping[str, str]) -> ParameterState:
         """Return the same tensors under the names that a compressor declared, given the names that they are kept by."""
         state = ParameterState(self.key)
-        state.choice = self.choice
+        state._original = self
         own = {kept: declared for declared, kept in names.items()}
         hidden = names.keys() - own.keys()
         for name, tensor in self.tensors.items():

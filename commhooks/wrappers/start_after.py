@@ -82,8 +82,11 @@ class StartAfter(Wrapper):
         return self._in_turn(step).chooses(step)
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
-        """Let the one choose that has its turn."""
-        return self._in_turn(step).choose(states, step)
+        """Let the one choose that has its turn, from what it knows by its own names."""
+        if step >= self.steps:
+            return self.inner.choose(states, step)
+        own = {p: state.renamed(self._names_of_before(state.key, p, 1)) for p, state in states.items()}
+        return self.before.choose(own, step)
 
     def loses(self, name: str, parameter: Tensor) -> bool:
         """Return whether either compressor does."""
@@ -107,12 +110,16 @@ class StartAfter(Wrapper):
         """
         names: dict[Slot, dict[str, str]] = {}
         for slot in bucket.slots:
-            where = slot.name, slot.parameter, context.world_size
-            names[slot] = _kept_apart(self.before.state(*where), self.inner.state(*where))
+            names[slot] = self._names_of_before(slot.name, slot.parameter, context.world_size)
         if bucket.slots:
             of_bucket = _kept_apart(self.before.bucket_state(bucket), self.inner.bucket_state(bucket))
             names[bucket.slots[0]] |= of_bucket
         return bucket.renamed(names.__getitem__) if any(names.values()) else None
+
+    def _names_of_before(self, name: str, parameter: Tensor, world_size: int) -> dict[str, str]:
+        """Return under which names a parameter's state is kept that `before` has for itself."""
+        where = name, parameter, world_size
+        return _kept_apart(self.before.state(*where), self.inner.state(*where))
 
     def _in_turn(self, step: int) -> Compressor:
         return self.before if step < self.steps else self.inner
