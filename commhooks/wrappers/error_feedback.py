@@ -7,6 +7,7 @@ Source: Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and ot
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -27,8 +28,8 @@ class ErrorFeedback(Wrapper):
     """
 
     decay: float = 1.0
-    """Lower than 1: a residual fades, and what it held is lost; for an `inner` whose error is larger than what it
-    sends."""
+    """Lower than 1: a residual fades, and what it held is lost. An `inner` that may lose ω times what it is given
+    (squared norms) wants less than 1/√ω."""
     reset_every: int = 0
     """Steps after which the residual is dropped, again and again; 0: never. Lower: less is sent late, and more is lost.
     """
@@ -68,11 +69,12 @@ class ErrorFeedback(Wrapper):
         super().check_parameters(named)
         for name, parameter in named.items():
             error = self.inner.relative_error(parameter.numel())
-            if error >= 1 and self.decay == 1 and not self.inner.is_damped:
+            if error * self.decay**2 >= 1 and not self.inner.is_damped:
+                limit = math.floor(1000 / math.sqrt(error)) / 1000
                 raise SettingsError(
                     f"ErrorFeedback(inner={self.inner!r}): of parameter {name!r}, inner may lose {error:.3g} times "
-                    "what it is given (squared norms), so the residual would grow without bound; set decay below 1, "
-                    "or write a damping factor out."
+                    "what it is given (squared norms), so the residual would grow without bound"
+                    + (f"; set decay below {limit:g}, or write a damping factor out." if limit else ".")
                 )
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from commhooks import AdaptiveRank, Compressor, ErrorFeedback, make_compressor, schedule
+from commhooks import AdaptiveRank, Compressor, ErrorFeedback, SettingsError, Signum, make_compressor, schedule
 from tests.commhooks.workers import Workers, normal, zeros
 
 
@@ -26,3 +25,13 @@ def test_ranks_are_chosen_in_a_phase_whose_state_has_other_names_than_the_next_o
         sent[compressor] = bytes_until
     alone, in_phase = sent.values()
     assert in_phase == alone
+
+
+@pytest.mark.parametrize(
+    "growing",
+    [make_compressor("qsgd", levels=1, error_feedback=True, decay=0.9), ErrorFeedback(inner=Signum(), decay=0.5)],
+    ids=["qsgd", "signum"],
+)
+def test_a_residual_that_fades_more_slowly_than_it_grows_is_refused(growing: Compressor) -> None:
+    with pytest.raises(SettingsError, match="would grow without bound"):
+        growing.check_parameters({"w": zeros((64, 64))[0]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -640,12 +641,16 @@ def test_a_residual_that_would_grow_without_bound_is_refused_unless_it_fades(err
     named = {"small": torch.zeros(5), "large": torch.zeros(6)}
     growing = commhooks.ErrorFeedback(inner=Expanding(error=error))
     started = commhooks.StartAfter(inner=commhooks.WireDtype(inner=growing, dtype=torch.float16), steps=3)
-    complaint = rf"of parameter 'large', inner may lose {error:.3g} times.*grow without bound; set decay below 1"
+    complaint = rf"of parameter 'large', inner may lose {error:.3g} times.*grow without bound"
     for refused in (growing, started):
         with pytest.raises(commhooks.SettingsError, match=complaint):
             refused.check_parameters(named)
         refused.check_parameters({"small": named["small"]})
-    dataclasses.replace(growing, decay=0.9).check_parameters(named)
+    limit = 1 / math.sqrt(error)
+    with pytest.raises(commhooks.SettingsError, match=complaint):
+        dataclasses.replace(growing, decay=min(1.01 * limit, 1.0) or 0.1).check_parameters(named)
+    if limit:
+        dataclasses.replace(growing, decay=0.99 * limit).check_parameters(named)
     commhooks.ErrorFeedback(inner=Expanding(error=0.999)).check_parameters(named)
 
 
