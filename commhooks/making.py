@@ -27,7 +27,7 @@ from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 ENTRY_POINTS = "commhooks.compressors"
 """The group in which other packages name theirs: a class, a function that returns one, or a `Registered`."""
 _NAME = re.compile(
-    r"""'[^']*'|"[^"]*"  # text is left alone
+    r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"  # text is left alone
     |(?<![\w.])(?:[A-Za-z_][\w.]*:[A-Za-z_]\w*|[a-z][a-z0-9]*(?:-[a-z0-9]+)+)  # package:Class, and names with a dash
     """,
     re.VERBOSE,
@@ -37,6 +37,7 @@ _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWOR
 
 def make_compressor(
     name: str,
+    /,
     *,
     start_after: int = 0,
     wire: torch.dtype | None = None,
@@ -74,10 +75,7 @@ def settings_of(name: str) -> list[str]:
 def _made(name: str, error_feedback: bool | None, decay: float | None, settings: Mapping[str, Any]) -> Compressor:
     registered = _registered(name)
     _check_settings(name, registered.make, settings)
-    try:
-        compressor = registered.make(**settings)
-    except TypeError as error:
-        raise SettingsError(f"compressor {name!r} does not take these settings, {settings}: {error}") from error
+    compressor = _called(name, registered.make, settings)
     if not isinstance(compressor, Compressor):
         raise SettingsError(f"compressor {name!r}: {registered.make} made {compressor!r}, which is no Compressor.")
     wanted = registered.feeds_back and compressor.takes_feedback
@@ -88,6 +86,13 @@ def _made(name: str, error_feedback: bool | None, decay: float | None, settings:
     if isinstance(compressor, TwoHop) and error_feedback is False and "server_feedback" not in settings:
         return dataclasses.replace(compressor, server_feedback=False)
     return compressor
+
+
+def _called(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+    try:
+        return make(**settings)
+    except TypeError as error:
+        raise SettingsError(f"compressor {name!r} does not take these settings, {settings}: {error}") from error
 
 
 def _registered(name: str) -> Registered:
@@ -106,11 +111,15 @@ def _registered(name: str) -> Registered:
 
 
 def _imported(name: str) -> Any:
+    """Return somebody's class, and nothing else: a text must not call whatever function there is."""
     module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingsError(f"compressor {name!r} cannot be imported: {error}.") from error
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)) and not isinstance(found, Registered):
+        raise SettingsError(f"compressor {name!r}: {found!r} is no dataclass, as compressors are.")
+    return found
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -150,6 +159,8 @@ def _types_of(make: Callable[..., Any]) -> dict[str, Any]:
 
 def _is_of(value: object, kind: Any) -> bool:
     """Return whether a value is of an annotated type, as far as that is a plain one."""
+    if kind is Any:
+        return True
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return any(_is_of(value, one) for one in typing.get_args(kind))
     if kind is float:
@@ -164,13 +175,13 @@ def _read(text: str) -> Compressor:
 
     A name with a colon imports its module, which runs that module's code.
     """
-    names: list[str] = []
+    names: dict[str, str] = {}
 
     def stand_in(found: re.Match[str]) -> str:
         if found[0][0] in "'\"":
             return found[0]
-        names.append(found[0])
-        return f"_{len(names) - 1}_"
+        names[name := f"_{len(names)}_"] = found[0]
+        return name
 
     try:
         tree = ast.parse(_NAME.sub(stand_in, text.strip()), mode="eval").body
@@ -182,16 +193,15 @@ def _read(text: str) -> Compressor:
     return value
 
 
-def _value_of(tree: ast.expr, names: list[str], text: str) -> Any:
+def _value_of(tree: ast.expr, names: Mapping[str, str], text: str) -> Any:
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args:
-        called = tree.func.id
-        name = names[int(called[1:-1])] if re.fullmatch(r"_\d+_", called) else called
+        name = names.get(tree.func.id, tree.func.id)
         settings = {str(one.arg): _value_of(one.value, names, text) for one in tree.keywords}
         kind = _classes().get(name) or (_imported(name) if ":" in name else None)
         if kind is None:
             return make_compressor(name, **settings)
         _check_settings(name, kind, settings)
-        return kind(**settings)
+        return _called(name, kind, settings)
     if isinstance(tree, ast.Tuple):
         return tuple(_value_of(one, names, text) for one in tree.elts)
     if isinstance(tree, ast.Attribute) and isinstance(tree.value, ast.Name) and tree.value.id == "torch":
@@ -202,7 +212,7 @@ def _value_of(tree: ast.expr, names: list[str], text: str) -> Any:
         return math.inf if tree.id == "inf" else math.nan
     try:
         return ast.literal_eval(tree)
-    except ValueError:
+    except (ValueError, TypeError):  # a list as a key
         raise SettingsError(f"compressor {text!r} does not parse: {ast.unparse(tree)!r} is no setting.") from None
 
 

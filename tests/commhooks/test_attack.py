@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
 import pytest
 
-from commhooks import AdaptiveRank, Compressor, ErrorFeedback, SettingsError, Signum, make_compressor, schedule
+from commhooks import (
+    AdaptiveRank,
+    Compressor,
+    ErrorFeedback,
+    PowerSGD,
+    SettingsError,
+    Signum,
+    TopK,
+    make_compressor,
+    making,
+    schedule,
+)
 from tests.commhooks.workers import Workers, normal, zeros
 
 
@@ -35,3 +49,43 @@ def test_ranks_are_chosen_in_a_phase_whose_state_has_other_names_than_the_next_o
 def test_a_residual_that_fades_more_slowly_than_it_grows_is_refused(growing: Compressor) -> None:
     with pytest.raises(SettingsError, match="would grow without bound"):
         growing.check_parameters({"w": zeros((64, 64))[0]})
+
+
+def test_a_text_calls_no_function_and_no_class_but_compressors(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.touch()
+    for called in (f"os:remove(path={str(trace)!r})", f"subprocess:Popen(args=('rm', {str(trace)!r}))"):
+        for text in (called, f"ErrorFeedback(inner={called})"):
+            with pytest.raises(SettingsError, match="is no dataclass"):
+                make_compressor(text)
+    assert trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("top-k(name='x')", "has no setting 'name'"),
+        ("_0_(x=1)", "'_0_' is not known"),
+        ("TopK(ratio={[]: 1})", "is no setting"),
+        ("Cast()", "does not take these settings, .*dtype"),
+        ("TwoHop(codec=Codec(block=8))", "does not take these settings, .*abstract"),
+    ],
+)
+def test_texts_that_crashed_are_refused_in_words(text: str, complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        make_compressor(text)
+
+
+def test_quotes_inside_of_a_text_are_read_back() -> None:
+    skipping = PowerSGD(skip=("it's", "a\"b-c'd", "x\\y-z"))
+    assert make_compressor(str(skipping)) == skipping
+
+
+def _made_without_types(ratio):  # type: ignore[no-untyped-def]  # as other packages have them
+    return TopK(ratio=ratio)
+
+
+def test_a_setting_without_a_type_takes_any_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("theirs", f"{__name__}:_made_without_types", making.ENTRY_POINTS)
+    monkeypatch.setattr(making, "entry_points", lambda group: [point])
+    assert make_compressor("theirs", ratio=0.5) == TopK(ratio=0.5)
