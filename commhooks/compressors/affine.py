@@ -4,8 +4,8 @@ Source: PyTorch's quantization hooks (torch.distributed.algorithms.ddp_comm_hook
 Idea: the range of a channel, widened to hold 0, is cut into 255 steps; every rank gathers all ranks' codes, and
 averages what they stand for. Nothing is padded: a last channel may be short, and has a scale of its own.
 Bytes on the wire: 1 an element, and 8 a channel (a scale and the number that stands for 0), from every rank to every
-other. Biased, ω at most c/65,025 for a channel of c elements. Weakness: the bytes received grow with the number of
-ranks, and one large element takes the digits of all in its channel; "int8" has neither (two hops, small blocks).
+other. Biased, ω at most c/(c + 65,024) for a channel of c elements. Weakness: the bytes received grow with the number
+of ranks, and one large element takes the digits of all in its channel; "int8" has neither (two hops, small blocks).
 """
 
 from __future__ import annotations
@@ -42,8 +42,13 @@ class Affine(Compressor):
         return True
 
     def relative_error(self, elements: int) -> float:
-        """Return c/65,025: an element is off by half a step, and a step is at most 2/255 of the largest of c."""
-        return min(elements, self.channel or elements) / 255**2
+        """Return c/(c + 65,024): the largest is at least 127.5 steps, and off by at most half of one.
+
+        So are the c - 1 others, but none by more than it is itself, for 0 is exact: at worst they are half a step each,
+        and lost.
+        """
+        channel = min(elements, self.channel or elements)
+        return channel / (channel + 255**2 - 1)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather scales, zero points and codes; the mean is that of what they stand for, in rank order."""
