@@ -24,6 +24,11 @@ class AllReduceMean(Compressor):
         """Return True: sparse and complex gradients are fine too."""
         return True
 
+    @property
+    def is_unbiased(self) -> bool:
+        """Return True: it is the mean itself."""
+        return True
+
     def remembers(self, step: int) -> bool:
         """Return False: no state is kept."""
         return False

@@ -47,6 +47,11 @@ class UnbiasedPowerSGD(Compressor):
         """Return ω = (m + 1)/r of the matrix of so many elements that has most columns: one row, and so r = 1."""
         return elements + 1.0
 
+    @property
+    def is_unbiased(self) -> bool:
+        """Return True."""
+        return True
+
     def remembers(self, step: int) -> bool:
         """Return False: no state is kept."""
         return False

@@ -39,6 +39,11 @@ class SharedPlaces(Compressor):
         """Whether what is not sent now must be sent later."""
         return not self.unbiased
 
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether what is sent is scaled."""
+        return self.unbiased
+
     def k(self, elements: int) -> int:
         """Return how many elements are sent of so many."""
         return math.ceil(self.ratio * elements)
