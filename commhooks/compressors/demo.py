@@ -24,6 +24,7 @@ from torch import Tensor
 
 from commhooks.compressors.bits import pack, unpack
 from commhooks.compressors.dct import cosines, transform
+from commhooks.compressors.powersgd.settings import check_count
 from commhooks.compressors.tiles import Tiling
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
@@ -45,6 +46,8 @@ class DeMo(Compressor):
     """On: the mean's signs take its place, as the paper's optimiser has it."""
 
     def __post_init__(self) -> None:
+        check_count("DeMo", "chunk", self.chunk)
+        check_count("DeMo", "k", self.k)
         if not 2 <= self.chunk <= 128:
             raise SettingsError(f"DeMo(chunk={self.chunk!r}): chunk must be from 2 to 128.")
         if not 1 <= self.k <= self.chunk**2:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.bits import pack, unpack
+from commhooks.compressors.powersgd.settings import check_count
 from commhooks.compressors.tiles import Tiling
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
@@ -38,6 +39,8 @@ class SparseLoCo(Compressor):
     """The side of a tile. Larger: smaller messages, more left to the residual."""
 
     def __post_init__(self) -> None:
+        check_count("SparseLoCo", "chunk", self.chunk)
+        check_count("SparseLoCo", "k", self.k)
         if not 2 <= self.chunk <= 1024:
             raise SettingsError(f"SparseLoCo(chunk={self.chunk!r}): chunk must be from 2 to 1024.")
         if not 1 <= self.k <= self.chunk**2:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
 
 from commhooks import (
     AdaptiveRank,
+    Affine,
     Compressor,
+    DeMo,
     ErrorFeedback,
+    PerParameter,
     PowerSGD,
     SettingsError,
     Signum,
+    SparseLoCo,
+    StartAfter,
     TopK,
     make_compressor,
     making,
@@ -89,3 +96,35 @@ def test_a_setting_without_a_type_takes_any_value(monkeypatch: pytest.MonkeyPatc
     point = EntryPoint("theirs", f"{__name__}:_made_without_types", making.ENTRY_POINTS)
     monkeypatch.setattr(making, "entry_points", lambda group: [point])
     assert make_compressor("theirs", ratio=0.5) == TopK(ratio=0.5)
+
+
+@pytest.mark.parametrize("elements", [2, 1_000, 200_000])
+def test_eight_bits_lose_no_more_than_they_say_and_never_all(elements: int) -> None:
+    """Half a step each is the worst for all but the largest, of 127.5 steps."""
+    values = torch.full((elements,), 0.5)
+    values[0], values[1] = 127.5, -127.5
+    workers = Workers(make_compressor("affine", error_feedback=True), 1, [values])
+    claimed = Affine().relative_error(elements)
+    workers.step([[values]])
+    lost = float(workers.residual(0, 0).double().square().sum() / values.double().square().sum())
+    assert lost <= claimed < 1
+    workers.compressor.check_parameters({"w": values})
+
+
+def test_what_is_right_on_average_says_so_inside_of_wrappers_too() -> None:
+    qsgd = make_compressor("qsgd", levels=7)
+    for compressor in (
+        make_compressor("random-k", unbiased=True),
+        make_compressor("powersgd-unbiased"),
+        StartAfter(inner=qsgd, steps=3),
+        PerParameter(rules=(("head.*", qsgd),)),
+    ):
+        assert compressor.is_unbiased
+    assert not make_compressor("random-k", error_feedback=False).is_unbiased
+
+
+@pytest.mark.parametrize("build", [DeMo, SparseLoCo])
+def test_parts_of_elements_are_refused(build: Callable[..., Compressor]) -> None:
+    for settings in ({"k": 1.5}, {"chunk": 16.5}, {"k": True}, {"chunk": None}):
+        with pytest.raises(SettingsError, match="must be an integer of at least 1"):
+            build(**settings)
