@@ -37,7 +37,6 @@ _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWOR
 
 def make_compressor(
     name: str,
-    /,
     *,
     start_after: int = 0,
     wire: torch.dtype | None = None,
@@ -53,8 +52,8 @@ def make_compressor(
 
     `start_after` lets a plain all-reduce run for so many steps first; `wire` casts what is sent; `error_feedback` keeps
     what is not sent for the next step (None: where leaving it out would cost accuracy), and `decay` is how much of it
-    (None: all, or what the compressor's paper says). Raises `SettingsError` (a
-    `ValueError`) for a name or a setting that does not exist, or a value that cannot work.
+    (None: all, or what the compressor's paper says). Raises `SettingsError` (a `ValueError`) for a name or a setting
+    that does not exist, or a value that cannot work.
     """
     if "(" in name:
         if settings or error_feedback is not None or decay is not None:
@@ -198,6 +197,8 @@ def _value_of(tree: ast.expr, names: Mapping[str, str], text: str) -> Any:
         name = names.get(tree.func.id, tree.func.id)
         settings = {str(one.arg): _value_of(one.value, names, text) for one in tree.keywords}
         kind = _classes().get(name) or (_imported(name) if ":" in name else None)
+        if kind is None and "name" in settings:
+            raise SettingsError(f"compressor {name!r} has no setting 'name'.")
         if kind is None:
             return make_compressor(name, **settings)
         _check_settings(name, kind, settings)

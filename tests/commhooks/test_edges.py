@@ -1,4 +1,4 @@
-"""Defects that were found by attacking what was new, each as the smallest case that showed it."""
+"""Edges of settings, names and wrappers: each is the smallest case that once gave a wrong answer or none."""
 
 from __future__ import annotations
 
