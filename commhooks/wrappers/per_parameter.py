@@ -34,6 +34,11 @@ class Match:
     def __post_init__(self) -> None:
         if not isinstance(self.dimensions, tuple) or not all(isinstance(one, int) for one in self.dimensions):
             raise SettingsError(f"Match(dimensions={self.dimensions!r}): dimensions must be a tuple of ints.")
+        for name, limit in (("min_elements", self.min_elements), ("max_elements", self.max_elements or 0)):
+            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+                raise SettingsError(f"Match({name}={limit!r}): {name} must be an integer of at least 0.")
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise SettingsError(f"Match(dtype={self.dtype!r}): dtype must be a torch.dtype, or None.")
         if self.max_elements is not None and self.max_elements < self.min_elements:
             raise SettingsError(
                 f"Match(min_elements={self.min_elements}, max_elements={self.max_elements}): no size is in between."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from commhooks import (
     Compressor,
     DeMo,
     ErrorFeedback,
+    Match,
     PerParameter,
     PowerSGD,
     SettingsError,
@@ -128,3 +130,9 @@ def test_parts_of_elements_are_refused(build: Callable[..., Compressor]) -> None
     for settings in ({"k": 1.5}, {"chunk": 16.5}, {"k": True}, {"chunk": None}):
         with pytest.raises(SettingsError, match="must be an integer of at least 1"):
             build(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"min_elements": "3"}, {"max_elements": -1}, {"dtype": "float16"}])
+def test_what_a_parameter_must_be_is_checked_when_it_is_built(settings: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=f"{next(iter(settings))} must be"):
+        Match(**settings)
