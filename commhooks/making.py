@@ -55,6 +55,8 @@ def make_compressor(
     (None: all, or what the compressor's paper says). Raises `SettingsError` (a `ValueError`) for a name or a setting
     that does not exist, or a value that cannot work.
     """
+    given = {"start_after": start_after, "wire": wire, "error_feedback": error_feedback, "decay": decay}
+    _check_settings(name, make_compressor, given)
     if "(" in name:
         if settings or error_feedback is not None or decay is not None:
             raise SettingsError(f"make_compressor({name!r}): write the settings inside, or give a name without any.")
@@ -196,6 +198,8 @@ def _value_of(tree: ast.expr, names: Mapping[str, str], text: str) -> Any:
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args:
         name = names.get(tree.func.id, tree.func.id)
         settings = {str(one.arg): _value_of(one.value, names, text) for one in tree.keywords}
+        if len(settings) < len(tree.keywords):
+            raise SettingsError(f"compressor {text!r}: a setting of {name} is given twice.")
         kind = _classes().get(name) or (_imported(name) if ":" in name else None)
         if kind is None and "name" in settings:
             raise SettingsError(f"compressor {name!r} has no setting 'name'.")

@@ -7,7 +7,8 @@ Bytes on the wire: 1/8 an element, twice, in two hops; elements beyond a paramet
 momenta, and the sign of their mean is taken. Biased, with no bound on the error, so it rejects error feedback.
 Weakness: the answer is ±1, at random for an element whose gradient is always zero, so the learning rate alone sets the
 step's size: take SGD without momentum, and about Adam's learning rate. The answer is times the loss scale, if
-`attach(scaler=)` tells of one, for the scaler divides by it. A copy of the gradient's size is held while votes travel.
+`attach(scaler=)` tells of one, for the scaler divides by it. A rank that has run out of inputs (`join()`) votes at
+random. A copy of the gradient's size is held while votes travel.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ def test_only_what_differs_from_the_defaults_is_printed() -> None:
         ("TopK(ratio=True)", "ratio must be of type float"),
         ("top-k(", "does not parse"),
         ("TopK(0.1)", "does not parse"),
+        ("TopK(ratio=0.1, ratio=0.2)", "a setting of TopK is given twice"),
+        ("top-k(error_feedback='no')", "error_feedback must be of type"),
         ("__import__('os').getcwd()", "does not parse"),
         ("TopK(ratio=open('x').read())", "is no setting"),
         ("Match()", "expected a compressor"),

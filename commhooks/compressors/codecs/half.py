@@ -5,7 +5,7 @@ hops; here the sum is exact to fp32, and is rounded once.
 Idea: each rank's elements are rounded to 16 bits, decoded, added up in fp32, and the mean is rounded.
 Bytes: 2 an element. Contractive: it loses at most the square of the unit roundoff, 2.4e-7 (fp16) or 1.5e-5 (bf16), but
 for elements that become 0. Biased, but little; so it has no error feedback unless asked for.
-Weakness: twice a cast's bytes in rounds; in fp16 an element above 65,504 is inf, and one below 3e-8 is 0.
+Weakness: two rounds, with a cast's bytes in all; in fp16 an element above 65,504 is inf, and one below 3e-8 is 0.
 """
 
 from __future__ import annotations
