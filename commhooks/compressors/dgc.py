@@ -5,7 +5,8 @@ Idea: each rank adds up its own momentum, instead of its gradients, and sends th
 sent, momentum and sum begin at zero again (momentum factor masking). Gradients are clipped on each rank, and in the
 first steps more is sent.
 Bytes on the wire: those of top-k. Biased: of any size, at most 1 - k/n of the |sum|² is left for later steps. Weakness:
-two values an element are kept, and the optimiser must have no momentum of its own, for the mean has it already.
+two values an element are kept, and the optimiser must have no momentum of its own, for the mean has it already. It
+takes as long as top-k.
 
 Legend: g gradient; m momentum; u velocity; v what was not sent; N ranks.
 """

@@ -6,7 +6,8 @@ Idea: nothing of rank r is closer to a matrix than its r largest singular values
 Every rank sends its own, and all add up what all have sent: what `PowerSGD` comes close to, to compare it with.
 Bytes on the wire: 4·(n + m)·r for a matrix n×m, 8·(n + m)·r for float64; vectors and small matrices whole. Biased:
 ω ≤ 1 - r/min(n, m). Weakness: a decomposition of every matrix in every step, for which on a GPU the host waits too; and
-every rank receives what all others send, so the bytes grow with the number of ranks.
+every rank receives what all others send, so the bytes grow with the number of ranks. It is here to compare with, and
+the slowest: more than 100 copies of the gradient on a processor.
 
 Legend: M n×m a gradient plus its residual; U·S n×r and Vᵀ r×m its factors; W ranks.
 """

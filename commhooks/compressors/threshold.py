@@ -8,7 +8,7 @@ compare counts first the host would wait for the GPU, so of each parameter the k
 for those below τ.
 Bytes on the wire: those of top-k, whatever τ is. Biased: of n elements at most 1 - k/n of |input|² is left, as for
 top-k, or if that is more n·τ², whatever the size. Weakness: bytes are spent even if nothing is large, and the largest
-τ that learning bears has to be found by trying.
+τ that learning bears has to be found by trying. It takes as long as top-k.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
 Idea: few elements carry most of a gradient, so every rank sends its own k largest, and all add up what all have sent.
 Bytes on the wire: for each of k elements a value of 4 (8 for float64) and an index of 1.5, 2 or 4, or 1/8 for each
 element of the parameter (sparse/indices.py). Biased, ω ≤ 1 - k/n for any size. Weakness: every rank receives what all
-others send, so the bytes grow with the number of ranks, and choosing takes time.
+others send, so the bytes grow with the number of ranks. On a processor choosing, and adding up at scattered places,
+take about 40 copies of the gradient at 1 %, and four times as many at 10 %.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Source: Tang et al., "1-bit Adam", ICML 2021, section 5, and "DoubleSqueeze", IC
 Idea: each rank serves some blocks for all. It receives their codes from every rank, adds them up in fp32, and sends the
 code of the mean on; what that code leaves out stays with it, as the server's error, for the next step.
 Bytes on the wire: two codes an element, whatever the number of ranks; elements beyond a parameter's last whole block
-ride uncompressed. Weakness: two rounds, and a mean that is coded twice.
+ride uncompressed. Weakness: two rounds, and a mean that is coded twice. Each element is coded once and decoded three
+times, so a step takes about twice as long as the codec's card says.
 
 Legend: n elements in B whole blocks; W ranks; b blocks a rank, padded; y the blocks that this rank serves.
 """
