@@ -18,8 +18,6 @@ MOST = 2.1
 QUICK = ("fp16-two-hop", "int8", "sign")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in two_hop_names()]
 
-pytestmark = pytest.mark.kernels
-
 
 def moved(name: str, model: str, world_size: int) -> int:
     return traffic_of(make_compressor(name), MODELS[model], world_size, device=DEVICES[model]).moved_bytes

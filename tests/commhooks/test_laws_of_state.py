@@ -19,8 +19,6 @@ from tests.cases import CASES, Case
 from tests.commhooks import momentum
 from tests.commhooks.workers import Workers, largest, normal, zeros
 
-pytestmark = pytest.mark.kernels
-
 SHAPES = ((24, 40), (40,), (12, 8, 3), (7,))
 OF_EVERY_KIND = Case(
     name="momentum", make=momentum.make, bytes_on_wire=lambda *_: 0, error_feedback=True, exact_rank=0, roundings=4
