@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from commhooks import compressors, wrappers
-from commhooks.compressors import COMPRESSORS, Registered, TwoHop, codecs
+from commhooks.compressors import COMPRESSORS, Registered, TwoHop
 from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 
+ROOMS = ("commhooks.compressors", "commhooks.compressors.codecs", "commhooks.wrappers")
+"""Where the classes are that a text may name."""
 ENTRY_POINTS = "commhooks.compressors"
 """The group in which other packages name theirs: a class, a function that returns one, or a `Registered`."""
 _NAME = re.compile(
@@ -223,5 +224,5 @@ def _value_of(tree: ast.expr, names: Mapping[str, str], text: str) -> Any:
 
 def _classes() -> dict[str, type]:
     """Return the classes of this package that `str(compressor)` may name."""
-    found = [one for room in (compressors, codecs, wrappers) for one in map(room.__dict__.get, room.__all__)]
+    found = [vars(room)[name] for room in map(importlib.import_module, ROOMS) for name in room.__all__]
     return {one.__name__: one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one)}

@@ -1,6 +1,6 @@
 """Affine: 8 bits an element, between the least and the largest of a bucket or of each of its channels.
 
-Source: PyTorch's quantization hooks (torch.distributed.algorithms.ddp_comm_hooks), whose codes these are.
+Source: PyTorch's quantization_pertensor_hook and quantization_perchannel_hook, whose codes these are.
 Idea: the range of a channel, widened to hold 0, is cut into 255 steps; every rank gathers all ranks' codes, and
 averages what they stand for. Nothing is padded: a last channel may be short, and has a scale of its own.
 Bytes on the wire: 1 an element, and 8 a channel (a scale and the number that stands for 0), from every rank to every
