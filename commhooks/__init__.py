@@ -51,6 +51,7 @@ from commhooks.errors import (
     CommHooksError,
     CompressorError,
     GradientError,
+    HookDidNotRunError,
     HookTypeError,
     SettingsError,
 )
@@ -124,6 +125,7 @@ __all__ = [
     "Group",
     "Half",
     "Hierarchical",
+    "HookDidNotRunError",
     "HookTypeError",
     "Int4",
     "Int8",

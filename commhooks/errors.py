@@ -19,6 +19,10 @@ class AttachError(CommHooksError, RuntimeError):
     """Refuse to attach to a model, or report ranks that disagree about what they attached."""
 
 
+class HookDidNotRunError(AttachError):
+    """Report an optimizer's step on gradients of which none has passed through the attached compressor."""
+
+
 class GradientError(CommHooksError, TypeError):
     """Refuse a gradient that no compressor can average, an integer one for example."""
 

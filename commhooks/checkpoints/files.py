@@ -27,8 +27,8 @@ from torch.nn import Module
 from commhooks.checkpoints.contents import Contents, read_contents
 from commhooks.checkpoints.disk import write_tensors
 from commhooks.checkpoints.folder import newest, prepare, put_in_place, remove_all_but
-from commhooks.checkpoints.ranks import Ranks
 from commhooks.checkpoints.run import FORMAT_VERSION, HookState, Run, Saved
+from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
 from commhooks.state.snapshot import LoadRules, refuse
 
@@ -73,7 +73,8 @@ def save_checkpoint(
         raise CheckpointError(f"save_checkpoint(keep={keep!r}): keep must be at least 1, or None.")
     if type(step) is not int or step < 0:
         raise CheckpointError(f"save_checkpoint(step={step!r}): step must be an int of at least 0.")
-    run, ranks, root = Run(model, optimizer, scaler, hooks), Ranks(model), Path(directory)
+    run, root = Run(model, optimizer, scaler, hooks), Path(directory)
+    ranks = run.ranks()
     steps = ranks.gather("compare steps", lambda: step)
     if len(set(steps)) > 1:
         raise CheckpointError(f"save_checkpoint: ranks disagree about the step: by rank {', '.join(map(str, steps))}.")
@@ -114,7 +115,8 @@ def load_checkpoint(
     Raises `CheckpointError` on every rank, and changes nothing, if the checkpoint is damaged or does not fit on any.
     """
     rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
-    run, ranks = Run(model, optimizer, scaler, hooks), Ranks(model)
+    run = Run(model, optimizer, scaler, hooks)
+    ranks = run.ranks()
     path: Path | None = ranks.first("find the checkpoint", lambda: newest(Path(directory)))
     if path is None:
         return None

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
 from commhooks.state.snapshot import LoadRules, Snapshot
+from commhooks.unwrapping import is_ddp, unwrapped
 
 FORMAT_VERSION = 1
 _PLAIN = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
@@ -55,9 +57,14 @@ class Run:
 
     @property
     def model(self) -> Module:
-        """The module within the DDP, or the module itself if it is not wrapped."""
-        inner = getattr(self.ddp, "module", None)
-        return inner if isinstance(inner, Module) and hasattr(self.ddp, "register_comm_hook") else self.ddp
+        """The module within the DDP and all other wrappers, so that its state_dict is that of the bare module."""
+        ddp = unwrapped(self.ddp)
+        inner: Any = ddp.module if is_ddp(ddp) else ddp
+        return unwrapped(inner)
+
+    def ranks(self) -> Ranks:
+        """Return the ranks of the model's process group."""
+        return Ranks(getattr(unwrapped(self.ddp), "process_group", None))
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are in the model's state_dict; others may be caches, of any shape."""

@@ -29,12 +29,14 @@ from commhooks.hooks.facts import check_step_has_an_end, searches_for_unused
 from commhooks.hooks.foreign import name_of
 from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings
 from commhooks.hooks.stateless import deliver, group_or_default, run_stateless
+from commhooks.hooks.watching import Watch, optimizer_of
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.language.entries import RESIDUAL
 from commhooks.making import make_compressor
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import StateTable
+from commhooks.unwrapping import find_ddp, trained_parameters
 
 _LITTLE = 1e-4
 """A squared relative error below this costs no accuracy worth a warning: bf16's is 1.5e-5."""
@@ -53,6 +55,7 @@ class Attachment(Handle):
         self._socket = socket
         self._named = named
         self._model = weakref.ref(model)
+        self._watches: list[Watch] = []
 
     def _made_engine(self) -> Engine:
         return self._engine
@@ -85,6 +88,16 @@ class Attachment(Handle):
         refusal = _refusal_of(compressor, self._named, self._engine.line)
         self._engine.replace(compressor, self._named[0][1].device, refusal)
 
+    def watch(self, *optimizers: object) -> None:
+        """Raise `HookDidNotRunError` whenever one of these makes a step on gradients that bypassed the compressor.
+
+        Pass the optimizers of the attached model, or what a framework wraps around them. A model that is called by its
+        inner module, or whose backward passes all run inside `no_sync()`, trains on every rank alone, and nothing else
+        would tell. Watching ends with `detach`. Raises `AttachError` for an optimizer of other parameters.
+        """
+        found = [optimizer_of((p for _, p in self._named), optimizer) for optimizer in optimizers]
+        self._watches += [Watch(optimizer, lambda: self._socket.buckets_handed_in) for optimizer in found]
+
     def detach(self) -> None:
         """Give the model back its plain all-reduce, and stop the scheduler. A second call does nothing.
 
@@ -92,6 +105,8 @@ class Attachment(Handle):
         afterwards `attach` works again on the same model, but `register_comm_hook` does not.
         """
         try:
+            for watch in self._watches:
+                watch.remove()
             if self._socket.attachment is self:
                 self._socket.release()
         finally:
@@ -112,6 +127,9 @@ def attach(
 ) -> Attachment:
     """Average the gradients of `model`, a DistributedDataParallel of ddp_core's or PyTorch's, with `compressor`.
 
+    `model` may also be what wraps a DistributedDataParallel: the result of `torch.compile`, of Lightning Fabric's
+    `setup`, of Accelerate's `prepare`, or a module that PyTorch's `replicate` was called with.
+
     Call it on every rank, between the same two backward passes. A string is a name for `make_compressor`.
 
     - `policy` is the order of collectives: "fifo" goes bucket by bucket and overlaps with the backward pass; "fused"
@@ -128,38 +146,29 @@ def attach(
     - `atomic`: a step whose mean holds an inf or a NaN in any bucket changes no state at all. Costs a second copy of
       the state. Without it "fused" judges all buckets' messages together, and "fifo" each bucket by itself.
 
-    Raises `AttachError` if something is attached or registered already, if the model is no DistributedDataParallel, if
-    its process group has no name or store, or if ranks disagree about compressor, policy or parameters; `SettingsError`
-    for settings that cannot work.
+    Raises `AttachError` if something is attached or registered already, if the model is no DistributedDataParallel,
+    shards its parameters or is wrapped twice, if its process group has no name or store, or if ranks disagree about
+    compressor, policy or parameters; `SettingsError` for settings that cannot work.
     """
-    inner = getattr(model, "module", None)
-    if not hasattr(model, "register_comm_hook") or not isinstance(inner, Module):
-        raise AttachError(
-            f"attach: expected a DistributedDataParallel, ddp_core's or PyTorch's (got {type(model).__name__}); "
-            "wrap the model first."
-        )
+    ddp = find_ddp("attach", model)
     compressor = _checked_compressor("attach", compressor)
     check_run_settings("attach", policy, hook_timeout)
-    check_step_has_an_end("attach", model, policy, atomic=atomic)
+    check_step_has_an_end("attach", ddp, policy, atomic=atomic)
     if torch._C._current_graph_task_id() != -1:
         raise AttachError("attach: a backward pass is under way; attach between two of them.")
-    group = group_or_default(process_group if process_group is not None else getattr(model, "process_group", None))
-    socket = _sockets.setdefault(model, _Socket())
+    group = group_or_default(process_group if process_group is not None else getattr(ddp, "process_group", None))
+    socket = _sockets.setdefault(ddp, _Socket())
     if socket.attachment is not None:
         raise AttachError(
             f"attach: {socket.attachment.compressor!r} is attached to this model already; detach it first."
         )
-    registered = [hook for hook, _ in getattr(model, "_comm_hooks", []) if hook is not attachment_hook]
+    registered = [hook for hook, _ in getattr(ddp, "_comm_hooks", []) if hook is not attachment_hook]
     if registered:
         raise AttachError(
             f"attach: the hook {name_of(registered[-1])} is registered on this model already; PyTorch's "
             "DistributedDataParallel never takes another one, ddp_core's does after remove_comm_hook()."
         )
-    named: list[tuple[str, Tensor]] = [
-        (name, parameter)
-        for name, parameter in inner.named_parameters()
-        if parameter.requires_grad and name not in getattr(model, "parameters_to_ignore", ())
-    ]
+    named = trained_parameters(model, ddp)
     if not named:
         raise AttachError("attach: no gradient comes in a bucket: every parameter is ignored or delayed.")
     line = ProcessGroupLine(
@@ -173,11 +182,11 @@ def attach(
     engine = Engine(compressor, line, fingerprint=fingerprint, residuals=residuals, atomic=atomic)
     if scaler is not None:
         engine.loss_scale.follow(scaler)
-    engine.bind(named, may_be_unused=searches_for_unused(model))
+    engine.bind(named, may_be_unused=searches_for_unused(ddp))
     engine.open(named[0][1].device, _refusal_of(compressor, named, line))
     _warn_of_loss(compressor, named)
-    attachment = Attachment(engine, socket, named, model)
-    socket.plug_in(attachment, model, line.timeout if hook_timeout is None else hook_timeout)
+    attachment = Attachment(engine, socket, named, ddp)
+    socket.plug_in(attachment, ddp, line.timeout if hook_timeout is None else hook_timeout)
     return attachment
 
 
@@ -226,6 +235,7 @@ class _Socket:
 
     def __init__(self) -> None:
         self.attachment: Attachment | None = None
+        self.buckets_handed_in = 0
         self._group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self._registered = False
         self._removable: Any = None
@@ -267,6 +277,7 @@ class _Socket:
         """Run the attachment's engine, or a plain all-reduce if nothing is attached any more."""
         if self.attachment is None:
             return run_stateless(AllReduceMean(), self._group(), bucket)
+        self.buckets_handed_in += 1
         return deliver(self.attachment._engine.run(bucket), bucket)
 
 

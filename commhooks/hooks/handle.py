@@ -8,16 +8,18 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from commhooks.communicators.ranks import Ranks
 from commhooks.engine.engine import Engine
 from commhooks.engine.resume import differences, lay_out, restore, snapshot_of
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.hooks.facts import sparse_parameters, uncut_steps
+from commhooks.hooks.metrics import Writer, metrics_of, write_to
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
-from commhooks.scheduling.line import Line
+from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.scheduler import POLICIES
 from commhooks.state.memory import MemoryReport
-from commhooks.state.snapshot import LoadRules, Snapshot
+from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
 from commhooks.wrappers.hierarchical import is_hierarchical
 
 
@@ -74,6 +76,47 @@ class Handle(ABC):
         lay_out(self._settled_engine(), sparse_parameters(model) if model is not None else set())
         state = self.snapshot().cloned().as_dict()
         return state | {"inventory": {rank: _inventory(state, rank) for rank in state["local"]}}
+
+    def gathered(self, *, to: int | None = None) -> dict[str, Any]:
+        """Return `state_dict` with what every rank keeps for itself, for a checkpoint that one rank writes.
+
+        Call it on every rank, between the same two steps; the hook's own process group carries the states. With `to`
+        only that rank gets all of it, and every other rank its own `state_dict`. Every rank can load the whole with
+        `load_state_dict`. It takes as much memory as the residuals of all ranks together.
+
+        Raises `CheckpointError` on every rank if any rank cannot return its state, or if the states differ in what
+        must be the same.
+        """
+        line = self._made_engine().line
+        if not isinstance(line, ProcessGroupLine):
+            raise CheckpointError("gathered: workers of one process gather with merge_state_dicts.")
+        if to is not None and not 0 <= to < line.world_size:
+            raise CheckpointError(f"gathered(to={to}): to must be a rank from 0 to {line.world_size - 1}, or None.")
+        ranks = Ranks(line.process_group)
+        if to is None:
+            return merge_state_dicts(ranks.gather("gather the hook's state", self.state_dict))
+        own = ranks.each("take the hook's state", self.state_dict)
+        states = ranks.gather_to(to, own)
+        return merge_state_dicts(states) if states is not None else own
+
+    def metrics(self, *, by_parameter: bool = False) -> dict[str, float]:
+        """Return what a logger shows, by tag, on this rank; call it after the optimizer's step, before `zero_grad`.
+
+        - commhooks/bytes_sent_total and bytes_sent_per_step: what this rank sent, since attaching and in the last step
+        - commhooks/compression_ratio and collectives_per_step: of the last step
+        - commhooks/seconds_compressing, seconds_waiting, seconds_exposed: of the last step, as in `Statistics`
+        - commhooks/residual_norm_over_gradient_norm: this rank's residuals over the mean gradients in `.grad`, if there
+          are both; clipped gradients are smaller
+        - with `by_parameter`, also bytes_sent_total and residual_norm_over_gradient_norm of every parameter, whose name
+          follows after a slash
+
+        Reading the norms waits for a GPU; log every so many steps.
+        """
+        return metrics_of(self._engine, by_parameter=by_parameter) if self._engine is not None else {}
+
+    def log_to(self, writer: Writer, step: int, *, by_parameter: bool = False) -> None:
+        """Write `metrics` to a TensorBoard `SummaryWriter`, a Lightning logger, or a function of (metrics, step)."""
+        write_to(writer, self.metrics(by_parameter=by_parameter), step)
 
     def snapshot(self) -> Snapshot:
         """Return the same as `state_dict`, but with the tensors themselves instead of copies."""

@@ -26,6 +26,7 @@ from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.state.loss_scale import LossScale, Scaler
 from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.state.table import StateTable
+from commhooks.unwrapping import plain_name, unwrapped
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 
 
@@ -143,10 +144,12 @@ class PowerSGDState(Handle):
         does not fit, and `AttachError` if `policy` or `atomic` needs to know which bucket ends a step and the DDP does
         not say so.
         """
+        model = unwrapped(model)
         check_step_has_an_end("PowerSGDState.bind", model, self.policy, atomic=self.atomic)
         engine = self._made_engine()
         inner = getattr(model, "module", None)
-        named = list((inner if isinstance(inner, Module) else model).named_parameters())
+        within = inner if isinstance(inner, Module) else model
+        named = [(plain_name(name), parameter) for name, parameter in within.named_parameters()]
         self._make_compressor().check_parameters(dict(named))
         if engine.state.knows_none_of(parameter for _, parameter in named):
             engine = self._begin_anew(engine)

@@ -80,6 +80,11 @@ class ProcessGroupLine:
         return self._address.world_size
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group, or None if it was destroyed."""
+        return self._process_group()
+
+    @property
     def timeout(self) -> float:
         """The process group's timeout, in seconds."""
         return self._address.timeout.total_seconds()

@@ -39,6 +39,11 @@ class LossScale:
             raise SettingsError(f"scaler={scaler!r}: scaler must be a torch.amp.GradScaler.")
         self._scaler = scaler
 
+    @property
+    def has_scaler(self) -> bool:
+        """Whether a scaler provides the scale, which then unscales the gradients before the optimizer's step."""
+        return self._scaler is not None
+
     def announce(self, scale: float) -> None:
         """Use this scale from the next step on; raise `SettingsError` if a scaler already provides it."""
         if self._scaler is not None:

@@ -147,6 +147,11 @@ class StateTable:
         """Return every residual that there is."""
         return [state.tensors[RESIDUAL] for state in self._states.values() if RESIDUAL in state.tensors]
 
+    def named_residuals(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Return every residual that there is, after its parameter's name and the parameter."""
+        kept = [(state.key, p, state.tensors.get(RESIDUAL)) for p, state in self._states.items()]
+        return [(name, parameter, residual) for name, parameter, residual in kept if residual is not None]
+
     def by_units(self) -> dict[int, list[Tensor]]:
         """Return all state that follows the loss scale, by the power of it."""
         found: dict[int, list[Tensor]] = {}

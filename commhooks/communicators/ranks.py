@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.nn import Module
 
 from commhooks.errors import CheckpointError
 
@@ -14,10 +13,9 @@ Value = TypeVar("Value")
 
 
 class Ranks:
-    """The ranks of a model's process group: what fails on one of them raises on all."""
+    """The ranks of a process group, None for the default one: what fails on one of them raises on all."""
 
-    def __init__(self, model: Module) -> None:
-        group: Any = getattr(model, "process_group", None)
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
         self.rank = 0 if self._group is None else dist.get_rank(self._group)
         self.world_size = 1 if self._group is None else dist.get_world_size(self._group)
@@ -47,6 +45,14 @@ class Ranks:
         kept: list[Value] = []
         self.gather(what, lambda: kept.append(act()))
         return kept[0]
+
+    def gather_to(self, rank: int, value: Value) -> list[Value] | None:
+        """Return every rank's value, by rank, on `rank`; return None elsewhere."""
+        if self._group is None:
+            return [value]
+        told = [value] * self.world_size if self.rank == rank else None
+        dist.gather_object(value, told, group=self._group, group_dst=rank)
+        return told
 
     def first(self, what: str, act: Callable[[], Any]) -> Any:
         """Return what `act` returned on rank 0, the only one that calls it; failures raise as in `gather`."""

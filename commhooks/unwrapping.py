@@ -1,0 +1,116 @@
+"""How to find the DistributedDataParallel within what compilers and frameworks wrap around it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from commhooks.errors import AttachError
+
+_WRAPPERS = {
+    "_forward_module": "lightning.fabric's _FabricModule",
+    "_orig_mod": "torch.compile's OptimizedModule",
+}
+"""Where each wrapper keeps the module that it wraps."""
+_PREFIXES_OF_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def unwrapped(model: Module) -> Module:
+    """Return the module inside the wrappers of `torch.compile` and Fabric, or the module itself if there are none."""
+    while inner := next((model._modules[place] for place in _WRAPPERS if model._modules.get(place)), None):
+        model = inner
+    return model
+
+
+def is_ddp(model: object) -> bool:
+    """Return whether this is a DistributedDataParallel, ddp_core's or PyTorch's."""
+    return hasattr(model, "register_comm_hook") and isinstance(getattr(model, "module", None), Module)
+
+
+def find_ddp(caller: str, model: object) -> Module:
+    """Return the DistributedDataParallel, ddp_core's or PyTorch's, that `model` is or wraps.
+
+    Raises `AttachError` if there is none, if it contains another one, or if the model's parameters are sharded.
+    """
+    found = described(model)
+    if not isinstance(model, Module):
+        raise AttachError(f"{caller}: expected a DistributedDataParallel, ddp_core's or PyTorch's (got {found}).")
+    ddp = unwrapped(model)
+    if _is_sharded(ddp):
+        raise AttachError(
+            f"{caller}: {found} shards its parameters, so each rank holds only a part of each gradient; a compressor "
+            "averages whole gradients. Use DistributedDataParallel, or shard among the ranks of one machine and "
+            "average between machines with commhooks.Exchanger."
+        )
+    ddp = _replicated(ddp) or ddp
+    if not is_ddp(ddp):
+        raise AttachError(
+            f"{caller}: expected a DistributedDataParallel, ddp_core's or PyTorch's (got {found}); "
+            "wrap the model first."
+        )
+    within = next((name for name, module in ddp.named_modules() if module is not ddp and is_ddp(module)), None)
+    if within is not None:
+        raise AttachError(
+            f"{caller}: {found} contains another DistributedDataParallel, {within!r}: every gradient would be averaged "
+            "twice, once by each. Wrap the model once (a framework's prepare() or setup() may already do it)."
+        )
+    return ddp
+
+
+def trained_parameters(model: Module, ddp: Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters whose gradients come in the buckets of `ddp`, which `find_ddp` found in `model`.
+
+    Each comes with the name that it has without any wrapper, so that a checkpoint fits with and without a compiler.
+    """
+    inner = ddp.module
+    assert isinstance(inner, Module), "find_ddp returned it"
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    in_buckets = {p for name, p in inner.named_parameters() if p.requires_grad and name not in ignored}
+    # replicate() hands its DDP a bare list of parameters; their names are in the module that it was called with.
+    named = inner if unwrapped(model) is ddp else unwrapped(model)
+    return [(plain_name(name), p) for name, p in named.named_parameters() if p in in_buckets]
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what compilers and activation checkpointing put into it."""
+    for prefix in _PREFIXES_OF_WRAPPERS:
+        name = name.replace(prefix, "")
+    return name
+
+
+def described(model: object) -> str:
+    """Return a model's class for a message, from the outside in: "OptimizedModule around DistributedDataParallel"."""
+    names = [type(model).__name__]
+    while isinstance(model, Module):
+        inner: Any = next((model._modules[p] for p in (*_WRAPPERS, "module") if model._modules.get(p)), None)
+        if inner is None:
+            break
+        names.append(type(inner).__name__)
+        model = inner
+    return " around ".join(names)
+
+
+def _is_sharded(model: Module) -> bool:
+    fsdp = _loaded("torch.distributed.fsdp")
+    sharded = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return any(isinstance(module, sharded) for module in model.modules())
+
+
+def _replicated(model: Module) -> Module | None:
+    """Return the DistributedDataParallel that PyTorch's `replicate` keeps for a module, making it if it has not yet."""
+    composable = _loaded("torch.distributed._composable.replicate")
+    if composable is None or not isinstance(model, composable.DDP):
+        return None
+    state = composable.replicate.state(model)
+    if not state.has_initialized:
+        state.lazy_init()  # as its first forward pass would
+    ddp: Module = state._ddp
+    return ddp
+
+
+def _loaded(module: str) -> Any:
+    """Return a module if something has imported it: no model is an instance of its classes before, and it is slow."""
+    return sys.modules.get(module)

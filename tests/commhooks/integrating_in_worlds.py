@@ -1,0 +1,169 @@
+"""Rank functions for what integrations build on: finding the DDP, gathered state, proof that the hook ran, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
+
+import commhooks
+from commhooks.integrations.common import Compression
+from ddp_core import DistributedDataParallel
+
+DDPS = (DistributedDataParallel, PyTorchDDP)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+
+
+def powersgd() -> commhooks.Compressor:
+    return commhooks.make_compressor("powersgd", rank=1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    optimizer.zero_grad()
+    model(torch.randn(4, 16, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def finds_what_is_wrapped(rank: int) -> None:
+    for ddp_class in DDPS:
+        ddp = ddp_class(build())
+        compiled = torch.compile(ddp, backend="eager")
+        attachment = commhooks.attach(compiled, powersgd())  # type: ignore[arg-type]
+        with pytest.raises(commhooks.AttachError, match="PowerSGD.* is attached to this model already"):
+            commhooks.attach(ddp, powersgd())
+        attachment.detach()
+        inside = ddp_class(torch.compile(build(), backend="eager"))  # type: ignore[arg-type]
+        attachment = commhooks.attach(inside, powersgd())
+        assert set(attachment.state.named()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+        attachment.detach()
+        with pytest.raises(commhooks.AttachError, match="contains another DistributedDataParallel, 'module'"):
+            commhooks.attach(PyTorchDDP(ddp), powersgd())
+    model = replicate(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = commhooks.attach(model, powersgd())
+    step(model, optimizer, rank, 0)
+    assert attachment.statistics().ratio > 2
+    assert set(attachment.by_parameter()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    attachment.detach()
+    for wrong, named in (
+        (build(), r"got Sequential\); wrap the model first"),
+        (nn.DataParallel(build()), r"got DataParallel around Sequential"),
+        (torch.compile(build(), backend="eager"), r"got OptimizedModule around Sequential"),
+        (FullyShardedDataParallel(build(), device_id=torch.device("cpu")), "FullyShardedDataParallel .*shards its"),
+        ("model", r"got str"),
+    ):
+        with pytest.raises(commhooks.AttachError, match=named):
+            commhooks.attach(wrong, powersgd())  # type: ignore[arg-type]
+
+
+def gathers_what_every_rank_keeps(rank: int) -> None:
+    for to in (None, 0, 1):
+        whole = _train(rank, steps=2, to=to)
+        assert set(whole["local"]) == ({"rank0", "rank1"} if to in (None, rank) else {f"rank{rank}"})
+    of_both: list[Any] = [None, None]
+    dist.all_gather_object(of_both, _train(rank, steps=2, to=None))
+    assert _equal(of_both[0]["local"], of_both[1]["local"])
+    assert _equal(_train(rank, steps=2, to=None, then=2), _train(rank, steps=4, to=None))
+    attachment = commhooks.attach(DistributedDataParallel(build()), powersgd())
+    with pytest.raises(commhooks.CheckpointError, match=r"gathered\(to=2\): to must be a rank from 0 to 1, or None"):
+        attachment.gathered(to=2)
+    attachment.detach()
+
+
+def _train(rank: int, steps: int, to: int | None, then: int = 0) -> dict[str, Any]:
+    """Train, and return the gathered state; with `then`, train on in another model that has loaded it."""
+    model = DistributedDataParallel(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = commhooks.attach(model, powersgd())
+    for number in range(steps):
+        step(model, optimizer, rank, number)
+    state = attachment.gathered(to=to)
+    attachment.detach()
+    if not then:
+        return state
+    resumed = DistributedDataParallel(build())
+    resumed.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(resumed.parameters(), lr=0.1)
+    rules = commhooks.LoadRules()
+    compression = Compression("Compression", powersgd(), rules)
+    compression.load_state_dict(state)  # nothing is attached yet
+    compression.begin(resumed, [optimizer])
+    for number in range(steps, steps + then):
+        step(resumed, optimizer, rank, number)
+    assert compression.attachment is not None
+    state = compression.attachment.gathered(to=to)
+    compression.end()
+    return state
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
+
+
+def notices_that_the_hook_did_not_run(rank: int) -> None:
+    for ddp_class in DDPS:
+        model = ddp_class(build())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attachment = commhooks.attach(model, powersgd())
+        attachment.watch(optimizer)
+        step(model, optimizer, rank, 0)
+        with model.no_sync():
+            model(torch.ones(4, 16)).sum().backward()
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()  # after an accumulation whose last backward pass was synchronised
+        with pytest.raises(commhooks.HookDidNotRunError, match="SGD made a step, and no gradient has passed"):
+            step(model.module, optimizer, rank, 1)
+        with model.no_sync(), pytest.raises(commhooks.HookDidNotRunError):
+            step(model, optimizer, rank, 2)
+        with pytest.raises(commhooks.AttachError, match="none of the parameters of SGD belongs to the model"):
+            attachment.watch(torch.optim.SGD(build().parameters(), lr=0.1))
+        with pytest.raises(commhooks.AttachError, match="expected a torch.optim.Optimizer"):
+            attachment.watch("sgd")
+        attachment.detach()
+        step(model.module, optimizer, rank, 3)  # nobody watches any more
+
+
+def _norm(tensors: Iterable[Tensor]) -> Tensor:
+    norm: Tensor = torch.cat([tensor.flatten() for tensor in tensors]).double().norm()
+    return norm
+
+
+def logs_what_it_costs(rank: int) -> None:
+    model = DistributedDataParallel(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = commhooks.attach(model, powersgd())
+    assert attachment.metrics()["commhooks/bytes_sent_total"] == 0.0
+    for number in range(3):
+        step(model, optimizer, rank, number)
+    metrics = attachment.metrics(by_parameter=True)
+    counted, last = attachment.statistics(), attachment.last_step()
+    assert metrics["commhooks/bytes_sent_total"] == counted.moved_bytes == 3 * last.moved_bytes > 0
+    assert metrics["commhooks/compression_ratio"] == last.ratio
+    residuals = {name: residual for name, _, residual in attachment.state.named_residuals()}
+    gradients = [p.grad for name, p in model.module.named_parameters() if p.grad is not None and name in residuals]
+    ratio = float(_norm(residuals.values()) / _norm(gradients))
+    assert metrics["commhooks/residual_norm_over_gradient_norm"] == pytest.approx(ratio, rel=1e-6) and ratio > 0
+    assert {f"commhooks/residual_norm_over_gradient_norm/{name}" for name in residuals} < set(metrics)
+    assert sum(v for k, v in metrics.items() if "bytes_sent_total/" in k) == pytest.approx(counted.moved_bytes, abs=8)
+    written: list[Any] = []
+    attachment.log_to(lambda metrics, step: written.append((metrics, step)), 3)
+    assert written == [(attachment.metrics(), 3)]
+    with pytest.raises(commhooks.SettingsError, match="log_to: expected a writer"):
+        attachment.log_to("tensorboard", 3)  # type: ignore[arg-type]
+    optimizer.zero_grad()
+    assert "commhooks/residual_norm_over_gradient_norm" not in attachment.metrics()
+    attachment.detach()
