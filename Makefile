@@ -1,19 +1,22 @@
-# Every target makes .venv when it is missing, and again when pyproject.toml or constraints.txt change.
+# Every target but test-frameworks makes .venv when it is missing, and again when pyproject.toml or constraints.txt change.
 # `make PYTHON=python3.11 test` chooses the interpreter; constraints.txt names versions that need 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+FRAMEWORKS_STAMP := .venv-frameworks/.installed
+FRAMEWORKS_PINS := -c constraints.txt -c constraints-frameworks.txt
 # The documentation's theme advertises its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-processors check bench docs soak soak-hooks soak-kills soak-network torch-suite gpu clean
+.PHONY: help demo leaderboard test test-frameworks test-processors check bench docs soak soak-hooks soak-kills soak-network torch-suite gpu clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
 	@echo "make leaderboard  train under every compressor; report in runs/leaderboard, tables and plots in docs/guide/leaderboard"
 	@echo "make test         the test suite"
+	@echo "make test-frameworks  the integrations with Lightning, Accelerate, Trainer, Ray and torchft, in .venv-frameworks"
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
 	@echo "make check        lint, format, types, and the documentation built strictly"
 	@echo "make docs         build the documentation into site/"
@@ -36,6 +39,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
+# The frameworks of commhooks.integrations, apart: neither the demo nor the other tests wait for their download.
+$(FRAMEWORKS_STAMP): pyproject.toml constraints.txt constraints-frameworks.txt
+	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet $(FRAMEWORKS_PINS) torch setuptools
+	.venv-frameworks/bin/python -m pip install --quiet $(FRAMEWORKS_PINS) --no-build-isolation \
+		-e '.[lightning,accelerate,transformers,ray,torchft]' hypothesis pytest pytest-timeout pytest-xdist tensorboard
+	touch $@
+
 demo: $(STAMP)
 	$(BIN)/commhooks compare --out runs/demo --overwrite
 
@@ -44,6 +55,9 @@ leaderboard: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(TWO_AT_ONCE)
+
+test-frameworks: $(FRAMEWORKS_STAMP)
+	.venv-frameworks/bin/python -m pytest -m frameworks $(TWO_AT_ONCE) tests/frameworks
 
 test-processors: $(STAMP)
 	$(BIN)/python -m tests.processors $(TWO_AT_ONCE)
@@ -80,5 +94,5 @@ gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -v tests/gpu
 
 clean:
-	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-frameworks site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

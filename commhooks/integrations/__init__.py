@@ -1,0 +1,12 @@
+"""Compression inside the frameworks that wrap models themselves; each module imports its framework when it is imported.
+
+    commhooks.integrations.lightning     CompressGradients, a Callback for the Trainer
+    commhooks.integrations.fabric        compress, after Fabric.setup
+    commhooks.integrations.accelerate    compress, after Accelerator.prepare
+    commhooks.integrations.transformers  CompressGradients, a TrainerCallback
+    commhooks.integrations.ray           compress, after ray.train.torch.prepare_model
+    commhooks.integrations.torchft       a communicator that goes through torchft's Manager
+
+Each keeps the hook's state in the framework's own checkpoint, and raises `HookDidNotRunError` if the model makes a step
+whose gradients did not pass through the compressor.
+"""

@@ -1,0 +1,135 @@
+"""What all integrations share: a compressor that waits for its model, and state that waits for its attachment."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict, Unpack
+
+import torch.distributed as dist
+from torch.nn import Module
+
+from commhooks.communicators.connection import WrapCommunicator
+from commhooks.errors import AttachError, CheckpointError, SettingsError
+from commhooks.hooks.attach import Attachment, attach
+from commhooks.hooks.handle import check_run_settings
+from commhooks.language.compressor import Compressor, check_compressor
+from commhooks.making import make_compressor
+from commhooks.state.loss_scale import Scaler
+from commhooks.state.snapshot import LoadRules
+
+
+class AttachOptions(TypedDict, total=False):
+    """The arguments of `attach` that integrations pass on."""
+
+    policy: str
+    process_group: dist.ProcessGroup | None
+    wrap_communicator: WrapCommunicator | None
+    hook_timeout: float | None
+    scaler: Scaler | None
+    residuals: str
+    atomic: bool
+
+
+class Compression:
+    """A compressor and how to attach it, from before there is a model until after the training.
+
+    `owner` is what errors call it. `rules` say which differences between a checkpoint and this run are allowed.
+    """
+
+    def __init__(
+        self, owner: str, compressor: Compressor | str, rules: LoadRules, **options: Unpack[AttachOptions]
+    ) -> None:
+        self.owner = owner
+        self.compressor = make_compressor(compressor) if isinstance(compressor, str) else compressor
+        check_compressor(owner, self.compressor)
+        check_run_settings(owner, options.get("policy", "fifo"), options.get("hook_timeout"))
+        self.rules = rules
+        self.options = options
+        self.attachment: Attachment | None = None
+        self._loaded: Mapping[str, Any] | CheckpointError | None = None
+
+    def begin(self, model: object, optimizers: Iterable[object] = (), *, scaler: Scaler | None = None) -> Attachment:
+        """Attach to a model, load the state that waits for it, and watch its optimizers; call it on every rank.
+
+        `scaler` is the framework's own, used unless another one was passed when this was made.
+        """
+        if self.attachment is not None:
+            raise AttachError(f"{self.owner}: it is attached to a model already; use one for each model.")
+        check_not_alone(self.owner)
+        if not isinstance(model, Module):
+            raise AttachError(f"{self.owner}: expected the model as the framework wrapped it (got {model!r}).")
+        options = self.options if "scaler" in self.options else AttachOptions(**self.options, scaler=scaler)
+        attachment = attach(model, self.compressor, **options)
+        try:
+            attachment.watch(*optimizers)
+            if self._loaded is not None:
+                self._load_into(attachment, self._loaded)
+        except Exception:
+            attachment.detach()
+            raise
+        self.attachment, self._loaded = attachment, None
+        return attachment
+
+    def end(self) -> None:
+        """Detach, if attached."""
+        attachment, self.attachment = self.attachment, None
+        if attachment is not None:
+            attachment.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all ranks on rank 0, which writes the checkpoint, and each other rank's own elsewhere."""
+        if self.attachment is None:
+            raise CheckpointError(f"{self.owner}: nothing is attached, so there is no state to save.")
+        return self.attachment.gathered(to=0)
+
+    def load_state_dict(self, state: Mapping[str, Any] | CheckpointError) -> None:
+        """Load what `state_dict` returned on rank 0, at once or as soon as something is attached."""
+        if self.attachment is None:
+            self._loaded = state
+        else:
+            self._load_into(self.attachment, state)
+
+    def _load_into(self, attachment: Attachment, state: Mapping[str, Any] | CheckpointError) -> None:
+        rules = self.rules
+        attachment.load_state_dict(state, world_size=rules.world_size, settings=rules.settings, missing=rules.missing)
+
+
+def check_not_alone(owner: str) -> None:
+    """Raise `AttachError` if this is the only process: there is nothing to exchange, and frameworks wrap no model."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        raise AttachError(
+            f"{owner}: this run has one process, so no gradients are exchanged and there is nothing to compress. "
+            "Launch it on several (torchrun --nproc-per-node 2 script.py), or leave the compression out."
+        )
+
+
+def require(distribution: str, *, at_least: str, extra: str) -> None:
+    """Raise `ImportError` if a framework is not installed, or older than what this package is written for."""
+    advice = f"pip install 'commhooks[{extra}]'"
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(f"commhooks.integrations.{extra} needs {distribution}: {advice}") from None
+    if _numbers(version) < _numbers(at_least):
+        raise ImportError(
+            f"commhooks.integrations.{extra} needs {distribution} {at_least} or newer (found {version}): {advice}"
+        )
+
+
+def check_framework_has_no_hook(owner: str, argument: str, hook: object) -> None:
+    """Raise `SettingsError` if the framework's own argument for a hook is set too."""
+    if hook is not None:
+        raise SettingsError(
+            f"{owner}: {argument} is set too (to {hook!r}). A model takes one hook; leave that argument out."
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: 2.6.6 of "2.6.6.post1+cpu"."""
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

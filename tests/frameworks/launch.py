@@ -1,0 +1,87 @@
+"""Start ranks as frameworks expect them: a script under torchrun, or a function with its environment variables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.world.launcher import run_world
+
+ROOT = Path(__file__).resolve().parents[2]
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+    "ACCELERATE_USE_CPU": "true",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def torchrun(script: Path, *arguments: str, ranks: int = 2, timeout: float = 55.0, cwd: Path | None = None) -> str:
+    """Run a script under torchrun, and return what it printed; raise `AssertionError` with that if it fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return run_command([*command, str(script), *arguments], timeout=timeout, cwd=cwd)
+
+
+def run_command(command: list[str], *, timeout: float, cwd: Path | None = None, fails: bool = False) -> str:
+    """Run a command in its own session, and return what it printed; after `timeout` seconds all of it is killed."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, **QUIET, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as late:
+        raise AssertionError(f"{command} did not end within {timeout} s. {late.stdout!r}") from late
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert fails == (process.returncode != 0), f"{command} ended with {process.returncode}:\n{output}"
+    return output
+
+
+def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 55.0, **kwargs: Any) -> list[Any]:
+    """Run a module-level `function(rank, *args)` on every rank, without a process group: a framework makes its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return run_world(
+        _as_under_torchrun,
+        ranks,
+        function,
+        ranks,
+        port,
+        args,
+        timeout=timeout,
+        backend=None,
+        environment=QUIET,
+        **kwargs,
+    )
+
+
+def _as_under_torchrun(rank: int, function: Callable[..., Any], ranks: int, port: int, args: tuple[Any, ...]) -> Any:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return function(rank, *args)
