@@ -91,6 +91,8 @@ from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
 from commhooks.wrappers import ErrorFeedback, Hierarchical, Match, PerParameter, StartAfter, WireDtype, schedule
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AdaptiveRank",
     "Affine",

@@ -1,5 +1,5 @@
-"""`python -m experiments` is `commhooks`."""
+"""`python -m experiments`, in a checkout, is `commhooks`."""
 
-from experiments.cli import app
+from .front import main
 
-app()
+main()

@@ -13,24 +13,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .front import COMMANDS, PURPOSE, version
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from experiments.link import LinkSettings
+    from .link import LinkSettings
 
 DEFAULT_TASKS = ["digits", "gpt"]
 DEFAULT_HOOKS = ["all-reduce", "fp16", "bf16", "powersgd:rank=1,start_after=5", "powersgd:rank=4,start_after=5"]
 
 app = typer.Typer(
-    help="Train models over several ranks under several gradient-compression hooks, and see what each one costs.",
+    help=PURPOSE,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     add_completion=False,
 )
 
-_COMPARE_HELP = """
-Train one model under several hooks, and write a table, plots and a report.
+_COMPARE_HELP = f"""
+{COMMANDS["compare"]}
 
 Every run has the same seed, data and number of steps; only the way of the gradients differs. \
 The runs of a task take turns, a step each, so that their times can be compared. \
@@ -62,8 +64,8 @@ A folder that holds results already is refused before anything runs. --overwrite
 and nothing that compare has not written.
 """
 
-_OVERLAP_HELP = """
-Measure how much of the communication hides behind the backward pass.
+_OVERLAP_HELP = f"""
+{COMMANDS["overlap"]}
 
 Times three things in turns: a local step (compute), the collectives of a step with nothing to compute \
 (communication), and a step that does both. The batch is chosen so that the first two take about equally long. \
@@ -73,9 +75,8 @@ forward pass, a third of the compute, has nothing to send.
     commhooks overlap --rate 100Mbit/s --rounds 9
 """
 
-
-_LEADERBOARD_HELP = """
-Train two small tasks under every compressor, with and without error feedback, and say what each costs.
+_LEADERBOARD_HELP = f"""
+{COMMANDS["leaderboard"]}
 
 The workers live in one process, and all runs have the same steps and data: only how gradients are averaged differs. \
 What comes out is accuracy against bytes and against compute, with the Pareto front, \
@@ -94,9 +95,19 @@ grace.csv and plots/*.png. Results that it holds already are replaced only with 
 """
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(version())
+        raise typer.Exit
+
+
 @app.callback()
-def commhooks() -> None:
-    """Train models over several ranks under several gradient-compression hooks, and see what each one costs."""
+def commhooks(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions, and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Do what every command begins with: nothing, but for --version."""
 
 
 @app.command(help=_COMPARE_HELP)
@@ -128,9 +139,9 @@ def compare(
 ) -> None:
     """Train one model under several hooks."""
     with _errors_in_words() as console:
-        from experiments.compare import Comparison
-        from experiments.compare import compare as run_comparison
-        from experiments.plan import plan
+        from .compare import Comparison
+        from .compare import compare as run_comparison
+        from .plan import plan
 
         runs = plan(
             task,
@@ -165,7 +176,7 @@ def overlap(
 ) -> None:
     """Measure how much of the communication hides behind the backward pass."""
     with _errors_in_words() as console:
-        from experiments.overlap import OverlapSettings, measure_overlap, overlap_table
+        from .overlap import OverlapSettings, measure_overlap, overlap_table
 
         settings = OverlapSettings(
             task=task,
@@ -197,7 +208,7 @@ def leaderboard(
 ) -> None:
     """Train under every compressor, and say what each costs."""
     with _errors_in_words() as console:
-        from experiments.leaderboard import Leaderboard, run_leaderboard
+        from .leaderboard import Leaderboard, run_leaderboard
 
         board = Leaderboard(
             out=out,
@@ -219,7 +230,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _link(rate: str, latency: str) -> LinkSettings:
-    from experiments.link import LinkSettings, parse_latency, parse_rate
+    from .link import LinkSettings, parse_latency, parse_rate
 
     return LinkSettings(bits_per_second=parse_rate(rate), latency_seconds=parse_latency(latency))
 
@@ -229,7 +240,7 @@ def _errors_in_words() -> Iterator[Console]:
     """Give a console; leave with 2 on a user's mistake, 1 on a rank's failure, 130 on Ctrl-C, and say why."""
     from rich.console import Console
 
-    from experiments.launch import WorldError
+    from .launch import WorldError
 
     before = signal.signal(signal.SIGTERM, _leave)
     try:
@@ -250,7 +261,3 @@ def _errors_in_words() -> Iterator[Console]:
 def _leave(number: int, frame: object) -> None:
     """Turn a request to end into an orderly exit, so that the ranks are ended first."""
     raise SystemExit(128 + number)
-
-
-if __name__ == "__main__":
-    app()

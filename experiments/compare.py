@@ -9,17 +9,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from experiments.launch import Send, run_in_torchrun, run_world, torchrun_world
-from experiments.output import REPORT, prepare_folder
-from experiments.report.page import PICTURES, page
-from experiments.report.plots import THEMES, loss_against_bytes, loss_against_time, step_time
-from experiments.report.table import summary_tables
-from experiments.report.tensorboard import write_logs
-from experiments.report.words import by_task, seconds_in_words
-from experiments.runs import RunResult, RunSettings
-from experiments.summary import TARGET_RULE, Summary, summarise, total_seconds
-from experiments.tasks import make_task
-from experiments.worker import RunDone, StepDone, train_all
+from .launch import Send, run_in_torchrun, run_world, torchrun_world
+from .output import REPORT, prepare_folder
+from .report.page import PICTURES, page
+from .report.plots import THEMES, loss_against_bytes, loss_against_time, step_time
+from .report.table import summary_tables
+from .report.tensorboard import write_logs
+from .report.words import by_task, seconds_in_words
+from .runs import RunResult, RunSettings
+from .summary import TARGET_RULE, Summary, summarise, total_seconds
+from .tasks import make_task
+from .worker import RunDone, StepDone, train_all
 
 
 @dataclass(frozen=True, kw_only=True)

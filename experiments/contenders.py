@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from commhooks import COMPRESSORS, Compressor, ErrorFeedback
 from commhooks.errors import CommHooksError
-from experiments.hooks import make_hook
-from experiments.runs import HookSpec
-from experiments.tasks import Task
+
+from .hooks import make_hook
+from .runs import HookSpec
+from .tasks import Task
 
 DENSE = "all-reduce"
 """What the others are measured against."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.contenders import LeftOut
-from experiments.standings import SCORES, Interval, Run, paired
+from .contenders import LeftOut
+from .standings import SCORES, Interval, Run, paired
 
 TASK = "digits"
 """Where ours are measured."""

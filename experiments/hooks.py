@@ -11,7 +11,8 @@ import commhooks
 from commhooks.language.compressor import Compressor
 from commhooks.making import settings_of
 from commhooks.scheduling.scheduler import POLICIES
-from experiments.runs import HookSpec
+
+from .runs import HookSpec
 
 _DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 

@@ -13,14 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from commhooks.errors import CommHooksError
-from experiments.contenders import Contender, LeftOut, contenders, known_names
-from experiments.grace import compare_with_grace
-from experiments.launch import Send, run_world
-from experiments.lockstep import time_in_lockstep, train_in_lockstep
-from experiments.report.board import Results, RunsFile, prepare_board, print_board, write_board
-from experiments.standings import SCORES, Run, Standing, standings
-from experiments.summary import Spread
-from experiments.tasks import make_task
+
+from .contenders import Contender, LeftOut, contenders, known_names
+from .grace import compare_with_grace
+from .launch import Send, run_world
+from .lockstep import time_in_lockstep, train_in_lockstep
+from .report.board import Results, RunsFile, prepare_board, print_board, write_board
+from .standings import SCORES, Run, Standing, standings
+from .summary import Spread
+from .tasks import make_task
 
 SIZE = "tiny"
 """Of the models that are trained: a compressor has its bytes and its error at any size, and runs by the hundred fit

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import Compressor, Exchanger
 from commhooks.language.entries import RESIDUAL
-from experiments.summary import Spread
-from experiments.tasks import Task
+
+from .summary import Spread
+from .tasks import Task
 
 Gradients = dict[str, Tensor]
 

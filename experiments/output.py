@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.report.page import HEAD as TITLE
-from experiments.report.page import PICTURES
-from experiments.runs import HEAD, PARTIAL, RunResult
+from .report.page import HEAD as TITLE
+from .report.page import PICTURES
+from .runs import HEAD, PARTIAL, RunResult
 
 REPORT = "report.html"
 _EVENTS = "events.out.tfevents."  # how TensorBoard's writer names its files

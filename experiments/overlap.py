@@ -19,12 +19,13 @@ from torch import nn
 
 import commhooks
 from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
-from experiments.launch import Send, run_world
-from experiments.link import EmulatedLink, LinkSettings, format_rate
-from experiments.report.words import spread_in_words
-from experiments.summary import Spread
-from experiments.tasks import Batch, Task, make_task
-from experiments.worker import wrap_in_ddp
+
+from .launch import Send, run_world
+from .link import EmulatedLink, LinkSettings, format_rate
+from .report.words import spread_in_words
+from .summary import Spread
+from .tasks import Batch, Task, make_task
+from .worker import wrap_in_ddp
 
 _TIMEOUT_SECONDS = 120.0
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from experiments.hooks import make_hook
-from experiments.launch import torchrun_world
-from experiments.link import LinkSettings
-from experiments.runs import HookSpec, RunSettings
-from experiments.tasks import make_task, task_names
+from .hooks import make_hook
+from .launch import torchrun_world
+from .link import LinkSettings
+from .runs import HookSpec, RunSettings
+from .tasks import make_task, task_names
 
 
 def plan(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.link import LinkSettings
+from .link import LinkSettings
 
 FORMAT = 1  # of the result files; higher when a reader must change
 PARTIAL = ".json.part"  # ends the name of a result while it is written
@@ -34,7 +34,7 @@ class HookSpec:
         'ErrorFeedback(inner=TopK(ratio=0.1))', is a name without settings.
 
         Raises:
-            ValueError: The text is not of that form. Whether such a hook exists is checked in `experiments.hooks`.
+            ValueError: The text is not of that form. Whether such a hook exists is checked in `make_hook`.
 
         """
         if "(" in text:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from experiments.contenders import DENSE, Contender
-from experiments.lockstep import Trained
-from experiments.summary import Spread
+from .contenders import DENSE, Contender
+from .lockstep import Trained
+from .summary import Spread
 
 CONFIDENCE = 0.95
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.runs import RunResult, StepRecord
+from .runs import RunResult, StepRecord
 
 SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, the step itself and those before it
 TARGET_SHARE = 0.95  # of the first hook's way from its first loss to its last: where the default target loss is

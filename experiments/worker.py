@@ -14,13 +14,14 @@ from torch import nn
 
 import commhooks
 import ddp_core
-from experiments.hooks import make_hook, policy_of
-from experiments.launch import Send
-from experiments.link import EmulatedLink
-from experiments.machine import machine, versions
-from experiments.measure import Split, StepClock, WaitClock
-from experiments.runs import EvaluationRecord, RunResult, RunSettings, StepRecord
-from experiments.tasks import make_task
+
+from .hooks import make_hook, policy_of
+from .launch import Send
+from .link import EmulatedLink
+from .machine import machine, versions
+from .measure import Split, StepClock, WaitClock
+from .runs import EvaluationRecord, RunResult, RunSettings, StepRecord
+from .tasks import make_task
 
 
 @dataclass(frozen=True)

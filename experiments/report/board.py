@@ -11,15 +11,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from experiments.contenders import LeftOut
-from experiments.grace import Comparison
-from experiments.lockstep import Trained
-from experiments.machine import machine, versions
-from experiments.output import Contents, prepare_folder
-from experiments.report.board_plots import PICTURES, score_against_bytes, score_against_compute
-from experiments.report.page import data_uri, head, template
-from experiments.report.plots import THEMES
-from experiments.report.standing_rows import (
+from ..contenders import LeftOut
+from ..grace import Comparison
+from ..lockstep import Trained
+from ..machine import machine, versions
+from ..output import Contents, prepare_folder
+from ..standings import SCORES, Run, Standing
+from ..tasks import make_task
+from .board_plots import PICTURES, score_against_bytes, score_against_compute
+from .page import data_uri, head, template
+from .plots import THEMES
+from .standing_rows import (
     GRACE_HEADINGS,
     front_in_words,
     grace_row,
@@ -27,9 +29,7 @@ from experiments.report.standing_rows import (
     score_in_words,
     standing_row,
 )
-from experiments.report.table import plain_table
-from experiments.standings import SCORES, Run, Standing
-from experiments.tasks import make_task
+from .table import plain_table
 
 PAGE, RUNS, STANDINGS, GRACE, TABLES = "leaderboard.html", "runs.csv", "standings.csv", "grace.csv", "tables.md"
 _RUN_FIELDS = ["task", "compressor", "error_feedback", "seed", *(field.name for field in dataclasses.fields(Trained))]

@@ -14,9 +14,9 @@ from matplotlib.text import Annotation, Text
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Bbox
 
-from experiments.report.plots import Theme, canvas, png, style
-from experiments.report.words import percent
-from experiments.standings import SCORES, Standing
+from ..standings import SCORES, Standing
+from .plots import Theme, canvas, png, style
+from .words import percent
 
 PICTURES = ("bytes", "compute")
 _ROOM = 0.004  # added to the error before its logarithm is taken, so that an accuracy of 1 has a place

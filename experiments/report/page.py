@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from experiments.link import format_rate
-from experiments.report.plots import DARK, LIGHT
-from experiments.report.words import (
+from ..link import format_rate
+from ..runs import RunResult
+from ..summary import SMOOTHING_STEPS, Summary
+from .plots import DARK, LIGHT
+from .words import (
     NEVER,
     by_task,
     bytes_in_words,
@@ -20,8 +23,6 @@ from experiments.report.words import (
     times,
     whole,
 )
-from experiments.runs import RunResult
-from experiments.summary import SMOOTHING_STEPS, Summary
 
 Plots = Mapping[tuple[str, str, str], bytes]  # (task, picture, theme) -> PNG
 PICTURES = ("step-time", "loss-bytes", "loss-time")
@@ -63,8 +64,9 @@ def page(
 
 def template(file: str) -> Template:
     """Return a page's template; what every page needs besides its own text is in it."""
-    loader = PackageLoader("experiments.report", package_path="")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
     environment.globals |= {"light": LIGHT, "dark": DARK}
     return environment.get_template(file)
 

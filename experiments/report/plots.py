@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from experiments.report.words import seconds_in_words, times
-from experiments.runs import RunResult
-from experiments.summary import Summary
+from ..runs import RunResult
+from ..summary import Summary
+from .words import seconds_in_words, times
 
 _REACH = 4  # steps to either side that a curve's point is a mean of
 

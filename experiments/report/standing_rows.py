@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from experiments.grace import Comparison
-from experiments.report.words import NEVER, bytes_in_words, percent, times
-from experiments.standings import SCORES, Interval, Standing
-from experiments.summary import Spread
+from ..grace import Comparison
+from ..standings import SCORES, Interval, Standing
+from ..summary import Spread
+from .words import NEVER, bytes_in_words, percent, times
 
 GRACE_HEADINGS = ("method", "GRACE: without → with", "ours", "ours: points gained", "sign")
 

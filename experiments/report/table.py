@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from experiments.report.words import (
+from ..summary import Summary
+from .words import (
     bytes_in_words,
     loss_change,
     milliseconds,
@@ -14,7 +15,6 @@ from experiments.report.words import (
     times,
     whole,
 )
-from experiments.summary import Summary
 
 
 def summary_tables(summaries: list[Summary], title: str) -> list[Table]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from experiments.runs import RunResult
+from ..runs import RunResult
 
 _EPOCH = 1_600_000_000.0  # any date, the same for every run: TensorBoard's relative time counts from the first event
 

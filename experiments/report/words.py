@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.summary import Spread, Summary
+from ..summary import Spread, Summary
 
 NEVER = "—"
 

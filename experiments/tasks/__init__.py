@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from experiments.tasks.digits import Digits
-from experiments.tasks.gpt import Gpt
-from experiments.tasks.task import Batch, Evaluation, Task
+from .digits import Digits
+from .gpt import Gpt
+from .task import Batch, Evaluation, Task
 
 _TASKS: dict[str, Callable[[str], Task]] = {"digits": Digits.of_size, "gpt": Gpt.of_size}
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.tasks.task import Batch, Evaluation, generator_for, size_named
+from .task import Batch, Evaluation, generator_for, size_named
 
 _HELD_OUT = 360  # of 1,797: a fifth
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.tasks.task import Batch, Evaluation, generator_for, size_named
+from .task import Batch, Evaluation, generator_for, size_named
 
 _BYTES = 256  # the vocabulary
 _HELD_OUT_EVERY = 10  # every tenth file is held out

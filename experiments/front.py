@@ -1,0 +1,74 @@
+"""The front door of the command `commhooks`: it opens with what `pip install commhooks` alone installs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import sys
+
+import torch
+
+import commhooks
+
+PURPOSE = "Train models over several ranks under several gradient-compression hooks, and see what each one costs."
+COMMANDS = {
+    "compare": "Train one model under several hooks, and write a table, plots and a report.",
+    "overlap": "Measure how much of the communication hides behind the backward pass.",
+    "leaderboard": "Train two small tasks under every compressor, and rank them by accuracy, bytes and compute.",
+}
+INSTALL = "pip install 'commhooks[experiments]'"
+NEEDED = {
+    "typer": "typer",
+    "rich": "rich",
+    "matplotlib": "matplotlib",
+    "sklearn": "scikit-learn",
+    "tensorboard": "tensorboard",
+    "jinja2": "jinja2",
+}
+"""What the extra `experiments` installs: by the module's name, the package's."""
+
+
+def main() -> None:
+    """Run the command line; without the packages that it needs, say what to install and exit with 2."""
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        _explain(missing)
+    else:
+        from .cli import app
+
+        app()
+
+
+def version() -> str:
+    """Return what a bug report should name: the versions of commhooks, torch and Python."""
+    return f"commhooks {commhooks.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def _explain(missing: list[str]) -> None:
+    """Answer --help and --version; exit with 2, and one sentence, for every command."""
+    width = max(map(len, COMMANDS)) + 2
+    parser = argparse.ArgumentParser(
+        "commhooks",
+        description=PURPOSE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(
+            [
+                "commands:",
+                *(f"  {name:{width}}{summary}" for name, summary in COMMANDS.items()),
+                "",
+                f"Each of them needs {', '.join(missing)}, not installed here: {INSTALL}",
+            ]
+        ),
+    )
+    parser.add_argument("--version", action="version", version=version())
+    # Optional, so that `commhooks` alone is answered with the help, as it is when everything is installed.
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    words = sys.argv[1:]
+    # What follows the command is its own: `commhooks compare --help` too is answered with what is missing.
+    end = next((n for n, word in enumerate(words, start=1) if word in COMMANDS), None)
+    command = parser.parse_args(words[:end]).command
+    if command is None:
+        parser.print_help()
+        raise SystemExit(2)
+    parser.exit(2, f"commhooks {command} needs {', '.join(missing)}, not installed here: {INSTALL}\n")

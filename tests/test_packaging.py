@@ -1,0 +1,110 @@
+"""What `pip install` installs, and what the command says without the packages that only its commands need."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from setuptools import Distribution
+from typer.testing import CliRunner
+
+import commhooks
+from experiments import front
+from experiments.cli import app
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """Return the files of a wheel, as setuptools finds them."""
+    monkeypatch.chdir(ROOT)
+    distribution = Distribution({"script_name": "setup.py"})
+    distribution.parse_config_files()
+    build = distribution.get_command_obj("build_py")
+    build.ensure_finalized()
+    outputs: list[str] = build.get_outputs(include_bytecode=False)
+    return {Path(path).relative_to(build.build_lib) for path in outputs}
+
+
+def test_a_wheel_holds_every_module_and_takes_no_name_but_its_own_two(installed: set[Path]) -> None:
+    """A new folder of modules must be added to `packages` in pyproject.toml."""
+    folders = {name: Path(name) for name in ("commhooks", "ddp_core")} | {"experiments": Path("commhooks/experiments")}
+    expected = {
+        target / path.relative_to(ROOT / folder)
+        for folder, target in folders.items()
+        for pattern in ("*.py", "py.typed", "*.j2")
+        for path in (ROOT / folder).rglob(pattern)
+    }
+    assert installed == expected
+    assert {path.parts[0] for path in installed} == {"commhooks", "ddp_core"}
+
+
+def test_the_version_has_one_source() -> None:
+    assert PROJECT["tool"]["setuptools"]["dynamic"] == {"version": {"attr": "commhooks.__version__"}}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", commhooks.__version__)
+
+
+def test_the_command_looks_for_what_its_extra_installs() -> None:
+    assert list(front.NEEDED.values()) == PROJECT["project"]["optional-dependencies"]["experiments"]
+    assert {command.name or command.callback.__name__ for command in app.registered_commands if command.callback} == (
+        front.COMMANDS.keys()
+    )
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bare:
+    return Bare(monkeypatch, capsys)
+
+
+class Bare:
+    """The command where two packages of the extra are missing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        there = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: None if name in {"typer", "sklearn"} else there(name)
+        )
+        self._patch, self._capture = monkeypatch, capsys
+
+    def __call__(self, *words: str) -> tuple[int, str]:
+        """Return exit code and output."""
+        self._patch.setattr("sys.argv", ["commhooks", *words])
+        with pytest.raises(SystemExit) as ended:
+            front.main()
+        code, said = ended.value.code, self._capture.readouterr()
+        assert isinstance(code, int)
+        return code, said.out + said.err
+
+
+def test_help_without_the_extra_names_every_command_and_what_to_install(bare: Bare) -> None:
+    code, said = bare("--help")
+    assert code == 0
+    for words in (*front.COMMANDS, *front.COMMANDS.values(), "typer, scikit-learn", front.INSTALL):
+        assert words in said
+    assert bare() == (2, said)
+    assert bare("--version") == (0, front.version() + "\n")
+
+
+@pytest.mark.parametrize("command", front.COMMANDS)
+@pytest.mark.parametrize("rest", [[], ["--help"], ["--rate", "1Gbit/s"]], ids=["alone", "help", "options"])
+def test_a_command_without_the_extra_says_so_in_one_sentence(bare: Bare, command: str, rest: list[str]) -> None:
+    sentence = f"commhooks {command} needs typer, scikit-learn, not installed here: {front.INSTALL}\n"
+    assert bare(command, *rest) == (2, sentence)
+
+
+def test_a_command_that_does_not_exist_is_refused_without_the_extra_too(bare: Bare) -> None:
+    code, said = bare("train")
+    assert code == 2
+    assert "'train'" in said
+    assert "leaderboard" in said
+
+
+def test_the_version_is_told() -> None:
+    ended = CliRunner().invoke(app, ["--version"])
+    assert (ended.exit_code, ended.output) == (0, front.version() + "\n")
+    assert commhooks.__version__ in ended.output
