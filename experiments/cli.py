@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from .front import COMMANDS, PURPOSE, version
 
@@ -95,6 +96,19 @@ grace.csv and plots/*.png. Results that it holds already are replaced only with 
 """
 
 
+class _EachOptionOnce(TyperCommand):
+    """A command that refuses an option given twice, of which Typer takes the last without a word."""
+
+    # "supertype defines the argument type as Context", a class that only a private module of Typer has
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Read the words; those options that are lists may be repeated."""
+        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        for option in given:
+            if given.count(option) > 1 and not getattr(option, "multiple", False):
+                ctx.fail(f"{option.opts[0]} is given {given.count(option)} times, and takes one value: give it once.")
+        return super().parse_args(ctx, args)
+
+
 def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(version())
@@ -110,7 +124,7 @@ def commhooks(
     """Do what every command begins with: nothing, but for --version."""
 
 
-@app.command(help=_COMPARE_HELP)
+@app.command(help=_COMPARE_HELP, cls=_EachOptionOnce)
 def compare(
     task: Annotated[list[str], typer.Option(help="What to train: digits or gpt. Repeat for both.")] = DEFAULT_TASKS,
     hook: Annotated[
@@ -161,7 +175,7 @@ def compare(
         run_comparison(comparison, console)
 
 
-@app.command(help=_OVERLAP_HELP)
+@app.command(help=_OVERLAP_HELP, cls=_EachOptionOnce)
 def overlap(
     task: Annotated[str, typer.Option(help="Whose model to train: digits or gpt.")] = "gpt",
     size: Annotated[str, typer.Option(help="The model's size: tiny, small, medium or large.")] = "medium",
@@ -190,7 +204,7 @@ def overlap(
         console.print(overlap_table(measure_overlap(settings)))
 
 
-@app.command(help=_LEADERBOARD_HELP)
+@app.command(help=_LEADERBOARD_HELP, cls=_EachOptionOnce)
 def leaderboard(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/leaderboard"),
     tasks: Annotated[str, typer.Option(help="What to train, as a list.")] = ",".join(DEFAULT_TASKS),

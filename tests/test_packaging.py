@@ -104,6 +104,22 @@ def test_a_command_that_does_not_exist_is_refused_without_the_extra_too(bare: Ba
     assert "leaderboard" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "option", "times"),
+    [
+        (["compare", "--rate", "1Gbit/s", "--hook", "fp16", "--hook", "bf16", "--rate", "2Gbit/s"], "--rate", 2),
+        (["compare", "--overwrite", "--overwrite"], "--overwrite", 2),
+        (["overlap", *["--task=gpt"] * 3], "--task", 3),
+        (["leaderboard", "--only", "top-k", "--only", "fp16"], "--only", 2),
+    ],
+)
+def test_an_option_given_twice_is_refused(words: list[str], option: str, times: int) -> None:
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 2
+    said = " ".join(ended.output.replace("│", " ").split())
+    assert f"{option} is given {times} times, and takes one value: give it once." in said
+
+
 def test_the_version_is_told() -> None:
     ended = CliRunner().invoke(app, ["--version"])
     assert (ended.exit_code, ended.output) == (0, front.version() + "\n")
