@@ -1,0 +1,59 @@
+"""A compressor of your own, in a file of its own: average a few random rows of every parameter.
+
+torchrun --nproc-per-node 2 own_compressor.py
+"""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks import AllReduce, BucketView, Compressor, Context, Exchange, Judge
+from commhooks.language.randomness import seeded_places, stable_seed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomRows(Compressor):
+    """Average one in `every` rows of each parameter, chosen at random; a vector's rows are its elements."""
+
+    every: int = 4
+
+    def loses(self, name: str, parameter: torch.Tensor) -> bool:
+        """Return True: every parameter gets a residual from `ErrorFeedback`."""
+        return True
+
+    def relative_error(self, elements: int) -> float:
+        """Return the expected share of a gradient's squared norm that is not sent."""
+        return 1 - 1 / self.every
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Average the rows; all ranks draw the same ones, from the parameter's name and the step."""
+        parts, chosen = [], []
+        for slot in bucket.slots:
+            M = slot.form().view(len(slot.parameter), -1)  # gradient + residual
+            chosen.append(seeded_places(len(M), -(-len(M) // self.every), stable_seed(slot.name, context.step), M))
+            parts += [slot.part(M[chosen[-1]]), slot.part(M.abs().amax().view(1))]  # the latter shows an inf in any row
+        answers = yield AllReduce(*parts, average=True, last=True)
+        finite = yield Judge(*answers)
+        for slot, rows, mean in zip(bucket.slots, chosen, answers[::2], strict=True):
+            M = slot.form().view(len(slot.parameter), -1)
+            slot.keep(M.index_fill_(0, rows, 0.0).flatten(), finite)  # what was not sent is the new residual
+            slot.write(torch.zeros_like(M).index_copy_(0, rows, mean).flatten() + torch.where(finite, 0.0, torch.nan))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(64, 8))
+    hooks = commhooks.attach(model, commhooks.ErrorFeedback(inner=RandomRows(every=4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for _ in range(100):
+        inputs = torch.randn(32, 64)
+        loss = (model(inputs) - inputs[:, :8]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"rank {dist.get_rank()}: loss {loss.item():.6f} with messages {hooks.last_step().ratio:.1f} times smaller")
+    hooks.detach()
+    dist.destroy_process_group()

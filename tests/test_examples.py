@@ -1,0 +1,75 @@
+"""The scripts in docs/examples do what the pages that show them say."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
+
+from tests.world import run_world
+
+EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+LINES = 60
+
+
+def run_script(rank: int, path: str, arguments: tuple[str, ...], wanted: str) -> Any:
+    """Run the script as torchrun would, and return one of its module-level names."""
+    os.environ["RANK"] = str(rank)
+    sys.argv = [path, *arguments]
+    value = runpy.run_path(path, run_name="__main__").get(wanted)
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def run_example(name: str, *arguments: str, wanted: str = "") -> list[Any]:
+    """Run the example on two ranks, which meet in a store of this process, as in an agent's of torchrun."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": "2",
+    }
+    path = str(EXAMPLES / name)
+    # PyTorch's DistributedDataParallel aborts in some exits.
+    return run_world(run_script, 2, path, arguments, wanted, backend=None, environment=environment, check_exit=False)
+
+
+def tensors_in(content: Any, at: str = "") -> dict[str, torch.Tensor]:
+    """Return all tensors in a nest of dictionaries and lists, by where they are."""
+    if isinstance(content, torch.Tensor):
+        return {at: content}
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return {key: found for name, value in items for key, found in tensors_in(value, f"{at}/{name}").items()}
+
+
+def test_plain_ddp_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_example("plain_ddp.py", str(whole))
+    halfway, end = sorted(path.name for path in whole.iterdir())
+    shutil.copytree(whole / halfway, resumed / halfway)
+    run_example("plain_ddp.py", str(resumed))
+    kept, copied = (folder / halfway / "shared.pt" for folder in (whole, resumed))
+    assert copied.stat().st_mtime_ns == kept.stat().st_mtime_ns  # it went on from there: nothing was saved again
+
+    for file in ("shared.pt", "rank0.pt", "rank1.pt"):
+        expected, found = (tensors_in(torch.load(folder / end / file)) for folder in (whole, resumed))
+        assert expected.keys() == found.keys()
+        assert expected
+        assert all(torch.equal(tensor, found[where]) for where, tensor in expected.items())
+
+
+def test_a_compressor_of_your_own_trains_on_pytorchs_ddp() -> None:
+    losses = run_example("own_compressor.py", wanted="loss")
+    assert max(losses) < 1e-3
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_under_sixty_lines(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) < LINES
