@@ -1,4 +1,4 @@
-"""Gradient compression for data-parallel PyTorch: communication hooks that run on ddp_core's DDP and on PyTorch's."""
+"""Gradient compression for data-parallel PyTorch: communication hooks for ddp_core's and PyTorch's DDP."""
 
 from commhooks.checkpoints.distributed import load_distributed
 from commhooks.checkpoints.files import Checkpoint, load_checkpoint, save_checkpoint

@@ -1,4 +1,4 @@
-"""The hooks without a state of their own, under a module name that PyTorch's users know."""
+"""The stateless hooks, under a module name familiar from PyTorch."""
 
 from commhooks.hooks.default import (
     allreduce_hook,

@@ -1,22 +1,22 @@
-"""The exceptions that commhooks raises: one tree, so that `except CommHooksError` catches them all."""
+"""The exceptions that commhooks raises: one hierarchy, so that `except CommHooksError` catches them all."""
 
 from __future__ import annotations
 
 
 class CommHooksError(Exception):
-    """Stand at the root of every exception of this package."""
+    """The base class of every exception in this package."""
 
 
 class SettingsError(CommHooksError, ValueError):
-    """Refuse a setting, or a combination of settings, that cannot work; raised when the object is built."""
+    """A setting, or a combination of settings, that cannot work; raised when the object is built."""
 
 
 class HookTypeError(SettingsError, TypeError):
-    """Refuse something of the wrong type in the place of a hook, a hook's type, a model or a process group."""
+    """An object of the wrong type given as a hook, a hook's type, a model or a process group."""
 
 
 class AttachError(CommHooksError, RuntimeError):
-    """Refuse to attach to a model, or report ranks that disagree about what they attached."""
+    """A model that cannot be attached to, or ranks that disagree about what they attached."""
 
 
 class HookDidNotRunError(AttachError):
@@ -24,16 +24,16 @@ class HookDidNotRunError(AttachError):
 
 
 class GradientError(CommHooksError, TypeError):
-    """Refuse a gradient that no compressor can average, an integer one for example."""
+    """A gradient that no compressor can average, such as an integer gradient."""
 
 
 class CheckpointError(CommHooksError, RuntimeError):
-    """Refuse to save what could not be loaded, or to load what does not fit; what was there before stays."""
+    """State that could not be loaded if saved, or that does not match the run; nothing has been changed."""
 
 
 class CompressorError(CommHooksError, RuntimeError):
-    """Report a failure inside a compressor: the message names rank, step, bucket, parameters and cause."""
+    """A failure inside a compressor; the message names rank, step, bucket, parameters and cause."""
 
 
 class CollectiveError(CommHooksError, RuntimeError):
-    """Report a collective that failed, here or because another rank failed first."""
+    """A collective that failed, on this rank or because another rank failed first."""

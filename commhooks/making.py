@@ -1,4 +1,4 @@
-"""Compressors by name: `make_compressor("top-k", ratio=0.01)`, and what `str(compressor)` prints read back."""
+"""Compressors by name: `make_compressor("top-k", ratio=0.01)`, and parsing what `str(compressor)` prints."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from commhooks.language.compressor import Compressor
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 
 ROOMS = ("commhooks.compressors", "commhooks.compressors.codecs", "commhooks.wrappers")
-"""Where the classes are that a text may name."""
+"""The modules whose classes a specification may name."""
 ENTRY_POINTS = "commhooks.compressors"
-"""The group in which other packages name theirs: a class, a function that returns one, or a `Registered`."""
+"""The entry points under which other packages register a class, a function that returns one, or a `Registered`."""
 _NAME = re.compile(
     r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"  # text is left alone
     |(?<![\w.])(?:[A-Za-z_][\w.]*:[A-Za-z_]\w*|[a-z][a-z0-9]*(?:-[a-z0-9]+)+)  # package:Class, and names with a dash
@@ -47,14 +47,15 @@ def make_compressor(
 ) -> Compressor:
     """Make the compressor called `name` with its `settings`, as `make_compressor("powersgd", rank=4)`.
 
-    `name` is a key of `COMPRESSORS`; or a name of the entry points `commhooks.compressors` of other packages; or a
-    class as "mypackage.module:TopK"; or, with no settings, a whole compressor as `str` prints it, such as
-    "ErrorFeedback(inner=TopK(ratio=0.1))", in which names with their settings may stand too: "top-k(ratio=0.1)".
+    `name` is a key of `COMPRESSORS`, a name registered by another package under the entry points
+    `commhooks.compressors`, a class such as "mypackage.module:TopK", or, without settings, a whole compressor as
+    printed by `str`, such as "ErrorFeedback(inner=TopK(ratio=0.1))". Such a text may also contain names with their
+    settings: "top-k(ratio=0.1)".
 
-    `start_after` lets a plain all-reduce run for so many steps first; `wire` casts what is sent; `error_feedback` keeps
-    what is not sent for the next step (None: where leaving it out would cost accuracy), and `decay` is how much of it
-    (None: all, or what the compressor's paper says). Raises `SettingsError` (a `ValueError`) for a name or a setting
-    that does not exist, or a value that cannot work.
+    `start_after` runs a plain all-reduce for that many steps first; `wire` is the dtype in which messages are sent;
+    `error_feedback` keeps what is not sent for the next step (None: if losing it would cost accuracy), and `decay` is
+    the fraction of it that is kept (None: all, or what the compressor's paper uses). Raises `SettingsError` (a
+    `ValueError`) for a name or a setting that does not exist, or a value that cannot work.
     """
     given = {"start_after": start_after, "wire": wire, "error_feedback": error_feedback, "decay": decay}
     _check_settings(name, make_compressor, given)
@@ -70,7 +71,7 @@ def make_compressor(
 
 
 def settings_of(name: str) -> list[str]:
-    """Return the settings that `make_compressor` takes for a name, sorted: its own, and those for every name."""
+    """Return the sorted settings that `make_compressor` takes for a name: its own, and those common to all names."""
     return sorted({*_types_of(_registered(name).make), *_types_of(make_compressor)} - {"name"})
 
 
@@ -79,12 +80,12 @@ def _made(name: str, error_feedback: bool | None, decay: float | None, settings:
     _check_settings(name, registered.make, settings)
     compressor = _called(name, registered.make, settings)
     if not isinstance(compressor, Compressor):
-        raise SettingsError(f"compressor {name!r}: {registered.make} made {compressor!r}, which is no Compressor.")
+        raise SettingsError(f"compressor {name!r}: {registered.make} made {compressor!r}, which is not a Compressor.")
     wanted = registered.feeds_back and compressor.takes_feedback
     if wanted if error_feedback is None else error_feedback:
         return ErrorFeedback(inner=compressor, decay=registered.decay if decay is None else decay)
     if decay is not None:
-        raise SettingsError(f"compressor {name!r} keeps no residual, so decay={decay!r} says nothing.")
+        raise SettingsError(f"compressor {name!r} keeps no residual, so decay={decay!r} has no effect; leave it out.")
     if isinstance(compressor, TwoHop) and error_feedback is False and "server_feedback" not in settings:
         return dataclasses.replace(compressor, server_feedback=False)
     return compressor
@@ -98,7 +99,7 @@ def _called(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) ->
 
 
 def _registered(name: str) -> Registered:
-    """Return how to make what has this name; raise `SettingsError`, with the nearest, if nothing has."""
+    """Return how to make the compressor of this name; raise `SettingsError` if there is none."""
     if name in COMPRESSORS:
         return COMPRESSORS[name]
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
@@ -113,14 +114,14 @@ def _registered(name: str) -> Registered:
 
 
 def _imported(name: str) -> Any:
-    """Return somebody's class, and nothing else: a text must not call whatever function there is."""
+    """Return a class from another package, and nothing else: a text must not be able to call arbitrary functions."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingsError(f"compressor {name!r} cannot be imported: {error}.") from error
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)) and not isinstance(found, Registered):
-        raise SettingsError(f"compressor {name!r}: {found!r} is no dataclass, as compressors are.")
+        raise SettingsError(f"compressor {name!r}: {found!r} is not a dataclass, as compressors must be.")
     return found
 
 
@@ -130,7 +131,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def _check_settings(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Raise `SettingsError` for a setting that does not exist, or a value of another type."""
+    """Raise `SettingsError` for a setting that does not exist, or a value of the wrong type."""
     known = _types_of(make)
     for setting, value in settings.items():
         if setting not in known:
@@ -147,11 +148,11 @@ def _check_settings(name: str, make: Callable[..., Any], settings: Mapping[str, 
 
 
 def _types_of(make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the settings that a class or function takes; Any for those it says nothing of."""
+    """Return the types of the settings that a class or function takes; Any for unannotated ones."""
     inner = make.func if isinstance(make, functools.partial) else make
     try:
         hints = typing.get_type_hints(inner)
-    except NameError:  # somebody else's, imported for type checkers alone
+    except NameError:  # in another package, imported for type checkers only
         hints = {}
     passed_on = make.args if isinstance(make, functools.partial) else ()  # a codec, which takes settings too
     named = [one for one in inspect.signature(make).parameters.values() if one.kind in _NAMED]
@@ -160,7 +161,7 @@ def _types_of(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _is_of(value: object, kind: Any) -> bool:
-    """Return whether a value is of an annotated type, as far as that is a plain one."""
+    """Return whether a value has an annotated type, as far as a simple check can tell."""
     if kind is Any:
         return True
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
@@ -173,7 +174,7 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _read(text: str) -> Compressor:
-    """Read what `str(compressor)` prints: calls of compressors' classes and constants, and nothing else.
+    """Parse what `str(compressor)` prints: calls of compressor classes and constants, and nothing else.
 
     A name with a colon imports its module, which runs that module's code.
     """
@@ -219,10 +220,10 @@ def _value_of(tree: ast.expr, names: Mapping[str, str], text: str) -> Any:
     try:
         return ast.literal_eval(tree)
     except (ValueError, TypeError):  # a list as a key
-        raise SettingsError(f"compressor {text!r} does not parse: {ast.unparse(tree)!r} is no setting.") from None
+        raise SettingsError(f"compressor {text!r} does not parse: {ast.unparse(tree)!r} is not a setting.") from None
 
 
 def _classes() -> dict[str, type]:
-    """Return the classes of this package that `str(compressor)` may name."""
+    """Return the classes of this package that a compressor's text may name."""
     found = [vars(room)[name] for room in map(importlib.import_module, ROOMS) for name in room.__all__]
     return {one.__name__: one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one)}

@@ -1,4 +1,4 @@
-"""PowerSGD's hook and its state, under the module name by which PyTorch's users and pickles find them."""
+"""PowerSGD's hook and its state, under the module name that PyTorch's users and pickles refer to."""
 
 from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 

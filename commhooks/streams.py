@@ -1,8 +1,8 @@
-"""Memory on which a CUDA stream works later than the host queues the work.
+"""Host memory that a CUDA stream accesses later than the host queues the work.
 
-Residuals in the host's memory (`residuals="host"`) are written by copies that a stream carries out when it comes to
-them. Whoever touches such memory on the host waits for the last one first: it would be overwritten otherwise, or read
-too early. On the device nobody needs to: there the stream's order is enough.
+Residuals in the host's memory (`residuals="host"`) are written by copies that run when a stream reaches them. Before
+the host accesses such memory, it must wait for the last of them; otherwise it could read too early, or be overwritten.
+No wait is needed on the device, where the stream's order is enough.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _EVENTS_TO_KEEP = 4096
-"""More are looked through for those that have passed: memory that is gone leaves some behind."""
+"""Above this many entries, completed ones are removed: freed memory leaves some behind."""
 
 
 class _Event(Protocol):
@@ -24,12 +24,12 @@ class _Event(Protocol):
 
 
 _last: dict[int, _Event] = {}
-"""For each storage in the host's memory, what passes when the last copy into it is done."""
+"""For each storage in the host's memory, the event that completes when the last copy into it is done."""
 _lock = threading.Lock()
 
 
 def queue_copy(kept: Tensor, value: Tensor) -> None:
-    """Copy a GPU's tensor into memory that may be the host's, when the current stream comes to it."""
+    """Copy a GPU's tensor into memory that may be the host's, when the current stream reaches this point."""
     if kept.device == value.device and kept.is_cuda:
         kept.copy_(value)
         return
@@ -42,7 +42,7 @@ def queue_copy(kept: Tensor, value: Tensor) -> None:
 
 
 def wait_for_copies(tensors: Iterable[Tensor]) -> None:
-    """Wait until every copy that was queued into these tensors is done, those before them on the stream included."""
+    """Wait until every copy queued into these tensors is done, including earlier work on the same stream."""
     with _lock:
         events = [_last[place] for place in {_place(kept) for kept in tensors if not kept.is_cuda} if place in _last]
     for event in events:
@@ -50,9 +50,9 @@ def wait_for_copies(tensors: Iterable[Tensor]) -> None:
 
 
 def keep_until_read(tensors: Iterable[Tensor]) -> None:
-    """Let nobody reuse these tensors' memory before the current stream has done what it was given so far.
+    """Keep these tensors' memory from being reused before the current stream has finished its work so far.
 
-    Needed before the last reference to a tensor goes that was allocated on another stream, as what is loaded is.
+    Needed before dropping the last reference to a tensor that was allocated on another stream, such as loaded state.
     """
     for tensor in tensors:
         if tensor.is_cuda:
@@ -66,5 +66,5 @@ def _queue(kept: Tensor, value: Tensor) -> _Event:
 
 
 def _place(kept: Tensor) -> int:
-    """Return what tells storages apart: parts of one are written by turns, and read as a whole."""
+    """Return the key of a tensor's storage: parts of a storage are written separately and read as a whole."""
     return kept.untyped_storage().data_ptr()

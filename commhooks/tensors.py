@@ -1,4 +1,4 @@
-"""Facts about tensors that several rooms need."""
+"""Facts about tensors that several packages need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill a stretch of memory without gaps or overlaps."""
+    """Return whether the elements fill a contiguous range of memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -20,17 +20,17 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which state is kept and mathematics is done for a gradient of `dtype`: at least fp32."""
+    """Return the dtype for state and computation, given a gradient of `dtype`: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def tensor_elements(tensor: Tensor) -> int:
-    """Return the elements of a dense or sparse tensor's payload; indices do not count."""
+    """Return the number of elements in a dense or sparse tensor's payload; indices do not count."""
     return tensor._values().numel() if tensor.is_sparse else tensor.numel()
 
 
 def tensor_bytes(tensor: Tensor, wire: torch.dtype | None = None) -> int:
-    """Return the bytes of a dense or sparse tensor's payload, its values in `wire` where that is given."""
+    """Return the bytes of a dense or sparse tensor's payload, with its values in `wire` if given."""
     value_bytes = tensor.element_size() if wire is None else wire.itemsize * (2 if tensor.is_complex() else 1)
     if tensor.is_sparse:
         indices, values = tensor._indices(), tensor._values()
@@ -39,7 +39,7 @@ def tensor_bytes(tensor: Tensor, wire: torch.dtype | None = None) -> int:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a 0-dim bool: no element of any of them is inf or NaN. Integers are finite."""
+    """Return a 0-dim bool: true if no element of any tensor is inf or NaN. Integers are finite."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     device = None
     for tensor in tensors:
@@ -47,7 +47,7 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
         device = values.device
         if values.numel() and (values.is_floating_point() or values.is_complex()):
             by_dtype.setdefault(values.dtype, []).append(values)
-    # The largest magnitude tells of inf and NaN, in one pass and without a mask of all elements.
+    # The largest magnitude reveals inf and NaN, in one pass and without a mask of all elements.
     norms = [torch.stack(torch._foreach_norm(alike, math.inf)) for alike in by_dtype.values()]
     if not norms:
         return torch.ones((), dtype=torch.bool, device=device)

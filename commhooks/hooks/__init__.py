@@ -1,1 +1,1 @@
-"""What PyTorch's contract for communication hooks dictates."""
+"""The public entry points, and what PyTorch's contract for communication hooks requires of them."""

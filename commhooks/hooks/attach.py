@@ -1,11 +1,11 @@
 """Attach a compressor to a DistributedDataParallel: `attach`, and the `Attachment` that it returns.
 
-PyTorch's contract for a communication hook is `hook(state, bucket) -> Future[Tensor]`, and it inspects a hook before it
-registers it. The second argument must be *named* `bucket`. Annotations, if there are any, must be the real objects and
-not strings, so the files of this package that define hooks have no `from __future__ import annotations`. And except
-with NCCL, PyTorch rejects a function whose `__name__` is `bf16_compress_hook` or `bf16_compress_wrapper_hook`, because
-its own hooks of those names need NCCL. Ours do not, so the functions behind those public names are called something
-else.
+PyTorch's contract for a communication hook is `hook(state, bucket) -> Future[Tensor]`, and PyTorch inspects a hook
+before registering it. The second argument must be *named* `bucket`. Annotations, if there are any, must be real objects
+rather than strings, so the files of this package that define hooks have no `from __future__ import annotations`. Except
+with NCCL, PyTorch also rejects any function whose `__name__` is `bf16_compress_hook` or `bf16_compress_wrapper_hook`,
+because its own hooks of those names need NCCL. Ours do not, so the functions behind those public names have different
+names.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ from commhooks.unwrapping import find_ddp, trained_parameters
 _LITTLE = 1e-4
 """A squared relative error below this costs no accuracy worth a warning: bf16's is 1.5e-5."""
 COLLECTIVES_A_BUCKET = 16
-"""How many collectives one bucket may take before ddp_core gives the hook up, each as long as its limit allows."""
+"""How many collectives one bucket may take before ddp_core gives up on the hook; each may use its whole timeout."""
 
 
 class Attachment(Handle):
-    """A compressor at work for a model, as `attach` returns it.
+    """A compressor attached to a model, as returned by `attach`.
 
-    All counts begin with attaching.
+    All counts start at zero when the compressor is attached.
     """
 
     def __init__(self, engine: Engine, socket: "_Socket", named: list[tuple[str, Tensor]], model: Module) -> None:
@@ -62,7 +62,7 @@ class Attachment(Handle):
 
     @property
     def compressor(self) -> Compressor:
-        """The compressor at work."""
+        """The compressor in use."""
         return self._engine.compressor
 
     @property
@@ -76,14 +76,14 @@ class Attachment(Handle):
         return self._engine.step
 
     def replace(self, compressor: Compressor | str) -> None:
-        """Continue with another compressor from the next step on, using the state that is there.
+        """Switch to another compressor from the next step on, keeping the existing state.
 
         Every rank must replace between the same two steps. Residuals are kept for whichever compressor next uses them;
-        a basis of another size starts anew. Raises `AttachError` if ranks disagree or a step is under way, and
-        `SettingsError` for settings that do not fit the model; the old compressor then stays.
+        a basis of a different size is initialised again. Raises `AttachError` if ranks disagree or a step is under way,
+        and `SettingsError` for settings that do not suit the model; in either case the old compressor stays.
         """
         if self._socket.attachment is not self:
-            raise AttachError("replace: this attachment was detached; attach again.")
+            raise AttachError("replace: this attachment was detached; call attach again.")
         compressor = _checked_compressor("replace", compressor)
         refusal = _refusal_of(compressor, self._named, self._engine.line)
         self._engine.replace(compressor, self._named[0][1].device, refusal)
@@ -99,10 +99,10 @@ class Attachment(Handle):
         self._watches += [Watch(optimizer, lambda: self._socket.buckets_handed_in) for optimizer in found]
 
     def detach(self) -> None:
-        """Give the model back its plain all-reduce, and stop the scheduler. A second call does nothing.
+        """Restore the model's plain all-reduce, and stop the scheduler. A second call does nothing.
 
-        Every rank must detach between the same two steps. PyTorch's DistributedDataParallel accepts one hook, ever:
-        afterwards `attach` works again on the same model, but `register_comm_hook` does not.
+        Every rank must detach between the same two steps. PyTorch's DistributedDataParallel only ever accepts one hook,
+        so afterwards `attach` works again on the same model but `register_comm_hook` does not.
         """
         try:
             for watch in self._watches:
@@ -125,37 +125,37 @@ def attach(
     residuals: str = "fp32",
     atomic: bool = False,
 ) -> Attachment:
-    """Average the gradients of `model`, a DistributedDataParallel of ddp_core's or PyTorch's, with `compressor`.
+    """Average the gradients of `model`, ddp_core's or PyTorch's DistributedDataParallel, with `compressor`.
 
     `model` may also be what wraps a DistributedDataParallel: the result of `torch.compile`, of Lightning Fabric's
     `setup`, of Accelerate's `prepare`, or a module that PyTorch's `replicate` was called with.
 
-    Call it on every rank, between the same two backward passes. A string is a name for `make_compressor`.
+    Call it on every rank, between the same two backward passes. A string is passed to `make_compressor`.
 
-    - `policy` is the order of collectives: "fifo" goes bucket by bucket and overlaps with the backward pass; "fused"
-      packs each round of all buckets into one collective, after the last bucket.
-    - `process_group` is the model's own by default. Except with NCCL, a private Gloo group of the same ranks carries
-      all requests; if the model's group has another backend or is written in Python, a warning names it, unless this
-      or the next argument is given.
+    - `policy` is the order of collectives: "fifo" proceeds bucket by bucket and overlaps with the backward pass;
+      "fused" packs each round of all buckets into one collective, after the last bucket.
+    - `process_group` defaults to the model's own. Except with NCCL, a private Gloo group of the same ranks carries all
+      requests; if the model's group has another backend or is written in Python, a warning names it, unless this
+      argument or the next is given.
     - `wrap_communicator` may wrap another communicator around the real one.
-    - `hook_timeout`, in seconds, bounds every collective, and under "fused" the wait for a step's next bucket (default:
-      the group's timeout).
+    - `hook_timeout`, in seconds, limits every collective and, under "fused", the wait for a step's next bucket
+      (default: the group's timeout).
     - `scaler`, a `torch.amp.GradScaler`: residuals are rescaled when it changes the loss scale.
     - `residuals` is how they are stored: "fp32" (fp64 for fp64 gradients), "bf16", or "host", in fp32 in the host's
       memory.
-    - `atomic`: a step whose mean holds an inf or a NaN in any bucket changes no state at all. Costs a second copy of
-      the state. Without it "fused" judges all buckets' messages together, and "fifo" each bucket by itself.
+    - `atomic`: a step whose mean holds an inf or a NaN in any bucket changes no state at all. This keeps a second copy
+      of the state. Without it, "fused" judges all buckets of a step together, and "fifo" judges each bucket separately.
 
-    Raises `AttachError` if something is attached or registered already, if the model is no DistributedDataParallel,
+    Raises `AttachError` if a hook is already attached or registered, if the model is not a DistributedDataParallel,
     shards its parameters or is wrapped twice, if its process group has no name or store, or if ranks disagree about
-    compressor, policy or parameters; `SettingsError` for settings that cannot work.
+    compressor, policy or parameters; raises `SettingsError` for settings that cannot work.
     """
     ddp = find_ddp("attach", model)
     compressor = _checked_compressor("attach", compressor)
     check_run_settings("attach", policy, hook_timeout)
     check_step_has_an_end("attach", ddp, policy, atomic=atomic)
     if torch._C._current_graph_task_id() != -1:
-        raise AttachError("attach: a backward pass is under way; attach between two of them.")
+        raise AttachError("attach: a backward pass is under way; call attach between two passes.")
     group = group_or_default(process_group if process_group is not None else getattr(ddp, "process_group", None))
     socket = _sockets.setdefault(ddp, _Socket())
     if socket.attachment is not None:
@@ -191,7 +191,7 @@ def attach(
 
 
 def _refusal_of(compressor: Compressor, named: list[tuple[str, Tensor]], line: Line) -> SettingsError | None:
-    """Return the error of settings that do not fit model or ranks; others must hear of it before it is raised."""
+    """Return the error for settings that do not suit the model or the ranks; it is raised once all ranks know."""
     try:
         check_compressor_for(compressor, dict(named), line)
     except SettingsError as error:
@@ -200,9 +200,9 @@ def _refusal_of(compressor: Compressor, named: list[tuple[str, Tensor]], line: L
 
 
 def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> None:
-    """Warn if what a compressor does not send is lost; rounding to a narrower dtype loses too little for that.
+    """Warn if what a compressor does not send is lost. Rounding to a narrower dtype loses too little for a warning.
 
-    What an unbiased one does not send in one step it sends in others, on average.
+    What an unbiased compressor does not send in one step it sends in others, on average.
     """
     if compressor.is_unbiased:
         return
@@ -219,7 +219,7 @@ def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> No
 
 
 def _checked_compressor(caller: str, compressor: Compressor | str) -> Compressor:
-    """Return the compressor, making it if it is a name; raise `SettingsError` for anything else."""
+    """Return the compressor, making it if a name is given; raise `SettingsError` for anything else."""
     if isinstance(compressor, str):
         compressor = make_compressor(compressor)
     check_compressor(caller, compressor)
@@ -229,8 +229,8 @@ def _checked_compressor(caller: str, compressor: Compressor | str) -> Compressor
 class _Socket:
     """The state of the hook that is registered on a model.
 
-    PyTorch's DDP accepts one hook, ever, so the hook stays registered while attachments come and go. Without an
-    attachment it averages as the model would without a hook.
+    PyTorch's DDP only ever accepts one hook, so the hook stays registered while attachments come and go. With nothing
+    attached, it averages as the model would without a hook.
     """
 
     def __init__(self) -> None:
@@ -241,10 +241,11 @@ class _Socket:
         self._removable: Any = None
 
     def plug_in(self, attachment: Attachment, model: Module, seconds: float) -> None:
-        """Run `attachment` from now on; register on the model, unless an earlier registration still stands.
+        """Run `attachment` from now on; register the hook on the model unless it is still registered.
 
-        A DDP that limits its wait for a hook, as ddp_core's does, gets a longer limit than the scheduler's `seconds`:
-        those bound one collective, the DDP's limit a whole bucket. Only a scheduler that itself hangs should reach it.
+        If a DDP limits its wait for a hook, as ddp_core's does, the limit is raised above the scheduler's `seconds`:
+        those bound one collective, while the DDP's limit covers a whole bucket. Only a scheduler that hangs should
+        reach it.
         """
         self._group = weakref.ref(group_or_default(getattr(model, "process_group", None)))
         self.attachment = attachment
@@ -261,16 +262,17 @@ class _Socket:
         self._registered = True
 
     def release(self) -> None:
-        """Let go of the attachment, and remove the hook if the DDP allows that, as ddp_core's does."""
+        """Drop the attachment, and remove the hook if the DDP allows it, as ddp_core's does."""
         self.attachment = None
         if self._removable is not None and hasattr(self._removable, "remove"):
-            # If a backward pass was cut short, ddp_core's refuses: the hook stays registered, and runs an all-reduce.
+            # After a backward pass that was cut short, ddp_core's raises: the hook stays registered, and runs an
+            # all-reduce.
             with contextlib.suppress(RuntimeError):
                 self._removable.remove()
                 self._registered = False
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copy and pickle as an empty one: a copy of a model has nothing attached."""
+        """Copy and pickle as an empty socket: a copy of a model has nothing attached."""
         return type(self), ()
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

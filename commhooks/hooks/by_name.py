@@ -1,4 +1,4 @@
-"""Hooks by name, under PyTorch's names: `register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, model)`."""
+"""Hooks registered by name, with PyTorch's names: `register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, model)`."""
 
 import dataclasses
 import enum
@@ -22,7 +22,7 @@ from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, power
 
 @dataclasses.dataclass(frozen=True)
 class _Registration:
-    """A function that registers one hook, called like the values of PyTorch's `DDPCommHookType`."""
+    """A function that registers one hook; called like the members of PyTorch's `DDPCommHookType`."""
 
     hook: AnyHook
     rank: int | None = None
@@ -44,9 +44,9 @@ class _Registration:
 
 
 class DDPCommHookType(enum.Enum):
-    """The hooks that `register_ddp_comm_hook` registers: those of PyTorch's enumeration.
+    """The hooks that `register_ddp_comm_hook` can register, as in PyTorch's enumeration.
 
-    PowerSGD has its defaults except for the rank, so its first 1,000 steps are a plain all-reduce.
+    PowerSGD uses its defaults except for the rank, so its first 1,000 steps are a plain all-reduce.
     """
 
     ALLREDUCE = _Registration(allreduce_hook)
@@ -64,10 +64,10 @@ class DDPCommHookType(enum.Enum):
 def register_ddp_comm_hook(
     comm_hook_type: DDPCommHookType, model: Module, state: dist.ProcessGroup | None = None
 ) -> None:
-    """Register a hook by name on a DistributedDataParallel, ddp_core's or PyTorch's, before the first backward pass.
+    """Register a hook by name on ddp_core's or PyTorch's DistributedDataParallel, before the first backward pass.
 
-    `state` is the process group to average over, None for the default one; PowerSGD's own state is made from it.
-    Raises `HookTypeError`, a `TypeError`, if one of the three is of another type.
+    `state` is the process group to average over (None: the default group); PowerSGD's own state is created from it.
+    Raises `HookTypeError`, a `TypeError`, if any of the three arguments has the wrong type.
     """
     given: object = comm_hook_type
     if not isinstance(given, DDPCommHookType):

@@ -1,7 +1,7 @@
-"""PyTorch's default communication hooks, under PyTorch's names: changing an import is the whole migration.
+"""PyTorch's default communication hooks, under PyTorch's names: to migrate, change the import.
 
-For `model.register_comm_hook(process_group, hook)` on ddp_core's DDP or PyTorch's; `process_group` may be None for the
-default group. attach.py says what PyTorch demands of these functions.
+Use them as `model.register_comm_hook(process_group, hook)` on ddp_core's or PyTorch's DDP; `process_group` may be None
+for the default group. attach.py explains what PyTorch requires of these functions.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 RunOnWire = Callable[[Any, GradBucket, torch.dtype], torch.futures.Future[Tensor]]
 
 on_wire: MutableMapping[Callable[..., Any], RunOnWire] = weakref.WeakKeyDictionary()
-"""How to run each hook of ours, wrapped or not, with its messages cast to a dtype."""
+"""How to run each of our hooks, wrapped or not, with its messages cast to a dtype."""
 
 
 def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average the bucket, uncompressed."""
+    """Average the bucket without compression."""
     return run_stateless(AllReduceMean(), process_group, bucket)
 
 
@@ -47,14 +47,14 @@ bf16_compress_hook = bfloat16_compress_hook
 
 
 def quantization_pertensor_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average 8-bit codes of the bucket, which share one scale; every rank gathers all ranks' codes."""
+    """Average 8-bit codes of the bucket, which share one scale; every rank gathers the codes of all ranks."""
     return run_stateless(Affine(), process_group, bucket)
 
 
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[Tensor]:
-    """Average 8-bit codes of the bucket, of which each `bucket_size` elements share a scale."""
+    """Average 8-bit codes of the bucket, with one scale for every `bucket_size` elements."""
     return run_stateless(Affine(channel=bucket_size), process_group, bucket)
 
 
@@ -67,14 +67,15 @@ def fp16_compress_wrapper(hook: AnyHook) -> Hook:
     """Return `hook` with fp16 on the wire.
 
     If it is a hook of this package, only its messages are cast; residuals and arithmetic keep their precision. Any
-    other hook gets the bucket cast to fp16 (elements beyond 65504 become inf), and its result is cast back to the
-    bucket's own dtype. It may be any callable that returns a Future of a Tensor or of a list of one, a Tensor, or the
-    Work of an all-reduce of the bucket, on PyTorch's DDP too. A bucket that is sparse, complex, or would not get
-    smaller is passed on uncast. If wrappers are nested, the outermost decides the dtype on the wire.
+    other hook receives the bucket cast to fp16 (elements beyond 65504 become inf), and its result is cast back to the
+    bucket's dtype. Such a hook may be any callable that returns a Future of a Tensor or of a list of one Tensor, a
+    Tensor, or the Work of an all-reduce of the bucket; this also holds on PyTorch's DDP. A bucket that is sparse,
+    complex, or would not get smaller is passed on uncast. If wrappers are nested, the outermost decides the dtype on
+    the wire.
 
-    Raises `HookTypeError` if `hook` is not callable. When it runs, the wrapper raises `GradientError` for an integer
-    bucket, and `CompressorError` if the hook fails or returns something else (a `RuntimeError` with the same text if
-    only its future fails).
+    Raises `HookTypeError` if `hook` is not callable. When the returned hook runs, it raises `GradientError` for an
+    integer bucket, and `CompressorError` if `hook` fails or returns something else (a `RuntimeError` with the same text
+    if only its future fails).
     """
     return _narrowed("fp16_compress_wrapper", hook, torch.float16)
 
@@ -88,13 +89,13 @@ def _narrowed(wrapper: str, hook: AnyHook, dtype: torch.dtype) -> Hook:
     if not callable(hook):
         raise HookTypeError(f"{wrapper}: expected a hook, a callable that takes (state, bucket) (got {hook!r}).")
     run: RunOnWire | None = None
-    with contextlib.suppress(TypeError):  # a callable object without a hash or weak references is none of ours
+    with contextlib.suppress(TypeError):  # not hashable or not weakly referenceable, so not ours
         run = on_wire.get(hook)
 
     def hook_on_narrow_wire(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return run(state, bucket, dtype) if run is not None else run_foreign(hook, state, bucket, dtype)
 
-    hook_on_narrow_wire.__qualname__ = f"{wrapper}({name_of(hook)})"  # what ddp_core's errors and logs call it
+    hook_on_narrow_wire.__qualname__ = f"{wrapper}({name_of(hook)})"  # the name in ddp_core's errors and logs
     if run is not None:
         on_wire[hook_on_narrow_wire] = run
     return hook_on_narrow_wire

@@ -1,4 +1,4 @@
-"""What a hook can do, without a DistributedDataParallel: average tensors that the caller names."""
+"""What a hook does, without a DistributedDataParallel: averaging tensors that the caller names."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from commhooks.tensors import is_dense
 
 
 class Exchanger(Handle):
-    """Average named tensors over ranks, such as pseudo-gradients: with a compressor's state, statistics, checkpoints.
+    """Average named tensors, such as pseudo-gradients, with the state, statistics and checkpoints of a hook.
 
-    `tensors` says which: every rank names the same, of the same shapes and dtypes, dense and of floating point. Only
-    names, shapes, dtypes and devices are taken from them. The other arguments are those of `attach`; `line` takes the
-    place of a process group for workers in one process, see `lockstep_lines` and `average_in_lockstep`.
+    `tensors` names them: on every rank the same names, shapes and dtypes, dense and of floating point. Only names,
+    shapes, dtypes and devices are read from it. The other arguments are those of `attach`; `line` replaces the process
+    group for workers in one process, see `lockstep_lines` and `average_in_lockstep`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Exchanger(Handle):
         for name, tensor in tensors.items():
             if tensor.layout != torch.strided or not tensor.is_floating_point():
                 raise SettingsError(f"Exchanger: {name!r} must be dense and of floating point (got {tensor.dtype}).")
-        # Of its own, since state is kept by object: one tensor may come under two names.
+        # Our own tensors, since state is kept by object and one tensor may be given under two names.
         self._like = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         self._under_way = threading.Lock()
         if line is None:
@@ -80,10 +80,11 @@ class Exchanger(Handle):
 
     @torch.no_grad()
     def average(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace each tensor by its mean over the ranks; every rank calls this, as often as the others.
+        """Replace each tensor with its mean over the ranks; every rank must call this equally often.
 
-        Raises `CompressorError` if the tensors are not those that were named, which ends this exchanger and so fails
-        the other ranks' calls; and `CollectiveError` if another rank fails. The tensors are unchanged then.
+        Raises `CompressorError` if the tensors are not the ones named at construction, which closes this exchanger and
+        so fails the other ranks' calls, and `CollectiveError` if another rank fails. In both cases the tensors are
+        unchanged.
         """
         if isinstance(self._engine.line, LockstepLine):
             if self._engine.line.world_size > 1:
@@ -100,7 +101,7 @@ class Exchanger(Handle):
         self.end(tensors)
 
     def begin(self, tensors: Mapping[str, Tensor]) -> Sequence[torch.futures.Future[Tensor]]:
-        """Copy the tensors, and hand them in; `end` writes the means back once all futures are done."""
+        """Copy the tensors and start averaging; once all futures are done, `end` writes the means back."""
         found = {name: (tuple(t.shape), t.dtype, t.device) for name, t in tensors.items()}
         wanted = {name: (tuple(t.shape), t.dtype, t.device) for name, t in self._like.items()}
         if found != wanted:
@@ -123,7 +124,7 @@ class Exchanger(Handle):
         self._under_way.release()
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """Stop the background threads."""
         self._engine.stop()
 
     def _made_engine(self) -> Engine:
@@ -132,7 +133,7 @@ class Exchanger(Handle):
 
 @torch.no_grad()
 def average_in_lockstep(exchangers: Sequence[Exchanger], tensors: Sequence[Mapping[str, Tensor]]) -> None:
-    """Let workers in this process average, each its own tensors; see `Exchanger.average`."""
+    """Average over workers in this process, each with its own tensors; see `Exchanger.average`."""
     lines = [exchanger._engine.line for exchanger in exchangers]
     schedulers = [line.scheduler for line in lines if isinstance(line, LockstepLine)]
     if len(schedulers) < len(lines):
@@ -146,7 +147,7 @@ def average_in_lockstep(exchangers: Sequence[Exchanger], tensors: Sequence[Mappi
 
 
 class _Flat:
-    """Tensors of one dtype and device, as a bucket."""
+    """Tensors of one dtype and device, presented as a bucket."""
 
     def __init__(self, number: int, names: Sequence[str], tensors: Mapping[str, Tensor], is_last: bool) -> None:
         self._number = number
@@ -155,7 +156,7 @@ class _Flat:
         self._is_last = is_last
         sizes = [tensor.numel() for tensor in self._tensors]
         self._memory = self._tensors[0].new_zeros(sum(sizes))
-        # In the order of each tensor's memory, as a DDP lays gradients out: state is saved accordingly.
+        # In the order of each tensor's memory, as a DDP lays out gradients: state is saved in that order.
         flat = zip(self._memory.split(sizes), self._tensors, strict=True)
         self.places = [_in_order_of(tensor, part) for part, tensor in flat]
 

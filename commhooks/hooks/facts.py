@@ -13,7 +13,7 @@ def searches_for_unused(model: Module) -> bool:
 
 
 def uncut_steps(model: Module | None) -> int:
-    """Return how many steps a DDP makes before it lays out its buckets: one more if it learns a static graph."""
+    """Return how many steps a DDP makes before it lays out its buckets: one more for a static graph."""
     return 2 if getattr(model, "static_graph", False) else 1
 
 
@@ -27,7 +27,7 @@ def sparse_parameters(model: Module) -> set[Tensor]:
 
 
 def check_step_has_an_end(caller: str, model: Module, policy: str, *, atomic: bool) -> None:
-    """Raise `AttachError` if `policy` or `atomic` needs the step's last bucket and this DDP does not mark one."""
+    """Raise `AttachError` if `policy` or `atomic` needs a step's last bucket and this DDP does not mark it."""
     if policy != "fused" and not atomic:
         return
     whole_steps = "policy must be 'fifo' and atomic False"
@@ -45,7 +45,7 @@ def check_step_has_an_end(caller: str, model: Module, policy: str, *, atomic: bo
 
 
 def _marks_no_bucket_as_last(model: Module) -> bool:
-    """Return whether the first iteration of PyTorch's DDP has several buckets, none of which `is_last()`.
+    """Return whether the first iteration of PyTorch's DDP has several buckets and `is_last()` is true of none.
 
     With static_graph=True it reduces them all at the end of the first backward pass, each under index 0.
     """

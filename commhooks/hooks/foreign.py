@@ -1,4 +1,4 @@
-"""Hooks that are not ours, run on a bucket in another dtype: whatever they do, the bucket keeps its own memory."""
+"""Third-party hooks, run on a bucket in another dtype; whatever they do, the bucket keeps its own memory."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 from commhooks.errors import CompressorError, GradientError
 
 AnyHook = Callable[[Any, Any], Any]
-"""A hook that is not ours; it need not have the signature that PyTorch demands."""
+"""A third-party hook; it need not have the signature that PyTorch requires."""
 
 
 def run_foreign(hook: AnyHook, state: Any, bucket: GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
@@ -53,14 +53,14 @@ def _future_of(returned: Any, bucket: GradBucket) -> torch.futures.Future[Any]:
 def _future_of_work(work: dist.Work, bucket: GradBucket) -> torch.futures.Future[Any]:
     try:
         future = work.get_future()
-    except RuntimeError:  # "not implemented": a Work written in Python need not have a future, but one can wait for it
+    except RuntimeError:  # "not implemented": a Work written in Python may have no future, but can be waited for
         work.wait()
         return completed(bucket.buffer())
     return future.then(_BufferOf(bucket))
 
 
 def completed(value: Tensor) -> torch.futures.Future[Tensor]:
-    """Return a future that holds `value` already."""
+    """Return a future that already holds `value`."""
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[value.device] if value.is_cuda else None)
     future.set_result(value)
     return future
@@ -73,19 +73,19 @@ class _BufferOf:
         self._bucket = bucket
 
     def __call__(self, future: torch.futures.Future[Any]) -> Tensor:
-        future.value()  # raises what the Work failed with
+        future.value()  # raises the Work's error, if it failed
         return self._bucket.buffer()
 
 
 class _WriteBack:
-    """A callback that writes a future's value into the bucket's own memory, and gives the bucket that memory back."""
+    """A callback that writes a future's value into the bucket's own memory, and restores it as the buffer."""
 
     def __init__(self, hook: AnyHook, own: Tensor, bucket: GradBucket) -> None:
         self._hook = hook
         self._own = own
         self._bucket = bucket
 
-    @torch.no_grad()  # a thread of Gloo calls this, and grad mode is on by default in every thread
+    @torch.no_grad()  # a Gloo thread calls this, and grad mode is on by default in every thread
     def __call__(self, future: torch.futures.Future[Any]) -> Tensor:
         try:
             self._own.copy_(_mean_in(future.value(), self._own))
@@ -97,14 +97,14 @@ class _WriteBack:
 
 
 def _mean_in(value: Any, own: Tensor) -> Tensor:
-    """Return the mean that a future holds, in the shape of the bucket's own memory."""
+    """Return the mean that a future holds, in the shape of the bucket's memory."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if isinstance(value, Tensor) and own.is_complex() and value.shape == (*own.shape, 2):
-        value = torch.view_as_complex(value)  # a process group sums complex numbers as pairs of reals
+        value = torch.view_as_complex(value)  # a process group sums complex numbers as pairs of real numbers
     if not isinstance(value, Tensor) or not _fills(value, own):
         got = _words(value) if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"expected its future to hold a tensor that fits the bucket's {_words(own)} (got {got})")
+        raise TypeError(f"expected its future to hold a tensor that matches the bucket's {_words(own)} (got {got})")
     return value if own.is_sparse else value.reshape(own.shape)
 
 
@@ -132,5 +132,5 @@ def _where(hook: AnyHook, bucket: GradBucket) -> str:
 
 
 def name_of(hook: AnyHook) -> str:
-    """Return what errors call a hook."""
+    """Return the name by which errors refer to a hook."""
     return getattr(hook, "__qualname__", None) or repr(hook)

@@ -1,4 +1,4 @@
-"""The user's handle on a hook: statistics and state of one model's engine."""
+"""The user's handle on a hook: statistics and state for one model's engine."""
 
 import math
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ from commhooks.wrappers.hierarchical import is_hierarchical
 
 
 class Handle(ABC):
-    """Statistics, checkpoints and loss scale of one model's hook: what `Attachment` and `PowerSGDState` share."""
+    """Statistics, checkpoints and loss scale of one model's hook, shared by `Attachment` and `PowerSGDState`."""
 
     _engine: Engine | None
     """None until a process group exists."""
@@ -33,7 +33,7 @@ class Handle(ABC):
 
     @abstractmethod
     def _made_engine(self) -> Engine:
-        """Return the engine, making it first if there is none yet."""
+        """Return the engine, creating it if there is none yet."""
 
     def _settled_engine(self) -> Engine:
         """Return the engine; raise `CheckpointError` if loaded state still waits for its parameters."""
@@ -45,17 +45,17 @@ class Handle(ABC):
         return self._made_engine().line.rank, self._made_engine().line.world_size
 
     def statistics(self) -> Statistics:
-        """Return what was counted so far, on this rank."""
+        """Return this rank's totals so far."""
         return self._engine.statistics() if self._engine is not None else Statistics()
 
     def last_step(self) -> Statistics:
-        """Return what the last whole step counted, on this rank."""
+        """Return this rank's counts for the last complete step."""
         return self._engine.ledger.last_step() if self._engine is not None else Statistics()
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
-        """Return each parameter's share of what was counted so far, by name, on this rank.
+        """Return each parameter's share of this rank's totals so far, by name.
 
-        PyTorch's DDP does not tell a bare hook any names; `attach` and `PowerSGDState.bind` do.
+        PyTorch's DDP does not pass parameter names to a hook; `attach` and `PowerSGDState.bind` do.
         """
         return self._engine.ledger.by_parameter() if self._engine is not None else {}
 
@@ -66,12 +66,12 @@ class Handle(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the hook's state as plain data, for a checkpoint; `commhooks.state.snapshot` describes its layout.
 
-        It holds this rank's residuals only, so call it on every rank, between two steps. Tensors are copies. Raises
+        It holds only this rank's residuals, so call it on every rank, between two steps. Tensors are copies. Raises
         `CheckpointError` after a step that failed, or if the parameters' names are not known (see
         `PowerSGDState.bind`).
         """
-        # Everything the state will ever hold gets its place now: torch.distributed.checkpoint loads into existing
-        # places only, and may be handed the state_dict of a run that has made no step.
+        # Allocate now everything that the state will ever hold: torch.distributed.checkpoint loads only into existing
+        # tensors, and may be given the state_dict of a run that has made no step.
         model = self._model()
         lay_out(self._settled_engine(), sparse_parameters(model) if model is not None else set())
         state = self.snapshot().cloned().as_dict()
@@ -119,12 +119,12 @@ class Handle(ABC):
         write_to(writer, self.metrics(by_parameter=by_parameter), step)
 
     def snapshot(self) -> Snapshot:
-        """Return the same as `state_dict`, but with the tensors themselves instead of copies."""
+        """Return the same as `state_dict`, with the tensors themselves instead of copies."""
         plan: Any = getattr(self._model(), "bucket_plan", None)  # ddp_core's DDP has one
         return snapshot_of(self._settled_engine(), {"ddp_core": plan()} if plan is not None else {})
 
     def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]:
-        """List every difference between a snapshot and this run that would make loading the snapshot raise."""
+        """List every difference between a snapshot and this run that would cause an error on loading."""
         return differences(self._made_engine(), snapshot, rules)
 
     def load_state_dict(
@@ -135,25 +135,26 @@ class Handle(ABC):
         settings: str = "refuse",
         missing: str = "refuse",
     ) -> None:
-        """Resume from what `state_dict` returned; call it on every rank, between the same two steps.
+        """Restore the state that `state_dict` returned; call it on every rank, between the same two steps.
 
         `LoadRules` describes which differences may be allowed. Raises `CheckpointError` on every rank, and changes
-        nothing, if the state is damaged or does not fit on any of them, or if ranks pass different ones. A rank that
-        could not even read its state passes the `CheckpointError` that says why, so that the others hear of it.
+        nothing, if the state is damaged or does not match the run on any rank, or if ranks pass different states. A
+        rank that could not even read its state passes the `CheckpointError` that explains why, so that the other ranks
+        learn of it.
 
-        A `PowerSGDState` that does not know its parameters' names yet checks the state when it learns them; before its
-        first step, ranks that passed different states hear of it at their first bucket.
+        A `PowerSGDState` that does not know its parameters' names yet checks the state once it learns them; if that is
+        before its first step, ranks that passed different states raise at their first bucket.
         """
         self._load(state, LoadRules(world_size=world_size, settings=settings, missing=missing))
 
     def _load(self, state: object, rules: LoadRules) -> None:
-        """Restore the engine's state, and make ddp_core's DDP lay out its buckets as they were."""
+        """Restore the engine's state, and make ddp_core's DDP lay out its buckets as they were when it was saved."""
         read: Snapshot | CheckpointError
         try:
             read = state if isinstance(state, CheckpointError) else _complete(state)
         except CheckpointError as error:
             read = error
-        except Exception as error:  # whatever damaged data do to the reader: the other ranks wait for an answer
+        except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
             read = CheckpointError(f"the hook's state is damaged ({type(error).__name__}: {error}).")
         restore(self._made_engine(), read, rules, uncut_steps(self._model()))
         load_bucket_plan: Any = getattr(self._model(), "load_bucket_plan", None)
@@ -161,7 +162,7 @@ class Handle(ABC):
             load_bucket_plan(read.bucket_plan["ddp_core"])
 
     def set_grad_scale(self, scale: float) -> None:
-        """Set the loss scale from the next step on; residuals are rescaled to it. A `scaler` makes this unnecessary."""
+        """Set the loss scale from the next step on, and rescale residuals to it. Not needed with a `scaler`."""
         self._made_engine().loss_scale.announce(scale)
 
 
@@ -174,13 +175,13 @@ def check_run_settings(caller: str, policy: str, hook_timeout: float | None) -> 
 
 
 def check_compressor_for(compressor: Compressor, named: Mapping[str, Tensor], line: Line) -> None:
-    """Raise `SettingsError` for settings that do not fit these parameters, or the ranks that a line leads to."""
+    """Raise `SettingsError` for settings that do not suit these parameters or the ranks on this line."""
     compressor.check_parameters(named)
     compressor.check_ranks(line.world_size)
     (device, *_) = (parameter.device for parameter in named.values())
     if is_hierarchical(compressor) and not line.carries_groups(device):
         raise SettingsError(
-            f"{compressor!r} asks for groups of some of the ranks, which there are not on NCCL yet; take a Gloo group, "
+            f"{compressor!r} needs groups of some of the ranks, which NCCL does not support yet; use a Gloo group, "
             'with process_group=torch.distributed.new_group(backend="gloo").'
         )
 
@@ -195,8 +196,8 @@ def _inventory(state: Mapping[str, Any], rank: str) -> list[str]:
 def _complete(state: object) -> Snapshot:
     """Read a state_dict; raise `CheckpointError` if something that was saved is missing from it.
 
-    `torch.distributed.checkpoint.load` reads into the places of another state_dict, and silently leaves out what has
-    no place there.
+    `torch.distributed.checkpoint.load` reads into the tensors of another state_dict, and silently skips everything that
+    has no place there.
     """
     read = Snapshot.from_dict(state)
     assert isinstance(state, Mapping), "from_dict takes nothing else"

@@ -33,29 +33,29 @@ from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 class PowerSGDState(Handle):
     """The settings and the state of PowerSGD for one model.
 
-    For `model.register_comm_hook(PowerSGDState(process_group, ...), powerSGD_hook)`, or `batched_powerSGD_hook`, on
-    ddp_core's DDP or PyTorch's; make one for each model, on every rank in the same order. If it is used with another
-    model afterwards, everything starts over, the warm-up included; models that take turns raise `SettingsError`. The
-    arguments that may be passed by position, and their defaults, are PyTorch's:
+    Use it as `model.register_comm_hook(PowerSGDState(process_group, ...), powerSGD_hook)`, or with
+    `batched_powerSGD_hook`, on ddp_core's or PyTorch's DDP; make one for each model, on every rank in the same order.
+    If it is later used with another model, everything starts over, including the warm-up; models that take turns raise
+    `SettingsError`. The arguments that may be passed by position, and their defaults, are PyTorch's:
 
-    - `matrix_approximation_rank`: lower: smaller messages, more left to the residual.
-    - `start_powerSGD_iter`: the number of steps of plain all-reduce that come first. Unlike PyTorch's, 0 and 1 are
+    - `matrix_approximation_rank`: lower: smaller messages, but more left in the residual.
+    - `start_powerSGD_iter`: the number of initial steps that use a plain all-reduce. Unlike in PyTorch, 0 and 1 are
       allowed.
-    - `min_compression_rate`: a matrix n×m is compressed if (n + m)·rank·rate < n·m. Unlike PyTorch's, a rate below
-      1 does not make messages larger than the gradient, and vectors are never factorised.
-    - `use_error_feedback`, `warm_start`: leave them on.
-    - `orthogonalization_epsilon`: not needed here, as zero columns do no harm; damps directions of P of about that
-      norm.
-    - `random_seed`: of the first Q, together with the parameter's name.
-    - `compression_stats_logging_frequency`, `batch_tensors_with_same_shape`: accepted, without effect: nothing is
-      logged (see `statistics()`), and the result does not depend on batching.
+    - `min_compression_rate`: a matrix n×m is compressed if (n + m)·rank·rate < n·m. Unlike in PyTorch, a rate below 1
+      does not make messages larger than the gradient, and vectors are never factorised.
+    - `use_error_feedback`, `warm_start`: keep these on.
+    - `orthogonalization_epsilon`: not needed here, as zero columns do no harm; damps directions of P whose norm is
+      about this large.
+    - `random_seed`: seeds the first Q, together with the parameter's name.
+    - `compression_stats_logging_frequency`, `batch_tensors_with_same_shape`: accepted without effect: nothing is logged
+      (see `statistics()`), and the result does not depend on batching.
 
-    Keyword-only arguments are ours. `PowerSGD` describes `alternating`, `iterations`, `matrices` and `skip` (which
-    needs names: see `bind`); `wire` casts what is sent; `attach` describes `policy`, `hook_timeout`, `residuals` and
-    `atomic`.
+    The keyword-only arguments are additions. `PowerSGD` describes `alternating`, `iterations`, `matrices` and `skip`
+    (which needs names: see `bind`); `wire` is the dtype in which messages are sent; `attach` describes `policy`,
+    `hook_timeout`, `residuals` and `atomic`.
 
-    It can be pickled once it knows the parameters' names, with this rank's residuals; the process group is not saved,
-    and an unpickled state uses the default one. `torch.load` accepts it at its defaults.
+    Once it knows the parameters' names it can be pickled, with this rank's residuals; the process group is not saved,
+    and an unpickled state uses the default one. `torch.load` accepts it with its default arguments.
     """
 
     def __init__(
@@ -102,20 +102,20 @@ class PowerSGDState(Handle):
         self.atomic = atomic
         check_run_settings("PowerSGDState", policy, hook_timeout)
         self._form = (wire, matrices)
-        """Wire dtype and matrices as the hook in use wants them; which hook that is shows at the first bucket."""
+        """The wire dtype and matrix form that the hook in use requires; known from the first bucket on."""
         self._make_compressor()  # raises for settings that cannot work
         self._model = lambda: None
         self._warm_up: Statistics | None = None
         """What was counted before the first step that compresses."""
         self._earlier: Any = WeakTensorKeyDictionary()
-        """The parameters of models that this state was used with before."""
+        """The parameters of models that this state was used with earlier."""
         self._last_pass = -1
-        """The backward pass that the last bucket came from; -1 outside of any."""
+        """The backward pass that the last bucket came from; -1 outside a backward pass."""
         self._to_load: tuple[object, LoadRules] | None = None
-        """State that waits for the engine, or for the parameters' names."""
+        """Loaded state that is waiting for the engine, or for the parameters' names."""
         self._engine = None
-        # If possible the engine is made now: every rank builds its states in the same order, but two models' first
-        # buckets may come in a different order on each rank, and private process groups are paired up by order.
+        # If possible, make the engine now: every rank builds its states in the same order, but the first buckets of two
+        # models may arrive in a different order on each rank, and private process groups are paired up by order.
         if dist.is_initialized():
             self._made_engine()
 
@@ -132,17 +132,17 @@ class PowerSGDState(Handle):
 
     @property
     def parameters(self) -> StateTable | None:
-        """What is remembered, by parameter; None before the first bucket without a process group."""
+        """The state by parameter; None before the first bucket if there is no process group."""
         return self._engine.state if self._engine is not None else None
 
     def bind(self, model: Module, *, scaler: Scaler | None = None) -> None:
-        """Learn the names of a model's parameters, which PyTorch's DDP does not tell a hook (ddp_core's does).
+        """Learn the names of a model's parameters, which PyTorch's DDP does not pass to a hook (ddp_core's does).
 
-        Call it before the first backward pass, with the DDP: the state then also knows how the DDP treats unused
-        parameters, and saves ddp_core's buckets. `scaler`, a `torch.amp.GradScaler`: residuals follow the loss scale.
-        Raises `SettingsError` if a pattern of `skip` matches no parameter, `CheckpointError` if state was loaded that
-        does not fit, and `AttachError` if `policy` or `atomic` needs to know which bucket ends a step and the DDP does
-        not say so.
+        Call it with the DDP, before the first backward pass: the state then also knows how the DDP treats unused
+        parameters, and saves ddp_core's buckets. `scaler` is a `torch.amp.GradScaler`, whose changes of the loss scale
+        rescale the residuals. Raises `SettingsError` if a pattern of `skip` matches no parameter, `CheckpointError` if
+        loaded state does not match the model, and `AttachError` if `policy` or `atomic` needs to know which bucket ends
+        a step and the DDP does not mark it.
         """
         model = unwrapped(model)
         check_step_has_an_end("PowerSGDState.bind", model, self.policy, atomic=self.atomic)
@@ -161,7 +161,7 @@ class PowerSGDState(Handle):
         self._load_what_waits()
 
     def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]:
-        """List every difference between a snapshot and this run that would make loading the snapshot raise."""
+        """List every difference between a snapshot and this run that would cause an error on loading."""
         self._take_form_of(self._made_engine(), snapshot.settings)
         return super().differences(snapshot, rules)
 
@@ -194,7 +194,7 @@ class PowerSGDState(Handle):
     def _settled_engine(self) -> Engine:
         if self._to_load is not None:
             raise CheckpointError(
-                "PowerSGDState: state was loaded that has not found its parameters; call bind(model)."
+                "PowerSGDState: loaded state has not been matched to parameters yet; call bind(model)."
             )
         return self._made_engine()
 
@@ -212,10 +212,10 @@ class PowerSGDState(Handle):
             super()._load(state, rules)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return (rate, elements before compression, elements sent) of the steps since warm-up, as PyTorch's does.
+        """Return (rate, elements before compression, elements sent) for the steps since warm-up, as PyTorch's does.
 
-        If parameters may be unused, one count for each of them is sent too, and counted here; PyTorch's hook sends
-        none. Loading a state starts the count over. `statistics()` counts all steps.
+        If parameters may be unused, one count for each of them is also sent, and is included; PyTorch's hook sends
+        none. Loading a state resets these counts. `statistics()` counts all steps.
         """
         if self._warm_up is None:
             return 0.0, 0, 0
@@ -226,12 +226,12 @@ class PowerSGDState(Handle):
     def run(
         self, bucket: GradBucket, wire: torch.dtype | None = None, matrices: MatrixRule | None = None
     ) -> torch.futures.Future[Tensor]:
-        """Average a bucket; `wire` and `matrices`, if given, override the state's, and must stay the same."""
+        """Average a bucket; `wire` and `matrices`, if given, override the state's and must never change."""
         engine = self._made_engine()
         self._load_what_waits()
         # If every parameter of a step's first bucket is new, either the model was replaced, and everything starts over,
-        # or two models share this state, which is an error. The second case shows in one of three ways: by the names
-        # that bind was given, by one backward pass through both models, or when the earlier one comes again.
+        # or two models share this state, which is an error. The second case is detected in one of three ways: by the
+        # names given to bind, by one backward pass through both models, or when the earlier model appears again.
         if engine.buckets.are_of_another_model(bucket):
             if engine.buckets.are_one_models:
                 raise _two_models("bind was called with one, and gradients of the other came")
@@ -239,14 +239,14 @@ class PowerSGDState(Handle):
                 raise _two_models("both have gradients in one backward pass")
             engine = self._begin_anew(engine)
         if self._earlier and any(parameter in self._earlier for parameter in bucket.parameters()):
-            raise _two_models("the one before has come again")
+            raise _two_models("the earlier one is used again")
         self._last_pass = torch._C._current_graph_task_id()
-        # The wrappers and batched_powerSGD_hook pass the form with each bucket; it is known from the first one on.
+        # The wrappers and batched_powerSGD_hook pass the form with each bucket; it is fixed by the first one.
         form = (wire or self.wire, matrices or self.matrices)
         if form != self._form:
             if engine.step or bucket.index():
                 raise SettingsError(
-                    f"PowerSGDState: wire dtype and matrices were {self._form} and cannot become {form} in between; "
+                    f"PowerSGDState: wire dtype and matrices were {self._form} and cannot change to {form}; "
                     "use one hook with one state."
                 )
             self._form = form
@@ -256,7 +256,7 @@ class PowerSGDState(Handle):
         return deliver(engine.run(bucket), bucket)
 
     def _begin_anew(self, last: Engine) -> Engine:
-        """Stop the last model's engine, and return a fresh one for another model."""
+        """Stop the previous model's engine, and return a new one for another model."""
         for parameter in last.state.parameters():
             self._earlier[parameter] = True
         last.stop()
@@ -264,7 +264,7 @@ class PowerSGDState(Handle):
         return self._made_engine(last.loss_scale)  # the scale belongs to the run, not to the model
 
     def _take_form_of(self, engine: Engine, settings: object) -> None:
-        """Expect the hook that saved these settings: wire dtype and matrices depend on which one it was, in `run`."""
+        """Expect the hook that saved these settings: its wire dtype and matrix form are the ones passed to `run`."""
         if engine.step or not isinstance(settings, Mapping):
             return
         wire = next((dtype for dtype in _WIRES.values() if repr(dtype) == settings.get("dtype")), None)
@@ -304,19 +304,19 @@ _WIRES = {"": None} | {str(dtype): dtype for dtype in (torch.float16, torch.bflo
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
-    """Average the bucket by PowerSGD, matrix by matrix; see `PowerSGDState` and `commhooks.compressors.powersgd`."""
+    """Average the bucket with PowerSGD, matrix by matrix; see `PowerSGDState` and `PowerSGD`."""
     return state.run(bucket)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
-    """Average the bucket by PowerSGD as one nearly square matrix, vectors and all: fast, and coarser."""
+    """Average the bucket with PowerSGD as one nearly square matrix, vectors included: faster and coarser."""
     return state.run(bucket, matrices="whole-bucket")
 
 
 on_wire[powerSGD_hook] = lambda state, bucket, dtype: state.run(bucket, wire=dtype)
 on_wire[batched_powerSGD_hook] = lambda state, bucket, dtype: state.run(bucket, wire=dtype, matrices="whole-bucket")
 
-# PyTorch's documentation saves hook and state together, so `torch.load` must accept them at its defaults: under the
-# names that pickles have for them now, and under those from when they were defined in powersgd_hook.py.
+# PyTorch's documentation saves hook and state together, so `torch.load` must accept them with its default arguments,
+# both under their current names and under those from when they were defined in powersgd_hook.py.
 for _safe in (PowerSGDState, powerSGD_hook, batched_powerSGD_hook):
     torch.serialization.add_safe_globals([_safe, (_safe, f"commhooks.powersgd_hook.{_safe.__name__}")])

@@ -1,4 +1,4 @@
-"""Hooks whose only state is a process group: how they find their engine, and how any hook hands back its result."""
+"""Hooks whose only state is a process group: how they find their engine, and how any hook returns its result."""
 
 import weakref
 
@@ -22,7 +22,7 @@ engines, and a new group gets new ones even if it has the same name.
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the process group, or the default one for None; raise `CommHooksError` if there is none yet."""
+    """Return the process group, or the default one if None; raise `CommHooksError` if there is none yet."""
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
         raise CommHooksError("there is no process group; call torch.distributed.init_process_group first.")
@@ -34,7 +34,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
 def run_stateless(
     compressor: Compressor, process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket with a compressor that keeps no state, on the engine of its process group."""
+    """Average a bucket with a stateless compressor, on the engine of its process group."""
     group = group_or_default(process_group)
     engines = _engines.setdefault(group, {})
     if compressor not in engines:
@@ -44,20 +44,20 @@ def run_stateless(
 
 
 def hook_statistics(process_group: dist.ProcessGroup | None = None) -> dict[str, Statistics]:
-    """Return what the hooks without a state of their own have counted on a process group, by compressor, on this rank.
+    """Return this rank's totals of the stateless hooks on a process group, by compressor.
 
-    All models that use such a hook on the group are counted together. A hook with a state, or an attachment, has its
-    own `statistics()`.
+    All models that use such a hook on the group are counted together. A hook with state, or an attachment, has its own
+    `statistics()`.
     """
     engines = _engines.get(group_or_default(process_group), {})
     return {repr(compressor): engine.statistics() for compressor, engine in engines.items()}
 
 
 def deliver(future: torch.futures.Future[Tensor], bucket: object) -> torch.futures.Future[Tensor]:
-    """Return a future whose failure reaches the DDP that handed in `bucket`.
+    """Return a future whose failure reaches the DDP that passed in `bucket`.
 
-    PyTorch's reducer reads an exception that was set on a future as its value, and crashes; it sees an error only if a
-    callback of the future raises one.
+    PyTorch's reducer reads an exception set on a future as if it were a value, and crashes; it recognises an error only
+    if a callback of the future raises one.
     """
     return future.then(_value_of) if isinstance(bucket, GradBucket) else future
 

@@ -136,7 +136,7 @@ def refused(rank: int, kind: str) -> None:
     handle = next(model.parameters()).register_hook(functools.partial(_attach_inside, model, told))
     step(model, gradients[rank])
     handle.remove()
-    assert told == ["attach: a backward pass is under way; attach between two of them."]
+    assert told == ["attach: a backward pass is under way; call attach between two passes."]
     commhooks.attach(model, "all-reduce")
     assert same(step(model, gradients[rank]), means(gradients))
 

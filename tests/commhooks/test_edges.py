@@ -65,7 +65,7 @@ def test_a_text_calls_no_function_and_no_class_but_compressors(tmp_path: Path) -
     trace.touch()
     for called in (f"os:remove(path={str(trace)!r})", f"subprocess:Popen(args=('rm', {str(trace)!r}))"):
         for text in (called, f"ErrorFeedback(inner={called})"):
-            with pytest.raises(SettingsError, match="is no dataclass"):
+            with pytest.raises(SettingsError, match="is not a dataclass"):
                 make_compressor(text)
     assert trace.exists()
 
@@ -75,7 +75,7 @@ def test_a_text_calls_no_function_and_no_class_but_compressors(tmp_path: Path) -
     [
         ("top-k(name='x')", "has no setting 'name'"),
         ("_0_(x=1)", "'_0_' is not known"),
-        ("TopK(ratio={[]: 1})", "is no setting"),
+        ("TopK(ratio={[]: 1})", "is not a setting"),
         ("Cast()", "does not take these settings, .*dtype"),
         ("TwoHop(codec=Codec(block=8))", "does not take these settings, .*abstract"),
     ],

@@ -17,7 +17,7 @@ def test_a_state_begins_anew_with_the_next_model(kind: str) -> None:
 
 def test_mistakes_with_one_state_are_still_named() -> None:
     for told in run_ranks(on_every_rank.mistakes, 2, check_exit=False):
-        assert "cannot become (None, 'whole-bucket') in between; use one hook with one state" in told["hook"]
+        assert "cannot change to (None, 'whole-bucket'); use one hook with one state" in told["hook"]
         assert "bind was called with one, and gradients of the other came; make one state for each" in told["bound"]
-        assert "the one before has come again; make one state for each model" in told["again"]
+        assert "the earlier one is used again; make one state for each model" in told["again"]
         assert "both have gradients in one backward pass; make one state for each model" in told["at once"]

@@ -361,7 +361,7 @@ def test_when_a_rank_of_a_machine_is_killed_all_others_raise(
 
 def test_machines_are_refused_where_there_are_no_groups_of_ranks() -> None:
     for text in run_ranks(on_every_rank.refused_on_nccl, 2):
-        assert "asks for groups of some of the ranks, which there are not on NCCL yet; take a Gloo group" in text
+        assert "needs groups of some of the ranks, which NCCL does not support yet; use a Gloo group" in text
 
 
 def test_attach_refuses_ranks_that_are_not_whole_machines_on_every_rank() -> None:

@@ -51,11 +51,11 @@ def test_only_what_differs_from_the_defaults_is_printed() -> None:
         ("TopK(ratio=0.1, ratio=0.2)", "a setting of TopK is given twice"),
         ("top-k(error_feedback='no')", "error_feedback must be of type"),
         ("__import__('os').getcwd()", "does not parse"),
-        ("TopK(ratio=open('x').read())", "is no setting"),
+        ("TopK(ratio=open('x').read())", "is not a setting"),
         ("Match()", "expected a compressor"),
         ("no_such_package:TopK", "cannot be imported: No module named"),
         ("commhooks:NoSuch", "cannot be imported"),
-        ("pathlib:Path", "Path'> is no dataclass, as compressors are"),
+        ("pathlib:Path", "Path'> is not a dataclass, as compressors must be"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_words(text: str, complaint: str) -> None:
@@ -103,5 +103,5 @@ def test_wires_are_dtypes() -> None:
     wired = make_compressor("powersgd", rank=2, wire=torch.bfloat16)
     assert make_compressor("powersgd(rank=2, wire=torch.bfloat16)") == wired
     assert make_compressor(str(wired)) == wired
-    with pytest.raises(SettingsError, match="is no setting"):
+    with pytest.raises(SettingsError, match="is not a setting"):
         make_compressor("powersgd(wire=torch.load)")

@@ -225,5 +225,7 @@ def test_a_registered_decay_is_the_papers_unless_told_otherwise() -> None:
     assert make_compressor("distro", decay=0.995) == ErrorFeedback(inner=distro, decay=0.995)
     assert make_compressor("sparse-loco", decay=0.9) == ErrorFeedback(inner=SparseLoCo(), decay=0.9)
     assert make_compressor("sparse-loco", error_feedback=False) == SparseLoCo()
-    with pytest.raises(SettingsError, match=r"'sparse-loco' keeps no residual, so decay=0.9 says nothing."):
+    with pytest.raises(
+        SettingsError, match=r"'sparse-loco' keeps no residual, so decay=0.9 has no effect; leave it out."
+    ):
         make_compressor("sparse-loco", error_feedback=False, decay=0.9)
