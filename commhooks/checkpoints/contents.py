@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.checkpoints.run import FORMAT_VERSION, Run, Saved
+from commhooks.checkpoints.run import FORMAT_VERSION, Run, Saved, optimizer_class
 from commhooks.errors import CheckpointError
 from commhooks.state.snapshot import LoadRules, Snapshot
 
@@ -144,10 +144,12 @@ def _differing_tensors(what: str, saved: Mapping[str, Any], now: Mapping[str, An
 
 def _differing_optimizers(shared: Mapping[str, Any], optimizer: Saved) -> list[str]:
     """Compare the optimizers' classes, then their parameter groups; a group may have gained no option since."""
-    theirs, ours = shared.get("optimizer_class"), type(optimizer).__name__
+    theirs, ours = shared.get("optimizer_class"), optimizer_class(optimizer)
     if theirs != ours:
         return [f"optimizer: saved from {theirs}, now {ours}"]
-    saved, now = (state.get("param_groups", ()) for state in (shared["optimizer"], optimizer.state_dict()))
+    saved, now = shared["optimizer"].get("param_groups", ()), getattr(optimizer, "param_groups", None)
+    if now is None:  # not asked first: a ZeroRedundancyOptimizer's state_dict raises where nothing was consolidated
+        now = optimizer.state_dict().get("param_groups", ())
     if len(saved) != len(now):
         return [f"optimizer: saved with {len(saved)} groups of parameters, now {len(now)}"]
     found = []

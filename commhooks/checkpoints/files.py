@@ -58,7 +58,8 @@ def save_checkpoint(
 
     - `model` is the DistributedDataParallel; rank 0's parameters are saved, and every rank's buffers that are in its
       state_dict.
-    - `optimizer` and `scaler` have the same state on every rank; rank 0's is saved.
+    - `optimizer` and `scaler` have the same state on every rank; rank 0's is saved. The state of a
+      `ZeroRedundancyOptimizer`, of which each rank holds a part, is consolidated on rank 0 first.
     - `hooks` is what `attach` returned, or the hook's `PowerSGDState`.
     - `extra` is anything else you want back, as plain data: numbers, texts, tensors, lists and dictionaries.
     - `keep` is how many of the newest checkpoints stay in the directory (None: all).
@@ -78,6 +79,7 @@ def save_checkpoint(
     steps = ranks.gather("compare steps", lambda: step)
     if len(set(steps)) > 1:
         raise CheckpointError(f"save_checkpoint: ranks disagree about the step: by rank {', '.join(map(str, steps))}.")
+    ranks.each("consolidate the optimizer's state", run.consolidate_optimizer)
     name: str
     name, writing = ranks.first("prepare the checkpoint", lambda: prepare(root, step))
     with _removed_if_it_fails(root / writing, ranks):

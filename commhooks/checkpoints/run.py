@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -71,6 +71,14 @@ class Run:
         kept = self.model.state_dict().keys()
         return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
 
+    def consolidate_optimizer(self) -> None:
+        """Collect on rank 0 the state of an optimizer that is sharded over the ranks; every rank calls this.
+
+        PyTorch's ZeroRedundancyOptimizer returns from `state_dict` what it collected last, however old that is.
+        """
+        if is_sharded(self.optimizer):
+            self.optimizer.consolidate_state_dict(to=0)
+
     def own_part(self, snapshot: Snapshot | None, step: int) -> dict[str, Any]:
         """Return what each rank saves for itself: its residuals, buffers and random number generators."""
         generators = {"cpu": torch.get_rng_state()}
@@ -89,12 +97,34 @@ class Run:
         for name, saved in (("optimizer", self.optimizer), ("scaler", self.scaler)):
             if saved is not None:
                 part[name] = saved.state_dict()
-        part["optimizer_class"] = type(self.optimizer).__name__
+        part["optimizer_class"] = optimizer_class(self.optimizer)
         if snapshot is not None:
             part["hooks"] = snapshot.as_dict() | {"local": {}}
         part["extra"] = dict(extra)
         _require_plain("", part)
         return part
+
+
+class ShardedOptimizer(Saved, Protocol):
+    """A `ZeroRedundancyOptimizer`, or an optimizer with the same interface."""
+
+    optim: object
+    """The optimizer of this rank's shard."""
+
+    def consolidate_state_dict(self, to: int = ...) -> None: ...  # noqa: D102
+
+
+def is_sharded(optimizer: Saved | None) -> TypeGuard[ShardedOptimizer]:
+    """Return whether each rank holds only a part of the optimizer's state."""
+    return hasattr(optimizer, "consolidate_state_dict")
+
+
+def optimizer_class(optimizer: Saved | None) -> str:
+    """Return the name of the class whose state an optimizer saves: for a sharded one, that of its shards.
+
+    A sharded optimizer saves what the same optimizer saves unsharded, so that a run may change between the two.
+    """
+    return type(optimizer.optim if is_sharded(optimizer) else optimizer).__name__
 
 
 def _require_plain(where: str, value: object) -> None:
