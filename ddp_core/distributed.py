@@ -173,6 +173,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
                 inputs, kwargs = pytree.tree_map_only(Tensor, self._to_device, (inputs, kwargs))
             return self._after_forward(self.module(*inputs, **kwargs), synchronises)
 
+    @_disable_dynamo  # torch.compile(ddp) would trace the reducer, and retrace it in each of its phases
     def _before_forward(self, synchronises: bool) -> None:
         if self._join_config.enable:
             self._require_mirrorable()
@@ -188,6 +189,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
             self._sync_buffers()
         self.reducer.promised = self._join_config.enable and exchange_sync_flag(self, joined=False)
 
+    @_disable_dynamo
     def _after_forward(self, outputs: Any, synchronises: bool) -> Any:
         reducer = self.reducer
         if not self._buffers_sync_before_forward and self.will_sync_module_buffers():

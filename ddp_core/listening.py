@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -56,6 +57,7 @@ def _node_of(parameter: Parameter) -> Node:
     return get_gradient_edge(parameter).node
 
 
+@_disable_dynamo  # a compiled training step, with its backward pass, would trace the reducer
 def _on_node(
     owner: weakref.ref[Owner],
     lock: threading.RLock,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from ddp_core import errors, stepping
@@ -306,6 +307,7 @@ class Reducer:
             self.in_flight.append(self.launch(bucket, bucket.flat))
         self._finish()
 
+    @_disable_dynamo  # as in listening._on_node
     @torch.no_grad()
     def _finish(self) -> None:
         """At the end of the backward pass: wait for every bucket, in order, and give parameters their means."""

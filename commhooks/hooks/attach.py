@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo
 from torch.nn import Module
 
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.compressors import AllReduceMean
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, SettingsError
-from commhooks.hooks.facts import check_step_has_an_end, searches_for_unused
+from commhooks.hooks.facts import check_hook_is_called, check_step_has_an_end, searches_for_unused
 from commhooks.hooks.foreign import name_of
 from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings
 from commhooks.hooks.stateless import deliver, group_or_default, run_stateless
@@ -153,6 +154,7 @@ def attach(
     ddp = find_ddp("attach", model)
     compressor = _checked_compressor("attach", compressor)
     check_run_settings("attach", policy, hook_timeout)
+    check_hook_is_called("attach", ddp)
     check_step_has_an_end("attach", ddp, policy, atomic=atomic)
     if torch._C._current_graph_task_id() != -1:
         raise AttachError("attach: a backward pass is under way; call attach between two passes.")
@@ -275,6 +277,7 @@ class _Socket:
         """Copy and pickle as an empty socket: a copy of a model has nothing attached."""
         return type(self), ()
 
+    @_disable_dynamo  # as run_stateless
     def run(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Run the attachment's engine, or a plain all-reduce if nothing is attached any more."""
         if self.attachment is None:

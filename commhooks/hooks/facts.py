@@ -44,6 +44,34 @@ def check_step_has_an_end(caller: str, model: Module, policy: str, *, atomic: bo
         )
 
 
+def check_hook_is_called(caller: str, model: Module) -> None:
+    """Raise `AttachError` if this DDP reduces gradients in a way that leaves no place for a hook."""
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return
+    if getattr(model, "_use_python_reducer", False):
+        raise AttachError(f"{caller}: {_PYTHON_REDUCER}")
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
+        raise AttachError(
+            f"{caller}: _apply_optimizer_in_backward was called for parameters of this model, and PyTorch's "
+            "DistributedDataParallel then registers a hook of its own, the only one that it takes. Use "
+            "ddp_core.DistributedDataParallel, which steps in the backward pass after any hook, or step the optimizer "
+            "after it."
+        )
+
+
+def check_bucket(bucket: object) -> None:
+    """Raise `AttachError` if a DDP handed its hook something else than a bucket."""
+    if isinstance(bucket, tuple):
+        raise AttachError(f"expected a bucket of gradients, got a tuple: {_PYTHON_REDUCER}")
+
+
+_PYTHON_REDUCER = (
+    'torch._dynamo.config.optimize_ddp was "python_reducer" when this model was wrapped, and PyTorch\'s '
+    "DistributedDataParallel then calls hooks with one parameter at a time and ignores what they return. Set it to "
+    "True or False before you wrap the model, or use ddp_core.DistributedDataParallel."
+)
+
+
 def _marks_no_bucket_as_last(model: Module) -> bool:
     """Return whether the first iteration of PyTorch's DDP has several buckets and `is_last()` is true of none.
 

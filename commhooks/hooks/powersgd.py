@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo
 from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -17,7 +18,7 @@ from commhooks.compressors.powersgd.matrices import MatrixRule
 from commhooks.engine.engine import Engine
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.hooks.default import on_wire
-from commhooks.hooks.facts import check_step_has_an_end, searches_for_unused
+from commhooks.hooks.facts import check_bucket, check_step_has_an_end, searches_for_unused
 from commhooks.hooks.handle import Handle, check_run_settings
 from commhooks.hooks.stateless import deliver, group_or_default
 from commhooks.language.compressor import Compressor
@@ -223,10 +224,12 @@ class PowerSGDState(Handle):
         before, after = counted.gradient_elements, counted.payload_elements
         return (before / after if after else 0.0, before, after)
 
+    @_disable_dynamo  # as run_stateless
     def run(
         self, bucket: GradBucket, wire: torch.dtype | None = None, matrices: MatrixRule | None = None
     ) -> torch.futures.Future[Tensor]:
         """Average a bucket; `wire` and `matrices`, if given, override the state's and must never change."""
+        check_bucket(bucket)
         engine = self._made_engine()
         self._load_what_waits()
         # If every parameter of a step's first bucket is new, either the model was replaced, and everything starts over,

@@ -6,9 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo
 
 from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError
+from commhooks.hooks.facts import check_bucket
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import ProcessGroupLine
@@ -31,10 +33,12 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     return group
 
 
+@_disable_dynamo  # a compiled training step, with its backward pass, would trace the engine
 def run_stateless(
     compressor: Compressor, process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[Tensor]:
     """Average a bucket with a stateless compressor, on the engine of its process group."""
+    check_bucket(bucket)
     group = group_or_default(process_group)
     engines = _engines.setdefault(group, {})
     if compressor not in engines:
