@@ -14,6 +14,7 @@ from commhooks.communicators.traffic import KindTraffic, Traffic
 from commhooks.language.requests import Layout
 from commhooks.scheduling.task import BucketTask
 from commhooks.tensors import tensor_bytes, tensor_elements
+from commhooks.units import bytes_in_words, counted, in_columns, seconds_in_words
 
 Counts = TypeVar("Counts", "Statistics", "KindTraffic")
 
@@ -55,6 +56,29 @@ class Statistics:
     def ratio(self) -> float:
         """Gradient bytes over payload bytes: how many times smaller the messages were (0.0 before any was sent)."""
         return self.gradient_bytes / self.payload_bytes if self.payload_bytes else 0.0
+
+    def __str__(self) -> str:
+        """Return a short table: totals, and what a step took of them."""
+        smaller = f"{self.ratio:.1f} times smaller" if self.ratio else ""
+        rows = [
+            ("gradients", bytes_in_words(self.gradient_bytes), self._a_step(self.gradient_bytes)),
+            ("in messages", bytes_in_words(self.payload_bytes), smaller),
+            ("sent by this rank", bytes_in_words(self.moved_bytes), self._a_step(self.moved_bytes)),
+        ]
+        for kind, traffic in (self.by_kind | self.by_group).items():
+            rows.append((f"  {kind}", bytes_in_words(traffic.moved_bytes), counted(traffic.collectives, "collective")))
+        for what, seconds in (
+            ("compressing", self.seconds_compressing),
+            ("waiting for collectives", self.seconds_waiting),
+            ("not hidden behind backward", self.seconds_exposed),
+        ):
+            a_step = f"{seconds_in_words(seconds / self.steps)} a step" if self.steps else ""
+            rows.append((what, seconds_in_words(seconds), a_step))
+        counts = counted(self.steps, "step"), counted(self.buckets, "bucket"), counted(self.collectives, "collective")
+        return ", ".join(counts) + "\n" + in_columns(rows)
+
+    def _a_step(self, count: int) -> str:
+        return f"{bytes_in_words(count / self.steps)} a step" if self.steps else ""
 
     def take(self, traffic: Traffic) -> None:
         """Take over a communicator's counts."""
@@ -101,6 +125,13 @@ class ParameterTraffic:
     def ratio(self) -> float:
         """Gradient bytes over payload bytes (0.0 before any was sent)."""
         return self.gradient_bytes / self.payload_bytes if self.payload_bytes else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{counted(self.steps, 'step')}, {counted(self.collectives, 'collective')}: "
+            f"{bytes_in_words(self.gradient_bytes)} of gradients, {bytes_in_words(self.payload_bytes)} in messages, "
+            f"{bytes_in_words(self.moved_bytes)} sent by this rank"
+        )
 
 
 Shares = tuple[tuple[Layout, ...], tuple[int, ...]]

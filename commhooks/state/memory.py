@@ -10,6 +10,9 @@ from torch import Tensor
 
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.state.table import StateTable
+from commhooks.units import bytes_in_words, counted, in_columns
+
+_PARAMETERS_TO_PRINT = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,21 @@ class MemoryReport:
     def total(self) -> int:
         """All that the hook takes."""
         return self.residuals + self.residuals_on_host + self.bases + self.copies + self.working
+
+    def __str__(self) -> str:
+        """Return a short table; of the parameters, those for which most is remembered."""
+        rows = [
+            ("memory of the hook", bytes_in_words(self.total), f"beside {bytes_in_words(self.gradients)} of gradients")
+        ]
+        rows += [
+            (f"  {name.replace('_', ' ')}", bytes_in_words(size), "")
+            for name in ("residuals", "residuals_on_host", "bases", "copies", "working")
+            if (size := getattr(self, name))
+        ]
+        largest = sorted(self.by_parameter.items(), key=lambda item: -item[1])[:_PARAMETERS_TO_PRINT]
+        left_out = len(self.by_parameter) - len(largest)
+        rows += [(f"of {name}", bytes_in_words(size), "") for name, size in largest]
+        return in_columns(rows) + (f"\nand of {counted(left_out, 'parameter')} more" if left_out else "")
 
 
 def memory_report(

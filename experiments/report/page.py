@@ -8,6 +8,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from commhooks.units import bytes_in_words
+
 from ..link import format_rate
 from ..runs import RunResult
 from ..summary import SMOOTHING_STEPS, Summary
@@ -15,7 +17,6 @@ from .plots import DARK, LIGHT
 from .words import (
     NEVER,
     by_task,
-    bytes_in_words,
     loss_change,
     percent,
     quartiles_in_words,

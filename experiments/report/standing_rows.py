@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from commhooks.units import bytes_in_words
+
 from ..grace import Comparison
 from ..standings import SCORES, Interval, Standing
 from ..summary import Spread
-from .words import NEVER, bytes_in_words, percent, times
+from .words import NEVER, percent, times
 
 GRACE_HEADINGS = ("method", "GRACE: without → with", "ours", "ours: points gained", "sign")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from commhooks.units import bytes_in_words
+
 from ..summary import Summary
 from .words import (
-    bytes_in_words,
     loss_change,
     milliseconds,
     percent,

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+from commhooks import units
+from commhooks.units import three_digits
+
 from ..summary import Spread, Summary
 
 NEVER = "—"
 
 
-def bytes_in_words(count: float) -> str:
-    """Return '1.53 GB', '72.6 MB' or '412 kB': decimal units, three digits."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{_three_digits(count / size)} {unit}"
-    return f"{count:.0f} B"
-
-
 def seconds_in_words(seconds: float | None) -> str:
     """Return '65.2 s' or '98.1 ms'; a dash for never."""
-    if seconds is None:
-        return NEVER
-    return f"{_three_digits(seconds)} s" if seconds >= 1 else f"{_three_digits(seconds * 1e3)} ms"
+    return NEVER if seconds is None else units.seconds_in_words(seconds)
 
 
 def quartiles_in_words(spread: Spread) -> str:
     """Return the quartiles in the unit that the median is told in: '95.0 to 104'."""
     scale = 1.0 if spread.median >= 1 else 1e3
-    return f"{_three_digits(spread.low * scale)} to {_three_digits(spread.high * scale)}"
+    return f"{three_digits(spread.low * scale)} to {three_digits(spread.high * scale)}"
 
 
 def spread_in_words(spread: Spread) -> str:
@@ -35,12 +28,12 @@ def spread_in_words(spread: Spread) -> str:
 
 def milliseconds(seconds: float) -> str:
     """Return the time in milliseconds, without the unit."""
-    return _three_digits(seconds * 1e3)
+    return three_digits(seconds * 1e3)
 
 
 def times(factor: float) -> str:
     """Return '7.12×', or 'nothing moved' for a hook that does not communicate."""
-    return "nothing moved" if factor == float("inf") else f"{_three_digits(factor)}×"
+    return "nothing moved" if factor == float("inf") else f"{three_digits(factor)}×"
 
 
 def percent(share: float) -> str:
@@ -65,10 +58,3 @@ def by_task(summaries: list[Summary]) -> dict[str, list[Summary]]:
     for summary in summaries:
         tasks.setdefault(summary.task, []).append(summary)
     return tasks
-
-
-def _three_digits(value: float) -> str:
-    """Return the number with three digits, and no more behind the point than they need."""
-    if value >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]  # ships no types
 
+from commhooks.units import bytes_in_words
 from experiments.compare import Comparison, write_report
 from experiments.output import prepare_folder
 from experiments.report.table import summary_tables
 from experiments.report.tensorboard import write_logs
-from experiments.report.words import bytes_in_words, percent, seconds_in_words, times
+from experiments.report.words import percent, seconds_in_words, times
 from experiments.runs import RunSettings
 from experiments.summary import summarise
 from tests.experiments.synthetic import result, results

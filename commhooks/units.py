@@ -1,0 +1,36 @@
+"""Numbers as people read them: what statistics and reports print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def three_digits(value: float) -> str:
+    """Return the number with three digits, and no more decimals than those leave."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def bytes_in_words(count: float) -> str:
+    """Return '1.53 GB', '72.6 MB' or '412 kB': decimal units, three digits."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{three_digits(count / size)} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Return '65.2 s' or '98.1 ms'."""
+    return f"{three_digits(seconds)} s" if seconds >= 1 else f"{three_digits(seconds * 1e3)} ms"
+
+
+def counted(number: int, what: str) -> str:
+    """Return '1 step' or '1,000 steps'."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def in_columns(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Return a line for each row: what it is, how much, and a remark."""
+    first, second = (max(len(row[place]) for row in rows) for place in (0, 1))
+    return "\n".join(f"{what:{first}}  {much:>{second}}  {remark}".rstrip() for what, much, remark in rows)
