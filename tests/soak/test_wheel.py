@@ -1,0 +1,135 @@
+"""The wheel alone, in an environment that holds nothing else: what a user gets who has never seen a checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from experiments.front import COMMANDS, INSTALL
+from tests.world.launcher import ROOT
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commhooks
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)))
+attachment = commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(torch.randn(8, 256)), torch.randint(10, (8,))).backward()
+    optimizer.step()
+print(f"rank {dist.get_rank()}: ratio {attachment.statistics().ratio:.0f}", flush=True)
+attachment.detach()
+dist.destroy_process_group()
+"""
+
+
+class Environment:
+    """A virtual environment that inherits nothing, and a folder outside of every checkout to run commands in."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder / "environment", with_pip=True)
+        self.bin = folder / "environment" / "bin"
+        self.folder = folder
+
+    def run(self, *command: str | Path, exit_code: int = 0, timeout: float = 60) -> str:
+        """Run a program of the environment; return what it printed."""
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        ended = subprocess.run(
+            [self.bin / command[0], *command[1:]],
+            cwd=self.folder,
+            env=variables | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert ended.returncode == exit_code, ended.stdout + ended.stderr
+        return ended.stdout + ended.stderr
+
+    def install(self, *what: str) -> None:
+        """Install with pip, at the versions of constraints.txt."""
+        self.run("python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", *what, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a wheel of this checkout, built in a copy: a `build` folder of an earlier build would end up in it."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for folder in ("commhooks", "ddp_core", "experiments"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        source,
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        target,
+    ]
+    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    (built,) = target.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
+    environment = Environment(tmp_path_factory.mktemp("bare"))
+    environment.install("torch")  # by itself first, so that the wheel cannot ask for another version
+    environment.install(str(wheel))
+    yield environment
+    shutil.rmtree(environment.folder)  # several hundred megabytes
+
+
+def test_the_wheel_alone_imports_without_a_warning_and_owns_no_other_name(bare: Environment) -> None:
+    bare.run("python", "-W", "error", "-c", "import commhooks, ddp_core; assert commhooks.__version__")
+    said = bare.run("python", "-c", "import experiments", exit_code=1)
+    assert "No module named 'experiments'" in said
+
+
+def test_its_command_says_what_to_install_for_what(bare: Environment) -> None:
+    said = bare.run("commhooks", "--help")
+    assert [words for words in (*COMMANDS, INSTALL) if words not in said] == []
+    for command in COMMANDS:
+        said = bare.run("commhooks", command, exit_code=2)
+        assert re.fullmatch(rf"commhooks {command} needs .*: {re.escape(INSTALL)}\n", said)
+
+
+def test_two_ranks_train_with_powersgd(bare: Environment) -> None:
+    (bare.folder / "train.py").write_text(SCRIPT)
+    said = bare.run("torchrun", "--standalone", "--nproc-per-node", "2", "train.py")
+    ratios = dict(re.findall(r"rank (\d): ratio (\d+)", said))
+    assert ratios.keys() == {"0", "1"}
+    assert min(map(int, ratios.values())) > 10
+
+
+def test_with_the_extra_the_command_compares_hooks(bare: Environment, wheel: Path) -> None:
+    bare.install(f"{wheel}[experiments]")
+    words = ["compare", "--task", "digits", "--size", "tiny", "--steps", "4", "--rate", "unlimited"]
+    words += ["--hook", "all-reduce", "--hook", "powersgd:rank=1,start_after=1"]
+    bare.run("commhooks", *words, "--out", "here", timeout=120)
+    joined = ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", str(bare.bin / "commhooks")]
+    bare.run(*joined, *words, "--out", "joined", timeout=120)
+    for folder in ("here", "joined"):
+        assert len(list((bare.folder / folder / "results").glob("*.json"))) == 2
+        assert (bare.folder / folder / "report.html").exists()
