@@ -76,6 +76,11 @@ class Attachment(Handle):
         """The number of backward passes synchronised since attaching."""
         return self._engine.step
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model's gradients go through this compressor: until `detach`."""
+        return self._socket.attachment is self
+
     def replace(self, compressor: Compressor | str) -> None:
         """Switch to another compressor from the next step on, keeping the existing state.
 
@@ -83,7 +88,7 @@ class Attachment(Handle):
         a basis of a different size is initialised again. Raises `AttachError` if ranks disagree or a step is under way,
         and `SettingsError` for settings that do not suit the model; in either case the old compressor stays.
         """
-        if self._socket.attachment is not self:
+        if not self.is_attached:
             raise AttachError("replace: this attachment was detached; call attach again.")
         compressor = _checked_compressor("replace", compressor)
         refusal = _refusal_of(compressor, self._named, self._engine.line)
@@ -108,7 +113,7 @@ class Attachment(Handle):
         try:
             for watch in self._watches:
                 watch.remove()
-            if self._socket.attachment is self:
+            if self.is_attached:
                 self._socket.release()
         finally:
             self._engine.stop()
