@@ -1,0 +1,107 @@
+"""The hook's state within a framework's checkpoint folder: one file for each rank, `<name>-rank<r>.pt`.
+
+Frameworks keep each rank's random generators in the same way. The files are written in parallel, and no rank has to
+hold the state of all others; `torch.load` reads each of them at its defaults, which executes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from commhooks.checkpoints.disk import write_tensors
+from commhooks.communicators.ranks import Ranks
+from commhooks.errors import CheckpointError
+from commhooks.hooks.attach import Attachment
+from commhooks.state.snapshot import LoadRules, merge_state_dicts
+from commhooks.unwrapping import unwrapped
+
+
+def ranks_of(model: Module) -> Ranks:
+    """Return the ranks of a DistributedDataParallel's process group."""
+    return Ranks(getattr(unwrapped(model), "process_group", None))
+
+
+def save_rank_files(folder: Path, name: str, attachment: Attachment, model: Module) -> None:
+    """Write this rank's file; call it on every rank, between two steps.
+
+    A file appears complete or not at all. Raises `CheckpointError` on every rank if any of them cannot write.
+    """
+    ranks = ranks_of(model)
+    ranks.each("save the hook's state", lambda: _write(folder, name, attachment, ranks))
+
+
+def load_rank_files(folder: Path, name: str, attachment: Attachment, model: Module, rules: LoadRules) -> None:
+    """Resume from the files in a folder; call it on every rank, between two steps.
+
+    Raises `CheckpointError` on every rank, and loads nothing, if the folder holds no such files (unless `rules` say
+    `missing="reset"`), if a rank's own is not there or cannot be read, or if they do not fit.
+    """
+    ranks = ranks_of(model)
+    if not any(ranks.gather("look for the hook's state", lambda: bool(_numbers(folder, name)))):
+        if rules.missing == "reset":
+            return
+        raise CheckpointError(
+            f"{folder} holds no state of the hook (no file {name}-rank<r>.pt): it was saved without compression, or "
+            "the run ended before it was complete. Resume from another checkpoint, or pass missing='reset' to start "
+            "the hook's state from zero."
+        )
+    state: dict[str, Any] | CheckpointError
+    try:
+        state = _read(folder, name, ranks, rules)
+    except CheckpointError as error:
+        state = error  # the other ranks hear of it in load_state_dict
+    attachment.load_state_dict(state, world_size=rules.world_size, settings=rules.settings, missing=rules.missing)
+
+
+def _write(folder: Path, name: str, attachment: Attachment, ranks: Ranks) -> None:
+    folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not be there yet, or may have a disk of its own
+    part = folder / f"{name}-rank{ranks.rank}.part"
+    write_tensors(part, attachment.state_dict(), flush=False)
+    part.replace(_file(folder, name, ranks.rank))
+    if ranks.rank == 0:  # what more ranks left in a folder that is written to again
+        for number in _numbers(folder, name):
+            if number >= ranks.world_size:
+                _file(folder, name, number).unlink()
+
+
+def _read(folder: Path, name: str, ranks: Ranks, rules: LoadRules) -> dict[str, Any]:
+    """Return this rank's state, or that of all ranks if another number of them saved it and it is to be spread."""
+    own = _file(folder, name, ranks.rank)
+    here = _numbers(folder, name)
+    if not here:
+        raise CheckpointError(f"{own} is missing; every rank must see the folder that it saved to.")
+    first = _load(own if ranks.rank in here else _file(folder, name, here[0]))
+    saved = first.get("world_size")
+    if saved == ranks.world_size and ranks.rank not in here:
+        raise CheckpointError(f"{own} is missing; every rank must see the folder that it saved to.")
+    if saved == ranks.world_size or not rules.spreads:
+        return first
+    absent = [_file(folder, name, number).name for number in range(int(saved or 0)) if number not in here]
+    if absent:
+        raise CheckpointError(f"{folder} lacks {', '.join(absent)}; every rank must see the files of all ranks.")
+    return merge_state_dicts([_load(_file(folder, name, number)) for number in here])
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged file does to the reader
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {str(error)[:200]}).") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no state of a hook (got {type(content).__name__}).")
+    return content
+
+
+def _file(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name}-rank{rank}.pt"
+
+
+def _numbers(folder: Path, name: str) -> list[int]:
+    """Return the ranks whose files are in the folder."""
+    found = (re.fullmatch(re.escape(name) + r"-rank(\d+)\.pt", path.name) for path in folder.glob(f"{name}-rank*.pt"))
+    return sorted(int(match[1]) for match in found if match)
