@@ -1,4 +1,4 @@
-"""What the author of a compressor reads: compressors, buckets, requests, entries of state, random numbers.
+"""The interface for authors of compressors: compressors, buckets, requests, entries of state, random numbers.
 
-docs/guide/compressors.md goes through it with examples.
+docs/guide/compressors.md introduces it with examples.
 """

@@ -1,11 +1,11 @@
-"""A bucket as a compressor sees it: one slot for each parameter, and tiles, the stretches that it computes with.
+"""A bucket as a compressor sees it: one slot for each parameter, and tiles, the ranges of memory to compute with.
 
-A tile is where gradient and residual meet. `form` returns their sum, `keep` takes what was not sent, and `write` takes
-the mean. Whether there is a residual, in which dtype and in whose memory, the compressor need not know.
+A tile combines gradient and residual. `form` returns their sum, `keep` takes what was not sent, and `write` takes the
+mean. The compressor need not know whether there is a residual, or its dtype and location.
 
 Finish with a tile before forming the next one, in the order form, keep, room, write. If gradients are fp32 or wider,
-`form` and `room` are the bucket's own memory. If they are narrower, all tiles share one scratch memory: forming another
-tile overwrites it. So copy what is to be sent, and form again after a `yield`.
+`form` and `room` are the bucket's own memory. If they are narrower, all tiles share one scratch buffer, so forming
+another tile overwrites it: copy what is to be sent, and call `form` again after a `yield`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Plan = TypeVar("Plan")
 
 
 class Form(Protocol):
-    """How a stretch of memory forms a matrix of n rows."""
+    """How a range of memory forms a matrix of n rows."""
 
     @property
     def n(self) -> int:
@@ -46,15 +46,15 @@ class Form(Protocol):
 
 
 class Scratch:
-    """What a bucket's tiles share: memory of the computing dtype, the number of the bucket's turn, a sparse mean.
+    """What a bucket's tiles share: memory of the computing dtype, a step counter, and the mean if it is sparse.
 
-    Tiles hold this and not the bucket, which would hold itself through them: its memory would then be freed only by the
-    cyclic garbage collector, which some training loops turn off.
+    Tiles hold this rather than the bucket, which would otherwise refer to itself through them: its memory would then be
+    freed only by the cyclic garbage collector, which some training loops turn off.
     """
 
     def __init__(self, memory: Tensor) -> None:
         self.turn = 0
-        """Counts steps: what was formed in an earlier one is not formed any more."""
+        """Counts steps: a sum formed in an earlier step is no longer valid."""
         self.sparse_mean: Tensor | None = None
         self._device = memory.device
         self._dtype = computing_dtype(memory.dtype)
@@ -62,14 +62,14 @@ class Scratch:
         self._memory: Tensor | None = None
 
     def room(self, shape: torch.Size) -> Tensor:
-        """Return memory of a shape; its content lasts until the next call."""
+        """Return memory of a shape; its contents last until the next call."""
         if self._memory is None or self._memory.numel() < shape.numel():
             self._memory = torch.empty(shape.numel(), dtype=self._dtype, device=self._device)
         return self._memory[: shape.numel()].view(shape)
 
 
 class Tile:
-    """A stretch of a bucket's gradients, with the residual that belongs to it."""
+    """A range of a bucket's gradients, together with its residual."""
 
     def __init__(
         self,
@@ -84,22 +84,22 @@ class Tile:
         self.layout = layout
         self._scratch = scratch
         self._residuals = residuals
-        """Where in the stretch each begins, and its memory: 1-D, or of the gradient's shape if it is the only one."""
+        """Each residual's offset in the tile, and its memory: 1-D, or of the gradient's shape if it is the only one."""
         self._whole = residuals[0][1] if len(residuals) == 1 and residuals[0][1].shape == gradient.shape else None
-        """The residual, if it is one and covers the tile."""
+        """The residual, if there is exactly one and it covers the tile."""
         self._decay = decay
         self._formed_in = -1
 
     @property
     def keeps(self) -> bool:
-        """Whether `keep` keeps anything: what is not sent is lost otherwise, and need not be computed."""
+        """Whether `keep` keeps anything; if not, what is not sent is lost and need not be computed."""
         return bool(self._residuals)
 
     @property
     def has_short_range(self) -> bool:
         """Whether a mean that is finite in fp32 may be inf in the bucket's own dtype, so that it must be judged there.
 
-        In fp16 it may; bf16 reaches as far as fp32.
+        True for fp16; bf16 has the range of fp32.
         """
         return torch.finfo(self.gradient.dtype).max < torch.finfo(torch.bfloat16).max
 
@@ -107,14 +107,14 @@ class Tile:
     def room(self) -> Tensor:
         """Memory of the tile's shape and the computing dtype: the bucket's own, if that is wide enough.
 
-        Where it is not, all tiles of a bucket share one scratch memory.
+        Otherwise all tiles of a bucket share one scratch buffer.
         """
         return self._scratch.room(self.gradient.shape) if self._scratch.is_needed else self.gradient
 
     def form(self) -> Tensor:
-        """Return gradient + residual in `room`, as often as wanted in a step until `write` is called.
+        """Return gradient + residual in `room`; may be called repeatedly in a step until `write` is called.
 
-        It may be written into; a wide bucket has no other copy.
+        The result may be overwritten; a bucket of fp32 or wider has no other copy.
         """
         room, scratch = self.room, self._scratch
         if scratch.is_needed:
@@ -129,15 +129,15 @@ class Tile:
         return room
 
     def part(self, tensor: Tensor | None = None, wire: torch.dtype | None = None) -> Part:
-        """Return a part of a request: the tile itself, to be averaged in place, or a tensor that stands for it."""
+        """Return a part of a request: the tile itself, to be averaged in place, or a tensor that represents it."""
         if tensor is None:
             return Part(self.gradient, self.layout, wire, in_place=True)
         return Part(tensor, self.layout, wire, in_place=tensor.data_ptr() == self.room.data_ptr())
 
     def residual_room(self, finite: Tensor) -> Tensor:
-        """Return where to compute what was not sent: the residual's own memory if it may be written at once.
+        """Return memory in which to compute what was not sent: the residual's own memory if it may be overwritten now.
 
-        Hand it to `keep` afterwards.
+        Pass it to `keep` afterwards.
         """
         room, whole = self.room, self._whole
         if whole is not None and whole.dtype == room.dtype and whole.device == room.device and surely(finite):
@@ -145,7 +145,7 @@ class Tile:
         return room
 
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
-        """Remember what was not sent, of the tile's shape, for the next step; if `finite` is false, change nothing."""
+        """Keep what was not sent, of the tile's shape, for the next step; if `finite` is false, change nothing."""
         if unsent.shape != self.gradient.shape:
             raise CompressorError(
                 f"what was not sent, of shape {tuple(unsent.shape)}, was kept for gradients of shape "
@@ -158,7 +158,7 @@ class Tile:
             commit(kept, piece, finite)
 
     def write(self, mean: Tensor) -> None:
-        """Write the mean where the gradient was; what was formed there is gone then."""
+        """Write the mean over the gradient; this overwrites whatever was formed there."""
         if mean is self.gradient:
             return
         if mean.shape != self.gradient.shape:
@@ -171,23 +171,23 @@ class Tile:
             self.gradient.copy_(mean)
 
     def rows(self, form: Form, rows: int) -> list[Tile]:
-        """Return the tile, viewed as a matrix by `form`, in tiles of so many rows; a remainder at the end is left out.
+        """Return the tile, viewed as a matrix by `form`, in tiles of so many rows, leaving out a remainder at the end.
 
-        Form either these tiles in a step or the whole, not both.
+        In one step, form either these tiles or the whole, not both.
         """
         inside = form.n * form.m
         blocks = form.view(self.gradient.view(-1)[:inside]).split(rows)
         if len(self._residuals) == 1:
             kept = form.view(self._residuals[0][1].view(-1)[:inside]).split(rows)
             residuals: list[Sequence[tuple[int, Tensor]]] = [[(0, block)] for block in kept]
-        else:  # several parameters in one matrix: its rows lie one after the other
+        else:  # several parameters in one matrix: its rows are contiguous
             ends = [min(first + rows, form.n) * form.m for first in range(0, form.n, rows)]
             residuals = [self._overlap(end - block.numel(), end) for end, block in zip(ends, blocks, strict=True)]
         pairs = zip(blocks, residuals, strict=True)
         return [Tile(self._scratch, block, self.layout, own, self._decay) for block, own in pairs]
 
     def rest(self, start: int) -> list[Tile]:
-        """Return what begins at an element, in one tile; none if there is nothing. It has the layout of the whole."""
+        """Return everything from an element on as one tile with the layout of the whole; no tile if nothing is left."""
         end = self.gradient.numel()
         if start == end:
             return []
@@ -195,7 +195,7 @@ class Tile:
         return [Tile(self._scratch, self.gradient.view(-1)[start:], self.layout, own, self._decay)]
 
     def _overlap(self, start: int, end: int) -> list[tuple[int, Tensor]]:
-        """Return the pieces of residuals that belong to a stretch of this tile."""
+        """Return the parts of the residuals that lie within a range of this tile."""
         found = []
         for first, kept in self._residuals:
             low, high = max(start, first), min(end, first + kept.numel())
@@ -204,7 +204,7 @@ class Tile:
         return found
 
     def _places(self, memory: Tensor) -> list[Tensor]:
-        """Return the pieces of the tile's shape that the residuals belong to."""
+        """Return the views of memory of the tile's shape that correspond to its residuals."""
         flat = memory.view(-1)
         return [flat[first : first + kept.numel()] for first, kept in self._residuals]
 
@@ -215,15 +215,14 @@ class Slot:
     def __init__(self, parameter: Tensor, gradient: Tensor, remembered: ParameterState) -> None:
         self.parameter = parameter
         self.gradient = gradient
-        """1-D view of the bucket's memory: the gradient's elements in the order in which the parameter's lie in memory.
-        """
+        """1-D view of the bucket's memory: the gradient's elements in the memory order of the parameter."""
         self.remembered = remembered
         self.tile: Tile
         self._layouts: dict[int, Layout] = {}
 
     @property
     def name(self) -> str:
-        """The parameter's name, or what stands for it."""
+        """The parameter's name, or a placeholder for it."""
         return self.remembered.key
 
     def layout(self, elements: int) -> Layout:
@@ -246,7 +245,7 @@ class Slot:
         return self.tile.room
 
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
-        """Remember what was not sent, 1-D, before `room` or `write` is used for the mean; see `Tile.keep`."""
+        """Keep what was not sent, 1-D; call it before using `room` or `write` for the mean. See `Tile.keep`."""
         self.tile.keep(unsent, finite)
 
     def write(self, mean: Tensor) -> None:
@@ -254,37 +253,37 @@ class Slot:
         self.tile.write(mean)
 
     def state(self, name: str) -> Tensor:
-        """Return what is remembered under a name that `Compressor.state` declares; only to be read."""
+        """Return the state declared under a name by `Compressor.state`; it must not be modified."""
         return self.remembered[name]
 
     @property
     def choice(self) -> int:
-        """What `Compressor.choose` has returned for the parameter; 0 if it has not yet."""
+        """What `Compressor.choose` last returned for the parameter; 0 at first."""
         return self.remembered.choice
 
     def commit(self, name: str, value: Tensor, allowed: Tensor, rows: int | None = None) -> None:
-        """Remember a value, or its first `rows`, where `allowed`, a bool that can be broadcast, is true."""
+        """Store a value, or its first `rows`, where `allowed`, a broadcastable bool, is true."""
         commit(self.remembered[name][:rows] if rows is not None else self.remembered[name], value, allowed)
 
 
 @dataclasses.dataclass(eq=False)
 class BucketView:
-    """A bucket as a compressor sees it. A compressor may be given some of a bucket's slots, as a bucket."""
+    """A bucket as a compressor sees it; it may hold only some of the slots of a DDP's bucket."""
 
     index: int
     memory: Tensor
-    """1-D and dense, or one parameter's sparse gradient. It holds this rank's gradient, and in the end the mean."""
+    """1-D and dense, or one parameter's sparse gradient. It holds this rank's gradient first, then the mean."""
     slots: Sequence[Slot] = ()
-    """One for each parameter, in memory order; none where parameters are not known."""
+    """One for each parameter, in memory order; none if parameters are not known."""
     feeds_back: Callable[[Slot], bool] | None = None
-    """Which slots have their residual in what is formed; None: none has."""
+    """Which slots have their residual added by `form`; None: none."""
     decay: float = 1.0
-    """What remains of a residual after a step in which it was not sent."""
-    scratch: Scratch = None  # type: ignore[assignment]  # "None": made below, if it is not another view's
+    """The fraction of a residual that remains after a step in which it was not sent."""
+    scratch: Scratch = None  # type: ignore[assignment]  # "None": made below unless taken from another view
     is_whole: bool = True
-    """The slots fill the memory."""
+    """Whether the slots fill the memory."""
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
-    """What `plan` made, by compressor."""
+    """What `plan` returned, by compressor."""
 
     def __post_init__(self) -> None:
         self.scratch = self.scratch or Scratch(self.memory)
@@ -294,19 +293,19 @@ class BucketView:
 
     @property
     def mean(self) -> Tensor:
-        """The mean in the end: `memory` itself unless that is sparse."""
+        """Where the mean ends up: `memory` itself unless that is sparse."""
         return self.memory if self.scratch.sparse_mean is None else self.scratch.sparse_mean
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Whose elements `memory` holds; the bucket's own where parameters are not known."""
+        """Whose elements `memory` holds; the bucket's own layout if parameters are not known."""
         if not self.slots:
             return Layout((f"bucket {self.index}",), (self.memory.numel(),))
         return Layout(tuple(slot.name for slot in self.slots), tuple(slot.gradient.numel() for slot in self.slots))
 
     @functools.cached_property
     def tiles(self) -> list[Tile]:
-        """All gradients, in as few tiles as possible: one if the slots fill the memory, otherwise one a slot."""
+        """All gradients, in as few tiles as possible: one if the slots fill the memory, otherwise one for each slot."""
         if not self.is_whole:
             return [slot.tile for slot in self.slots]
         residuals, first = [], 0
@@ -317,11 +316,11 @@ class BucketView:
         return [Tile(self.scratch, self.memory, self.layout, residuals, self.decay)]
 
     def with_residuals(self, loses: Callable[[Slot], bool], decay: float = 1.0) -> BucketView:
-        """Return the bucket with the residuals of those slots that lose something in what is formed."""
+        """Return the bucket with the residuals of those slots that lose something added by `form`."""
         return self._derived(self.slots, loses, decay, is_whole=self.is_whole)
 
     def subset(self, slots: Sequence[Slot]) -> BucketView:
-        """Return some of the slots as a bucket."""
+        """Return a bucket of some of the slots."""
         return self._derived(slots, self.feeds_back, self.decay, is_whole=False)
 
     def renamed(self, names: Callable[[Slot], Mapping[str, str]]) -> BucketView:

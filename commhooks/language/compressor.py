@@ -1,8 +1,8 @@
 """The interface of a compressor.
 
-A compressor is tensor maths written as a generator: it *yields* the collectives it wants, and the answer comes back
-from the `yield`. It never calls one itself, so it can be run over a process group or over many workers in one
-process, be counted, and be reordered.
+A compressor is tensor maths written as a generator: it *yields* the collectives it wants, and receives each answer from
+the `yield`. It never runs a collective itself, so the same code can run over a process group or over many workers in
+one process, and its collectives can be counted and reordered.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ from commhooks.language.requests import Asked, Judge, Request
 from commhooks.language.spelling import spelled
 
 Exchange = Generator[Asked, Any, None]
-"""What `Compressor.compress` returns: yields requests and is sent their answers. A request is answered by a list of
-tensors, several at once by a list of such lists, `Judge` by a 0-dim bool."""
+"""The generator that `Compressor.compress` returns: it yields requests and receives their answers. The answer to one
+request is a list of tensors, to several at once a list of such lists, and to `Judge` a 0-dim bool."""
 
 Carry = Callable[[Asked], Generator[Asked, Any, Any]]
-"""Carry out what was asked by way of something else, and return its answer."""
+"""Carries out a request, possibly by yielding other requests, and returns its answer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Where a compressor runs."""
+    """The setting in which a compressor runs."""
 
     rank: int
     world_size: int
     step: int
-    """Steps before this one, warm-up included."""
+    """The number of steps before this one, warm-up included."""
     wire: torch.dtype | None = None
-    """The dtype in which sums travel, where a wrapper sets one: what it rounds away is not sent either.
+    """The dtype in which sums are sent, if a wrapper sets one; what it rounds away also counts as unsent.
 
-    Here and not in the bucket, which is kept from step to step and shared by compressors that have other wires.
+    It is set here, not in the bucket, which persists between steps and may be shared by compressors with other wire
+    dtypes.
     """
 
     loss_scale: float | Tensor = 1.0
-    """What gradients are scaled by, if `attach(scaler=)` or `set_grad_scale` told; on a GPU it may be a tensor.
+    """The loss scale, if `attach(scaler=)` or `set_grad_scale` provided one; on a GPU it may be a tensor.
 
     A setting in units of the gradient is multiplied by it.
     """
 
     def as_sent(self, tensor: Tensor) -> Tensor:
-        """Return what an average gets of this rank's own tensor: itself, or what the wire's dtype leaves of it.
+        """Return this rank's tensor as an average sees it: unchanged, or rounded to the wire dtype.
 
-        The difference is unsent, too.
+        The difference is also unsent.
         """
         if self.wire is None or self.wire.itemsize >= tensor.element_size():
             return tensor
@@ -60,61 +61,61 @@ class Context:
 
 
 class Compressor(ABC):
-    """Average gradients over ranks by way of something smaller.
+    """Averages gradients over ranks by sending something smaller.
 
-    Subclasses are frozen dataclasses: their fields are settings, checked when built. They keep no tensors; what is to
-    be remembered is declared by `state`.
+    Subclasses are frozen dataclasses: their fields are settings, which are checked on construction. They hold no
+    tensors; `state` declares what is to be remembered.
     """
 
     def __str__(self) -> str:
-        """Return what `make_compressor` reads back: the class, and the settings that are not its defaults."""
+        """Return text that `make_compressor` can parse: the class, and the settings that differ from its defaults."""
         return spelled(self)
 
     @property
     def fixes_wire(self) -> bool:
-        """Whether `compress` chooses the dtype in which its sums travel, so that no wrapper may change it."""
+        """Whether `compress` chooses the dtype in which its sums are sent, so that no wrapper may change it."""
         return False
 
     @property
     def only_sums(self) -> bool:
-        """Whether all that `compress` asks for is sums, which alone can be cast on the wire."""
+        """Whether `compress` requests only sums; nothing else can be cast on the wire."""
         return True
 
     @property
     def needs_whole_buckets(self) -> bool:
-        """Whether `compress` must be given a bucket's slots all together."""
+        """Whether `compress` must be given all slots of a bucket together."""
         return False
 
     @property
     def takes_feedback(self) -> bool:
-        """Whether `ErrorFeedback` may go around it.
+        """Whether `ErrorFeedback` may wrap it.
 
-        Not if its mean is right on average without, or if it remembers by itself what it has not sent.
+        False if its mean is already right on average, or if it keeps track of what it has not sent.
         """
         return True
 
     def takes(self, gradient: Tensor) -> bool:
-        """Return whether `compress` can handle this kind of gradient; the others are averaged by a plain all-reduce."""
+        """Return whether `compress` can handle this kind of gradient; others are averaged by a plain all-reduce."""
         return not gradient.is_sparse and gradient.is_floating_point()
 
     def check_parameters(self, named: Mapping[str, Tensor]) -> None:  # noqa: B027 "empty method": most check nothing
         """Raise `SettingsError` if a setting cannot work for a model with these parameters."""
 
     def check_ranks(self, world_size: int) -> None:  # noqa: B027 "empty method": most check nothing
-        """Raise `SettingsError` if a setting cannot work for so many ranks."""
+        """Raise `SettingsError` if a setting cannot work with this number of ranks."""
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return what is remembered for a parameter, by name; the residual is `ErrorFeedback`'s to declare."""
+        """Return the entries remembered for a parameter, by name, except the residual (see `ErrorFeedback`)."""
         return {}
 
     def bucket_state(self, bucket: BucketView) -> Declared:
-        """Return what is remembered for a bucket and no parameter, by name; it is kept with the first slot."""
+        """Return the entries remembered for the bucket as a whole, by name; they are kept with the first slot."""
         return {}
 
     def remembers(self, step: int) -> bool:
         """Return whether `compress` reads or writes any state in this step; if not, there is nothing to guard.
 
-        The same on every rank: guards may add to what is sent.
+        It must be the same on every rank, since guards may add to what is sent.
         """
         return True
 
@@ -123,46 +124,47 @@ class Compressor(ABC):
         return False
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
-        """Return an integer for each of some parameters, such as a rank, given what is remembered for all of them.
+        """Return an integer for each of some parameters, such as a rank, given the state of all parameters.
 
-        It may decide what is sent, so it must follow from settings and replicated state alone. It is found again as
-        `slot.choice`, and saved as the entry `CHOICE`, which `state` must declare. To read state on a GPU the host
-        waits for the last step.
+        It may affect what is sent, so it must depend only on settings and replicated state. It is available as
+        `slot.choice`, and saved as the entry `CHOICE`, which `state` must declare. Reading state on a GPU makes the
+        host wait for the last step.
         """
         return {}
 
     def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether something of this parameter's gradient may be left unsent, which `slot.keep` is told."""
+        """Return whether part of this parameter's gradient may be left unsent and passed to `slot.keep`."""
         return False
 
     def relative_error(self, elements: int) -> float:
         """Return the largest |unsent|² / |formed|², or its expectation if it is random, for so many elements.
 
-        Below 1, error feedback gets everything through in the end; from 1 on its residual grows without bound.
+        Below 1, error feedback eventually sends everything; from 1 on, its residual grows without bound.
         """
         return 0.0
 
     @property
     def is_unbiased(self) -> bool:
-        """Whether the mean of the gradients is the expectation of the mean that is written, over what is drawn."""
+        """Whether the mean that is written has the mean of the gradients as its expectation, over the random draws."""
         return False
 
     @property
     def is_damped(self) -> bool:
-        """Whether a damping factor was written out, so that `ErrorFeedback` accepts a relative error of 1 or more."""
+        """Whether a damping factor was set explicitly, so that `ErrorFeedback` accepts a relative error from 1 on."""
         return False
 
     @abstractmethod
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Yield requests until the mean of every slot is written.
 
-        A collective that fails is thrown into the generator at its `yield`; it may clean up, and must let the exception
-        pass. State is written only after `Judge` was answered, and only where that says so.
+        If a collective fails, its error is thrown into the generator at the `yield`; the generator may clean up, but
+        must let the exception propagate. State may be written only after `Judge` was answered, and only where the
+        answer is true.
         """
 
 
 def check_compressor(caller: str, compressor: object) -> None:
-    """Raise `SettingsError` for what is no compressor, or one that could keep tensors from step to step by itself."""
+    """Raise `SettingsError` unless this is a compressor that cannot keep tensors between steps by itself."""
     if not isinstance(compressor, Compressor):
         raise SettingsError(f"{caller}: expected a Compressor or a name (got {compressor!r}).")
     kind: Any = type(compressor)
@@ -185,14 +187,14 @@ def check_compressor(caller: str, compressor: object) -> None:
 
 
 def compressors_in(value: object) -> list[Compressor]:
-    """Return the compressors that a setting holds: itself, or those in a tuple."""
+    """Return the compressors in a setting: the setting itself, or those in a tuple."""
     if isinstance(value, tuple):
         return [compressor for item in value for compressor in compressors_in(item)]
     return [value] if isinstance(value, Compressor) else []
 
 
 def begin_exchange(compressor: Compressor, bucket: BucketView, context: Context) -> Exchange:
-    """Return a compressor's exchange; raise `CompressorError` if `compress` is no generator."""
+    """Return a compressor's exchange; raise `CompressorError` if `compress` is not a generator."""
     exchange = compressor.compress(bucket, context)
     if not isinstance(exchange, Generator):
         raise CompressorError(
@@ -203,7 +205,7 @@ def begin_exchange(compressor: Compressor, bucket: BucketView, context: Context)
 
 
 def map_requests(carry: Carry, exchange: Exchange) -> Exchange:
-    """Run an exchange, and let `carry` see to whatever it asks for; a failure is thrown into the exchange."""
+    """Run an exchange, letting `carry` handle its requests; a failure is thrown into the exchange."""
     try:
         asked = next(exchange)
         while True:
@@ -218,7 +220,7 @@ def map_requests(carry: Carry, exchange: Exchange) -> Exchange:
 
 
 def judged(bucket: BucketView, exchange: Exchange) -> Exchange:
-    """Run an exchange; if it asks for no verdict, let its means count in that of the step."""
+    """Run an exchange; if it asks for no verdict, include its means in the verdict of the step."""
     seen = _Seen()
     yield from map_requests(seen.carry, exchange)
     if not seen.judge:
@@ -226,7 +228,7 @@ def judged(bucket: BucketView, exchange: Exchange) -> Exchange:
 
 
 class _Seen:
-    """Whether an exchange has asked for a verdict."""
+    """Records whether an exchange has asked for a verdict."""
 
     judge = False
 
@@ -236,7 +238,7 @@ class _Seen:
 
 
 def side_by_side(exchanges: Sequence[Exchange]) -> Exchange:
-    """Run several exchanges as one: what they ask for at the same time is asked for at once, and judged together."""
+    """Run several exchanges as one: their requests of one round are yielded together, and judged together."""
     asked: dict[int, Asked] = {}
     for number, exchange in enumerate(exchanges):
         _advance(number, exchange, None, asked)
@@ -251,7 +253,7 @@ def side_by_side(exchanges: Sequence[Exchange]) -> Exchange:
                 found = iter((yield tuple(request for own in requests.values() for request in own)))
                 of_all = {number: [next(found) for _ in own] for number, own in requests.items()}
                 answers = {n: of if isinstance(asked[n], tuple) else of[0] for n, of in of_all.items()}
-        except Exception as error:  # every one of them may clean up
+        except Exception as error:  # each of them may clean up
             for number in asked:
                 _close(exchanges[number], error)
             raise
@@ -273,7 +275,7 @@ def _advance(number: int, exchange: Exchange, answer: Any, asked: dict[int, Aske
 
 
 def _close(exchange: Exchange, error: Exception) -> None:
-    """Throw an error into an exchange, which ends it whatever it makes of that."""
+    """Throw an error into an exchange, which ends whatever it does with the error."""
     try:
         exchange.throw(error)
     except BaseException:  # its own, or the one thrown in

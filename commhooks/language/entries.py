@@ -1,7 +1,7 @@
-"""What a compressor remembers from step to step: declared by kind, kept for each parameter, owned by a table.
+"""What a compressor remembers between steps: declared by kind, kept for each parameter, owned by a table.
 
-Whatever happens to state without its compressor (checkpoints, another world size, a change of the loss scale, a rank
-that has run out of inputs, a step that does not count) happens by kind.
+An entry's kind decides what happens to it in everything that does not involve the compressor: checkpoints, a different
+world size, a change of the loss scale, a rank that has run out of inputs, a step that does not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from commhooks.errors import CompressorError, SettingsError
 
 CHOICE = "choice"
-"""The name of the integer that `Compressor.choose` has returned for a parameter: 0-dim, 0 until it does."""
+"""The name of the integer that `Compressor.choose` returned for a parameter: 0-dim, 0 at first."""
 RESIDUAL = "residual"
 """The name of what this rank has not sent yet; see `ErrorFeedback`."""
 
@@ -27,32 +27,32 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """How one tensor that is remembered for a parameter looks, and how it behaves.
+    """The shape and behaviour of one tensor that is remembered for a parameter.
 
-    - "replicated": the same on every rank, such as a warm start. Kept at another world size.
-    - "residual": what this rank has not sent yet, one value an element, in units of the gradient. Spread over another
-      world size; a rank that has joined sends none of it, and keeps it.
-    - "private": other sums of this rank's own gradients, such as a momentum. Spread, and kept, as residuals are.
-    - "share": what this rank holds for the blocks that it serves for all ranks, in units of the mean, such as a two-hop
-      compressor's server error: [blocks served, block]. Dealt out anew for another world size. A rank that has joined
-      goes on serving.
+    - "replicated": the same on every rank, such as a warm start. Kept when the world size changes.
+    - "residual": what this rank has not sent yet, one value for each element, in units of the gradient. Redistributed
+      when the world size changes; a rank that has joined sends none of it, and keeps it.
+    - "private": other sums of this rank's own gradients, such as a momentum. Treated like residuals.
+    - "share": what this rank holds for the blocks that it serves for all ranks, in units of the mean, such as the
+      server error of a two-hop compressor: [blocks served, block]. Redistributed when the world size changes. A rank
+      that has joined continues to serve its blocks.
     """
 
     kind: Kind
     shape: tuple[int, ...] | None = None
-    """None: one value for each element of the gradient, 1-D, in the order of the parameter's memory."""
+    """None: one value for each element of the gradient, 1-D, in the memory order of the parameter."""
     dtype: torch.dtype | None = None
-    """None: at least fp32; what is not replicated is then kept where and how `attach(residuals=)` says."""
+    """None: at least fp32; if not replicated, then stored as `attach(residuals=)` says."""
     init: Callable[[Tensor], Tensor] | None = None
-    """From a tensor of the right shape, dtype and device, which it may overwrite, to the first value; None: zeros."""
+    """Maps a tensor of the right shape, dtype and device, which it may overwrite, to the first value; None: zeros."""
     units: int | None = None
-    """The power of the loss scale that it follows: 1 if it is scaled like gradients, 2 like their squares, or 0.
-    None: 0 for what is replicated, and 1 for the rest."""
+    """The power of the loss scale that it follows: 1 if it is scaled like gradients, 2 like their squares, or 0. None:
+    0 for replicated entries, and 1 for the others."""
     block: int = 0
-    """Of a share: elements of a block."""
+    """For a share: the number of elements in a block."""
     holders: int = 1
-    """How many ranks in a row have the same one, and act as one, as a machine does under `Hierarchical`. A rank that
-    has joined goes on with what it holds in common with others."""
+    """How many consecutive ranks share one value and act as one, as a machine does under `Hierarchical`. A rank that
+    has joined continues with what it shares with others."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -80,7 +80,7 @@ class Entry:
 
     @property
     def is_own(self) -> bool:
-        """Whether ranks have different ones."""
+        """Whether each rank has its own value."""
         return self.kind != "replicated"
 
 
@@ -89,7 +89,7 @@ class ParameterState:
 
     def __init__(self, key: str) -> None:
         self.key = key
-        """The parameter's name, or "#<position>" where nobody told the names; random numbers are seeded by it."""
+        """The parameter's name, or "#<position>" if names are not known; random numbers are seeded by it."""
         self.tensors: dict[str, Tensor] = {}
         self.entries: dict[str, Entry] = {}
         self._choice = 0
@@ -97,7 +97,7 @@ class ParameterState:
 
     @property
     def choice(self) -> int:
-        """The host's copy of the tensor `CHOICE`, which may lie on a GPU; the same under all names."""
+        """The host's copy of the tensor `CHOICE`, which may be on a GPU; the same under all names."""
         return self._choice if self._original is None else self._original.choice
 
     @choice.setter
@@ -114,7 +114,7 @@ class ParameterState:
         return self.tensors[name]
 
     def renamed(self, names: Mapping[str, str]) -> ParameterState:
-        """Return the same tensors under the names that a compressor declared, given the names that they are kept by."""
+        """Return the same tensors under the names that a compressor declared, given the names they are kept under."""
         state = ParameterState(self.key)
         state._original = self
         own = {kept: declared for declared, kept in names.items()}
@@ -130,22 +130,22 @@ class ParameterState:
         return {name: tensor for name, tensor in self.tensors.items() if self.entries[name].kind in kinds}
 
     def memory_bytes(self) -> int:
-        """Return the bytes that this parameter's state takes."""
+        """Return the number of bytes of this parameter's state."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 Declared = Mapping[str, Entry]
-"""What is remembered for one parameter, by name."""
+"""The entries declared for one parameter, by name."""
 
 
 def first_server(name: str, world_size: int) -> int:
-    """Return the rank that serves a parameter's first block; the next rank serves the next one, and so on.
+    """Return the rank that serves a parameter's first block; the next block is served by the next rank, and so on.
 
-    A function of the name, so that who serves what does not depend on buckets.
+    It depends only on the name, so that the assignment does not depend on buckets.
     """
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") % world_size
 
 
 def blocks_served(name: str, blocks: int, rank: int, world_size: int) -> range:
-    """Return the numbers of the blocks, of so many that a parameter has, which a rank serves."""
+    """Return the numbers of the blocks that a rank serves, given how many blocks a parameter has."""
     return range((rank - first_server(name, world_size)) % world_size, blocks, world_size)

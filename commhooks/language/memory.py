@@ -1,4 +1,4 @@
-"""How state is written and read: wherever, and however, it is kept."""
+"""Reading and writing state, regardless of where and how it is stored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def commit(memory: Tensor, value: Tensor, allowed: Tensor) -> None:
 
 
 def add_residuals(memories: Sequence[Tensor], residuals: Sequence[Tensor], decay: float = 1.0) -> None:
-    """Add residuals, wherever and however they are kept, to memory of the computing dtype."""
+    """Add residuals, in any storage, to memory of the computing dtype."""
     if residuals[0].device != memories[0].device:
         pairs = zip(residuals, memories, strict=True)
         residuals = [kept.to(memory.device, non_blocking=True) for kept, memory in pairs]

@@ -1,7 +1,7 @@
-"""Random numbers that depend on what they are for, and on nothing else.
+"""Random numbers that depend only on what they are used for.
 
-Nothing here draws from a global generator, so neither bucket order, nor the user's own seeding, nor a resume changes
-them.
+Nothing here draws from a global generator, so bucket order, the user's own seeding and resuming a run do not change the
+numbers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def stable_seed(*parts: int | str) -> int:
 
 
 def seeded_places(elements: int, count: int, seed: int, like: Tensor) -> Tensor:
-    """Return `count` different places among so many elements, as indices on the device of `like`; all are as likely.
+    """Return `count` distinct indices below `elements`, uniformly distributed, on the device of `like`.
 
-    Drawn on the CPU, so that they are the same on every device, and copied without anybody waiting for it. NumPy draws
-    without a permutation of all elements: 1 % of 2,359,296 in 0.4 ms instead of the 160 that `torch.randperm` takes.
+    They are drawn on the CPU, so that they are the same on every device, and copied without making the host wait. NumPy
+    draws without a permutation of all elements: 1 % of 2,359,296 in 0.4 ms instead of the 160 ms of `torch.randperm`.
     """
     places = np.random.Generator(np.random.PCG64(seed)).choice(elements, count, replace=False, shuffle=False)
     drawn = torch.empty(count, dtype=torch.int64, pin_memory=like.is_cuda).copy_(torch.from_numpy(places))
@@ -33,7 +33,8 @@ def seeded_places(elements: int, count: int, seed: int, like: Tensor) -> Tensor:
 def seeded_normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
     """Return standard normal numbers of the dtype and on the device of `like`.
 
-    Drawn on the CPU in fp32, so that they are the same on every device, and copied without anybody waiting for it.
+    They are drawn on the CPU in fp32, so that they are the same on every device, and copied without making the host
+    wait.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float32, pin_memory=like.is_cuda)
@@ -41,8 +42,8 @@ def seeded_normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
 
 
 def seeded_uniform(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
-    """Return fp32 numbers, uniform in [0, 1), drawn on the device of `like`; those of another device are others."""
-    if like.is_meta:  # which has shapes alone, and no generator
+    """Return fp32 numbers, uniform in [0, 1), drawn on the device of `like`; other devices give other numbers."""
+    if like.is_meta:  # meta tensors have only shapes, and no generator
         return torch.empty(shape, dtype=torch.float32, device=like.device)
     generator = torch.Generator(like.device).manual_seed(seed)
     return torch.rand(shape, generator=generator, dtype=torch.float32, device=like.device)

@@ -1,9 +1,9 @@
-"""What a compressor may ask for. A request is asked for; a collective is what then runs.
+"""What a compressor may request. A request is what is asked for; a collective is what then runs.
 
 A request is made of parts: tensors of any dtype, each with the names of the parameters whose elements it holds. The
-answer is a list with one tensor for each part, of the part's own dtype. The scheduler lays parts out in messages, so a
-compressor packs nothing. An answer may be a view of a message, which is used again: by the next step, or by a later
-request of the step whose parts are alike in layout, shape and dtype.
+answer is a list with one tensor for each part, in the part's dtype. The scheduler packs parts into messages, so a
+compressor packs nothing. An answer may be a view of a message, which is reused by the next step, or by a later request
+of the same step whose parts have the same layouts, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Which parameter owns which stretch of a 1-D tensor, from its first element to its last.
+    """Which parameter owns which range of a 1-D tensor, from its first element to its last.
 
-    Compared by identity, so that counters and caches look one up quickly.
+    Compared by identity, so that counters and caches can look one up quickly.
     """
 
     keys: tuple[str, ...]
-    """Parameters' names, or what stands for one; a name may come twice."""
+    """Parameter names, or placeholders; a name may occur twice."""
     sizes: tuple[int, ...]
-    """Elements of each stretch; of a tensor that no one splits, how its elements are shared among the names."""
+    """The number of elements in each range; for a tensor that cannot be split, each name's share of its elements."""
 
     @functools.cached_property
     def elements(self) -> int:
-        """Elements of the whole."""
+        """The total number of elements."""
         return sum(self.sizes)
 
 
@@ -43,12 +43,12 @@ class Part:
 
     tensor: Tensor
     layout: Layout | None = None
-    """Whose elements these are; None: those of the bucket's parameters, in the proportion of their sizes."""
+    """Whose elements these are; None: the bucket's parameters', in proportion to their sizes."""
     wire: torch.dtype | None = None
-    """The dtype in which a sum travels; None: the tensor's own."""
+    """The dtype in which a sum is sent; None: the tensor's own."""
     in_place: bool = False
-    """A sum may be written into the tensor, which is then the answer: nothing is copied if it travels alone. No other
-    part that is asked for at the same time may share its memory."""
+    """A sum may be written into the tensor, which is then the answer: nothing is copied if it is sent alone. No other
+    part that is requested at the same time may share its memory."""
 
     def __post_init__(self) -> None:
         if self.in_place and self.layout is not None and self.layout.elements != self.tensor.numel():
@@ -59,21 +59,21 @@ class Part:
 
     @property
     def on_wire(self) -> torch.dtype:
-        """The dtype in which it travels."""
+        """The dtype in which it is sent."""
         return self.tensor.dtype if self.wire is None else self.wire
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Some of the ranks, which alone take part in a request, where every `size` ranks in a row are a machine.
+    """Some of the ranks, which alone take part in a request; every `size` consecutive ranks form a machine.
 
     All groups of one kind work side by side: every rank is in one "inner" group, its machine, and in one "outer" group,
-    which has the rank of the same place from every machine.
+    which has the rank at the same position in every machine.
     """
 
     kind: Literal["inner", "outer"]
     size: int
-    """Ranks of a machine; the number of all ranks is a multiple of it."""
+    """Ranks per machine; the number of all ranks is a multiple of it."""
 
     def ranks(self, rank: int, world_size: int) -> range:
         """Return the members of this rank's group of the kind, in order."""
@@ -87,7 +87,7 @@ class Group:
 
 
 def ranks_in(group: Group | None, world_size: int) -> int:
-    """Return how many ranks take part where a group is named, or None for all."""
+    """Return how many ranks take part: those of the group, or all for None."""
     return world_size if group is None else group.count(world_size)
 
 
@@ -105,7 +105,7 @@ class Request(ABC):
         self.last = last
         """No further collective follows for this bucket: the next bucket may begin before this one is answered."""
         self.group = group
-        """Which of the ranks take part; None: all. Sums, rows and answers are of as many ranks as the group has."""
+        """The ranks that take part; None: all. Sums, rows and answers then cover the ranks of the group only."""
 
     def with_parts(self, parts: Sequence[Part]) -> Request:
         """Return the same request for other parts."""
@@ -123,18 +123,18 @@ class Request(ABC):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing would travel. An empty sparse tensor may meet other ranks' full ones, so it travels."""
+        """Whether there is nothing to send. An empty sparse tensor does not count: other ranks' may be non-empty."""
         return not any(part.tensor.is_sparse or part.tensor.numel() for part in self.parts)
 
 
 class AllReduce(Request):
-    """A request for each part's sum over the ranks or, with `average`, its mean.
+    """A request for the sum over the ranks of each part or, with `average`, its mean.
 
-    The division of a mean comes before a cast to `Part.wire`, in the part's own dtype: a sum that the narrow dtype
-    cannot hold does not overflow if the mean does not, but a rank's share (its tensor over the world size) becomes 0 if
-    it is at most half of the narrow dtype's smallest number. A sparse tensor is the only part of its request, and its
-    answer is another tensor: autograd lets a sparse gradient's values share memory with gradients that are still on
-    their way through the backward pass (tests/commhooks/test_odd_parameters.py).
+    For a mean, the division precedes the cast to `Part.wire`, and is done in the part's own dtype: a sum that the
+    narrow dtype cannot hold does not overflow if the mean does not, but a rank's contribution (its tensor over the
+    world size) becomes 0 if it is at most half of the narrow dtype's smallest number. A sparse tensor must be the only
+    part of its request, and its answer is another tensor: autograd lets a sparse gradient's values share memory with
+    gradients that the backward pass still uses (tests/commhooks/test_odd_parameters.py).
     """
 
     kind: ClassVar[str] = "all-reduce"
@@ -157,16 +157,16 @@ class AllGather(Request):
 class AllToAll(Request):
     """A request for an exchange: row i of a part goes to rank i, and row i of its answer came from rank i.
 
-    Every part is [world size, ...]. Ranks get different answers, so `Judge` must not be asked about them.
+    Every part is [world size, ...]. Ranks get different answers, so do not pass them to `Judge`.
     """
 
     kind: ClassVar[str] = "all-to-all"
 
 
 class ReduceScatter(Request):
-    """A request for sums of which each rank gets one: rank r's answer is the sum, over the ranks, of row r.
+    """A request for sums, of which each rank gets one: rank r's answer is the sum of row r over the ranks.
 
-    Every part is [world size, ...]. Ranks get different answers, so `Judge` must not be asked about them.
+    Every part is [world size, ...]. Ranks get different answers, so do not pass them to `Judge`.
     """
 
     kind: ClassVar[str] = "reduce-scatter"
@@ -175,9 +175,9 @@ class ReduceScatter(Request):
 class Judge:
     """A request for one verdict: a 0-dim bool, true if no element of these tensors is inf or NaN.
 
-    It is the last thing that an exchange may ask for, and nothing travels. Under "fused" all buckets of a step get one
-    verdict, when all of them have come to it; under "fifo" each bucket is judged by itself. Ask only about what every
-    rank has received alike, in the form in which inf and NaN show: a mean in the bucket's own dtype, a code's scales.
+    It must be the last request of an exchange, and nothing is sent. Under "fused" all buckets of a step get one
+    verdict, once all of them have asked; under "fifo" each bucket is judged by itself. Pass only what is identical on
+    every rank, in a form that shows inf and NaN: a mean in the bucket's own dtype, a code's scales.
     """
 
     kind: ClassVar[str] = "judge"
@@ -186,9 +186,10 @@ class Judge:
         self.tensors = tensors
 
     def __bool__(self) -> bool:
-        """Raise `TypeError`: a verdict is what is sent back to a `yield`."""
+        """Raise `TypeError`: a verdict is the value of a `yield`."""
         raise TypeError("Judge was not answered: write `finite = yield Judge(...)`.")
 
 
 Asked = Request | Judge | tuple[Request, ...]
-"""What may be yielded: a request, several at once (answered together by a list of answers), or the request to judge."""
+"""What may be yielded: a request, several at once (answered together by a list of answers), or a request for a
+verdict."""

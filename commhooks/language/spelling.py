@@ -1,4 +1,4 @@
-"""Compressors as text: a class's name and its settings, which `make_compressor` reads back."""
+"""Compressors as text: a class's name and its settings, which `make_compressor` can parse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def spelled(value: object) -> str:
-    """Return a value as `make_compressor` reads it: of a compressor, the settings that are not its defaults.
+    """Return a value as text that `make_compressor` can parse; settings that are defaults are left out.
 
     A class from outside this package is written with its module, as in "mypackage.sparse:TopK(ratio=0.1)".
     """

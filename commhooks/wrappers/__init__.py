@@ -1,4 +1,4 @@
-"""Wrappers: each takes a compressor and is one."""
+"""Wrappers: each takes a compressor and is a compressor itself."""
 
 from commhooks.wrappers.error_feedback import ErrorFeedback
 from commhooks.wrappers.hierarchical import Hierarchical

@@ -1,4 +1,4 @@
-"""Remember what a compressor leaves out, and add it to the next gradient.
+"""Error feedback: keep what a compressor leaves out, and add it to the next gradient.
 
 Source: Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
 2019, algorithm 2. The residual is local: what *this* rank did not send, not its distance from the mean.
@@ -22,17 +22,17 @@ from commhooks.wrappers.wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Wrapper):
-    """Give `inner` the gradient plus what this rank has not sent yet; keep what it leaves out this time.
+    """Gives `inner` the gradient plus what this rank has not sent yet, and keeps what it leaves out this time.
 
-    One residual for each parameter of which `inner` loses something. A step whose mean is not finite changes none.
+    There is one residual for each parameter of which `inner` loses something. A step whose mean is not finite changes
+    none.
     """
 
     decay: float = 1.0
-    """Lower than 1: a residual fades, and what it held is lost. An `inner` that may lose ω times what it is given
-    (squared norms) wants less than 1/√ω."""
+    """Below 1, a residual fades, and what fades is lost. If `inner` may lose ω times what it is given (squared norms),
+    this must be below 1/√ω."""
     reset_every: int = 0
-    """Steps after which the residual is dropped, again and again; 0: never. Lower: less is sent late, and more is lost.
-    """
+    """The residual is dropped every so many steps; 0: never. Lower: less is sent late, and more is lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,11 +57,11 @@ class ErrorFeedback(Wrapper):
 
     @property
     def fixes_wire(self) -> bool:
-        """Whether `inner` chooses the wire; if a wrapper does, `inner` learns of it by `Context.wire`."""
+        """Whether `inner` chooses the wire dtype; if a wrapper does, `inner` learns of it from `Context.wire`."""
         return self.inner.fixes_wire
 
     def takes(self, gradient: Tensor) -> bool:
-        """Take what `inner` takes, if it is dense and real."""
+        """Return whether `inner` takes the gradient and it is dense and real."""
         return self.inner.takes(gradient) and not gradient.is_sparse and gradient.is_floating_point()
 
     def check_parameters(self, named: Mapping[str, Tensor]) -> None:
@@ -74,11 +74,11 @@ class ErrorFeedback(Wrapper):
                 raise SettingsError(
                     f"ErrorFeedback(inner={self.inner!r}): of parameter {name!r}, inner may lose {error:.3g} times "
                     "what it is given (squared norms), so the residual would grow without bound"
-                    + (f"; set decay below {limit:g}, or write a damping factor out." if limit else ".")
+                    + (f"; set decay below {limit:g}, or set a damping factor explicitly." if limit else ".")
                 )
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return those of `inner`, and the residual if there can be one."""
+        """Return the entries of `inner`, and the residual if there can be one."""
         residual = {RESIDUAL: Entry(kind="residual")} if self.inner.loses(name, parameter) else {}
         return {**residual, **self.inner.state(name, parameter, world_size)}
 
@@ -95,7 +95,7 @@ class ErrorFeedback(Wrapper):
 
     @property
     def is_unbiased(self) -> bool:
-        """Return False: what is left out of one step is in the next."""
+        """Return False: what one step leaves out is sent in a later one."""
         return False
 
     def _loses(self, slot: Slot) -> bool:

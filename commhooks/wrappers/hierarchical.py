@@ -1,11 +1,11 @@
-"""Dense inside a machine, compressed between machines.
+"""Dense averaging inside a machine, compression between machines.
 
-Idea: links inside a machine are fast, so its ranks first average their gradients as they are. Then the machine acts as
-one rank: all of its ranks compress the same mean, alike, and each carries 1/n of every message to the other machines.
-Bytes on the wire, for n ranks a machine: between machines those of `inner` over n for each rank, so together as much as
-one rank a machine would send; inside, the gradient, and what came back from the other machines. Biased and ω as
-`inner`, of the machines' means. Weakness: every rank of a machine does all of the compressor's work, and all must come
-to the same bits, as ranks that are alike do.
+Idea: links inside a machine are fast, so its ranks first average their gradients uncompressed. Then the machine acts as
+one rank: all of its ranks compress the same mean identically, and each carries 1/n of every message to the other
+machines. Bytes on the wire, for n ranks per machine: between machines, each rank sends 1/n of what `inner` sends, so a
+machine sends as much as a single rank would; inside, the gradient, and the answers from the other machines. Bias and ω
+are those of `inner`, applied to the machines' means. Weakness: every rank of a machine does all of the compressor's
+work, and all must compute identical bits, as ranks with identical hardware do.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from commhooks.wrappers.wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hierarchical(Wrapper):
-    """Average inside each machine, and let machines average with `inner` as if each were one rank.
+    """Average inside each machine, and average between machines with `inner` as if each were one rank.
 
     What `inner` remembers belongs to a machine: all its ranks hold the same.
     """
 
     size: int
-    """Ranks of a machine, of consecutive numbers; 1: `inner` as it is."""
+    """The number of consecutive ranks that form a machine; 1: `inner` unchanged."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,15 +54,15 @@ class Hierarchical(Wrapper):
 
     @property
     def only_sums(self) -> bool:
-        """Return False: a machine's ranks gather what each of them brought."""
+        """Return False: the ranks of a machine gather what each of them received."""
         return False
 
     def takes(self, gradient: Tensor) -> bool:
-        """Take what `inner` takes, if it is dense and real."""
+        """Return whether `inner` takes the gradient and it is dense and real."""
         return self.inner.takes(gradient) and not gradient.is_sparse and gradient.is_floating_point()
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise `SettingsError` if so many ranks are not whole machines."""
+        """Raise `SettingsError` if the number of ranks is not a multiple of `size`."""
         if world_size % self.size:
             raise SettingsError(
                 f"Hierarchical(size={self.size}): the number of ranks must be a multiple of size (got {world_size})."
@@ -70,15 +70,15 @@ class Hierarchical(Wrapper):
         self.inner.check_ranks(world_size // self.size)
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return those of `inner`, held by a whole machine."""
+        """Return the entries of `inner`, each shared by a whole machine."""
         return self._held(self.inner.state(name, parameter, max(1, world_size // self.size)))
 
     def bucket_state(self, bucket: BucketView) -> Declared:
-        """Return those of `inner`, held by a whole machine."""
+        """Return the entries of `inner`, each shared by a whole machine."""
         return self._held(self.inner.bucket_state(bucket))
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Average inside the machine; then run `inner` as one of the machines."""
+        """Average inside the machine, then run `inner` as one of the machines."""
         if self.size == 1:
             yield from self.inner.compress(bucket, context)
             return
@@ -99,17 +99,17 @@ class Hierarchical(Wrapper):
 
 
 def is_hierarchical(compressor: Compressor) -> bool:
-    """Return whether there is a `Hierarchical` in a compressor's settings, or it is one."""
+    """Return whether a compressor is a `Hierarchical` or holds one in its settings."""
     if isinstance(compressor, Hierarchical):
         return True
     return any(is_hierarchical(one) for value in vars(compressor).values() for one in compressors_in(value))
 
 
 class _Carrier:
-    """Carry a machine's requests: each rank brings its slice of every part, and gathers what the others got for theirs.
+    """Carries a machine's requests: each rank sends its slice of every part, and the machine gathers the answers.
 
-    A slice is a stretch of a part's elements or, where a part has a row for each machine, of its columns. All slices of
-    a part are as long, so that they can be gathered; the last ones are filled up with zeros.
+    A slice is a range of a part's elements or, if a part has a row for each machine, of its columns. All slices of a
+    part have the same length, so that they can be gathered; the last ones are padded with zeros.
     """
 
     def __init__(self, size: int, place: int, machines: int) -> None:
@@ -119,12 +119,12 @@ class _Carrier:
         self._inside, self._between = Group("inner", size), Group("outer", size)
 
     def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
-        """Ask the other machines, then the own one."""
+        """Ask the other machines, then gather inside this one."""
         if isinstance(asked, Judge):
             return (yield asked)
         requests = asked if isinstance(asked, tuple) else (asked,)
         if not all(isinstance(request, Request) for request in requests):
-            return (yield asked)  # whoever runs the exchange says what is wrong with it
+            return (yield asked)  # whoever runs the exchange reports what is wrong
         if any(request.group is not None for request in requests):
             raise CompressorError("Hierarchical: inner must ask all ranks, and not a group of them.")
         if self._machines == 1:
@@ -151,7 +151,7 @@ class _Carrier:
         return Part(own, part.layout, part.wire)
 
     def _gather(self, request: Request, slices: list[Tensor]) -> AllGather:
-        """Ask for every rank's slices; those of sums as narrow as they came, which loses nothing."""
+        """Gather every rank's slices; sums are sent as narrow as they came, which loses nothing."""
         parts = []
         for part, own in zip(request.parts, slices, strict=True):
             is_cast = isinstance(request, AllReduce) and part.on_wire.itemsize < own.element_size()
@@ -159,7 +159,7 @@ class _Carrier:
         return AllGather(*parts, last=request.last, group=self._inside)
 
     def _whole(self, request: Request, slices: list[Tensor]) -> list[Tensor]:
-        """Return the answers that the slices make up, each [ranks of the machine, rows if there are any, width]."""
+        """Return the answers assembled from the slices, each [ranks of the machine, rows if there are any, width]."""
         answers = []
         for part, every in zip(request.parts, slices, strict=True):
             shape = part.tensor.shape
@@ -173,7 +173,7 @@ class _Carrier:
 
 
 def _columns(request: Request, part: Part) -> int:
-    """Return how many elements of a part are cut into slices: those of a row, where machines have rows."""
+    """Return how many elements of a part are cut into slices: those of a row, if each machine has one."""
     return part.tensor.shape[1:].numel() if _has_rows(request) else part.tensor.numel()
 
 

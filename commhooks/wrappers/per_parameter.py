@@ -1,4 +1,4 @@
-"""Some parameters to one compressor, and some to another."""
+"""Different compressors for different parameters."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from commhooks.language.spelling import spelled
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Match:
-    """What a parameter must be for a rule of `PerParameter`: all of what is given here."""
+    """The conditions that a parameter must meet, all of them, for a rule of `PerParameter`."""
 
     name: str = "*"
-    """A shell pattern, such as "head.*"."""
+    """A shell pattern for its name, such as "head.*"."""
     min_elements: int = 0
     max_elements: int | None = None
-    """None: any number. Both limits are included."""
+    """Limits on its number of elements, inclusive; None: no limit."""
     dimensions: tuple[int, ...] = ()
-    """How many dimensions it may have, such as (2, 4) for matrices and convolutions; empty: any number."""
+    """The allowed numbers of dimensions, such as (2, 4) for matrices and convolutions; empty: any number."""
     dtype: torch.dtype | None = None
     """None: any."""
 
@@ -45,11 +45,11 @@ class Match:
             )
 
     def __str__(self) -> str:
-        """Return what `make_compressor` reads back inside a compressor."""
+        """Return text that `make_compressor` can parse inside a compressor."""
         return spelled(self)
 
     def matches(self, name: str, parameter: Tensor) -> bool:
-        """Return whether a parameter is as described."""
+        """Return whether a parameter meets all conditions."""
         limit = parameter.numel() if self.max_elements is None else self.max_elements
         return (
             fnmatch.fnmatchcase(name, self.name)
@@ -63,7 +63,7 @@ class Match:
 class PerParameter(Compressor):
     """Give each parameter to the compressor of the first rule that matches it, and the rest to `otherwise`.
 
-    A step takes the rounds of the compressor that needs most, and not the sum of all.
+    A step takes as many rounds as the compressor that needs most, not the sum of all.
     """
 
     rules: tuple[tuple[str | Match, Compressor], ...]
@@ -100,11 +100,11 @@ class PerParameter(Compressor):
         return all(compressor.takes_feedback for compressor in self._compressors)
 
     def takes(self, gradient: Tensor) -> bool:
-        """Take what all of the compressors take."""
+        """Return whether all of the compressors take the gradient."""
         return all(compressor.takes(gradient) for compressor in self._compressors)
 
     def check_parameters(self, named: Mapping[str, Tensor]) -> None:
-        """Raise `SettingsError` if a rule is for no parameter, or a compressor objects."""
+        """Raise `SettingsError` if a rule applies to no parameter, or a compressor rejects its parameters."""
         for number, (pattern, _) in enumerate(self.rules):
             matching = [name for name, parameter in named.items() if _match(pattern).matches(name, parameter)]
             taken = [name for name in matching if self._rule_of(name, named[name]) != number]
@@ -121,12 +121,12 @@ class PerParameter(Compressor):
             compressor.check_parameters(mine)
 
     def check_ranks(self, world_size: int) -> None:
-        """Let all compressors check their settings."""
+        """Let every compressor check its settings."""
         for compressor in self._compressors:
             compressor.check_ranks(world_size)
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return those of the parameter's compressor."""
+        """Return the entries of the parameter's compressor."""
         return self._of(name, parameter).state(name, parameter, world_size)
 
     def remembers(self, step: int) -> bool:
@@ -151,7 +151,7 @@ class PerParameter(Compressor):
         return self._of(name, parameter).loses(name, parameter)
 
     def relative_error(self, elements: int) -> float:
-        """Return the largest of the compressors'."""
+        """Return the largest of the compressors' relative errors."""
         return max(compressor.relative_error(elements) for compressor in self._compressors)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
@@ -188,7 +188,7 @@ class PerParameter(Compressor):
         return self.otherwise if number is None else self.rules[number][1]
 
     def _rule_of(self, name: str, parameter: Tensor) -> int | None:
-        """Return the number of the first rule that matches, if any does."""
+        """Return the index of the first rule that matches, or None."""
         found = (number for number, (pattern, _) in enumerate(self.rules) if _match(pattern).matches(name, parameter))
         return next(found, None)
 

@@ -1,4 +1,4 @@
-"""Begin compressing some steps into the training."""
+"""Start compressing after some steps of training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StartAfter(Wrapper):
     """Run `before` for the first `steps` steps, and `inner` from then on."""
 
     steps: int
-    """Higher: more of the delicate first phase of training goes uncompressed."""
+    """Higher: more of the delicate early phase of training is uncompressed."""
     before: Compressor = dataclasses.field(default_factory=AllReduceMean)
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class StartAfter(Wrapper):
         return self.inner.takes_feedback and self.before.takes_feedback
 
     def takes(self, gradient: Tensor) -> bool:
-        """Take what both compressors take."""
+        """Return whether both compressors take the gradient."""
         return self.inner.takes(gradient) and self.before.takes(gradient)
 
     def check_parameters(self, named: Mapping[str, Tensor]) -> None:
@@ -65,24 +65,24 @@ class StartAfter(Wrapper):
         self.before.check_ranks(world_size)
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return those of both compressors; what they declare alike they share, such as a residual."""
+        """Return the entries of both compressors; those declared identically, such as a residual, are shared."""
         declared = self.before.state(name, parameter, world_size), self.inner.state(name, parameter, world_size)
         return _together(*declared)
 
     def bucket_state(self, bucket: BucketView) -> Declared:
-        """Return those of both compressors; what they declare alike they share."""
+        """Return the entries of both compressors; those that both declare identically are shared."""
         return _together(self.before.bucket_state(bucket), self.inner.bucket_state(bucket))
 
     def remembers(self, step: int) -> bool:
-        """Return what the one does that has its turn."""
+        """Return whether the current compressor uses state in this step."""
         return self._in_turn(step).remembers(step)
 
     def chooses(self, step: int) -> bool:
-        """Return whether the one does that has its turn."""
+        """Return whether the current compressor chooses in this step."""
         return self._in_turn(step).chooses(step)
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
-        """Let the one choose that has its turn, from what it knows by its own names."""
+        """Let the current compressor choose, given the state under its own names."""
         if step >= self.steps:
             return self.inner.choose(states, step)
         own = {p: state.renamed(self._names_of_before(state.key, p, 1)) for p, state in states.items()}
@@ -93,20 +93,20 @@ class StartAfter(Wrapper):
         return self.before.loses(name, parameter) or self.inner.loses(name, parameter)
 
     def relative_error(self, elements: int) -> float:
-        """Return the larger one of both compressors'."""
+        """Return the larger relative error of the two."""
         return max(self.before.relative_error(elements), self.inner.relative_error(elements))
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Hand the bucket to whichever compressor has its turn."""
+        """Pass the bucket to the current compressor."""
         if context.step >= self.steps:
             return self.inner.compress(bucket, context)
         renamed = bucket.plan(self, lambda: self._bucket_of_before(bucket, context))
         return self.before.compress(renamed or bucket, context)
 
     def _bucket_of_before(self, bucket: BucketView, context: Context) -> BucketView | None:
-        """Return the bucket with the state that `before` has for itself under the names that it knows, if it has any.
+        """Return the bucket with the state private to `before` under its own names; None if there is none.
 
-        None and not the bucket, whose plans this is kept in: it would hold itself.
+        None rather than the bucket itself, since this is kept in the bucket's plans and would form a cycle.
         """
         names: dict[Slot, dict[str, str]] = {}
         for slot in bucket.slots:
@@ -117,7 +117,7 @@ class StartAfter(Wrapper):
         return bucket.renamed(names.__getitem__) if any(names.values()) else None
 
     def _names_of_before(self, name: str, parameter: Tensor, world_size: int) -> dict[str, str]:
-        """Return under which names a parameter's state is kept that `before` has for itself."""
+        """Return the names under which a parameter's state private to `before` is kept."""
         where = name, parameter, world_size
         return _kept_apart(self.before.state(*where), self.inner.state(*where))
 
@@ -126,10 +126,10 @@ class StartAfter(Wrapper):
 
 
 def schedule(*phases: tuple[int, Compressor]) -> Compressor:
-    """Return a compressor that runs another one from each of these steps on: `schedule((0, a), (100, b), (500, c))`.
+    """Return a compressor that switches at the given steps: `schedule((0, a), (100, b), (500, c))`.
 
-    The first phase begins at step 0. What phases declare alike they share: a residual goes on from one to the next, and
-    a ratio or a rank may change without losing it. Raises `SettingsError` if steps do not ascend from 0.
+    The first phase begins at step 0. State that phases declare identically is shared: a residual continues from one to
+    the next, and a ratio or a rank may change without losing it. Raises `SettingsError` if steps do not ascend from 0.
     """
     steps = [step for step, _ in phases]
     if not steps or steps[0] != 0 or any(step >= later for step, later in itertools.pairwise(steps)):
@@ -141,12 +141,12 @@ def schedule(*phases: tuple[int, Compressor]) -> Compressor:
 
 
 def _kept_apart(before: Declared, inner: Declared) -> dict[str, str]:
-    """Return the names of entries that the two declare differently, and what those of `before` are kept by."""
+    """Map entries that the two declare differently to the names under which those of `before` are kept."""
     apart: dict[str, str] = {}
     for name, entry in before.items():
         if name in inner and not entry.is_like(inner[name]):
             kept = f"{name} before"
-            while kept in before or kept in inner:  # of a StartAfter inside this one
+            while kept in before or kept in inner:  # a StartAfter inside this one uses it
                 kept += " before"
             apart[name] = kept
     return apart

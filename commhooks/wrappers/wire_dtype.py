@@ -19,7 +19,7 @@ from commhooks.wrappers.wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WireDtype(Wrapper):
-    """Let `inner`'s sums travel in `dtype`; its residuals, factors and arithmetic keep theirs."""
+    """Sends `inner`'s sums in `dtype`; its residuals, factors and arithmetic keep their precision."""
 
     dtype: torch.dtype
     """Narrower: smaller messages, fewer digits."""
@@ -29,20 +29,20 @@ class WireDtype(Wrapper):
         check_wire_dtype("WireDtype", self.dtype)
         if not self.inner.only_sums:
             raise SettingsError(
-                f"WireDtype(inner={self.inner!r}): it asks for more than sums, which alone can be cast."
+                f"WireDtype(inner={self.inner!r}): only sums can be cast, and inner requests more than sums."
             )
         if self.inner.fixes_wire:
             raise SettingsError(
-                f"WireDtype(inner={self.inner!r}): inner must leave the wire's dtype open; this one casts by itself."
+                f"WireDtype(inner={self.inner!r}): inner must not choose its own wire dtype, as this one does."
             )
 
     def takes(self, gradient: Tensor) -> bool:
-        """Take what `inner` takes, if its values can be cast."""
+        """Return whether `inner` takes the gradient and its values can be cast."""
         return self.inner.takes(gradient) and not gradient.is_sparse
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Pass on `inner`'s requests with the wire's dtype set."""
-        narrowed = dataclasses.replace(context, wire=context.wire or self.dtype)  # if two are nested, the outer one's
+        """Run `inner` with the dtype of its requests narrowed."""
+        narrowed = dataclasses.replace(context, wire=context.wire or self.dtype)  # if nested, the outer one decides
         return map_requests(self._carry, self.inner.compress(bucket, narrowed))
 
     def _carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
@@ -60,5 +60,5 @@ class WireDtype(Wrapper):
 
     def _cast(self, part: Part) -> Part:
         own = max(part.tensor.dtype, part.wire or part.tensor.dtype, key=lambda dtype: dtype.itemsize)
-        wire = self.dtype if own.itemsize > self.dtype.itemsize else own  # a nested one's may be narrower
+        wire = self.dtype if own.itemsize > self.dtype.itemsize else own  # a nested one may be narrower
         return dataclasses.replace(part, wire=wire)

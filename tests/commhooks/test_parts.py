@@ -538,7 +538,7 @@ def test_a_wire_is_not_put_round_what_casts_by_itself(name: str, feedback: bool)
     inner = commhooks.make_compressor(name, error_feedback=feedback)
     for wrapped in (inner, commhooks.StartAfter(inner=inner, steps=3)):
         with pytest.raises(
-            commhooks.SettingsError, match=r"WireDtype\(inner=.*: inner must leave the wire's dtype open"
+            commhooks.SettingsError, match=r"WireDtype\(inner=.*: inner must not choose its own wire dtype"
         ):
             commhooks.WireDtype(inner=wrapped, dtype=torch.float16)
 
