@@ -62,13 +62,13 @@ __all__ = [
 
 
 class Registered(NamedTuple):
-    """How a compressor of some name is made."""
+    """How to make the compressor of some name."""
 
     make: Callable[..., Compressor]
     feeds_back: bool = False
-    """Whether `make_compressor` puts `ErrorFeedback` around it, if that takes it and it is not told otherwise."""
+    """Whether `make_compressor` wraps it in `ErrorFeedback` by default, if it takes feedback."""
     decay: float = 1.0
-    """Of that `ErrorFeedback`, unless told otherwise."""
+    """The default decay of that `ErrorFeedback`."""
 
 
 def _two_hop(
@@ -83,7 +83,7 @@ def _two_hop(
 
 
 _two_hop_unfed = functools.partial(_two_hop, server_feedback=False)
-"""For codes that are right on average, or all but right: remembering what they lose gains little."""
+"""For codes that are exactly or nearly right on average: error feedback gains little."""
 
 COMPRESSORS: dict[str, Registered] = {
     "adaptive-rank": Registered(AdaptiveRank, feeds_back=True),

@@ -1,11 +1,12 @@
-"""Affine: 8 bits an element, between the least and the largest of a bucket or of each of its channels.
+"""Affine: 8 bits per element, between the smallest and the largest value of a bucket or of each of its channels.
 
 Source: PyTorch's quantization_pertensor_hook and quantization_perchannel_hook, whose codes these are.
-Idea: the range of a channel, widened to hold 0, is cut into 255 steps; every rank gathers all ranks' codes, and
-averages what they stand for. Nothing is padded: a last channel may be short, and has a scale of its own.
-Bytes on the wire: 1 an element, and 8 a channel (a scale and the number that stands for 0), from every rank to every
-other. Biased, ω at most c/(c + 65,024) for a channel of c elements. Weakness: the bytes received grow with the number
-of ranks, and one large element takes the digits of all in its channel; "int8" has neither (two hops, small blocks).
+Idea: the range of a channel, widened to include 0, is divided into 255 steps; every rank gathers the codes of all
+ranks, decodes them and averages. Nothing is padded: the last channel may be short, and has its own scale.
+Bytes on the wire: 1 per element, and 8 per channel (a scale and the zero point), from every rank to every other.
+Biased, ω at most c/(c + 65,024) for a channel of c elements. Weakness: the bytes received grow with the number of
+ranks, and one large element costs all others in its channel their precision; "int8" has neither problem (two hops,
+small blocks).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from commhooks.language.requests import AllGather, Judge, Part
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Affine(Compressor):
-    """Average the 8-bit codes that every rank gathers: one collective a bucket."""
+    """A compressor that gathers 8-bit codes from every rank and averages them: one collective per bucket."""
 
     channel: int | None = None
-    """Elements that share a scale. Smaller: more scales, fewer digits lost. None: all of a bucket share one."""
+    """Elements that share a scale. Smaller: more scales, less rounding. None: the whole bucket shares one."""
 
     def __post_init__(self) -> None:
         if self.channel is not None and self.channel < 1:
@@ -42,16 +43,16 @@ class Affine(Compressor):
         return True
 
     def relative_error(self, elements: int) -> float:
-        """Return c/(c + 65,024): the largest is at least 127.5 steps, and off by at most half of one.
+        """Return c/(c + 65,024): the largest element is at least 127.5 steps, and its error at most half a step.
 
-        So are the c - 1 others, but none by more than it is itself, for 0 is exact: at worst they are half a step each,
-        and lost.
+        The other c - 1 elements also have errors of at most half a step, but none larger than the element itself, since
+        0 is exact: in the worst case each is half a step and is lost.
         """
         channel = min(elements, self.channel or elements)
         return channel / (channel + 255**2 - 1)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Gather scales, zero points and codes; the mean is that of what they stand for, in rank order."""
+        """Gather scales, zero points and codes; the mean is that of the decoded values, in rank order."""
         tiles = [tile for tile in bucket.tiles if tile.gradient.numel()]
         if not tiles:
             return
@@ -83,7 +84,7 @@ class Affine(Compressor):
         return codes.to(scales.dtype).sub_(zero).mul_(scale)
 
     def _spread(self, of_channels: Tensor, elements: int) -> Tensor:
-        """Return each element's own, of one for each channel."""
+        """Expand one value per channel to one value per element."""
         if len(of_channels) == 1:
             return of_channels
         return of_channels.repeat_interleave(self.channel or elements)[:elements]
@@ -95,6 +96,6 @@ class Affine(Compressor):
         return mean.div_(context.world_size)
 
     def _largest(self, tiles: list[Tile], received: list[tuple[Tensor, Tensor]], context: Context) -> list[Tensor]:
-        """Return the largest means in the gradients' dtype, if that may not hold them."""
+        """Return the largest means in the gradients' dtype, if it may not be able to hold them."""
         pairs = zip(tiles, received, strict=True) if tiles[0].has_short_range else ()
         return [self._mean(*of_all, context).abs().amax().to(tile.gradient.dtype) for tile, of_all in pairs]

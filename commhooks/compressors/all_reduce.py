@@ -1,8 +1,8 @@
-"""All-reduce: the plain mean, with nothing compressed.
+"""All-reduce: the plain mean, without compression.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 Idea: every rank divides its gradient by the number of ranks, and the sum over ranks is the mean.
-Bytes on the wire: those of the gradient. Weakness: those are many.
+Bytes on the wire: the whole gradient. Weakness: that is a lot.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from commhooks.language.requests import AllReduce
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduceMean(Compressor):
-    """Average the gradient as it is: one collective a bucket. Takes sparse and complex gradients too."""
+    """A compressor that averages the gradient uncompressed: one collective per bucket.
+
+    Takes sparse and complex gradients too.
+    """
 
     def takes(self, gradient: Tensor) -> bool:
-        """Return True: sparse and complex gradients are fine too."""
+        """Return True: sparse and complex gradients are supported too."""
         return True
 
     @property
     def is_unbiased(self) -> bool:
-        """Return True: it is the mean itself."""
+        """Return True: the result is the mean itself."""
         return True
 
     def remembers(self, step: int) -> bool:
@@ -34,7 +37,7 @@ class AllReduceMean(Compressor):
         return False
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Ask for the mean of the bucket's memory."""
+        """Request the mean of the bucket's memory."""
         means = yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, last=True)
         for tile, mean in zip(bucket.tiles, means, strict=True):
             tile.write(mean)

@@ -1,10 +1,11 @@
 """Cast: the mean, summed on the wire in a narrower dtype.
 
 Source: PyTorch's fp16_compress_hook and bf16_compress_hook.
-Idea: half the bytes for half the digits. The division by the number of ranks comes first, in the gradient's own
-dtype, so what must fit the narrow dtype is each rank's share of the mean, and not the sum of the gradients.
-Bytes on the wire: 2 for each element. Weakness: at most half of dense. What the cast loses is lost, unless
-`ErrorFeedback` keeps it; in fp16 a share of at most 2**-25 = 3.0e-8 is lost whole (64 ranks: a gradient of 1.9e-6).
+Idea: half the bytes for half the digits. The division by the number of ranks comes first, in the gradient's own dtype,
+so the narrow dtype must hold only each rank's contribution to the mean, not the sum of the gradients.
+Bytes on the wire: 2 per element. Weakness: it saves at most half of the dense bytes. What the cast rounds away is lost,
+unless `ErrorFeedback` keeps it; in fp16 a contribution of at most 2**-25 = 3.0e-8 becomes 0 (64 ranks: a gradient of
+1.9e-6).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from commhooks.language.requests import AllReduce, Judge
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cast(Compressor):
-    """Average the gradient with `dtype` on the wire: one collective a bucket."""
+    """A compressor that averages the gradient with `dtype` on the wire: one collective per bucket."""
 
     dtype: torch.dtype
     """Narrower: smaller messages, fewer digits."""
@@ -31,20 +32,20 @@ class Cast(Compressor):
         check_wire_dtype("Cast", self.dtype)
 
     def takes(self, gradient: Tensor) -> bool:
-        """Return whether the gradient is dense; complex ones travel as pairs of reals."""
+        """Return whether the gradient is dense; complex ones are sent as pairs of real numbers."""
         return not gradient.is_sparse
 
     @property
     def fixes_wire(self) -> bool:
-        """Always True: the sum travels in `dtype`."""
+        """Always True: the sum is sent in `dtype`."""
         return True
 
     def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the cast saves anything, and so rounds."""
+        """Return whether the cast makes the gradient smaller, and therefore rounds."""
         return self._narrows(parameter)
 
     def relative_error(self, elements: int) -> float:
-        """Return the square of the dtype's unit roundoff; an element that becomes 0 loses more, and is small."""
+        """Return the square of the dtype's unit roundoff; an element that becomes 0 loses more, but is small."""
         return float((torch.finfo(self.dtype).eps / 2) ** 2)
 
     def remembers(self, step: int) -> bool:
@@ -52,15 +53,15 @@ class Cast(Compressor):
         return False
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Ask for the mean of the bucket's memory, cast on the wire."""
+        """Request the mean of the bucket's memory, cast on the wire."""
         if not self._narrows(bucket.memory):
             means = yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, last=True)
             for tile, mean in zip(bucket.tiles, means, strict=True):
                 tile.write(mean)
             return
-        # Tiles of a narrow bucket share the memory that they are formed in, so several are copied out of it.
+        # Tiles of a narrow bucket share one scratch buffer, so several tiles are copied out of it.
         formed = [tile.form() if len(bucket.tiles) == 1 else tile.form().clone() for tile in bucket.tiles]
-        # What the wire makes of it is known before it travels, and the memory is overwritten by the answer.
+        # The rounding error is computed before sending: the answer overwrites the memory.
         unsent = [
             self._rounded_away(M, context.world_size) if tile.keeps else M
             for tile, M in zip(bucket.tiles, formed, strict=True)
@@ -75,17 +76,17 @@ class Cast(Compressor):
                 tile.keep(left, finite)
 
     def _narrows(self, memory: Tensor) -> bool:
-        """Return whether the cast of a gradient saves anything; fp16 for bf16 would save nothing, and overflow."""
+        """Return whether casting a gradient makes it smaller; fp16 for bf16 would not, and could overflow."""
         return memory.element_size() // (2 if memory.is_complex() else 1) > self.dtype.itemsize
 
     def _rounded_away(self, memory: Tensor, world_size: int) -> Tensor:
-        """Return the difference between the gradient and what the wire makes of it."""
+        """Return the difference between the gradient and its value after the cast."""
         share = memory / world_size
         return share.sub_(share.to(self.dtype)).mul_(world_size)
 
 
 def check_wire_dtype(owner: str, dtype: torch.dtype) -> None:
-    """Raise `SettingsError` for a dtype that gradients cannot be summed in."""
+    """Raise `SettingsError` for a dtype in which gradients cannot be summed."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise SettingsError(
             f"{owner}(dtype={dtype}): dtype must be a floating-point torch.dtype of at least 16 bits, "

@@ -1,4 +1,4 @@
-"""The discrete cosine transform of tiles: the orthonormal DCT-II along both sides, as products of matrices."""
+"""The discrete cosine transform of tiles: the orthonormal DCT-II along both sides, as matrix products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commhooks.compressors.powersgd.precision import in_full
 
 
 def cosines(n: int, like: Tensor) -> Tensor:
-    """Return the basis n×n, orthonormal and one frequency a row, of the dtype and on the device of `like`."""
+    """Return the orthonormal basis n×n, one frequency per row, with the dtype and device of `like`."""
     places = torch.arange(n, dtype=torch.float64, device=like.device)
     basis = torch.cos(math.pi / (2 * n) * torch.outer(places, 2 * places + 1)) * math.sqrt(2 / n)
     basis[0] = math.sqrt(1 / n)
@@ -26,5 +26,5 @@ def transform(tiles: Tensor, left: Tensor, right: Tensor) -> Tensor:
 def _across(tiles: Tensor, basis: Tensor) -> Tensor:
     """Return tile · basisᵀ, transposed: T×a×b becomes T×b×a."""
     T, a, b = tiles.shape
-    P, Q = in_full(tiles.reshape(T * a, b), basis.t())  # nobody keeps what a narrower product would round away
+    P, Q = in_full(tiles.reshape(T * a, b), basis.t())  # what a narrower product would round away is kept nowhere
     return (P @ Q).view(T, a, b).transpose(1, 2)

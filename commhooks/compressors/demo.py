@@ -1,18 +1,19 @@
-"""DeMo: the largest frequencies of each tile's momentum; with one bit for each, DisTrO's wire.
+"""DeMo: the largest frequencies of each tile's momentum; with one bit for each, what DisTrO sends.
 
-Source: Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", 2024, algorithms 1 and 2; DisTrO's wire as
-Nous Research trains with it.
-Idea: each rank keeps a momentum of its own, which is never synchronised: the residual of `ErrorFeedback(decay=β)`. The
-k largest coefficients of each tile's discrete cosine transform (DCT) are sent and taken out of it; the mean is the
+Source: Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", 2024, algorithms 1 and 2; the one-bit messages
+are those with which Nous Research trains (DisTrO).
+Idea: each rank keeps its own momentum, which is never synchronised: the residual of `ErrorFeedback(decay=β)`. The k
+largest coefficients of each tile's discrete cosine transform (DCT) are sent and subtracted from it; the mean is the
 inverse transform of all ranks' coefficients.
-Bytes on the wire: 6·k for a tile of up to 64×64 elements, k values of 4 and k places of 2. With `one_bit` 17/8·k, 8.5
-for k = 4, and 4 more for a bucket, since bits do not show an inf.
-Biased, ω ≤ 1 - k/4096. With `one_bit` or `sign` the mean has no size, only signs: no gradient scaler must unscale it.
-Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. Where their processors
-differ, so may the sign of a mean that is near zero. On a processor a step takes more than 40 copies of the gradient:
-two transforms of every tile, and choosing in each.
+Bytes on the wire: 6·k for a tile of up to 64×64 elements: k values of 4 bytes and k indices of 2. With `one_bit`,
+17/8·k, so 8.5 for k = 4, and 4 more per bucket, since bits cannot show an inf.
+Biased, ω ≤ 1 - k/4096. With `one_bit` or `sign` the mean consists of signs only, without magnitudes: no gradient scaler
+must unscale it.
+Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. If the ranks' processors
+differ, the sign of a mean near zero may differ too. On a CPU a step takes as long as more than 40 copies of the
+gradient: two transforms of every tile, and a selection in each.
 
-Legend: T tiles of a×b elements; C their coefficients; k sent of each; W ranks.
+Legend: T tiles of a×b elements; C their coefficients; k sent of each tile; W ranks.
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ from commhooks.language.requests import AllGather, Judge, Part
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeMo(Compressor):
-    """Send `k` coefficients of each tile: one collective a bucket. Wants `ErrorFeedback(decay=0.999)` around it."""
+    """A compressor that sends `k` coefficients of each tile: one collective per bucket.
+
+    Wrap it in `ErrorFeedback(decay=0.999)`.
+    """
 
     k: int = 32
-    """Lower: smaller messages, more left to the momentum."""
+    """Lower: smaller messages, but more left in the momentum."""
     chunk: int = 64
-    """The longest side of a tile. Larger: smaller messages, more left to the momentum."""
+    """The longest side of a tile. Larger: smaller messages, but more left in the momentum."""
     one_bit: bool = False
-    """On: only the signs of coefficients travel, and count alike. What is taken out of the momentum stays the same."""
+    """On: only the signs of coefficients are sent, with equal weight. The full coefficients are subtracted from the
+    momentum."""
     sign: bool = False
-    """On: the mean's signs take its place, as the paper's optimiser has it."""
+    """On: the mean is replaced by its signs, as in the paper's optimiser."""
 
     def __post_init__(self) -> None:
         check_count("DeMo", "chunk", self.chunk)
@@ -60,14 +65,14 @@ class DeMo(Compressor):
         return False
 
     def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether not all coefficients of a tile are sent."""
+        """Return whether any coefficient of a tile is left unsent."""
         if not parameter.numel():
             return False
         tiling = Tiling.of(parameter, self.chunk)
         return self.k < tiling.a * tiling.b
 
     def relative_error(self, elements: int) -> float:
-        """Return 1 - k/chunk²: what is sent has at least the average size, and the transform changes no norm."""
+        """Return 1 - k/chunk²: what is sent has at least the average size, and the transform preserves norms."""
         return 1 - self.k / self.chunk**2
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
@@ -88,7 +93,7 @@ class DeMo(Compressor):
             (self._values(sent, values), at)
             for sent, at, (values, _) in zip(answers[::2], answers[1::2], own, strict=False)  # and the verdict's
         ]
-        to_judge = answers[::2]  # values; or bits, which are always finite, and the largest of all
+        to_judge = answers[::2]  # values; or bits, which are always finite, and the largest element
         if places[0].slot.tile.has_short_range and not self.sign:
             means = (place.mean(*of_ranks) for place, of_ranks in zip(places, received, strict=True))
             to_judge += [mean.abs().amax().to(bucket.memory.dtype) for mean in means]
@@ -97,7 +102,7 @@ class DeMo(Compressor):
             extracted = place.mean(values.unsqueeze(0), at.unsqueeze(0))
             place.slot.keep(place.slot.form().sub_(extracted), finite)
             mean = place.mean(*of_ranks)
-            # Signs do not show an inf, so the verdict does.
+            # Signs cannot show an inf, so the verdict does.
             place.slot.write((mean.sign_() if self.sign else mean).add_(torch.where(finite, 0.0, torch.nan)))
 
     def _place(self, slot: Slot) -> _Place:
@@ -106,13 +111,13 @@ class DeMo(Compressor):
         return _Place(slot, tiling, left, right)
 
     def _largest(self, C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest coefficients [T, k] of C [T, ab] and where; zeros, which have no sign, are behind all."""
+        """Return the largest coefficients [T, k] of C [T, ab] and their places; zeros come last: they have no sign."""
         at = torch.topk(C.abs(), min(self.k, C.shape[1]), sorted=False).indices
         values = C.gather(1, at)
         return values, at.masked_fill(values == 0, C.shape[1]).to(torch.int16)
 
     def _values(self, sent: Tensor, like: Tensor) -> Tensor:
-        """Return what all ranks have sent as values [W, T, k]: 1 or -1, if they are bits."""
+        """Return what all ranks have sent as values [W, T, k]: 1 or -1 if they are bits."""
         return 1 - 2 * unpack(sent, 1, tuple(like.shape)).to(like.dtype) if self.one_bit else sent
 
 
@@ -129,7 +134,7 @@ class _Place(NamedTuple):
         return transform(self.tiling.cut(self.slot.form()), self.left, self.right).flatten(1)
 
     def mean(self, values: Tensor, places: Tensor) -> Tensor:
-        """Return the mean of what some ranks' coefficients [W, T, k] stand for, in their order, 1-D."""
+        """Return the mean of what the ranks' coefficients [W, T, k] represent, in rank order, 1-D."""
         a, b = self.tiling.a, self.tiling.b
         C = values.new_zeros(self.tiling.count, a * b + 1)  # the last column takes zeros
         for own, at in zip(values, places, strict=True):

@@ -1,12 +1,12 @@
 """Deep gradient compression: top-k of a momentum that every rank keeps for itself.
 
 Source: Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression", ICLR 2018, section 3.
-Idea: each rank adds up its own momentum, instead of its gradients, and sends the k largest of these sums; where it has
-sent, momentum and sum begin at zero again (momentum factor masking). Gradients are clipped on each rank, and in the
-first steps more is sent.
-Bytes on the wire: those of top-k. Biased: of any size, at most 1 - k/n of the |sum|² is left for later steps. Weakness:
-two values an element are kept, and the optimiser must have no momentum of its own, for the mean has it already. It
-takes as long as top-k.
+Idea: each rank accumulates its own momentum, instead of its gradients, and sends the k largest elements of the sum; for
+the elements sent, momentum and sum restart from zero (momentum factor masking). Gradients are clipped on each rank, and
+the first steps send more.
+Bytes on the wire: those of top-k. Biased: for any size, at most 1 - k/n of |sum|² is left for later steps. Weakness:
+two values per element are kept, and the optimiser must not have a momentum of its own, since the mean already includes
+it. It takes as long as top-k.
 
 Legend: g gradient; m momentum; u velocity; v what was not sent; N ranks.
 """
@@ -33,19 +33,22 @@ _STAGES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DGC(Compressor):
-    """Send the largest elements of what each rank's momentum adds up to. For SGD without momentum of its own."""
+    """A compressor that sends the largest elements of each rank's accumulated momentum.
+
+    Use it with SGD without momentum.
+    """
 
     ratio: float = 0.001
-    """Lower: smaller messages, and what is sent is older. At least one element of each parameter is sent."""
+    """Lower: smaller messages, but older updates. At least one element of each parameter is sent."""
     momentum: float = 0.9
-    """m, instead of the optimiser's. Higher: a longer memory; 0: top-k with error feedback, and no velocity is kept."""
+    """m, in place of the optimiser's. Higher: a longer memory; 0: top-k with error feedback, without a velocity."""
     clip: float | None = None
-    """The norm of a parameter's gradient, without its loss scale, from which on it is clipped; of each rank's own, this
-    over the square root of their number. The paper clips all parameters as one vector."""
+    """The norm above which a parameter's gradient is clipped, without the loss scale; each rank clips its own gradient
+    at this over the square root of the number of ranks. The paper clips all parameters as one vector."""
     warm_up: int = 0
-    """So many steps have higher ratios: a quarter at first, and a smaller one after each fourth of them."""
+    """For this many steps the ratio is higher: a quarter at first, then lowered after each quarter of them."""
     indices: Indices = "auto"
-    """How places travel, and what the largest are chosen from; see `TopK`."""
+    """How indices are sent, and what the largest are chosen from; see `TopK`."""
 
     def __post_init__(self) -> None:
         check_settings("DGC", self.indices, ratio=self.ratio)
@@ -72,7 +75,7 @@ class DGC(Compressor):
         return {RESIDUAL: Entry(kind="residual"), **velocity}
 
     def ratio_of(self, step: int) -> float:
-        """Return the part of the elements that a step sends; it falls exponentially from a quarter to `ratio`."""
+        """Return the fraction of the elements that a step sends; it falls exponentially from a quarter to `ratio`."""
         if step >= self.warm_up or self.ratio > _FIRST_RATIO:
             return self.ratio
         stage = _STAGES * step // self.warm_up
@@ -85,7 +88,7 @@ class DGC(Compressor):
             return
         finite, received = yield from gather(sent, context)
         for own, of_all in zip(sent, received, strict=True):
-            u = self._velocity(own.slot, context)  # again, rather than to keep those of all slots meanwhile
+            u = self._velocity(own.slot, context)  # recomputed, to avoid keeping those of all slots
             v = own.slot.form().copy_(u)
             add_residuals([v], [own.slot.state(RESIDUAL)])
             own.slot.commit(RESIDUAL, v.index_fill_(0, own.places, 0.0), finite)
@@ -99,13 +102,13 @@ class DGC(Compressor):
         return Sent.largest_of(slot, v, self.indices, self.ratio_of(context.step))
 
     def _velocity(self, slot: Slot, context: Context) -> Tensor:
-        """Return u with this step's gradient in it, in new memory."""
+        """Return u updated with this step's gradient, in new memory."""
         g = slot.form()
         if self.clip is None:
             u = g.clone()
         else:
             largest = g.norm(math.inf).clamp(min=torch.finfo(g.dtype).tiny)
-            u = g / largest  # squares of g itself might overflow
+            u = g / largest  # squares of g itself could overflow
             limit = self.clip * context.loss_scale / context.world_size**0.5
             u = torch.mul(g, (limit / largest / u.norm()).clamp(max=1), out=u)
         if self.momentum:

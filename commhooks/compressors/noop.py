@@ -1,6 +1,6 @@
 """No-op: nothing is exchanged, and every rank keeps its own gradient.
 
-Idea: what remains of a step when communication costs nothing; for measuring, never for training.
+Idea: shows what remains of a step when communication costs nothing; for measuring, never for training.
 Bytes on the wire: none. Weakness: replicas drift apart.
 """
 
@@ -16,10 +16,10 @@ from commhooks.language.compressor import Compressor, Context, Exchange
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoOp(Compressor):
-    """Leave every rank's gradient as it is, without a collective."""
+    """A compressor that leaves every rank's gradient unchanged, without a collective."""
 
     def takes(self, gradient: Tensor) -> bool:
-        """Return True: sparse and complex gradients are fine too."""
+        """Return True: sparse and complex gradients are supported too."""
         return True
 
     def remembers(self, step: int) -> bool:
@@ -27,5 +27,5 @@ class NoOp(Compressor):
         return False
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Ask for nothing."""
+        """Request nothing."""
         yield from ()

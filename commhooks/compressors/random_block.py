@@ -1,11 +1,12 @@
-"""Random block: a stretch of each parameter's gradient, which begins at a random place.
+"""Random block: a contiguous range of each parameter's gradient, from a random start.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, where it is compared with others.
-Idea: all ranks draw the same start; the k elements from there on, and past the end from the first one again, are
-summed. It is random-k with places that lie side by side, which memory serves fastest.
-Bytes on the wire: 4 for each of k elements, and 4 for each parameter. Biased with ω = 1 - k/n, or unbiased with
-ω = n/k - 1, of any size, on average over the starts. Weakness: neighbours are alike, so a block says less of the whole.
+Idea: all ranks draw the same start; the k elements from there on, wrapping around at the end, are summed. It is
+random-k with adjacent indices, which memory serves fastest.
+Bytes on the wire: 4 for each of k elements, and 4 for each parameter. Biased with ω = 1 - k/n, or unbiased with ω = n/k
+- 1, for any size, on average over the starts. Weakness: neighbouring elements are similar, so a block says less about
+the whole.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from commhooks.language.randomness import stable_seed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomBlock(SharedPlaces):
-    """Average a random stretch of each parameter's elements. Wants `ErrorFeedback` around it, unless `unbiased`."""
+    """A compressor that averages a random range of each parameter's elements.
+
+    Wrap it in `ErrorFeedback`, unless `unbiased`.
+    """
 
     def places(self, slot: Slot, step: int) -> Tensor:
-        """Draw where the stretch begins."""
+        """Draw the start of the range, and return its indices."""
         elements = slot.gradient.numel()
         start = stable_seed("random-block", self.seed, slot.name, step) % elements
         return torch.arange(start, start + self.k(elements), device=slot.gradient.device).remainder_(elements)

@@ -1,11 +1,11 @@
-"""Random-k: some elements of each parameter's gradient, at random places.
+"""Random-k: some elements of each parameter's gradient, at random indices.
 
 Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, section 2; unbiased, Wangni, Wang, Liu,
 Zhang, "Gradient Sparsification for Communication-Efficient Distributed Optimization", NeurIPS 2018.
-Idea: all ranks draw the same k of n places from a shared seed, so values are summed on the wire and no places travel.
-Bytes on the wire: 4 for each of k elements, and 4 for each parameter. Biased with ω = 1 - k/n, or unbiased with
-ω = n/k - 1, of any size, on average over the places. Weakness: large elements are sent no sooner than small ones. On a
-processor drawing many places takes time: at 10 % as long as 40 copies of the gradient.
+Idea: all ranks draw the same k of n indices from a shared seed, so values are summed on the wire and no indices are
+sent. Bytes on the wire: 4 for each of k elements, and 4 for each parameter. Biased with ω = 1 - k/n, or unbiased with ω
+= n/k - 1, for any size, on average over the indices. Weakness: large elements are sent no sooner than small ones. On a
+CPU, drawing many indices takes time: at 10 % as long as 40 copies of the gradient.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from commhooks.language.randomness import seeded_places, stable_seed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomK(SharedPlaces):
-    """Average a random `ratio` of each parameter's elements. Wants `ErrorFeedback` around it, unless `unbiased`."""
+    """A compressor that averages a random `ratio` of each parameter's elements.
+
+    Wrap it in `ErrorFeedback`, unless `unbiased`.
+    """
 
     def places(self, slot: Slot, step: int) -> Tensor:
-        """Draw k different places."""
+        """Draw k different indices."""
         elements = slot.gradient.numel()
         seed = stable_seed("random-k", self.seed, slot.name, step)
         return seeded_places(elements, self.k(elements), seed, slot.gradient)

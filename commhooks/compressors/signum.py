@@ -2,13 +2,14 @@
 
 Source: Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimisation for Non-Convex Problems", ICML
 2018, algorithm 2, with the majority vote of Bernstein et al., ICLR 2019.
-Idea: each rank averages its own gradients over time and sends the signs of that; their sum's sign is what all apply.
-Bytes on the wire: 1/8 an element, twice, in two hops; elements beyond a parameter's last whole block travel as
+Idea: each rank averages its own gradients over time and sends the signs of that average; the sign of their sum is
+applied.
+Bytes on the wire: 1/8 per element, twice, in two hops; elements beyond a parameter's last whole block are sent as
 momenta, and the sign of their mean is taken. Biased, with no bound on the error, so it rejects error feedback.
-Weakness: the answer is ±1, at random for an element whose gradient is always zero, so the learning rate alone sets the
-step's size: take SGD without momentum, and about Adam's learning rate. The answer is times the loss scale, if
-`attach(scaler=)` tells of one, for the scaler divides by it. A rank that has run out of inputs (`join()`) votes at
-random. A copy of the gradient's size is held while votes travel.
+Weakness: the answer is ±1, at random for an element whose gradient is always zero, so the learning rate alone
+determines the step size: use SGD without momentum, and about Adam's learning rate. The answer is multiplied by the loss
+scale, if `attach(scaler=)` provides one, since the scaler divides by it. A rank that has run out of inputs (`join()`)
+votes at random. While votes are exchanged, a copy of the gradient's size is held.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from commhooks.language.requests import Asked, Judge
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signum(Compressor):
-    """Answer with the majority's sign of each element's momentum m = beta·m + (1 - beta)·gradient."""
+    """The sign that a majority of ranks has for each element's momentum, m = beta·m + (1 - beta)·gradient."""
 
     beta: float = 0.9
     """Higher: a longer memory. 0: signSGD with majority vote, and nothing is remembered."""
     block: int = 128
-    """Larger: longer ends of parameters travel whole, and shares of the vote are less even."""
+    """Larger: longer ends of parameters are sent whole, and the ranks' shares of the work are less even."""
     seed: int = 0
-    """Of the coins that are thrown for zeros and ties, with the step, the parameter's name and the rank."""
+    """Seeds the coin flips for zeros and ties, together with the step, the parameter's name and the rank."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:
@@ -56,7 +57,7 @@ class Signum(Compressor):
         return True
 
     def relative_error(self, elements: int) -> float:
-        """Return inf: ±1 may be any number of times larger than the momentum."""
+        """Return inf: ±1 may be arbitrarily larger than the momentum."""
         return math.inf
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
@@ -64,7 +65,7 @@ class Signum(Compressor):
         return {"momentum": Entry(kind="private")} if self.beta else {}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Put each momentum in the place of its gradient, let `TwoHop` vote, and take the sign of what was averaged."""
+        """Replace each gradient by its momentum, let `TwoHop` vote, and take the sign of the averages."""
         momenta = []
         for slot in bucket.slots:
             m = slot.form() * (1 - self.beta)
@@ -77,14 +78,14 @@ class Signum(Compressor):
             if self.beta:
                 slot.commit("momentum", m, verdict.finite)
             signs = slot.gradient.sign().mul_(context.loss_scale)
-            slot.gradient.mul_(0).add_(signs)  # NaN stays: its sign is 0, which would hide it
+            slot.gradient.mul_(0).add_(signs)  # keeps NaN: its sign is 0, which would hide it
 
 
 class _Verdict:
     """The answer to an exchange's `Judge`."""
 
     finite = torch.ones((), dtype=torch.bool)
-    """True, if it asks for none, which has nothing to send."""
+    """True if it asks for none, as when it has nothing to send."""
 
     def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
         answer = yield asked

@@ -1,16 +1,16 @@
-"""SparseLoCo: the largest elements of each tile, in two bits each and with twelve bits for its place.
+"""SparseLoCo: the largest elements of each tile, with two bits for each value and twelve for its index.
 
 Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, algorithm 1, which exchanges the
-pseudo-gradients of H local steps so; nothing here depends on what the gradients are.
-Idea: each tile of 64×64 elements sends its 64 largest. What a parameter sends falls into four bins, by sign and by size
-(above the mean size, or not); an element travels as the number of its bin, and stands for the bin's mean.
-Bytes on the wire: 64·12/8 + 64·2/8 = 112 for a tile of 4,096 elements, and four means of 4 for each parameter.
-Biased: the residual fades, by 0.95 a step in the paper, and what has faded is never sent. ω of n elements is at most
-1 - 1/(4n), where sizes differ most; of normal ones little above that of top-k.
-Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. On a processor a step
-takes more than 40 copies of the gradient: choosing in every tile, and packing 14 bits at a time.
+pseudo-gradients of H local steps this way; nothing here depends on what the gradients are.
+Idea: each tile of 64×64 elements sends its 64 largest. A parameter's sent elements fall into four bins, by sign and by
+magnitude (above the mean magnitude or not); an element is sent as the number of its bin, and decoded as the bin's mean.
+Bytes on the wire: 64·12/8 + 64·2/8 = 112 for a tile of 4,096 elements, and four means of 4 bytes for each parameter.
+Biased: the residual fades, by 0.95 a step in the paper, and what has faded is never sent. ω for n elements is at most 1
+- 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above that of top-k.
+Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. On a CPU a step takes as
+long as more than 40 copies of the gradient: a selection in every tile, and packing 14 bits at a time.
 
-Legend: T tiles of a×b elements; k sent of each; W ranks.
+Legend: T tiles of a×b elements; k sent of each tile; W ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from commhooks.language.requests import AllGather, Judge
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseLoCo(Compressor):
-    """Send `k` elements of each tile: one collective a bucket. Wants `ErrorFeedback(decay=0.95)` around it."""
+    """A compressor that sends `k` elements of each tile: one collective per bucket.
+
+    Wrap it in `ErrorFeedback(decay=0.95)`.
+    """
 
     k: int = 64
-    """Lower: smaller messages, more left to the residual."""
+    """Lower: smaller messages, but more left in the residual."""
     chunk: int = 64
-    """The side of a tile. Larger: smaller messages, more left to the residual."""
+    """The side of a tile. Larger: smaller messages, but more left in the residual."""
 
     def __post_init__(self) -> None:
         check_count("SparseLoCo", "chunk", self.chunk)
@@ -53,20 +56,20 @@ class SparseLoCo(Compressor):
         return False
 
     def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether there is anything to send: four means do not stand for all elements."""
+        """Return whether there is anything to send: four means cannot represent all elements."""
         return parameter.numel() > 0
 
     def relative_error(self, elements: int) -> float:
         """Return 1 - 1/(4·elements).
 
-        The bins' means are what is closest to the elements sent, so they hold at least (sum of sizes)²/(T·k) of their
-        squared norm, no less than a (T·k)th; of the norm of all, the elements sent have k/(a·b) at least. Padding makes
-        T·a·b at most 4·elements.
+        The bins' means are the best approximation of the elements sent, so they hold at least (sum of
+        magnitudes)²/(T·k) of their squared norm, no less than a (T·k)th; the elements sent hold at least k/(a·b) of the
+        total. Padding makes T·a·b at most 4·elements.
         """
         return 1 - 1 / (4 * elements) if elements else 0.0
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Gather every rank's codes; the mean is the sum of what they stand for, in rank order."""
+        """Gather every rank's codes; the mean is the sum of the decoded values, in rank order."""
         slots = [slot for slot in bucket.slots if slot.gradient.numel()]
         if not slots:
             return
@@ -90,7 +93,7 @@ class SparseLoCo(Compressor):
             slot.write(self._mean(tiling, of_ranks))
 
     def _encode(self, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the means [4] of the bins, and the places [T, k] and bins [T, k] of what is sent of tiles [T, a, b].
+        """Return the bins' means [4], and the indices and bins [T, k] of the elements sent of tiles [T, a, b].
 
         The means are not finite if an element is not.
         """
@@ -103,7 +106,7 @@ class SparseLoCo(Compressor):
         return means, at, bins
 
     def _mean(self, tiling: Tiling, of_ranks: Sequence[Tensor]) -> Tensor:
-        """Return the mean of what the ranks' means, packed places and packed bins stand for, in rank order, 1-D."""
+        """Return the mean of the decoded values of all ranks, in rank order, 1-D."""
         T, elements = tiling.count, tiling.a * tiling.b
         shape = T, min(self.k, elements)
         means, places, bins = of_ranks

@@ -1,13 +1,13 @@
 """SVD: the best approximation of rank r of every rank's own gradient.
 
 Source: Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification", NeurIPS 2018, section 4, with
-the largest singular values in the place of sampled ones.
-Idea: nothing of rank r is closer to a matrix than its r largest singular values and their vectors (Eckart and Young).
-Every rank sends its own, and all add up what all have sent: what `PowerSGD` comes close to, to compare it with.
-Bytes on the wire: 4·(n + m)·r for a matrix n×m, 8·(n + m)·r for float64; vectors and small matrices whole. Biased:
-ω ≤ 1 - r/min(n, m). Weakness: a decomposition of every matrix in every step, for which on a GPU the host waits too; and
-every rank receives what all others send, so the bytes grow with the number of ranks. It is here to compare with, and
-the slowest: more than 100 copies of the gradient on a processor.
+the largest singular values in place of sampled ones.
+Idea: no matrix of rank r is closer to a matrix than its r largest singular values with their vectors (Eckart and
+Young). Every rank sends its own, and all ranks add up what was sent: the ideal that `PowerSGD` approximates.
+Bytes on the wire: 4·(n + m)·r for a matrix n×m, 8·(n + m)·r for float64; vectors and small matrices are sent whole.
+Biased: ω ≤ 1 - r/min(n, m). Weakness: it decomposes every matrix in every step, which on a GPU also makes the host
+wait; and every rank receives what all others send, so the bytes grow with the number of ranks. It is a reference for
+comparison, and the slowest: more than 100 copies of the gradient on a CPU.
 
 Legend: M n×m a gradient plus its residual; U·S n×r and Vᵀ r×m its factors; W ranks.
 """
@@ -29,12 +29,15 @@ from commhooks.language.requests import AllGather, AllReduce, Judge, Request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SVD(Compressor):
-    """Send the best rank-`rank` approximation of each matrix: one round a bucket. Wants `ErrorFeedback` around it."""
+    """A compressor that sends the best rank-`rank` approximation of each matrix: one round per bucket.
+
+    Wrap it in `ErrorFeedback`.
+    """
 
     rank: int = 1
-    """Lower: smaller messages, more left to the residual."""
+    """Lower: smaller messages, but more left in the residual."""
     min_compression_rate: float = 2.0
-    """Higher: fewer matrices are compressed. One is if its factors are so many times smaller than it (at least 1)."""
+    """Higher: fewer matrices are compressed: only those whose factors are this many times smaller (at least 1)."""
 
     def __post_init__(self) -> None:
         check_count("SVD", "rank", self.rank)
@@ -50,7 +53,7 @@ class SVD(Compressor):
         return self._form(parameter) is not None
 
     def relative_error(self, elements: int) -> float:
-        """Return what rank r leaves of a square matrix whose singular values are all alike."""
+        """Return the error of rank r for a square matrix whose singular values are all equal."""
         return error_of_rank(self.rank, elements)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
@@ -83,7 +86,7 @@ class SVD(Compressor):
             tile.write(mean)
 
     def _form(self, parameter: Tensor) -> MatrixForm | None:
-        """Return the matrix that a parameter's gradient is sent as the factors of; None if it is sent whole."""
+        """Return the matrix form in which a parameter's gradient is factorised; None if it is sent whole."""
         form = form_of(parameter, "first-dimension")
         if form is None or not parameter.is_floating_point():
             return None
@@ -92,14 +95,14 @@ class SVD(Compressor):
 
 
 def _factors(M: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """Return U·S n×r and Vᵀ r×m; all NaN is U·S of a matrix that is not finite, which has no decomposition."""
+    """Return U·S n×r and Vᵀ r×m; U·S is all NaN for a matrix that is not finite, which has no decomposition."""
     finite = M.isfinite().all()
     U, S, Vt = torch.linalg.svd(torch.where(finite, M, 0.0), full_matrices=False)
     return U[:, :r] * S[:r] + torch.where(finite, 0.0, torch.nan), Vt[:r]
 
 
 def _sum(slot: Slot, form: MatrixForm, US: Tensor, Vt: Tensor) -> Tensor:
-    """Add up what all ranks have sent, W×n×r and W×r×m, in the slot's room; in rank order."""
+    """Add up what all ranks have sent, W×n×r and W×r×m, in the slot's room, in rank order."""
     room = slot.room.zero_()
     for of_rank in zip(US, Vt, strict=True):
         form.view(room).addmm_(*in_full(*of_rank))

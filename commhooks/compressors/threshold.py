@@ -1,14 +1,14 @@
-"""Threshold: elements that have grown to a fixed magnitude, as many as a message of fixed size holds.
+"""Threshold: elements that have reached a fixed magnitude, as many as a message of fixed size holds.
 
 Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015, which sends ±τ
 for each; with the elements themselves, Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization",
 NeurIPS 2021.
-Idea: what is below the threshold τ waits in the residual until it has grown to it. All ranks must send as much, and to
-compare counts first the host would wait for the GPU, so of each parameter the k largest elements are sent, and zeros
-for those below τ.
-Bytes on the wire: those of top-k, whatever τ is. Biased: of n elements at most 1 - k/n of |input|² is left, as for
-top-k, or if that is more n·τ², whatever the size. Weakness: bytes are spent even if nothing is large, and the largest
-τ that learning bears has to be found by trying. It takes as long as top-k.
+Idea: an element below the threshold τ waits in the residual until it has reached it. All ranks must send equally much,
+and comparing counts first would make the host wait for the GPU, so the k largest elements of each parameter are sent,
+with zeros in place of those below τ.
+Bytes on the wire: those of top-k, whatever τ is. Biased: for n elements at most 1 - k/n of |input|² is left, as for
+top-k, or n·τ² if that is more, whatever the size. Weakness: the same bytes are sent even if nothing is large, and the
+largest τ that training tolerates must be found by trial. It takes as long as top-k.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from commhooks.language.compressor import Compressor, Context, Exchange
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Threshold(Compressor):
-    """Send the elements that are not below `threshold`: one collective a bucket. Wants `ErrorFeedback` around it."""
+    """A compressor that sends the elements that reach `threshold`: one collective per bucket.
+
+    Wrap it in `ErrorFeedback`.
+    """
 
     threshold: float
-    """τ, in units of the gradient without its loss scale. Higher: an element waits longer, and is sent with fewer."""
+    """τ, in units of the gradient without its loss scale. Higher: elements wait longer, and fewer are sent at once."""
     capacity: float = 0.01
-    """The part of a parameter's elements that a message holds. Lower: smaller messages, and more elements wait."""
+    """The fraction of a parameter's elements that a message holds. Lower: smaller messages, but more elements wait."""
     indices: Indices = "auto"
-    """How places travel, and what the largest are chosen from; see `TopK`."""
+    """How indices are sent, and what the largest are chosen from; see `TopK`."""
 
     def __post_init__(self) -> None:
         check_settings("Threshold", self.indices, capacity=self.capacity)
@@ -47,7 +50,7 @@ class Threshold(Compressor):
         return False
 
     def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return True: an element may be small."""
+        """Return True: any element may be below the threshold."""
         return True
 
     def relative_error(self, elements: int) -> float:
@@ -55,12 +58,12 @@ class Threshold(Compressor):
         return largest_error(self.indices, elements, self.capacity)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Gather what has grown to the threshold on every rank; the mean is its sum, in rank order."""
+        """Gather the elements that have reached the threshold on every rank; the mean is their sum, in rank order."""
         sent = []
         for slot in bucket.slots:
             if slot.gradient.numel():
                 own = Sent.largest_of(slot, slot.form(), self.indices, self.capacity)
-                is_small = own.values.abs() < self.threshold * context.loss_scale  # not of NaN, which has to be sent
+                is_small = own.values.abs() < self.threshold * context.loss_scale  # false for NaN, which has to be sent
                 sent.append(own._replace(values=own.values.masked_fill_(is_small, 0.0)))
         if not sent:
             return

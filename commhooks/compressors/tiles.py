@@ -1,4 +1,4 @@
-"""Square pieces of a parameter, as compressors use them that treat a gradient piece by piece."""
+"""Square pieces of a parameter, for compressors that process a gradient piece by piece."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Tiles a×b, Y·X of them, over a matrix n×m that is padded with zeros at its end."""
+    """A grid of Y·X tiles a×b over a matrix n×m that is padded with zeros at its end."""
 
     elements: int
-    """Of the parameter, at most n·m."""
+    """The parameter's elements, at most n·m."""
     form: MatrixForm
     a: int
     b: int
 
     @classmethod
     def of(cls, parameter: Tensor, side: int) -> Tiling:
-        """Return as few tiles as possible of at most side×side elements, all alike, for a parameter that has elements.
+        """Return as few equal tiles as possible, of at most side×side elements, for a non-empty parameter.
 
         A parameter is a matrix of its first dimension against the rest. One that is too narrow for a square tile, such
-        as a vector, is taken as rows of `side` elements instead. Rows and columns are dealt out evenly, so that the
-        padding is less than a row and a column of each tile.
+        as a vector, is arranged as rows of `side` elements instead. Rows and columns are distributed evenly, so that
+        the padding is less than one row and one column of each tile.
         """
         form = form_of(parameter, "first-dimension")
         if form is None or min(form.n, form.m) < side:
@@ -35,12 +35,12 @@ class Tiling:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Y and X: how many tiles lie one below the other, and side by side."""
+        """Y and X: the number of tiles vertically and horizontally."""
         return -(-self.form.n // self.a), -(-self.form.m // self.b)
 
     @property
     def count(self) -> int:
-        """How many tiles there are."""
+        """The number of tiles."""
         return self.grid[0] * self.grid[1]
 
     def cut(self, memory: Tensor) -> Tensor:
@@ -59,6 +59,6 @@ class Tiling:
 
 
 def _evenly(length: int, side: int) -> int:
-    """Return the length of the pieces if a length is cut into as few as possible, none longer than `side`."""
+    """Return the length of the pieces when a length is divided into as few as possible, none longer than `side`."""
     pieces = -(-length // side)
     return -(-length // pieces)

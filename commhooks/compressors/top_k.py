@@ -1,12 +1,12 @@
-"""Top-k: the largest elements of each parameter's gradient, and where they are.
+"""Top-k: the largest elements of each parameter's gradient, and their indices.
 
 Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; with error feedback,
 Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
-Idea: few elements carry most of a gradient, so every rank sends its own k largest, and all add up what all have sent.
-Bytes on the wire: for each of k elements a value of 4 (8 for float64) and an index of 1.5, 2 or 4, or 1/8 for each
-element of the parameter (sparse/indices.py). Biased, ω ≤ 1 - k/n for any size. Weakness: every rank receives what all
-others send, so the bytes grow with the number of ranks. On a processor choosing, and adding up at scattered places,
-take about 40 copies of the gradient at 1 %, and four times as many at 10 %.
+Idea: few elements carry most of a gradient, so every rank sends its own k largest, and all ranks add up what was sent.
+Bytes on the wire: for each of k elements a value of 4 bytes (8 for float64) and an index of 1.5, 2 or 4, or 1/8 for
+each element of the parameter (sparse/indices.py). Biased, ω ≤ 1 - k/n for any size. Weakness: every rank receives what
+all others send, so the bytes grow with the number of ranks. On a CPU, selecting elements and adding them up at
+scattered indices take as long as about 40 copies of the gradient at 1 %, and four times as long at 10 %.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from commhooks.language.compressor import Compressor, Context, Exchange
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopK(Compressor):
-    """Send the `ratio` largest elements of each parameter: one collective a bucket. Wants `ErrorFeedback` around it."""
+    """A compressor that sends the `ratio` largest elements of each parameter: one collective per bucket.
+
+    Wrap it in `ErrorFeedback`.
+    """
 
     ratio: float = 0.01
-    """Lower: smaller messages, more left to the residual. At least one element of each parameter is sent."""
+    """Lower: smaller messages, but more left in the residual. At least one element of each parameter is sent."""
     indices: Indices = "auto"
-    """How places travel. "int32" sends a parameter's largest elements; "block-12", "block-16" and "bitmap" those of
-    each 4,096 or 65,536 elements, in smaller messages. "auto" takes what is smallest."""
+    """How indices are sent. "int32" selects a parameter's largest elements; "block-12", "block-16" and "bitmap" the
+    largest of each 4,096 or 65,536 elements, in smaller messages. "auto" takes the smallest."""
 
     def __post_init__(self) -> None:
         check_settings("TopK", self.indices, ratio=self.ratio)
@@ -40,7 +43,7 @@ class TopK(Compressor):
         return False
 
     def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether not all elements are sent."""
+        """Return whether any element is left unsent."""
         return self.relative_error(parameter.numel()) > 0
 
     def relative_error(self, elements: int) -> float:

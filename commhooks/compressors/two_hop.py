@@ -1,13 +1,14 @@
-"""Two hops: codes that cannot be summed are exchanged, decoded, added up, coded again, and gathered.
+"""Two hops: codes that cannot be summed are exchanged, decoded, added up, encoded again, and gathered.
 
 Source: Tang et al., "1-bit Adam", ICML 2021, section 5, and "DoubleSqueeze", ICML 2019.
-Idea: each rank serves some blocks for all. It receives their codes from every rank, adds them up in fp32, and sends the
-code of the mean on; what that code leaves out stays with it, as the server's error, for the next step.
-Bytes on the wire: two codes an element, whatever the number of ranks; elements beyond a parameter's last whole block
-ride uncompressed. Weakness: two rounds, and a mean that is coded twice. Each element is coded once and decoded three
-times, so a step takes about twice as long as the codec's card says.
+Idea: each rank serves some blocks for all. It receives their codes from every rank, adds up the decoded blocks in fp32,
+and sends the code of the mean to all; what that code leaves out stays on this rank, as the server error, for the next
+step.
+Bytes on the wire: two codes per element, whatever the number of ranks; elements beyond a parameter's last whole block
+are sent uncompressed. Weakness: two rounds, and a mean that is coded twice. Each element is encoded once and decoded
+three times, so a step takes about twice as long as the codec's own docstring says.
 
-Legend: n elements in B whole blocks; W ranks; b blocks a rank, padded; y the blocks that this rank serves.
+Legend: n elements in B whole blocks; W ranks; b blocks per rank, padded; y the blocks that this rank serves.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, L
 
 SERVER_ERROR = "server error"
 _AT_ONCE = 1 << 16
-"""Elements that are coded at a time, so that what that takes besides stays in the processor's cache."""
+"""How many elements are encoded at a time, so that temporary memory stays in the processor's cache."""
 
 
 class _Share(NamedTuple):
-    """The blocks of one parameter that this rank serves, as rows of all that it serves."""
+    """The blocks of one parameter that this rank serves, as rows among all that it serves."""
 
     slot: Slot
     start: int
@@ -64,25 +65,25 @@ class _Plan:
         self.longest = int(held.max())
         places = [torch.tensor(servers * self.longest + rows, device=bucket.memory.device) for servers, rows in found]
         self.places = [own.split(self.at_once) for own in places]
-        """Where a slot's blocks lie among the W·b of a message, some blocks at a time."""
+        """The positions of a slot's blocks among the W·b of a message, for some blocks at a time."""
         self.knows_unsent = not bucket.scratch.is_needed
-        """What is formed stays where it is, and so does what is written there: what a code leaves out."""
+        """Whether `form` returns the bucket's own memory, so that what is left out can be written back there."""
         self.layout = Layout(tuple(slot.name for slot in self.coded), tuple(self.blocks))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoHop(Compressor):
-    """Average by exchanging and gathering the codes of `codec`: three collectives a bucket, in two rounds."""
+    """A compressor that exchanges and gathers the codes of `codec`: three collectives per bucket, in two rounds."""
 
     codec: Codec
     server_feedback: bool = True
     """Off: what the second code leaves out is lost."""
     damping: float | None = None
-    """What is decoded is multiplied by it: 1/(1 + ω) makes an unbiased codec with an error of ω ≥ 1 fit for error
-    feedback. Lower: less is sent in a step. None: 1, and error feedback rejects such a codec; a number, 1 too, is taken
-    at its word."""
+    """Decoded values are multiplied by this: 1/(1 + ω) makes an unbiased codec with an error of ω ≥ 1 usable with error
+    feedback. Lower: less is sent per step. None: 1, and error feedback rejects such a codec; any explicit number, even
+    1, is accepted."""
     seed: int = 0
-    """Of what `codec` draws, with the step, the parameter's name, the rank and the hop."""
+    """Seeds what `codec` draws, together with the step, the parameter's name, the rank and the hop."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
@@ -93,16 +94,16 @@ class TwoHop(Compressor):
             raise SettingsError(f"TwoHop(damping={self.damping!r}): damping must be in (0, 1], or None.")
 
     def check_parameters(self, named: Mapping[str, Tensor]) -> None:
-        """Raise `SettingsError` if the server's error of a parameter would grow without bound."""
+        """Raise `SettingsError` if the server error of a parameter would grow without bound."""
         error = self.relative_error(self.codec.block)
         if self.server_feedback and error >= 1 and self.damping is None:
             raise SettingsError(
                 f"TwoHop(codec={self.codec!r}): the codec may lose {error:.3g} times what it is given (squared norms), "
-                "so the server's error would grow without bound; set damping, or server_feedback=False."
+                "so the server error would grow without bound; set damping, or server_feedback=False."
             )
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return the server's error of the blocks that this rank serves."""
+        """Return the entry for the server error of the blocks that this rank serves."""
         has_blocks = self.server_feedback and parameter.numel() >= self.codec.block
         return {SERVER_ERROR: Entry(kind="share", block=self.codec.block)} if has_blocks else {}
 
@@ -113,7 +114,7 @@ class TwoHop(Compressor):
 
     @property
     def is_unbiased(self) -> bool:
-        """Whether the codec is, and nothing is damped or remembered."""
+        """Whether the codec is unbiased, and nothing is damped or remembered."""
         return self.codec.is_unbiased and self.damping in (None, 1) and not self.server_feedback
 
     @property
@@ -126,7 +127,7 @@ class TwoHop(Compressor):
         return parameter.numel() >= self.codec.block
 
     def relative_error(self, elements: int) -> float:
-        """Return the codec's, damped."""
+        """Return the codec's relative error, damped."""
         if elements < self.codec.block:
             return 0.0
         error, damping = self.codec.relative_error(), self.damping or 1.0
@@ -148,12 +149,12 @@ class TwoHop(Compressor):
         if self.codec.shows_non_finite:
             received = yield AllToAll(*parts)  # each [W, b, ...]
         else:
-            # As a mean, though there is no more to it than 0 or NaN, it travels with the rest.
+            # Sent as a mean, although it is only 0 or NaN, so that it can be packed with the rest.
             received, (flaw,) = yield AllToAll(*parts), AllReduce(plan.coded[0].part(flaw), average=True)
         del parts
 
         coded, left = self._serve(received, plan, context)
-        del received  # the largest things here: what comes may take their place
+        del received  # the largest tensors here: what follows may reuse their memory
         gathered = yield AllGather(*(Part(payload, plan.layout) for payload in coded), last=True)  # each [W, b, ...]
 
         gathered = [payload.flatten(0, 1) for payload in gathered]
@@ -192,13 +193,13 @@ class TwoHop(Compressor):
         """Return the codes of the means of the blocks that this rank serves, and what the codes leave out."""
         coded = [torch.zeros_like(payload[0]) for payload in received]
         left = torch.zeros(0)
-        at_once = max(1, plan.at_once // context.world_size)  # blocks, each of which all ranks have sent
+        at_once = max(1, plan.at_once // context.world_size)  # blocks, each received from all ranks
         for share in plan.shares:
             for number, start in enumerate(range(share.start, share.end, at_once)):
                 own = slice(start, min(start + at_once, share.end))
                 of_all = [payload[:, own].flatten(0, 1) for payload in received]
                 y, *others = self._decode(of_all).unflatten(0, (context.world_size, -1))
-                for other in others:  # in rank order: a sum over a dimension has other bits for other numbers of ranks
+                for other in others:  # in rank order: a sum over a dimension may round differently
                     y += other
                 y /= context.world_size
                 if self.server_feedback:
@@ -212,7 +213,7 @@ class TwoHop(Compressor):
         return coded, left
 
     def _largest_written(self, gathered: Sequence[Tensor], plan: _Plan) -> list[Tensor]:
-        """Return the largest means in the gradients' dtype, if that may not hold them."""
+        """Return the largest means in the gradients' dtype, if it may not be able to hold them."""
         first = plan.coded[0]
         if not first.tile.has_short_range:
             return []
@@ -250,6 +251,6 @@ class TwoHop(Compressor):
         return blocks if self.damping is None else blocks.mul_(self.damping)
 
     def _tiles(self, memory: Tensor, places: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the whole blocks of 1-D memory, some at a time, and where their codes lie."""
+        """Yield the whole blocks of 1-D memory, some at a time, and the positions of their codes."""
         whole = memory[: memory.numel() // self.codec.block * self.codec.block].view(-1, self.codec.block)
         return zip(whole.split(len(places[0])), places, strict=True)

@@ -61,7 +61,7 @@ class Context:
 
 
 class Compressor(ABC):
-    """Averages gradients over ranks by sending something smaller.
+    """The interface of compressors, which average gradients over ranks by sending something smaller.
 
     Subclasses are frozen dataclasses: their fields are settings, which are checked on construction. They hold no
     tensors; `state` declares what is to be remembered.

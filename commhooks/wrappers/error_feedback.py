@@ -22,7 +22,7 @@ from commhooks.wrappers.wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Wrapper):
-    """Gives `inner` the gradient plus what this rank has not sent yet, and keeps what it leaves out this time.
+    """Error feedback: `inner` gets the gradient plus the residual, and what it leaves out is the next residual.
 
     There is one residual for each parameter of which `inner` loses something. A step whose mean is not finite changes
     none.

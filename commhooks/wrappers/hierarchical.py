@@ -37,7 +37,7 @@ from commhooks.wrappers.wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hierarchical(Wrapper):
-    """Average inside each machine, and average between machines with `inner` as if each were one rank.
+    """Plain averaging inside each machine, and `inner` between machines, as if each machine were one rank.
 
     What `inner` remembers belongs to a machine: all its ranks hold the same.
     """

@@ -61,7 +61,7 @@ class Match:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerParameter(Compressor):
-    """Give each parameter to the compressor of the first rule that matches it, and the rest to `otherwise`.
+    """Each parameter goes to the compressor of the first rule that matches it, and the rest to `otherwise`.
 
     A step takes as many rounds as the compressor that needs most, not the sum of all.
     """

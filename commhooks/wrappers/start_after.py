@@ -18,7 +18,7 @@ from commhooks.wrappers.wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartAfter(Wrapper):
-    """Run `before` for the first `steps` steps, and `inner` from then on."""
+    """A compressor that runs `before` for the first `steps` steps, and `inner` from then on."""
 
     steps: int
     """Higher: more of the delicate early phase of training is uncompressed."""

@@ -19,7 +19,7 @@ from commhooks.wrappers.wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WireDtype(Wrapper):
-    """Sends `inner`'s sums in `dtype`; its residuals, factors and arithmetic keep their precision."""
+    """A compressor that sends `inner`'s sums in `dtype`; its residuals, factors and arithmetic keep their precision."""
 
     dtype: torch.dtype
     """Narrower: smaller messages, fewer digits."""

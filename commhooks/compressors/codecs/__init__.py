@@ -1,4 +1,4 @@
-"""Codes for `TwoHop`: blocks of elements in few bits."""
+"""Codes for `TwoHop`: blocks of elements in a few bits each."""
 
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.fp8 import FP8

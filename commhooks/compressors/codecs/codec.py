@@ -1,4 +1,4 @@
-"""What `TwoHop` needs of a code for blocks of elements."""
+"""The interface of a code for blocks of elements, as used by `TwoHop`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from commhooks.language.spelling import spelled
 class Codec(ABC):
     """A code for blocks of `block` elements.
 
-    A code of zero bytes, which fills up messages, must decode to something finite.
+    Messages are padded with code bytes of zero, which must decode to something finite.
     """
 
     block: int
-    """Larger: fewer scales are sent, and each suits its elements less."""
+    """Larger: fewer scales are sent, but each suits its elements less well."""
 
     def __str__(self) -> str:
-        """Return what `make_compressor` reads back inside a compressor."""
+        """Return text that `make_compressor` can parse inside a compressor."""
         return spelled(self)
 
     def check_block(self, multiple_of: int = 1) -> None:
-        """Raise `SettingsError` for a size of blocks that fills no whole bytes or groups."""
+        """Raise `SettingsError` for a block size that does not fill whole bytes or groups."""
         is_whole = isinstance(self.block, int) and not isinstance(self.block, bool)
         if not is_whole or self.block < 1 or self.block % multiple_of:
             what = f"a multiple of {multiple_of}" if multiple_of > 1 else "an integer of at least 1"
@@ -40,29 +40,29 @@ class Codec(ABC):
 
     @property
     def is_unbiased(self) -> bool:
-        """Whether a block is the expectation of what is decoded."""
+        """Whether the expectation of the decoded block is the block itself."""
         return False
 
     @property
     def shows_non_finite(self) -> bool:
-        """Whether `evidence` is inf or NaN for a block that is; if not, one element more travels for that."""
+        """Whether `evidence` is inf or NaN for a block that is; if not, one extra element is sent for that."""
         return True
 
     @abstractmethod
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the code of blocks [B, block]: tensors [B, ...] of any dtypes.
 
-        `noise` is uniform in [0, 1) and of the blocks' shape; it is empty unless the codec `draws`.
+        `noise` is uniform in [0, 1) and has the shape of `blocks`; it is empty unless the codec `draws`.
         """
 
     @abstractmethod
     def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return blocks [B, block], in fp32 at least, in memory of their own."""
+        """Return blocks [B, block], in fp32 at least, in newly allocated memory."""
 
     def evidence(self, code: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what of a code is not finite for a block that is not: what is of a floating-point dtype, the scales.
+        """Return the tensors of a code that are not finite if a block is not: the floating-point ones, its scales.
 
-        Where the scales travel as something else, decode them.
+        Override it if the scales are sent in another form, and decode them.
         """
         return [payload for payload in code if payload.is_floating_point()]
 

@@ -1,10 +1,11 @@
-"""FP8: floating-point numbers of 8 bits, and one scale a block.
+"""FP8: 8-bit floating-point numbers, and one scale per block.
 
-Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (E4M3: 4 bits of exponent, 3 of fraction, no inf),
-with a scale a block as Peng et al., "FP8-LM", 2023, have one a tensor.
+Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (E4M3: 4 exponent bits, 3 fraction bits, no inf),
+with a scale per block where Peng et al., "FP8-LM", 2023, have one per tensor.
 Idea: a block is divided by its largest magnitude over 448, E4M3's largest number, and cast.
-Bytes: 1 an element and 4 a block. Contractive: it loses at most 1/256, and 1/1500 of normal blocks. Biased, but little.
-Weakness: int8 has more digits for a block's large elements; FP8 has them for the small ones.
+Bytes: 1 per element and 4 per block. Contractive: it loses at most 1/256, and 1/1500 for normally distributed blocks.
+Slightly biased.
+Weakness: int8 is more precise for a block's large elements, FP8 for the small ones.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.packing import look_up
 
 LARGEST = 448.0
-"""Of E4M3."""
+"""The largest E4M3 number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FP8(Codec):
-    """E4M3 numbers as bytes, and a 448th of the largest magnitude of each block."""
+    """E4M3 numbers as bytes, scaled by 1/448 of the largest magnitude of each block."""
 
     block: int = 128
 
@@ -42,16 +43,16 @@ class FP8(Codec):
         return from_e4m3(packed).to(scales.dtype).mul_(scales)
 
     def relative_error(self) -> float:
-        """Return 2**-8, the square of the unit roundoff, and what numbers below 2**-6 lose: each at most 2**-10."""
+        """Return 2**-8, the square of the unit roundoff, plus the loss of numbers below 2**-6: at most 2**-10 each."""
         return 2.0**-8 + self.block * (2.0**-10 / LARGEST) ** 2
 
 
 def to_e4m3(values: Tensor) -> Tensor:
-    """Return the nearest E4M3 numbers as bytes; what is larger than all becomes the largest."""
+    """Return the nearest E4M3 numbers as bytes; larger values become the largest one."""
     return values.float().clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def from_e4m3(packed: Tensor) -> Tensor:
-    """Return the numbers [B, n] in fp32: from a table, four times as fast as PyTorch's cast on a processor."""
+    """Return the numbers [B, n] in fp32, from a lookup table: four times as fast on a CPU as PyTorch's cast."""
     every = torch.arange(256, device=packed.device).to(torch.uint8)
     return look_up(packed, every.view(torch.float8_e4m3fn).float())

@@ -1,11 +1,12 @@
 """Half: elements of 16 bits, summed in fp32.
 
 Source: no paper. PyTorch's fp16_compress_hook sums in 16 bits on the wire, so a ring rounds the sum once on each of its
-hops; here the sum is exact to fp32, and is rounded once.
-Idea: each rank's elements are rounded to 16 bits, decoded, added up in fp32, and the mean is rounded.
-Bytes: 2 an element. Contractive: it loses at most the square of the unit roundoff, 2.4e-7 (fp16) or 1.5e-5 (bf16), but
-for elements that become 0. Biased, but little; so it has no error feedback unless asked for.
-Weakness: two rounds, with a cast's bytes in all; in fp16 an element above 65,504 is inf, and one below 3e-8 is 0.
+hops; here the sum is computed in fp32, and rounded once.
+Idea: each rank's elements are rounded to 16 bits, decoded and added up in fp32, and the mean is rounded.
+Bytes: 2 per element. Contractive: it loses at most the square of the unit roundoff, 2.4e-7 (fp16) or 1.5e-5 (bf16),
+except for elements that become 0. Slightly biased, so there is no error feedback unless requested.
+Weakness: two rounds, for the same bytes as a cast; in fp16 an element above 65,504 becomes inf, and one below 3e-8
+becomes 0.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Half(Codec):
         return [blocks.to(self.dtype)]
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return them in fp32."""
+        """Return the elements in fp32."""
         return code[0].float()
 
     def relative_error(self) -> float:
-        """Return the square of the unit roundoff; an element that becomes 0 loses more, and is small."""
+        """Return the square of the unit roundoff; an element that becomes 0 loses more, but is small."""
         return float((torch.finfo(self.dtype).eps / 2) ** 2)

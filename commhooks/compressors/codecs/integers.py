@@ -1,13 +1,13 @@
-"""Int8 and int4: whole numbers from -127 to 127 or from -7 to 7, and one scale a block.
+"""Int8 and int4: integers from -127 to 127 or from -7 to 7, and one scale per block.
 
-Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, with 4 bits as Markov et al., "CGX",
-Middleware 2022, send gradients.
-Idea: a block is divided by its largest magnitude over 127 (or 7), and rounded to whole numbers: down or up at random,
-so that it is right on average, or to the nearest one, which is off by less and so better under error feedback.
-Bytes: 1 an element and 4 a block, or 1/2 and 4. Stochastic: unbiased; of blocks of n elements and s levels at most
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022; with 4 bits, as gradients are sent
+by Markov et al., "CGX", Middleware 2022.
+Idea: a block is divided by its largest magnitude over 127 (or 7), and rounded to integers: either down or up at random,
+which is right on average, or to the nearest integer, which has a smaller error and so is better under error feedback.
+Bytes: 1 per element and 4 per block, or 1/2 and 4. Stochastic: unbiased; for blocks of n elements and s levels at most
 (√(1 + (n - 1)/s²) - 1)/2 is lost: 0.002 (int8) or 0.45 (int4) at 128. Nearest: 0.002 or 0.39, and biased.
-Weakness: one large element makes the steps coarse for all of its block. On a processor to code and decode takes as long
-as 17 to 55 copies of the memory, 7 to 20 if nothing is drawn.
+Weakness: one large element makes the steps coarse for its whole block. On a CPU, encoding and decoding take as long as
+17 to 55 copies of the memory, or 7 to 20 without random numbers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from commhooks.errors import SettingsError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Integers(Uniform):
-    """Numbers of so many bits, with the largest magnitude as the largest number."""
+    """Integers of a fixed number of bits, scaled so that the largest magnitude becomes the largest integer."""
 
     block: int = 128
     stochastic: bool = True
-    """False: the nearest number. Less is lost, but not evenly: it wants error feedback."""
+    """False: round to the nearest integer. This loses less, but with a bias, so it needs error feedback."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +39,7 @@ class Integers(Uniform):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8(Integers):
-    """Numbers of 8 bits, and a 127th of the largest magnitude of each block."""
+    """8-bit integers, scaled by 1/127 of the largest magnitude of each block."""
 
     @property
     def levels(self) -> int:
@@ -49,7 +49,7 @@ class Int8(Integers):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int4(Integers):
-    """Numbers of 4 bits, packed two to a byte, and a seventh of the largest magnitude of each block."""
+    """4-bit integers, packed two to a byte, scaled by 1/7 of the largest magnitude of each block."""
 
     @property
     def levels(self) -> int:

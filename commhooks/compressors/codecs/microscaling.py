@@ -2,10 +2,10 @@
 
 Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023, sections 5 and 6.3.
 Idea: a group's scale is the power of two that brings its largest magnitude to the format's largest exponent; its
-elements are divided by it and rounded to E4M3 or E2M1 numbers, to the largest of them if they are larger.
-Bytes: 1 an element and 1 a group, or 1/2 and 1. Contractive, biased: at most 1/64 (MXFP8) or 0.11 (MXFP4) is lost.
-Weakness: with scales that are powers of two, up to an eighth (MXFP8) or a quarter (MXFP4) is cut off a largest element.
-On a processor to code and decode MXFP4 takes as long as 27 to 60 copies of the memory: PyTorch has no cast to it.
+elements are divided by it and rounded to E4M3 or E2M1 numbers; larger values become the largest number.
+Bytes: 1 per element and 1 per group, or 1/2 and 1. Contractive, biased: at most 1/64 (MXFP8) or 0.11 (MXFP4) is lost.
+Weakness: since scales are powers of two, a largest element may be cut by up to an eighth (MXFP8) or a quarter (MXFP4).
+On a CPU, encoding and decoding MXFP4 take as long as 27 to 60 copies of the memory, as PyTorch has no cast to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BIAS = 127
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Microscaled(Codec):
-    """Groups of 32 elements with a shared exponent; a block is several groups, dealt together."""
+    """Groups of 32 elements with a shared exponent; a block consists of several groups."""
 
     block: int = 128
 
@@ -38,7 +38,7 @@ class Microscaled(Codec):
     @property
     @abstractmethod
     def largest_exponent(self) -> int:
-        """The exponent of the largest element that the format has."""
+        """The exponent of the largest number in the format."""
 
     @abstractmethod
     def to_bytes(self, values: Tensor) -> Tensor:
@@ -64,17 +64,17 @@ class Microscaled(Codec):
         return torch.flatten(groups.mul_(_powers(exponents).unsqueeze(2)), 1)
 
     def evidence(self, code: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the groups' scales: inf, where a group is not finite."""
+        """Return the groups' scales: inf if a group is not finite."""
         return [_powers(code[0])]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP8(Microscaled):
-    """E4M3 elements, one in a byte."""
+    """E4M3 elements, one per byte."""
 
     @property
     def largest_exponent(self) -> int:
-        """Return 8: of 448."""
+        """Return 8, the exponent of 448."""
         return 8
 
     def to_bytes(self, values: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class MXFP8(Microscaled):
         return from_e4m3(packed)
 
     def relative_error(self) -> float:
-        """Return 1/64, for 512 becomes 448, and what small numbers lose: each at most 2**-10, beside one of 256."""
+        """Return 1/64, as 512 becomes 448, plus the loss of small numbers: at most 2**-10 each, beside one of 256."""
         return 2.0**-6 + GROUP * (2.0**-10 / 256) ** 2
 
 
@@ -96,14 +96,14 @@ class MXFP4(Microscaled):
 
     @property
     def largest_exponent(self) -> int:
-        """Return 2: of 6."""
+        """Return 2, the exponent of 6."""
         return 2
 
     def to_bytes(self, values: Tensor) -> Tensor:
         """Return the nearest of 0, 1/2, 1, 3/2, 2, 3, 4 and 6, with the sign as the fourth bit.
 
-        From 0 to 2 steps are 1/2, then 1, and from 4 on 2. `round` takes the even one of two neighbours that are as
-        near, and so do these sums, as the standard asks.
+        The step is 1/2 from 0 to 2, then 1, and 2 from 4 on. `round` breaks ties towards even, and so do these sums, as
+        the standard requires.
         """
         x = values.abs()
         code = (2 * x).round_().clamp_(max=4).add_(x.round().clamp_(2, 4)).add_((x / 2).round_().clamp_(2, 3)).sub_(4)
@@ -112,15 +112,16 @@ class MXFP4(Microscaled):
     def from_bytes(self, packed: Tensor) -> Tensor:
         """Return the elements in fp32."""
         every = torch.arange(16, device=packed.device)
-        # E4M3 has the same bits with two more of exponent before them and two more of fraction behind.
+        # E4M3 has the same bits, with two more exponent bits before them and two more fraction bits after them.
         numbers = from_e4m3(((every & 8) << 4 | (every & 7) << 2).to(torch.uint8).unsqueeze(1)).mul_(64)
         return look_up(packed, numbers.flatten())
 
     def relative_error(self) -> float:
-        """Return 47/431 = 0.11: a group of 5, which becomes 4, and 31 of 1/4, which become 0, loses most.
+        """Return 47/431 = 0.11: the worst group has one 5, which becomes 4, and 31 times 1/4, which become 0.
 
-        No other element adds as much to the error e², less 0.11·x², as these: 1/4 does, with e = x, and nothing from
-        1/2 on comes close; of the largest, from 4 to 8, 5 costs least, before 4, with e = 0, and 8, with e = 2.
+        No other element contributes as much to the error e², less 0.11·x², as these: for 1/4, e = x, and nothing from
+        1/2 on comes close; among largest elements, from 4 to 8, 5 is the worst, ahead of 4, with e = 0, and 8, with e =
+        2.
         """
         return (1 + 31 / 16) / (25 + 31 / 16)
 

@@ -2,11 +2,11 @@
 
 Source: Horváth, Ho, Horváth, Sahu, Canini, Richtárik, "Natural Compression for Distributed Deep Learning", 2019 (MSML
 2022), section 2.
-Idea: a number between two powers of two becomes one of them, so that it is right on average; only sign and exponent
-travel. Exponents are counted from the block's largest, so that 7 bits hold them.
-Bytes: 1 an element and 4 a block. Unbiased, with an expected loss of at most 1/8; error feedback gains little.
-Weakness: a byte holds more than that: int8 loses less where a block's magnitudes are alike. On a processor to code and
-decode takes as long as 26 to 50 copies of the memory, a third of it for random numbers.
+Idea: a number between two powers of two is rounded to one of them at random, so that it is right on average; only sign
+and exponent are sent. Exponents are relative to the block's largest, so that 7 bits hold them.
+Bytes: 1 per element and 4 per block. Unbiased, with an expected loss of at most 1/8; error feedback gains little.
+Weakness: a byte could hold more: int8 loses less if a block's magnitudes are similar. On a CPU, encoding and decoding
+take as long as 26 to 50 copies of the memory, a third of it for random numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commhooks.compressors.codecs.codec import Codec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Natural(Codec):
-    """A sign and an exponent in a byte, and the first power of two above each block."""
+    """A sign and an exponent in a byte, and for each block the first power of two above it."""
 
     block: int = 1024
 
@@ -42,15 +42,16 @@ class Natural(Codec):
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes [B, block].
 
-        Below 1, fp32's exponent has 7 bits. Noise of 23 bits is added to its 23 bits of fraction, and carries into the
-        exponent as often as the fraction is large; below 2**-126, where the exponent is 0, the choice is between both.
+        Below 1, fp32's exponent has 7 bits. Noise of 23 bits is added to the 23 fraction bits, and carries into the
+        exponent with a probability proportional to the fraction; below 2**-126, where the exponent is 0, the choice is
+        between 0 and 2**-126.
         """
         largest = blocks.abs().amax(1, keepdim=True)
         fraction = torch.frexp(largest).mantissa
         scales = largest / fraction.masked_fill_(fraction == 0, 1)  # NaN if the largest is inf
         bits = (blocks / scales).float().view(torch.int32)
         bits += (noise * 2**23).to(torch.int32)
-        exponents = bits >> 23  # and the sign, two bits further on
+        exponents = bits >> 23  # with the sign, two bits further up
         return scales, (exponents | exponents >> 1 & 128).to(torch.uint8)
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
@@ -61,5 +62,5 @@ class Natural(Codec):
         return powers.to(scales.dtype).mul_(scales)
 
     def relative_error(self) -> float:
-        """Return 1/8: a number 4/3 times a power of two is off most."""
+        """Return 1/8: the error is largest for 4/3 times a power of two."""
         return 0.125

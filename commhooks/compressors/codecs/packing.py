@@ -1,4 +1,4 @@
-"""Whole numbers of 1, 2, 4 or 8 bits, packed into bytes."""
+"""Integers of 1, 2, 4 or 8 bits, packed into bytes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Return floating-point whole numbers [B, n], from 0 to 2**bits - 1, in bytes [B, n·bits/8]."""
+    """Pack integers stored as floating-point numbers [B, n], from 0 to 2**bits - 1, into bytes [B, n·bits/8]."""
     if bits == 8:
         return numbers.to(torch.uint8)
     powers = (1 << torch.arange(0, 8, bits, device=numbers.device)).to(numbers.dtype)
-    packed = numbers.view(-1, 8 // bits) @ powers  # whole numbers up to 255, exact in any precision
+    packed = numbers.view(-1, 8 // bits) @ powers  # integers up to 255, exact in any precision
     return packed.to(torch.uint8).view(len(numbers), -1)
 
 
@@ -23,11 +23,11 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def look_up(packed: Tensor, values: Tensor) -> Tensor:
-    """Return what packed numbers [B, n] stand for, given each one's value: 2, 4, 16 or 256 of fp32."""
+    """Decode packed numbers [B, n] with a table of values: 2, 4, 16 or 256 in fp32."""
     bits = (len(values) - 1).bit_length()
     if bits < 8:
         shifts = torch.arange(0, 8, bits, device=packed.device)
         numbers = torch.arange(256, device=packed.device).unsqueeze(1) >> shifts & 2**bits - 1  # of every byte
-        # Two values are looked up as one number of float64: single numbers are copied faster than short rows.
+        # Two values are looked up as one float64: single numbers are copied faster than short rows.
         values = values.index_select(0, numbers.flatten()).view(256, -1).view(torch.float64).squeeze(1)
     return values.index_select(0, packed.flatten().int()).view(torch.float32).view(len(packed), -1)

@@ -1,12 +1,13 @@
-"""QSGD: magnitudes in so many levels of their block's norm, rounded at random.
+"""QSGD: magnitudes as multiples of a fraction of their block's norm, rounded at random.
 
 Source: Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and
-Encoding", NeurIPS 2017, section 3.1; in blocks as in its section 4, with numbers of a fixed width for its Elias codes.
-Idea: each element is s·x/|block|, rounded down or up at random, so that it is right on average.
-Bytes: 1/4 (s = 1), 1/2 (up to 7) or 1 an element, and 4 a block. Unbiased: of blocks of n elements the expected loss
-is at most min(n/s², √n/s): 0.032 at 512 and 127 levels, 3.2 at 7. So no error feedback, which from 1 on is refused.
-Weakness: with few levels most elements become 0, and the others are far too large: noise, as of a smaller batch.
-On a processor to code and decode takes as long as 19 to 55 copies of the memory, a third of it for random numbers.
+Encoding", NeurIPS 2017, section 3.1; in blocks as in its section 4, with fixed-width numbers in place of Elias codes.
+Idea: each element becomes s·x/|block|, rounded down or up at random, so that it is right on average.
+Bytes: 1/4 (s = 1), 1/2 (up to 7) or 1 per element, and 4 per block. Unbiased: for blocks of n elements the expected
+loss is at most min(n/s², √n/s): 0.032 at 512 and 127 levels, 3.2 at 7. So it uses no error feedback, which is rejected
+from 1 on.
+Weakness: with few levels most elements become 0 and the others much too large: noise, as from a smaller batch. On a
+CPU, encoding and decoding take as long as 19 to 55 copies of the memory, a third of it for random numbers.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from commhooks.errors import SettingsError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QSGD(Uniform):
-    """Whole numbers of at most `levels`, and the norm over that."""
+    """Integers of magnitude at most `levels`, scaled by the norm divided by `levels`."""
 
     block: int = 512
     levels: int = 127
-    """Fewer: 4 bits an element up to 7, and 2 at 1; and more noise."""
+    """Fewer: 4 bits per element up to 7, and 2 at 1; but more noise."""
 
     def __post_init__(self) -> None:
         if isinstance(self.levels, bool) or not isinstance(self.levels, int) or not 1 <= self.levels <= 127:
@@ -35,7 +36,7 @@ class QSGD(Uniform):
         super().__post_init__()
 
     def scales(self, blocks: Tensor) -> Tensor:
-        """Return |block|/s [B, 1]; the largest magnitude is taken out first, for the squares of 1e30 are inf."""
+        """Return |block|/s [B, 1]; the largest magnitude is factored out first, since the square of 1e30 is inf."""
         largest = blocks.abs().amax(1, keepdim=True)
         shapes = blocks / largest.clamp(min=torch.finfo(blocks.dtype).tiny)
         norms: Tensor = torch.linalg.vector_norm(shapes, dim=1, keepdim=True)

@@ -1,12 +1,12 @@
-"""Sign: one bit an element, and one scale a block.
+"""Sign: one bit per element, and one scale per block.
 
 Source: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, section 4; blockwise as in Zheng, Huang, Kwok,
-"Communication-Efficient Distributed Blockwise Momentum SGD", NeurIPS 2019. With error feedback on both hops it is what
-Tang et al., "1-bit Adam", ICML 2021, send.
-Idea: a block becomes its signs times the mean of its magnitudes, the scale that is closest to it.
-Bytes: 1/8 an element and 4 a block. Contractive: it loses at most 1 - 1/n of a block of n elements, and 1 - 2/π of
-normal ones; the more alike a block's magnitudes, the less. Biased.
-Weakness: without error feedback it need not converge, and with it a block of very different magnitudes takes long.
+"Communication-Efficient Distributed Blockwise Momentum SGD", NeurIPS 2019. With error feedback on both hops this is
+what Tang et al., "1-bit Adam", ICML 2021, send.
+Idea: a block becomes its signs times the mean of its magnitudes, the scale that minimises the error.
+Bytes: 1/8 per element and 4 per block. Contractive: it loses at most 1 - 1/n of a block of n elements, and 1 - 2/π of a
+normally distributed one; the more similar a block's magnitudes, the less. Biased.
+Weakness: it may not converge without error feedback, and even with it, a block of very different magnitudes takes long.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ class Sign(Codec):
         return look_up(packed, torch.arange(-1.0, 2, 2, device=packed.device)).to(scales.dtype).mul_(scales)
 
     def relative_error(self) -> float:
-        """Return 1 - 1/block: a block with a single element that is not 0 is matched worst."""
+        """Return 1 - 1/block: the worst case is a block with a single nonzero element."""
         return 1 - 1 / self.block

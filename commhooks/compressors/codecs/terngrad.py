@@ -1,12 +1,14 @@
 """TernGrad: -1, 0 or 1 times the largest magnitude, at random.
 
 Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS 2017,
-section 3, in blocks in place of layers; its clipping, which makes an expectation of its own, is left out.
-Idea: an element becomes its sign times the block's largest magnitude with a probability that makes it right on average.
-Bytes: 1/4 an element and 4 a block. Unbiased, with an expected loss of up to (√n - 1)/2 of a block of n elements, 5.2
-at 128: too much for error feedback, whose residual would be several times the gradient; it is refused unless damped.
-Weakness: that noise. It needs larger batches or smaller steps. On a processor to code and decode takes as long as 25 to
-55 copies of the memory, a third of it for random numbers.
+section 3, with blocks in place of layers; its clipping, which introduces a bias, is left out.
+Idea: an element becomes its sign times the block's largest magnitude, with the probability that makes it right on
+average.
+Bytes: 1/4 per element and 4 per block. Unbiased, with an expected loss of up to (√n - 1)/2 for a block of n elements,
+5.2 at 128: too much for error feedback, whose residual would be several times the gradient; it is rejected unless
+damped.
+Weakness: that noise, which calls for larger batches or smaller steps. On a CPU, encoding and decoding take as long as
+25 to 55 copies of the memory, a third of it for random numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from commhooks.compressors.codecs.uniform import Uniform
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TernGrad(Uniform):
-    """One of three numbers, packed four to a byte, and the largest magnitude."""
+    """One of three values per element, packed four to a byte, and the largest magnitude of each block."""
 
     block: int = 128
 

@@ -1,6 +1,6 @@
-"""Uniform: whole numbers from -levels to levels, and one scale a block; what int8, int4, QSGD and TernGrad share.
+"""Uniform: integers from -levels to levels, and one scale per block; shared by int8, int4, QSGD and TernGrad.
 
-Legend: n elements x of a block, s levels, scale c; x/c is rounded down or up, up with the probability of its fraction.
+Legend: n elements x of a block, s levels, scale c; x/c is rounded up with the probability of its fraction, else down.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from commhooks.compressors.codecs.packing import pack, unpack
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform(Codec):
-    """Blocks divided by their scales, and rounded to whole numbers that are packed in as few bits as they need."""
+    """Blocks divided by their scales, rounded to integers, and packed in as few bits as these need."""
 
     def __post_init__(self) -> None:
         self.check_block(8 // self.bits)
@@ -26,11 +26,11 @@ class Uniform(Codec):
     @property
     @abstractmethod
     def levels(self) -> int:
-        """The largest whole number, at most 127."""
+        """The largest integer, at most 127."""
 
     @property
     def bits(self) -> int:
-        """Bits of a number: 2, 4 or 8."""
+        """Bits per number: 2, 4 or 8."""
         return next(bits for bits in (2, 4, 8) if 2 * self.levels < 2**bits)
 
     @property
@@ -44,15 +44,15 @@ class Uniform(Codec):
         return self.draws
 
     def scales(self, blocks: Tensor) -> Tensor:
-        """Return c [B, 1], such that no |x/c| is above s: the largest magnitude over s."""
+        """Return c [B, 1], such that no |x/c| exceeds s: the largest magnitude over s."""
         return blocks.abs().amax(1, keepdim=True) / self.levels
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and the packed numbers [B, n·bits/8]."""
         scales = self.scales(blocks)
-        numbers = (blocks / scales).nan_to_num_(0.0)  # a block of zeros
+        numbers = (blocks / scales).nan_to_num_(0.0)  # NaN: a block of zeros
         numbers = numbers.add_(noise).floor_() if self.draws else numbers.round_()
-        # In fp32 the largest may come out as s + 1: 127 and noise just below 1 are 128.
+        # In fp32 the largest may come out as s + 1: 127 plus noise just below 1 is 128.
         numbers = numbers.clamp_(-self.levels, self.levels).add_(self.levels)
         return scales, pack(numbers, self.bits)
 
@@ -62,11 +62,12 @@ class Uniform(Codec):
         return unpack(packed, self.bits).to(scales.dtype).sub_(self.levels).mul_(scales)
 
     def relative_error(self) -> float:
-        """Return (√(1 + (n - 1)/s²) - 1)/2 or, if the nearest number is taken, q/(1 + q) with q = (n - 1)/(4s²).
+        """Return (√(1 + (n - 1)/s²) - 1)/2 or, when rounding to nearest, q/(1 + q) with q = (n - 1)/(4s²).
 
-        The largest element is exact, s in units of c. Any other, of fraction f, adds f(1 - f) to the expected error and
-        at least f² to the square: for an error of r in all, f(1 - f) - r·f² is at most 1/(4(1 + r)), so
-        (n - 1)/(4(1 + r)) = r·s² is the worst. The nearest number is off by at most 1/2, and by no more than x/c.
+        The largest element is exact, s in units of c. Any other, with fraction f, adds f(1 - f) to the expected error
+        and at least f² to the squared norm: for a relative error r, f(1 - f) - r·f² is at most 1/(4(1 + r)), so the
+        worst case satisfies (n - 1)/(4(1 + r)) = r·s². Rounding to nearest has an error of at most 1/2, and at most
+        x/c.
         """
         q = (self.block - 1) / (4 * self.levels**2)
         return (math.sqrt(1 + 4 * q) - 1) / 2 if self.draws else q / (1 + q)

@@ -1,12 +1,12 @@
-"""Vote: one bit an element, and nothing else.
+"""Vote: one bit per element, and nothing else.
 
 Source: Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with Majority Vote is Communication Efficient and Fault
 Tolerant", ICLR 2019, algorithm 1.
-Idea: ranks send signs, and the sign of their sum is sent back. A zero, so also a tie, is decided by a coin: with +1 for
-it, every tie of two ranks would be a step upwards.
-Bytes: 1/8 an element. Biased, and with no bound on what is lost: an answer is ±1 whatever the gradient's size, so there
-is no error feedback. Weakness: only directions come through; `Signum` is the compressor to use it by. On a processor to
-code and decode takes as long as 16 to 60 copies of the memory, a third of it for random numbers.
+Idea: ranks send signs, and the sign of their sum is sent back. Zeros, and so ties, are decided at random: if they
+counted as +1, every tie of two ranks would be a step upwards.
+Bytes: 1/8 per element. Biased, and with no bound on the loss: an answer is ±1 whatever the gradient's size, so there is
+no error feedback. Weakness: only signs are transmitted; use it through `Signum`. On a CPU, encoding and decoding take
+as long as 16 to 60 copies of the memory, a third of it for random numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Vote(Codec):
 
     @property
     def shows_non_finite(self) -> bool:
-        """Return False: a bit cannot."""
+        """Return False: a bit cannot show it."""
         return False
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
@@ -51,5 +51,5 @@ class Vote(Codec):
         return look_up(code[0], torch.arange(-1.0, 2, 2, device=code[0].device))
 
     def relative_error(self) -> float:
-        """Return inf: ±1 may be any number of times larger than what it stands for."""
+        """Return inf: ±1 may be arbitrarily larger than the element that it represents."""
         return math.inf

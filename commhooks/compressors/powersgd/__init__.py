@@ -1,4 +1,4 @@
-"""PowerSGD, and what it is made of."""
+"""PowerSGD and its parts."""
 
 from commhooks.compressors.powersgd.adaptive_rank import AdaptiveRank
 from commhooks.compressors.powersgd.powersgd import PowerSGD

@@ -1,19 +1,20 @@
-"""Adaptive rank: PowerSGD, with as high a rank for each layer as pays there.
+"""Adaptive rank: PowerSGD with a rank for each layer, as high as pays off there.
 
 Source: Markov, Alimohammadi, Frantar, Alistarh, "L-GreCo: Layerwise-Adaptive Gradient Compression", MLSys 2024,
 sections 3 and 4; Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Accordion: Adaptive Gradient Communication via
 Critical Learning Regime Identification", MLSys 2021, algorithm 1.
 Idea: PowerSGD's columns are nested, so one step at the highest rank shows what every lower rank would have sent of each
-layer: |Qₖ|² more for column k, as P is orthonormal. From that follows which ranks leave the least error for the bytes
-of a uniform rank, or need the fewest bytes for its error. "accordion" looks at gradient norms instead.
-Bytes on the wire: as PowerSGD at the chosen ranks. Two of `every` steps send `max_rank`: the first brings the columns
-up to date that were not in use, the second measures. "least-error" counts them in its budget. "accordion" has none of
-them, and sends one element more for each matrix in one of `every` steps. Biased: ω as PowerSGD's, at `min_rank` at
-most. Weakness: the choice is as old as the last measurement, and sees what one step leaves, not what error feedback
-makes of it later, of which "fewest-bytes" leaves more than the uniform rank; errors are compared across layers as they
-are, which suits SGD better than Adam; and on a GPU the host waits once in `every` steps, to read the norms.
+layer: another |Qₖ|² for column k, as P is orthonormal. This determines which ranks leave the smallest error for the
+bytes of a uniform rank, or need the fewest bytes for its error. "accordion" uses gradient norms instead.
+Bytes on the wire: as PowerSGD at the chosen ranks. Two of every `every` steps send `max_rank`: the first updates the
+columns that were not in use, the second measures. "least-error" counts them in its budget. "accordion" has no such
+steps, but sends one extra element per matrix in one of every `every` steps. Biased: ω is at most PowerSGD's at
+`min_rank`. Weakness: the choice is as old as the last measurement, and considers what one step leaves, not how error
+feedback makes up for it later, where "fewest-bytes" leaves more than the uniform rank; errors are compared across
+layers unweighted, which suits SGD better than Adam; and on a GPU the host waits once every `every` steps, to read the
+norms.
 
-Legend: M n×m a gradient plus its residual; Q its right factor, r×m; R the highest rank that pays for a matrix.
+Legend: M n×m a gradient plus its residual; Q its right factor, r×m; R the highest rank that pays off for a matrix.
 """
 
 from __future__ import annotations
@@ -39,37 +40,40 @@ from commhooks.tensors import computing_dtype
 
 Rule = Literal["least-error", "fewest-bytes", "accordion"]
 NORMS = "norms"
-"""Of the rows of the last mean Q that was measured; of "accordion" the gradient's at the last two measurements."""
+"""Norms of the rows of the last measured mean Q; for "accordion", gradient norms at the last two measurements."""
 STEPS_TO_MEASURE = 2
-"""A column that was not in use needs one step to turn to where the gradients are now."""
+"""A column that was not in use needs one step to align with the current gradients."""
 _UNITS = 1 << 15
-"""A row is squared as integers of so many units, the largest element of it."""
+"""A row is squared as integers, with its largest element scaled to this many units."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveRank(Compressor):
-    """Compress each matrix to a rank of its own, chosen every `every` steps. Wants `ErrorFeedback` around it."""
+    """A compressor that compresses each matrix to its own rank, chosen every `every` steps.
+
+    Wrap it in `ErrorFeedback`.
+    """
 
     rank: int = 4
-    """Lower: smaller messages, more left to the residual. The uniform rank whose bytes are spent, or whose error is
-    kept; until something is measured, and with "accordion" in stable layers, the rank itself."""
+    """Lower: smaller messages, but more left in the residual. The uniform rank whose bytes are spent, or whose error is
+    kept; used itself until something is measured and, with "accordion", in stable layers."""
     min_rank: int = 2
-    """Lower: more freedom to choose. At rank 1 what is left for later may grow for long; see `PowerSGD`."""
+    """Lower: more freedom to choose. At rank 1, what is left for later may grow for a long time; see `PowerSGD`."""
     max_rank: int = 8
-    """Higher: more freedom to choose, larger messages in steps that measure."""
+    """Higher: more freedom to choose, but larger messages in steps that measure."""
     rule: Rule = "least-error"
-    """What is chosen: the least error for the bytes of `rank`; the fewest bytes for its error; or `max_rank` for the
-    layers whose gradients' norm changes, and `rank` for the others."""
+    """What is chosen: the smallest error for the bytes of `rank`; the fewest bytes for its error; or `max_rank` for
+    layers whose gradient norm changes, and `rank` for the others."""
     every: int = 100
-    """Higher: fewer steps that measure, older choices."""
+    """Higher: fewer steps that measure, but older choices."""
     eta: float = 0.5
-    """Higher: "accordion" gives fewer layers `max_rank`, those whose gradients' norm has changed by more than this part
-    of it."""
+    """Higher: "accordion" gives `max_rank` to fewer layers, namely those whose gradient norm has changed by more than
+    this fraction."""
     min_compression_rate: float = 2.0
-    """Higher: fewer matrices are compressed, and to lower ranks. A matrix's factors are always so many times smaller
-    than it (at least 1)."""
+    """Higher: fewer matrices are compressed, and to lower ranks. The factors are always at least this many times
+    smaller than the matrix (at least 1)."""
     seed: int = 0
-    """Seed of the first bases, with the parameter's name."""
+    """Seeds the first bases, together with the parameter's name."""
 
     def __post_init__(self) -> None:
         check_count("AdaptiveRank", "min_rank", self.min_rank)
@@ -83,7 +87,7 @@ class AdaptiveRank(Compressor):
             raise SettingsError(f"AdaptiveRank(eta={self.eta!r}): eta must be 0 or more.")
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return the basis of R rows, the chosen rank, and the norms that it is chosen by."""
+        """Return the entries for the basis of R rows, the chosen rank, and the norms on which the choice is based."""
         form = self._powersgd.paying_form(parameter, name)
         if form is None:
             return {}
@@ -102,7 +106,7 @@ class AdaptiveRank(Compressor):
         return error_of_rank(lowest, elements)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Run PowerSGD at the chosen ranks, and measure when it is time to."""
+        """Run PowerSGD at the chosen ranks, and measure in the steps that do."""
         plans = bucket.plan(self, lambda: _Plans(bucket, self._powersgd, self._highest))
         matrices = plans.widest.matrices
         measures = self.measures(context.step)
@@ -123,15 +127,15 @@ class AdaptiveRank(Compressor):
         return step % self.every == (0 if self.rule == "accordion" else STEPS_TO_MEASURE - 1)
 
     def chooses(self, step: int) -> bool:
-        """Return whether the step before measured."""
+        """Return whether the previous step measured."""
         return step > 0 and self.measures(step - 1)
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
-        """Return a rank for each layer; none as long as there is nothing to choose by."""
+        """Return a rank for each layer; empty if nothing has been measured yet."""
         measured: dict[Tensor, tuple[MatrixForm, list[float]]] = {}
         for parameter, state in states.items():
             form = self._powersgd.paying_form(parameter, state.key)
-            # One that has not been met has none, and another compressor may have left others.
+            # A parameter not yet seen has none, and another compressor may have left others.
             if form is not None and NORMS in state.tensors and len(state[NORMS]) == self._measurements(form):
                 measured[parameter] = form, state[NORMS].tolist()
         largest = max((norm for _, norms in measured.values() for norm in norms), default=0.0)
@@ -150,11 +154,11 @@ class AdaptiveRank(Compressor):
 
     @property
     def _powersgd(self) -> PowerSGD:
-        """What decides which matrices are compressed, and exchanges their factors."""
+        """The compressor that decides which matrices are compressed, and exchanges their factors."""
         return PowerSGD(rank=self.rank, min_compression_rate=self.min_compression_rate, seed=self.seed)
 
     def _budget(self, layers: Sequence[Layer]) -> int:
-        """Return the elements that a step may send, so that with those that measure it is those of `rank`."""
+        """Return the elements that a step may send, so that the average, with measuring steps, is that of `rank`."""
         of_rank = sum(layer.cost * layer.uniform for layer in layers)
         of_measuring = sum(layer.cost * len(layer.gains) for layer in layers)
         left = self.every * of_rank - STEPS_TO_MEASURE * of_measuring
@@ -185,15 +189,15 @@ class _Plans:
 
 
 def _norm(slot: Slot) -> Tensor:
-    """Return the norm of the gradient alone, one element; the residual, which is added later, says nothing of it."""
+    """Return the norm, one element, of the gradient alone, without the residual, which would distort it."""
     norm: Tensor = torch.linalg.vector_norm(slot.gradient, dtype=computing_dtype(slot.gradient.dtype))
     return norm.reshape(1)
 
 
 def _norms_of_rows(Q: Tensor) -> Tensor:
-    """Return the norm of each row, the same to the last bit on every processor, for ranks must not choose differently.
+    """Return the norm of each row, bit for bit the same on every processor, so that all ranks choose the same.
 
-    Sums of integers do not depend on their order, and each other operation here has one right result.
+    Sums of integers do not depend on their order, and every other operation here is correctly rounded.
     """
     largest = Q.abs().amax(dim=1)
     whole = (Q / torch.where(largest > 0, largest, 1.0).unsqueeze(1) * _UNITS).round().to(torch.int64)

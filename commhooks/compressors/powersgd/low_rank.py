@@ -1,8 +1,8 @@
-"""What a low-rank compressor lays out for one matrix: blocks of rows, and its two factors.
+"""What a low-rank compressor prepares for one matrix: blocks of rows, and its two factors.
 
-Legend: M n×m a gradient plus its residual; P r×n the left factor and Q r×m the right one, both kept transposed, for
-products over rows of M are the fast ones; r the rank. A product's last bits depend on where its operands lie, in a way
-of each processor's own: equal bits are promised for buckets that are laid out alike, and nothing more.
+Legend: M n×m a gradient plus its residual; P r×n the left factor and Q r×m the right one, both kept transposed, since
+products along rows of M are faster; r the rank. The last bits of a product depend on where its operands lie in memory,
+differently on each processor: equal bits are promised only for buckets with the same layout.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Side = Literal["P", "Q"]
 OTHER: dict[Side, Side] = {"P": "Q", "Q": "P"}
 
 BLOCK_ELEMENTS = 1 << 18
-"""Large matrices are worked on in blocks of rows of at most so many elements a thread, unless a row has more."""
+"""Large matrices are processed in blocks of rows, of at most this many elements per thread, but at least one row."""
 TILE_ROWS = 16
-"""The rows that a BLAS multiplies at once, or a multiple of them."""
+"""The number of rows that a BLAS multiplies at once, or a multiple of it."""
 
 
 class Block(NamedTuple):
-    """Some rows of a matrix, as views that are made once."""
+    """Some rows of a matrix, as views that are created once."""
 
     tile: Tile
     """rows×m."""
     P: Tensor
-    """r×rows, columns of the matrix's own P."""
+    """r×rows: the matching columns of the matrix's P."""
 
 
 class LowRankMatrix:
-    """The views of one matrix: its blocks, its factors, and the slot that remembers its bases."""
+    """The views of one matrix: its blocks, its factors, and the slot that holds its bases."""
 
     def __init__(self, key: str, form: MatrixForm, rank: int, tile: Tile, home: Slot, *, layout: Layout | None) -> None:
         self.key = key
@@ -59,7 +59,7 @@ class LowRankMatrix:
         self.blocks: Sequence[Block] = list(map(Block, tiles, self.P.split(self.block_rows, dim=1)))
 
     def narrowed(self, r: int) -> LowRankMatrix:
-        """Return the same matrix with the first r rows of its factors only; they share their memory."""
+        """Return the same matrix with only the first r rows of its factors; they share memory."""
         if r == self.r:
             return self
         narrow = copy.copy(self)
@@ -74,7 +74,7 @@ class LowRankMatrix:
         return self.P if side == "P" else self.Q
 
     def multiply(self, side: Side) -> None:
-        """Write this rank's own factor of one side, M times the other side's."""
+        """Compute this rank's own factor of one side: M times the factor of the other side."""
         if side == "P":
             for block in self.blocks:
                 torch.mm(self.Q, block.tile.form().t(), out=block.P)  # r×m · m×rows
@@ -84,12 +84,12 @@ class LowRankMatrix:
                 self.Q.addmm_(block.P, block.tile.form())  # r×rows · rows×m
 
     def finish(self, side: Side, mean: Tensor, context: Context, finite: Tensor) -> None:
-        """Write the mean, from the last side's `mean` factor, and the residual, from this rank's own."""
+        """Write the mean, from the last side's `mean` factor, and the residual, from this rank's own factor."""
         sent = context.as_sent(self.factor(side))
         P, Q = (mean, self.Q) if side == "P" else (self.P, mean)
-        P = P.t().contiguous()  # n×r, which products of few columns read faster
+        P = P.t().contiguous()  # n×r, which products with few columns read faster
         P_sent, Q_sent = (sent.t().contiguous(), Q) if side == "P" else (P, sent)
-        (P, Q), (P_sent, Q_sent) = in_full(P, Q), in_full(P_sent, Q_sent)  # what they lose no residual would hold
+        (P, Q), (P_sent, Q_sent) = in_full(P, Q), in_full(P_sent, Q_sent)  # no residual would hold their rounding error
         of_blocks = zip(self.blocks, P.split(self.block_rows), P_sent.split(self.block_rows), strict=True)
         for (tile, _), P_rows, sent_rows in of_blocks:
             if tile.keeps:
@@ -99,23 +99,23 @@ class LowRankMatrix:
             tile.write(torch.mm(P_rows, Q, out=tile.room))
 
     def largest_mean(self, side: Side, mean: Tensor) -> Tensor:
-        """Return the mean's largest magnitude, 0-dim; what was formed elsewhere is formed anew after."""
+        """Return the mean's largest magnitude, 0-dim; whatever `form` returned elsewhere must be formed again."""
         P, Q = in_full(*((mean.t(), self.Q) if side == "P" else (self.P.t(), mean)))
         of_blocks = zip(P.split(self.block_rows), self.blocks, strict=True)
         return torch.stack([torch.mm(rows, Q, out=block.tile.room).abs().amax() for rows, block in of_blocks]).amax()
 
 
 class LowRankPlan(NamedTuple):
-    """A bucket's matrices, and what travels uncompressed beside them."""
+    """A bucket's matrices, and what is sent uncompressed beside them."""
 
     matrices: Sequence[LowRankMatrix]
     rest: Sequence[Tile]
     parts_of_rest: Sequence[Part]
-    """Together with factors it travels as wide as they do; alone as it is."""
+    """Sent together with factors, it is as wide as they are; sent alone, it keeps its own dtype."""
 
     @classmethod
     def of(cls, matrices: Sequence[LowRankMatrix], rest: Sequence[Tile]) -> LowRankPlan:
-        """Make the parts of what travels uncompressed."""
+        """Create the parts of what is sent uncompressed."""
         wide = matrices[0].P.dtype if matrices else None
         return cls(matrices, rest, [Part(tile.gradient, tile.layout, wide) for tile in rest])
 
@@ -126,7 +126,7 @@ class LowRankPlan(NamedTuple):
         form_of: Callable[[Tensor, str], MatrixForm | None],
         rank: Callable[[MatrixForm], int],
     ) -> LowRankPlan:
-        """Give each parameter, with its name, that has a form a matrix of its own and of a rank; leave the rest."""
+        """Give each parameter for which there is a form its own matrix, with its rank; the rest stays uncompressed."""
         forms = [(slot, form_of(slot.parameter, slot.name)) for slot in bucket.slots]
         matrices = [LowRankMatrix(s.name, form, rank(form), s.tile, s, layout=None) for s, form in forms if form]
         return cls.of(matrices, [slot.tile for slot, form in forms if form is None])
@@ -140,12 +140,12 @@ class LowRankPlan(NamedTuple):
 
 
 def rows_of_a_block(m: int, r: int, threads: int) -> int:
-    """Return how many rows of a matrix of width m are worked on at a time, which the cores then keep in their caches.
+    """Return how many rows of a matrix of width m to process at a time, so that they stay in the cores' caches.
 
     Several threads share a block's rows or columns as their BLAS decides, and each needs enough of them. On one thread,
-    products with one row or column stream through memory; those with more go through a block a few columns at a time:
-    if it has few rows, a multiple of those that a BLAS takes at once, they are read like so many streams. (All rows of
-    a 768×3072 matrix at once took 1.8 times as long at rank 4.)
+    products with one row or column stream through memory; those with more process a block a few columns at a time: if
+    the block has few rows, a multiple of what a BLAS takes at once, these are read like so many streams. (All rows of a
+    768×3072 matrix at once took 1.8 times as long at rank 4.)
     """
     most = max(1, threads * BLOCK_ELEMENTS // m)
     if r == 1 or threads > 1:

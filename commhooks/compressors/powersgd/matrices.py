@@ -15,7 +15,7 @@ MATRIX_RULES: tuple[str, ...] = get_args(MatrixRule)
 
 
 class MatrixForm(NamedTuple):
-    """How a stretch of memory forms a matrix n×m: row after row or, if `transposed`, column after column."""
+    """How a range of memory forms a matrix n×m: row by row or, if `transposed`, column by column."""
 
     n: int
     m: int
@@ -31,17 +31,17 @@ class MatrixForm(NamedTuple):
 
 
 def error_of_rank(rank: int, elements: int) -> float:
-    """Return what rank r leaves at most of a matrix of so many elements, in squared norms: that of a square one."""
+    """Return the largest error of rank r for a matrix of so many elements, in squared norms: that of a square one."""
     width = max(1, math.isqrt(elements))
     return 1 - min(rank, width) / width
 
 
 def form_of(parameter: Tensor, rule: str) -> MatrixForm | None:
-    """Return the form in which a parameter's gradient, as it lies in memory, is a matrix; None for a vector.
+    """Return the form in which a parameter's gradient, in its memory order, is a matrix; None for a vector.
 
     "first-dimension" is the first dimension against the rest. Columns come in memory order, so a channels-last tensor
-    is a matrix too; where the first dimension is neither the outermost nor the innermost in memory, the outermost one
-    stands in for it. "most-square" splits the dimensions, in memory order, where n + m is smallest.
+    also forms a matrix; if the first dimension is neither the outermost nor the innermost in memory, the outermost one
+    is used instead. "most-square" splits the dimensions, in memory order, so that n + m is smallest.
     """
     shape, elements = parameter.shape, parameter.numel()
     if len(shape) < 2 or elements == 0:
@@ -60,10 +60,10 @@ def form_of(parameter: Tensor, rule: str) -> MatrixForm | None:
 
 
 def form_of_bucket(elements: int, rank: int) -> MatrixForm:
-    """Return the nearly square matrix that holds most of so many elements; fewer than `m` are left over at the end.
+    """Return the nearly square matrix that holds most of so many elements, leaving fewer than `m` over at the end.
 
-    Of the widths a little below the square root the one is taken whose factors of this rank and left-over elements are
-    fewest, so no bucket is padded or copied.
+    Among the widths slightly below the square root, this is the one with the fewest elements in the factors of this
+    rank and the remainder together, so no bucket is padded or copied.
     """
     root = max(1, math.isqrt(elements))
     widths = range(max(1, root - root // 8), root + 1)
@@ -72,9 +72,9 @@ def form_of_bucket(elements: int, rank: int) -> MatrixForm:
 
 
 def _memory_order(parameter: Tensor) -> Sequence[int]:
-    """Return the dimensions of more than one element, from the outermost in memory to the innermost."""
+    """Return the dimensions with more than one element, from the outermost in memory to the innermost."""
     strides = parameter.stride()
     dimensions = [dimension for dimension, size in enumerate(parameter.shape) if size > 1]
-    if not is_dense(parameter):  # a gradient has no gaps: its memory is laid out anew, in the order of dimensions
+    if not is_dense(parameter):  # a gradient has no gaps: it is laid out in the order of dimensions
         return dimensions
     return sorted(dimensions, key=lambda dimension: -strides[dimension])

@@ -3,11 +3,12 @@
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", NeurIPS 2019, algorithms 1
 and 2. The alternating form is that of the authors' own later implementation.
 Idea: one step of a power iteration, warm-started from the last one, finds a rank-r basis P of the *mean* gradient,
-and the mean's coefficients Q in that basis; both are linear in the gradient, so they are summed on the wire. What a
+and the mean's coefficients Q in that basis; both are linear in the gradient, so they can be summed on the wire. What a
 rank's own factors miss stays in its residual and is added to its next gradient.
-Bytes on the wire: (n + m)·r for a matrix n×m; vectors and small matrices ride uncompressed in the first collective.
-Weakness: two rounds, the second of which cannot start before the first is done (one if alternating). What ranks owe in
-opposite directions is sent only as the basis turns: at rank 1, under one constant direction, such residuals grow.
+Bytes on the wire: (n + m)·r for a matrix n×m; vectors and small matrices are sent uncompressed with the first
+collective. Weakness: two rounds, the second of which cannot start before the first is done (one if alternating).
+Residuals that point in opposite directions on different ranks are sent only as the basis rotates: at rank 1, under one
+constant direction, such residuals grow.
 
 Legend, as in low_rank.py: M n×m a gradient plus its residual; P r×n and Q r×m its factors, transposed; r the rank.
 """
@@ -45,14 +46,14 @@ Item = TypeVar("Item")
 
 
 class Exchanged(NamedTuple):
-    """What came of an exchange of factors."""
+    """The result of exchanging factors."""
 
     finite: Tensor
     """The verdict."""
     means: Sequence[Tensor]
     """The mean of the last side's factor, for each matrix."""
     riders: Sequence[Tensor]
-    """The mean of what rode along."""
+    """The mean of what was sent uncompressed."""
 
 
 Exchanging = Generator[Asked, Any, Exchanged]
@@ -60,30 +61,34 @@ Exchanging = Generator[Asked, Any, Exchanged]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerSGD(Compressor):
-    """Compress matrices to rank `rank`, with warm start: two collectives a bucket. Wants `ErrorFeedback` around it.
+    """A compressor that compresses matrices to rank `rank`, with warm start: two collectives per bucket.
 
-    A step whose answers hold an inf or a NaN commits nothing, and its mean comes out non-finite on every rank.
+    Wrap it in `ErrorFeedback`.
+
+    A step whose answers hold an inf or a NaN commits nothing, and its mean is non-finite on every rank.
     """
 
     rank: int = 1
-    """Lower: smaller messages, more left to the residual."""
+    """Lower: smaller messages, but more left in the residual."""
     min_compression_rate: float = 2.0
-    """Higher: fewer matrices are compressed. One is if its factors are so many times smaller than it (at least 1)."""
+    """Higher: fewer matrices are compressed: only those whose factors are this many times smaller (at least 1)."""
     warm_start: bool = True
     """Off: every step starts from a new random basis, and needs more steps to find the same one."""
     epsilon: float = 0.0
-    """Higher: directions of a factor with a norm near or below it are damped. Zero columns need none."""
+    """Higher: directions of a factor with a norm near or below it are damped. Zero columns need no damping."""
     seed: int = 0
-    """Seed of the random bases, with the parameter's name and, without warm start, the step."""
+    """Seeds the random bases, together with the parameter's name and, without warm start, the step."""
     alternating: bool = False
-    """On: a step computes and sends P or Q, in turns: half the products, bytes and collectives, a slower pursuit."""
+    """On: each step computes and sends P or Q, in turns: half the products, bytes and collectives, but slower
+    convergence."""
     iterations: int = 1
-    """Higher: so many rounds of both factors a step (of one, if alternating): nearer to the best rank r, more sent."""
+    """Higher: this many rounds of both factors per step (of one, if alternating): closer to the best rank r, but more
+    sent."""
     matrices: MatrixRule = "first-dimension"
-    """How a gradient is a matrix: the first dimension against the rest; where it is most square; or the whole bucket
-    as one nearly square matrix, vectors and all, which is fast and coarse."""
+    """How a gradient becomes a matrix: the first dimension against the rest; as square as possible; or the whole bucket
+    as one nearly square matrix, vectors included, which is fast but coarse."""
     skip: tuple[str, ...] = ()
-    """Names of parameters never to compress, or shell patterns such as "head.*"."""
+    """Names of parameters that are never compressed, or shell patterns such as "head.*"."""
 
     def __post_init__(self) -> None:
         check_count("PowerSGD", "rank", self.rank)
@@ -99,7 +104,7 @@ class PowerSGD(Compressor):
             raise SettingsError(f"PowerSGD(skip={self.skip!r}): skip must be a tuple of names or patterns.")
         if self.skip and self.matrices == "whole-bucket":
             raise SettingsError(
-                f"PowerSGD(skip={self.skip!r}): skip must be empty where matrices='whole-bucket', "
+                f"PowerSGD(skip={self.skip!r}): skip must be empty if matrices='whole-bucket', "
                 "which has no room for exceptions."
             )
 
@@ -120,7 +125,7 @@ class PowerSGD(Compressor):
                 )
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return the bases that the next step starts from, r×width, if the parameter's gradient is compressed."""
+        """Return the entries for the bases of the next step, r×width, if the parameter's gradient is compressed."""
         form = self.paying_form(parameter, name)
         return self._bases(name, form) if self.warm_start and form is not None else {}
 
@@ -136,7 +141,7 @@ class PowerSGD(Compressor):
         return self.matrices == "whole-bucket" or self.compresses(parameter, name)
 
     def relative_error(self, elements: int) -> float:
-        """Return what rank r leaves of a square matrix, at most; a power iteration comes close to that."""
+        """Return the largest error of rank r, that of a square matrix; a power iteration comes close to it."""
         return error_of_rank(self.rank, elements)
 
     def sides(self, step: int) -> tuple[Side, ...]:
@@ -147,7 +152,7 @@ class PowerSGD(Compressor):
         return tuple("P" if turn % 2 == 0 else "Q" for turn in range(first, first + self.iterations))
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Average the bucket's matrices by way of their factors, and the rest as it is."""
+        """Average the bucket's matrices through their factors, and the rest uncompressed."""
         yield from self.exchange(bucket.plan(self, lambda: self._plan(bucket)), context)
 
     def exchange(self, plan: LowRankPlan, context: Context, riders: Sequence[Part] = ()) -> Exchanging:
@@ -180,7 +185,7 @@ class PowerSGD(Compressor):
                 means_of_rest, means_of_riders = uncompressed[: len(plan.rest)], uncompressed[len(plan.rest) :]
 
         finite = yield Judge(*received, *means_of_rest, *plan.largest(side, means))
-        if not surely(finite):  # one bad element spoils the mean, for all to see
+        if not surely(finite):  # one bad element makes the whole mean non-finite, on every rank
             torch._foreach_add_(means, torch.where(finite, 0.0, torch.nan))
         for x, mean in _there_and_back(list(zip(plan.matrices, means, strict=True)), len(sides)):
             x.finish(side, mean, context, finite)
@@ -233,7 +238,7 @@ class PowerSGD(Compressor):
         return LowRankPlan.of([x], whole.rest(form.n * form.m))
 
     def _bases(self, key: str, form: MatrixForm) -> Declared:
-        """Return the entries of the bases that are kept; the last step's Q, and P too if steps alternate."""
+        """Return the entries for the bases that are kept: the last step's Q, and also P if steps alternate."""
         r = min(form.n, form.m, self.rank)
         widths: dict[Side, int] = {"Q": form.m, "P": form.n} if self.alternating else {"Q": form.m}
         return {
@@ -256,11 +261,11 @@ class PowerSGD(Compressor):
         return orthonormal_rows(basis).contiguous() if self.alternating else basis
 
     def _keep(self, x: LowRankMatrix, side: Side, factor: Tensor, allowed: Tensor) -> None:
-        """Keep a factor for the next step; a row of zeros would never recover, so the old one stays in its place."""
+        """Keep a factor for the next step; a row of zeros would never recover, so the old row is kept instead."""
         name = self._name(side)
         kept = x.home.state(name)[: x.r]
         largest = factor.abs().amax(dim=1, keepdim=True)  # r×1
-        if self.alternating:  # the next product is the last one too, and needs an orthonormal basis
+        if self.alternating:  # the next product is also the last one, and needs an orthonormal basis
             filled = torch.where(largest > 0, factor, kept)
             x.home.commit(name, orthonormal_rows(filled, self.epsilon), allowed, rows=x.r)
         else:
@@ -271,7 +276,7 @@ class PowerSGD(Compressor):
 
 
 def _key_of(bucket: BucketView) -> str:
-    """Return what seeds the bases of a bucket's matrix."""
+    """Return the seed for the bases of a bucket's matrix."""
     return "+".join(slot.name for slot in bucket.slots)
 
 
@@ -279,7 +284,7 @@ def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
     """Return a matrix r×n, r ≤ n, with orthonormal rows that span those of `P`.
 
     Householder QR: nothing is divided by a norm, so zero rows, dependent rows, and rows of 1e-30 or 1e30 all give
-    finite orthonormal rows (arbitrary ones where `P` has none to offer), the same wherever `P` is the same.
+    finite orthonormal rows (arbitrary ones if `P` provides none), identical for identical `P`.
     """
     basis, triangle = torch.linalg.qr(P.t())  # n×r, r×r
     if epsilon:
@@ -290,5 +295,5 @@ def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
 
 
 def _there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:
-    """Return the items, reversed every other turn, so that those used last, which are still cached, come first."""
+    """Return the items, reversed on every other turn, so that those used last, which are still cached, come first."""
     return items[::-1] if turn % 2 else items

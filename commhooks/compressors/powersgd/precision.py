@@ -1,9 +1,9 @@
-"""Products in fp32 where PyTorch may use fewer digits.
+"""Products in fp32 even if PyTorch may use fewer digits.
 
 With `torch.set_float32_matmul_precision("high")`, products on CUDA round their operands to TF32, 11 significant bits;
-with "medium", products on some CPUs to bf16, 8 bits. A low-rank compressor can afford that in what it sends, whatever
-it is: the rest stays in the residual. It cannot in the products that say what was sent, for nobody keeps their error.
-The setting belongs to the whole process, and a backward pass may be running under it, so it is left as it is.
+with "medium", products on some CPUs round to bf16, 8 bits. A low-rank compressor can afford that in what it sends: the
+rest stays in the residual. It cannot afford it in the products that compute what was sent, since that error is kept
+nowhere. The setting belongs to the whole process, and a backward pass may be running under it, so it is not changed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _LEADING = -(1 << 16)  # sign, exponent and the first 8 significant bits of an f
 def in_full(P: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
     """Return matrices whose product is that of `P` n×r and `Q` r×m, in fp32 whatever precision is set.
 
-    They are `P` and `Q` themselves where nothing is to be feared. Otherwise each is cut into three parts of 8
-    significant bits, which TF32 and bf16 hold exactly, and all pairs of parts lie side by side: n×9r and 9r×m.
+    They are `P` and `Q` themselves if no precision would be lost. Otherwise each is split into three parts of 8
+    significant bits, which TF32 and bf16 hold exactly, and all pairs of parts are placed side by side: n×9r and
+    9r×m.
     """
     if not is_reduced(P):
         return P, Q
@@ -29,7 +30,7 @@ def in_full(P: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_reduced(like: Tensor) -> bool:
-    """Return whether products of matrices like this one may be computed with fewer digits than they have."""
+    """Return whether products of matrices like this one may be computed with reduced precision."""
     if like.dtype != torch.float32:
         return False
     backend: Any = torch.backends.cuda.matmul if like.is_cuda else getattr(torch.backends.mkldnn, "matmul", None)
@@ -39,7 +40,7 @@ def is_reduced(like: Tensor) -> bool:
 
 
 def _parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut numbers into three that add up to them, exactly, each of 8 significant bits at most."""
+    """Split numbers into three parts that add up to them exactly, each of at most 8 significant bits."""
     first = _leading(matrix)
     rest = matrix - first
     second = _leading(rest)

@@ -2,13 +2,14 @@
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", NeurIPS 2019, section 4.1 and
 the appendix on the unbiased form.
-Idea: if E[U·Uᵀ] is the identity, M·U·Uᵀ is M on average. All ranks draw the same U, so that M·U is summed on the wire
-and U does not travel.
-Bytes on the wire: 4·n·r for a matrix n×m, 8·n·r for float64: about half of PowerSGD's; vectors and matrices of few
-columns whole. Unbiased: ω = (m + 1)/r, as U is Gaussian. Weakness: ω is above 2 for everything that is compressed, so
-`ErrorFeedback` must not be around it, and steps must be small; PowerSGD's own error is far smaller at any rank.
+Idea: if E[U·Uᵀ] is the identity, M·U·Uᵀ equals M on average. All ranks draw the same U, so M·U can be summed on the
+wire and U is not sent.
+Bytes on the wire: 4·n·r for a matrix n×m, 8·n·r for float64, about half of PowerSGD's; vectors and matrices with few
+columns are sent whole. Unbiased: ω = (m + 1)/r, as U is Gaussian. Weakness: ω is above 2 for everything that is
+compressed, so it must not be wrapped in `ErrorFeedback`, and steps must be small; PowerSGD's own error is far smaller
+at any rank.
 
-Legend: M n×m a gradient; U m×r, kept transposed in the place of PowerSGD's Q; P = M·U, kept r×n.
+Legend: M n×m a gradient; U m×r, kept transposed in place of PowerSGD's Q; P = M·U, kept as r×n.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ from commhooks.language.requests import AllReduce
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnbiasedPowerSGD(Compressor):
-    """Average each matrix times `rank` random vectors: one collective a bucket, no state, the right mean on average."""
+    """Averages of each matrix times `rank` random vectors: one collective per bucket, no state, right on average."""
 
     rank: int = 1
-    """Lower: smaller messages, a larger variance."""
+    """Lower: smaller messages, but a larger variance."""
     min_compression_rate: float = 2.0
-    """Higher: fewer matrices are compressed. One is if so many times fewer elements are sent (at least 1)."""
+    """Higher: fewer matrices are compressed: only those for which this many times fewer elements are sent (at least
+    1)."""
     seed: int = 0
-    """Seed of the random vectors, with the parameter's name and the step."""
+    """Seeds the random vectors, together with the parameter's name and the step."""
 
     def __post_init__(self) -> None:
         check_count("UnbiasedPowerSGD", "rank", self.rank)
         check_rate("UnbiasedPowerSGD", self.min_compression_rate)
 
     def relative_error(self, elements: int) -> float:
-        """Return ω = (m + 1)/r of the matrix of so many elements that has most columns: one row, and so r = 1."""
+        """Return ω = (m + 1)/r for the matrix of so many elements that has most columns: one row, and so r = 1."""
         return elements + 1.0
 
     @property
@@ -57,7 +59,7 @@ class UnbiasedPowerSGD(Compressor):
         return False
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Average M·U, and multiply by Uᵀ what comes back."""
+        """Average M·U, and multiply the answer by Uᵀ."""
         plan = bucket.plan(self, lambda: LowRankPlan.of_slots(bucket, self._form, self._r))
         for x in plan.matrices:
             x.Q.copy_(self._random(x, context.step))
@@ -73,7 +75,7 @@ class UnbiasedPowerSGD(Compressor):
         return min(form.n, form.m, self.rank)
 
     def _form(self, parameter: Tensor, name: str) -> MatrixForm | None:
-        """Return the matrix that is sent for a parameter's gradient; None if that is sent whole."""
+        """Return the matrix as which a parameter's gradient is sent; None if it is sent whole."""
         form = form_of(parameter, "first-dimension")
         if form is None or not parameter.is_floating_point():
             return None

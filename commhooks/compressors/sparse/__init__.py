@@ -1,1 +1,1 @@
-"""What compressors that send some of the elements have in common: choosing them, coding their places, adding up."""
+"""What compressors that send some of the elements share: choosing them, coding their indices, adding them up."""

@@ -1,4 +1,4 @@
-"""Elements and their places, gathered from all ranks and added up."""
+"""Elements and their indices, gathered from all ranks and added up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sent(NamedTuple):
 
     @classmethod
     def largest_of(cls, slot: Slot, memory: Tensor, indices: Indices, ratio: float) -> Sent:
-        """Return a parameter's largest elements, of those in `memory`."""
+        """Return a parameter's largest elements in `memory`."""
         coding = coding_of(indices, memory.numel(), ratio, memory.element_size())
         places = coding.choose(memory)
         return cls(slot, coding, places, memory[places])
@@ -40,14 +40,14 @@ class Received(NamedTuple):
     """[W, k], divided by W."""
 
     def add_to(self, memory: Tensor) -> Tensor:
-        """Add it to 1-D memory, in rank order, and return that."""
+        """Add them to 1-D memory, in rank order, and return the memory."""
         for places, values in zip(self.coding.decode(self.codes), self.values, strict=True):
             memory.index_add_(0, places, values)
         return memory
 
 
 def gather(sent: Sequence[Sent], context: Context) -> Generator[Asked, Any, tuple[Tensor, list[Received]]]:
-    """Send to all; return the verdict, and what has come of each parameter."""
+    """Send to all ranks; return the verdict, and what was received of each parameter."""
     parts = [part for own in sent for part in (own.slot.part(own.values), own.slot.part(own.coding.encode(own.places)))]
     answers = yield AllGather(*parts, last=True)
     received = [

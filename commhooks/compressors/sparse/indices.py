@@ -1,8 +1,8 @@
-"""How a message tells which elements of a parameter it holds, in few bytes.
+"""Codes that tell which elements of a parameter a message holds, in few bytes.
 
-Whole indices take 4 bytes. If a parameter is cut into blocks, and every block sends the same share of its elements, an
-index needs only to tell where in its block an element is: 12 bits for blocks of 4,096, 16 for blocks of 65,536, and no
-counts. One bit for every element, sent or not, is shorter where more than one element in twelve is sent.
+Whole indices take 4 bytes. If a parameter is divided into blocks, and every block sends the same fraction of its
+elements, an index need only tell an element's position in its block: 12 bits for blocks of 4,096, 16 for blocks of
+65,536, without counts. One bit for every element, sent or not, is shorter if more than one element in twelve is sent.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ Indices = Literal["auto", "int32", "block-12", "block-16", "bitmap"]
 
 @dataclasses.dataclass(frozen=True)
 class Coding(ABC):
-    """Which `ratio` of a parameter's `elements` may be sent, and how their places are coded."""
+    """Which `ratio` of a parameter's `elements` may be sent, and how their indices are coded."""
 
     elements: int
     ratio: float
 
     @property
     def block(self) -> int:
-        """Elements that a share is chosen from; a parameter's last block may have fewer."""
+        """The number of elements that a share is chosen from; a parameter's last block may have fewer."""
         return self.elements
 
     @property
     def share(self) -> int:
-        """Elements that are sent of a whole block."""
+        """The number of elements sent of a whole block."""
         return math.ceil(self.ratio * self.block)
 
     @property
     def last_share(self) -> int:
-        """Elements that are sent of what lies behind the last whole block."""
+        """The number of elements sent of the remainder after the last whole block."""
         return math.ceil(self.ratio * (self.elements % self.block))
 
     @property
     def k(self) -> int:
-        """Elements that are sent."""
+        """The number of elements sent."""
         return self.elements // self.block * self.share + self.last_share
 
     @property
     @abstractmethod
     def code_bytes(self) -> int:
-        """Bytes of the code for all places."""
+        """The size of the code for all indices, in bytes."""
 
     @abstractmethod
     def encode(self, places: Tensor) -> Tensor:
-        """Return the code for places as `choose` orders them."""
+        """Return the code for indices in the order in which `choose` returns them."""
 
     @abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
-        """Return the places W×k that the codes of W ranks stand for."""
+        """Return the indices W×k that the codes of W ranks represent."""
 
     def choose(self, memory: Tensor) -> Tensor:
-        """Return the places of the largest elements, k in all, block by block."""
+        """Return the indices of the largest elements, k in all, block by block."""
         whole = self.elements // self.block
         rest = memory[whole * self.block :].unsqueeze(0)
         found = [largest(memory[: whole * self.block].view(whole, self.block), self.share)]
@@ -83,7 +83,7 @@ class Int32(Coding):
 
     @property
     def code_bytes(self) -> int:
-        """Four for each place."""
+        """Four per index."""
         return 4 * self.k
 
     def encode(self, places: Tensor) -> Tensor:
@@ -103,16 +103,16 @@ class InBlocks(Coding):
 
     @property
     def block(self) -> int:
-        """As many as the bits can tell apart."""
+        """As many as the bits can address."""
         return min(self.elements, 1 << self.bits)
 
     @property
     def code_bytes(self) -> int:
-        """Three for two places, or two for each."""
+        """Three per two indices, or two per index."""
         return 3 * ((self.k + 1) // 2) if self.bits == 12 else 2 * self.k
 
     def encode(self, places: Tensor) -> Tensor:
-        """Return int16 numbers from -2**15 on, or uint8 [3·pairs] with the numbers of a pair in three lines."""
+        """Return int16 numbers from -2**15 on, or uint8 [3·pairs], the bytes of all pairs in three consecutive runs."""
         local = places - self._starts(places)
         if self.bits == 16:
             return local.sub_(1 << 15).to(torch.int16)
@@ -120,7 +120,7 @@ class InBlocks(Coding):
         return torch.cat([first & 255, first >> 8 | second << 4 & 240, second >> 4]).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Return them as places in the parameter."""
+        """Return them as indices into the parameter."""
         if self.bits == 16:
             local = codes.long().add_(1 << 15)
         else:
@@ -129,44 +129,44 @@ class InBlocks(Coding):
         return local + self._starts(local)
 
     def _starts(self, like: Tensor) -> Tensor:
-        """Return where the block of each place begins; there are at most as many places in the last one."""
+        """Return where the block of each index begins; the last block has at most as many."""
         return torch.arange(self.k, device=like.device).div_(self.share, rounding_mode="floor").mul_(self.block)
 
 
 class Bitmap(Coding):
-    """A bit for every element; values are sent in the order of their places."""
+    """One bit per element; values are sent in index order."""
 
     @property
     def block(self) -> int:
-        """65,536, which `torch.topk` searches in less time and memory than all at once."""
+        """65,536, which `torch.topk` searches in less time and memory than everything at once."""
         return min(self.elements, 1 << 16)
 
     @property
     def code_bytes(self) -> int:
-        """An eighth for each element."""
+        """An eighth per element."""
         return (self.elements + 7) // 8
 
     def choose(self, memory: Tensor) -> Tensor:
-        """Return the places in ascending order."""
+        """Return the indices in ascending order."""
         return super().choose(memory).sort().values
 
     def encode(self, places: Tensor) -> Tensor:
-        """Return uint8 numbers: bit i of number j stands for element 8·j + i."""
+        """Return uint8 numbers: bit i of number j represents element 8·j + i."""
         bits = torch.zeros(8, self.code_bytes, dtype=torch.uint8, device=places.device)
         bits.view(-1).index_fill_(0, places % 8 * self.code_bytes + places // 8, 1)
         return bits.bitwise_left_shift_(_shifts(places).unsqueeze(1)).sum(0, dtype=torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Return the places of the bits that are set; that there are k is known, so the host need not wait."""
+        """Return the indices of the bits that are set; since their number k is known, the host need not wait."""
         bits = torch.arange(256, device=codes.device).unsqueeze(1) >> _shifts(codes) & 1  # 256×8: of every number
         counts = bits.sum(1, dtype=torch.int32)
-        # The bits of each number, those that are set first.
+        # The bits of each number, with the set bits first.
         set_first = bits.argsort(dim=1, descending=True, stable=True).flatten()
         numbers = torch.arange(self.code_bytes, device=codes.device)
         found = []
         for code in codes:
             set_in = counts[code.int()]
-            at = numbers.repeat_interleave(set_in, output_size=self.k)  # in which number each place is
+            at = numbers.repeat_interleave(set_in, output_size=self.k)  # the number that holds each index
             nth = torch.arange(self.k, device=codes.device) - (set_in.cumsum(0) - set_in)[at]
             found.append(at * 8 + set_first[code[at].int() * 8 + nth])
         return torch.stack(found)
@@ -178,7 +178,7 @@ def _shifts(like: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def coding_of(indices: Indices, elements: int, ratio: float, value_bytes: int = 4) -> Coding:
-    """Return the coding for a parameter; of "auto", that with the fewest bytes for values and places together."""
+    """Return the coding for a parameter; for "auto", the one with the fewest bytes for values and indices together."""
     known = {
         "int32": Int32(elements, ratio),
         "block-12": InBlocks(elements, ratio, bits=12),
@@ -191,13 +191,13 @@ def coding_of(indices: Indices, elements: int, ratio: float, value_bytes: int = 
 
 
 def largest_error(indices: Indices, elements: int, ratio: float) -> float:
-    """Return 1 - k/n, of the block that sends the smallest share, for values of any dtype."""
+    """Return 1 - k/n for the block that sends the smallest fraction, for values of any dtype."""
     codings = [coding_of(indices, elements, ratio, value_bytes) for value_bytes in (4, 8)] if elements else []
     return max((coding.relative_error() for coding in codings), default=0.0)
 
 
 def check_settings(owner: str, indices: str, **ratios: float) -> None:
-    """Raise `SettingsError` for a coding that does not exist, or ratios that are none."""
+    """Raise `SettingsError` for a coding that does not exist, or ratios outside (0, 1]."""
     for name, ratio in ratios.items():
         if not 0 < ratio <= 1:
             raise SettingsError(f"{owner}({name}={ratio!r}): {name} must be in (0, 1].")

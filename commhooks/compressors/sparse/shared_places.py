@@ -1,4 +1,4 @@
-"""What compressors have in common that send elements at places which all ranks draw alike."""
+"""What compressors share that send elements at indices drawn identically on all ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from commhooks.language.requests import AllReduce, Judge
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedPlaces(Compressor):
-    """Average `ratio` of each parameter's elements, at places that every rank knows: one sum a bucket."""
+    """A compressor that averages elements at indices that every rank knows: one sum per bucket."""
 
     ratio: float = 0.01
-    """Lower: smaller messages, and more left unsent. At least one element of each parameter is sent."""
+    """Lower: smaller messages, but more left unsent. At least one element of each parameter is sent."""
     unbiased: bool = False
     """On: what is sent is scaled by n/k, so that the mean is right on average, and nothing is kept for later steps."""
     seed: int = 0
-    """Seed of the places, with the parameter's name and the step."""
+    """Seeds the indices, together with the parameter's name and the step."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -32,7 +32,7 @@ class SharedPlaces(Compressor):
 
     @abstractmethod
     def places(self, slot: Slot, step: int) -> Tensor:
-        """Return the k places of a step; each of the n elements is as likely to be among them."""
+        """Return the k indices of a step; each of the n elements must be equally likely to be among them."""
 
     @property
     def takes_feedback(self) -> bool:
@@ -45,21 +45,21 @@ class SharedPlaces(Compressor):
         return self.unbiased
 
     def k(self, elements: int) -> int:
-        """Return how many elements are sent of so many."""
+        """Return how many of so many elements are sent."""
         return math.ceil(self.ratio * elements)
 
     def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether anything is left to send."""
+        """Return whether anything is left unsent."""
         return not self.unbiased and self.k(parameter.numel()) < parameter.numel()
 
     def relative_error(self, elements: int) -> float:
-        """Return 1 - k/n, or n/k - 1 if it is unbiased; the expectation over the places."""
+        """Return 1 - k/n, or n/k - 1 if unbiased: the expectation over the indices."""
         if not elements:
             return 0.0
         return elements / self.k(elements) - 1 if self.unbiased else 1 - self.k(elements) / elements
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Average the elements at the step's places; the other means are zero."""
+        """Average the elements at the step's indices; the other means are zero."""
         slots = [slot for slot in bucket.slots if slot.gradient.numel()]
         if not slots:
             return
@@ -70,7 +70,7 @@ class SharedPlaces(Compressor):
             values = M[places[-1]]
             if self.unbiased:
                 values *= len(M) / len(values)
-            # Zero, or NaN if an element is not finite that need not be among those sent.
+            # Zero, or NaN if any element is not finite, even one that is not sent.
             parts += [slot.part(values), slot.part(M.norm(math.inf).reshape(1) * 0)]
         answers = yield AllReduce(*parts, average=True, last=True)
 
@@ -79,7 +79,7 @@ class SharedPlaces(Compressor):
         for slot, at, mean in zip(slots, places, means, strict=True):
             if slot.tile.keeps:
                 M = slot.form()
-                M[at] -= context.as_sent(M[at])  # zero, but for what a narrow wire rounds away
+                M[at] -= context.as_sent(M[at])  # zero, except for what a narrow wire dtype rounds away
                 slot.keep(M, finite)
             room = slot.room.zero_().index_copy_(0, at, mean.to(slot.room.dtype))
             slot.write(room.add_(torch.where(finite, 0.0, torch.nan)))  # one bad element shows on every rank
