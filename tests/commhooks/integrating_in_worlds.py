@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
 import commhooks
@@ -62,6 +62,7 @@ def finds_what_is_wrapped(rank: int) -> None:
         (nn.DataParallel(build()), r"got DataParallel around Sequential"),
         (torch.compile(build(), backend="eager"), r"got OptimizedModule around Sequential"),
         (FullyShardedDataParallel(build(), device_id=torch.device("cpu")), "FullyShardedDataParallel .*shards its"),
+        (fully_shard(build()), "FSDPSequential shards its parameters, so each rank holds only a part"),
         ("model", r"got str"),
     ):
         with pytest.raises(commhooks.AttachError, match=named):

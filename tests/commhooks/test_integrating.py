@@ -11,7 +11,7 @@ from tests.world.launcher import run_world
 
 
 def test_attach_finds_the_ddp_within_its_wrappers_and_names_what_it_found_instead() -> None:
-    run_world(ranks.finds_what_is_wrapped, 2, check_exit=False)
+    run_world(ranks.finds_what_is_wrapped, 1, check_exit=False)
 
 
 def test_gathered_state_holds_all_ranks_and_resumes_bit_for_bit() -> None:
