@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,3 +142,11 @@ def test_all_is_sorted_and_names_what_exists(path: Path) -> None:
         return
     assert list(public) == sorted(set(public))
     assert not [name for name in public if not hasattr(module, name)]
+
+
+@pytest.mark.parametrize("path", [path for path in sources("commhooks") if frameworks_of(path)], ids=module_name)
+def test_an_integration_says_what_to_install(path: Path) -> None:
+    if importlib.util.find_spec(path.stem.replace("fabric", "lightning")) is not None:
+        pytest.skip("its framework is installed, and tests/frameworks imports it")
+    with pytest.raises(ImportError, match=rf"pip install 'commhooks\[{path.stem.replace('fabric', 'lightning')}\]'"):
+        importlib.import_module(module_name(path))

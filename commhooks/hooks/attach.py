@@ -81,6 +81,12 @@ class Attachment(Handle):
         """Whether the model's gradients go through this compressor: until `detach`."""
         return self._socket.attachment is self
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group whose ranks average together; None once it was destroyed."""
+        assert isinstance(self._engine.line, ProcessGroupLine), "attach makes no other"
+        return self._engine.line.process_group
+
     def replace(self, compressor: Compressor | str) -> None:
         """Switch to another compressor from the next step on, keeping the existing state.
 

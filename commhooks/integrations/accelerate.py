@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -65,7 +64,7 @@ def compress(
         )
     attachment = compression.begin(model, optimizers, scaler=accelerator.scaler)
     number = next(n for n, known in enumerate(accelerator._models) if unwrapped(known) is inner)
-    in_folder = _InFolder(attachment, model, f"commhooks_{number}" if number else "commhooks", rules)
+    in_folder = _InFolder(attachment, f"commhooks_{number}" if number else "commhooks", rules)
     accelerator.register_save_state_pre_hook(in_folder.save)
     accelerator.register_load_state_pre_hook(in_folder.load)
     return attachment
@@ -98,23 +97,20 @@ def check_accelerator(caller: str, accelerator: Accelerator) -> None:
 class _InFolder:
     """An attachment's state in the folders that `save_state` writes and `load_state` reads."""
 
-    def __init__(self, attachment: Attachment, model: Module, name: str, rules: LoadRules) -> None:
+    def __init__(self, attachment: Attachment, name: str, rules: LoadRules) -> None:
         self._attachment = attachment
-        self._model = weakref.ref(model)
         self._name = name
         self._rules = rules
 
     def save(self, models: list[Module], weights: list[dict[str, Any]], folder: str) -> None:
         """Write this rank's file; `save_state` calls it, once the folder exists."""
-        model = self._model()
-        if model is not None and self._attachment.is_attached:
-            save_rank_files(Path(folder), self._name, self._attachment, model)
+        if self._attachment.is_attached:
+            save_rank_files(Path(folder), self._name, self._attachment)
 
     def load(self, models: list[Module], folder: str) -> None:
         """Resume; `load_state` calls it, before it loads anything."""
-        model = self._model()
-        if model is not None and self._attachment.is_attached:
-            load_rank_files(Path(folder), self._name, self._attachment, model, self._rules)
+        if self._attachment.is_attached:
+            load_rank_files(Path(folder), self._name, self._attachment, self._rules)
 
 
 def _module_of(accelerator: Accelerator, model: Module) -> Module:

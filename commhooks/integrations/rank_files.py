@@ -11,37 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import Module
 
 from commhooks.checkpoints.disk import write_tensors
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
 from commhooks.hooks.attach import Attachment
 from commhooks.state.snapshot import LoadRules, merge_state_dicts
-from commhooks.unwrapping import unwrapped
 
 
-def ranks_of(model: Module) -> Ranks:
-    """Return the ranks of a DistributedDataParallel's process group."""
-    return Ranks(getattr(unwrapped(model), "process_group", None))
-
-
-def save_rank_files(folder: Path, name: str, attachment: Attachment, model: Module) -> None:
+def save_rank_files(folder: Path, name: str, attachment: Attachment) -> None:
     """Write this rank's file; call it on every rank, between two steps.
 
     A file appears complete or not at all. Raises `CheckpointError` on every rank if any of them cannot write.
     """
-    ranks = ranks_of(model)
+    ranks = Ranks(attachment.process_group)
     ranks.each("save the hook's state", lambda: _write(folder, name, attachment, ranks))
 
 
-def load_rank_files(folder: Path, name: str, attachment: Attachment, model: Module, rules: LoadRules) -> None:
+def load_rank_files(folder: Path, name: str, attachment: Attachment, rules: LoadRules) -> None:
     """Resume from the files in a folder; call it on every rank, between two steps.
 
     Raises `CheckpointError` on every rank, and loads nothing, if the folder holds no such files (unless `rules` say
     `missing="reset"`), if a rank's own is not there or cannot be read, or if they do not fit.
     """
-    ranks = ranks_of(model)
+    ranks = Ranks(attachment.process_group)
     if not any(ranks.gather("look for the hook's state", lambda: bool(_numbers(folder, name)))):
         if rules.missing == "reset":
             return

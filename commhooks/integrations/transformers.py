@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any, Self, Unpack
 
+from commhooks.communicators.ranks import Ranks
 from commhooks.errors import AttachError, CheckpointError, SettingsError
 from commhooks.hooks.attach import Attachment
 from commhooks.integrations.common import AttachOptions, Compression, require
-from commhooks.integrations.rank_files import load_rank_files, ranks_of, save_rank_files
+from commhooks.integrations.rank_files import load_rank_files, save_rank_files
 from commhooks.language.compressor import Compressor
 from commhooks.state.snapshot import LoadRules
-from commhooks.unwrapping import find_ddp
 
 require("transformers", at_least="4.50", extra="transformers")
 
@@ -101,12 +101,12 @@ class CompressGradients(TrainerCallback):
         trainer = self._known_trainer()
         self._compression.end()  # a run that ended with an error is still attached
         check_accelerator(_OWNER, trainer.accelerator)
-        model = find_ddp(_OWNER, trainer.model_wrapped)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
         self.attachment = self._compression.begin(trainer.model_wrapped, [optimizer], scaler=trainer.accelerator.scaler)
         if state.global_step > 0:
-            folder = ranks_of(model).each("find the checkpoint", lambda: self._resumed_folder(args, state))
-            load_rank_files(folder, _IN_FOLDER, self.attachment, model, self._compression.rules)
+            ranks = Ranks(self.attachment.process_group)
+            folder = ranks.each("find the checkpoint", lambda: self._resumed_folder(args, state))
+            load_rank_files(folder, _IN_FOLDER, self.attachment, self._compression.rules)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -133,8 +133,7 @@ class CompressGradients(TrainerCallback):
         if args.save_only_model or state.is_hyper_param_search or self.attachment is None:
             return
         folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        model = find_ddp(_OWNER, self._known_trainer().model_wrapped)
-        save_rank_files(folder, _IN_FOLDER, self.attachment, model)
+        save_rank_files(folder, _IN_FOLDER, self.attachment)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any

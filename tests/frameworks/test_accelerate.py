@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import commhooks
-from tests.frameworks.huggingface import die, differences, settle_in, what_it_became
+from tests.frameworks.huggingface import die, differences, raised, settle_in, what_it_became
 from tests.world import run_world, run_world_outcomes
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(180)]
@@ -116,3 +116,159 @@ def test_a_killed_run_goes_on_bit_for_bit(settings: dict[str, Any], tmp_path: Pa
     assert differences(whole[0][0]["model"], whole[1][0]["model"]) == []
     residuals = [outcome[0]["hook"]["local"] for outcome in whole]
     assert residuals[0].keys() == {"rank0"} and residuals[1].keys() == {"rank1"}
+
+
+def refuses(rank: int, folder: str) -> dict[str, str]:
+    """Return what each thing that cannot work raises, by name."""
+    settle_in(rank)
+    from accelerate import Accelerator
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
+    from torch.nn.parallel import DistributedDataParallel
+
+    import ddp_core
+    from commhooks.integrations.accelerate import compress
+
+    run = Run(compressor=None)
+    accelerator, prepared = run.accelerator, run.model
+    own_hook: Any = commhooks.powerSGD_hook
+    told = {
+        "no accelerator": raised(lambda: compress(prepared, accelerator, "powersgd")),
+        "accelerate's own hook": raised(
+            lambda: Run(compressor="powersgd", kwargs=[DistributedDataParallelKwargs(comm_hook=own_hook)])
+        ),
+        "accelerate's own wrapper": raised(
+            lambda: Run(
+                compressor="powersgd",
+                kwargs=[DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.BF16)],
+            )
+        ),
+        "not wrapped": raised(lambda: compress(accelerator, run.module, "powersgd")),
+        "not prepared": raised(lambda: compress(accelerator, DistributedDataParallel(nn.Linear(4, 4)), "powersgd")),
+        "wrapped twice": raised(
+            lambda: compress(
+                accelerator, accelerator.prepare(ddp_core.DistributedDataParallel(nn.Linear(4, 4))), "powersgd"
+            )
+        ),
+        "no optimizer": raised(lambda: compress(accelerator, accelerator.prepare(nn.Linear(4, 4)), "powersgd")),
+        "no such compressor": raised(lambda: compress(accelerator, prepared, "power")),
+    }
+    kind = accelerator.state.distributed_type
+    accelerator.state.distributed_type = DistributedType.FSDP
+    told["sharded"] = raised(lambda: compress(accelerator, prepared, "powersgd"))
+    accelerator.state.distributed_type = kind
+
+    run = Run(compressor=None)
+    run.train(0, 1)
+    run.accelerator.save_state(f"{folder}/without")
+    told["after load_state"] = raised(lambda: compress(run.accelerator, run.model, "powersgd"))
+    compress(run.accelerator, run.model, "powersgd", missing="reset").detach()
+
+    run = Run(compressor="powersgd")
+    assert run.attachment is not None
+    told["twice"] = raised(lambda: compress(run.accelerator, run.model, "powersgd"))
+    told["saved without"] = raised(lambda: run.accelerator.load_state(f"{folder}/without"))
+    told["did not run"] = raised(lambda: run.step(run.module, torch.randn(4, 64), torch.randint(8, (4,))))
+    run.attachment.detach()
+    run.accelerator.save_state(f"{folder}/detached")
+
+    run = Run(compressor="powersgd", missing="reset")
+    run.accelerator.load_state(f"{folder}/without")
+    run.accelerator.save_state(f"{folder}/damaged")
+    run.accelerator.save_state(f"{folder}/incomplete")
+    run.accelerator.wait_for_everyone()
+    if rank == 0:
+        cut = Path(folder, "damaged", "commhooks-rank1.pt")
+        cut.write_bytes(cut.read_bytes()[:1000])
+        Path(folder, "incomplete", "commhooks-rank1.pt").unlink()
+    run.accelerator.wait_for_everyone()
+    told["damaged"] = raised(lambda: run.accelerator.load_state(f"{folder}/damaged"))
+    told["incomplete"] = raised(lambda: run.accelerator.load_state(f"{folder}/incomplete"))
+    assert isinstance(run.accelerator, Accelerator)
+    return told
+
+
+REFUSALS = {
+    "no accelerator": "AttachError: compress: expected an accelerate.Accelerator",
+    "accelerate's own hook": "SettingsError: compress: DistributedDataParallelKwargs(comm_hook=...) is set too",
+    "accelerate's own wrapper": "SettingsError: compress: DistributedDataParallelKwargs(comm_wrapper=...) is set too",
+    "not wrapped": "AttachError: compress: expected a DistributedDataParallel",
+    "not prepared": "AttachError: compress: this accelerator did not prepare the DistributedDataParallel",
+    "wrapped twice": "AttachError: compress: DistributedDataParallel around DistributedDataParallel",
+    "no optimizer": "AttachError: compress: no prepared optimizer trains this model",
+    "no such compressor": "SettingsError: compressor 'power' is not known",
+    "sharded": "AttachError: compress: expected data parallelism (got FSDP)",
+    "after load_state": "AttachError: compress: an optimizer has made steps",
+    "twice": "AttachError: attach: ErrorFeedback",
+    "saved without": "CheckpointError:",
+    "did not run": "HookDidNotRunError: SGD made a step",
+    "damaged": "CheckpointError:",
+    "incomplete": "CheckpointError:",
+}
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    for told in run_world(refuses, 2, str(tmp_path)):
+        assert told.keys() == REFUSALS.keys()
+        assert {name: text for name, text in told.items() if not text.startswith(REFUSALS[name])} == {}
+        assert "missing='reset'" in told["saved without"]
+        assert "commhooks-rank1.pt" in told["damaged"] and "commhooks-rank1.pt" in told["incomplete"]
+    assert not list((tmp_path / "detached").glob("commhooks*"))
+
+
+def alone(rank: int) -> str:
+    settle_in(rank, 1)
+    return raised(lambda: Run(compressor="powersgd"))
+
+
+def test_one_process_is_refused() -> None:
+    (told,) = run_world(alone, 1)
+    assert told.startswith("AttachError: compress: Accelerate sees one process")
+
+
+def loaded_by_three(rank: int, folder: str) -> tuple[str, int, float]:
+    settle_in(rank, 3)
+    strict = Run(compressor="powersgd")
+    told = raised(lambda: strict.accelerator.load_state(folder))
+    run = Run(compressor="powersgd", world_size="spread")
+    run.accelerator.load_state(folder)
+    assert run.attachment is not None
+    residuals = run.attachment.state_dict()["local"][f"rank{rank}"]
+    return told, run.attachment.steps, sum(float(kept["residual"].double().sum()) for kept in residuals.values())
+
+
+def logs(rank: int, folder: str) -> tuple[list[dict[str, float]], float]:
+    """Train, log and save."""
+    settle_in(rank)
+    from accelerate.tracking import GeneralTracker
+
+    class Kept(GeneralTracker):
+        name, requires_logging_directory, tracker = "kept", False, None
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            """Keep nothing of it."""
+
+        def log(self, values: dict[str, float], step: int | None = None, **others: Any) -> None:
+            lines.append({"step": float(step or 0), **values})
+
+    lines: list[dict[str, float]] = []
+    run = Run(compressor="powersgd")
+    assert run.attachment is not None
+    run.accelerator.trackers = [Kept()]
+    for step in range(2):
+        run.train(step, step + 1)
+        run.attachment.log_to(run.accelerator.log, step + 1)
+    run.accelerator.save_state(folder)
+    residuals = run.attachment.state_dict()["local"][f"rank{rank}"]
+    return lines, sum(float(kept["residual"].double().sum()) for kept in residuals.values())
+
+
+def test_metrics_go_to_the_trackers_and_three_ranks_may_take_over_from_two(tmp_path: Path) -> None:
+    (lines, first), (nothing, second) = run_world(logs, 2, str(tmp_path))
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["commhooks/compression_ratio"] > 10 for line in lines)
+    assert nothing == []  # Accelerate logs on the main process alone
+
+    three = run_world(loaded_by_three, 3, str(tmp_path))
+    assert all("CheckpointError" in told and "world_size='spread'" in told for told, _, _ in three)
+    assert [steps for _, steps, _ in three] == [2, 2, 2]
+    assert sum(kept for _, _, kept in three) == pytest.approx(first + second, rel=1e-5)
