@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import time
 import weakref
 from collections import Counter
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator, RecordingCommunicator
+from commhooks.communicators.disagreement import describe
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
 from commhooks.communicators.parent_group import name_and_store
 from commhooks.errors import AttachError, CollectiveError
@@ -234,7 +234,7 @@ class Agreements:
             return
         swap = functools.partial(_swap, store, fingerprint, self._carrier.rank, self._carrier.world_size)
         every = self._address.store_thread.call(swap, SWAP_SECONDS + ANSWER_SECONDS)
-        raise AttachError("ranks disagree. " + _first_difference(every))
+        raise AttachError("ranks disagree. " + describe(every))
 
 
 def _swap(store: Store, own: str, rank: int, world_size: int) -> list[str]:
@@ -247,15 +247,6 @@ def _swap(store: Store, own: str, rank: int, world_size: int) -> list[str]:
             raise AttachError(f"ranks disagree, and not all of them said in what within {SWAP_SECONDS:g} s.")
         time.sleep(_POLL_SECONDS)
     return [store.get(key).decode() for key in keys]
-
-
-def _first_difference(fingerprints: list[str]) -> str:
-    ours = fingerprints[0].split("\n")
-    for rank, fingerprint in enumerate(fingerprints):
-        for first, other in itertools.zip_longest(ours, fingerprint.split("\n"), fillvalue="nothing more"):
-            if first != other:
-                return f"Rank 0 has: {first}. Rank {rank} has: {other}."
-    raise AssertionError("digests differ but fingerprints do not")
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from commhooks.communicators.disagreement import refusal_as_fingerprint
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.engine.buckets import Bucket, Buckets
 from commhooks.engine.guards import has_joined, keep_what_is_unused, take_part_with_zeros
@@ -196,11 +197,10 @@ class Engine:
     def _fingerprint_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
         """Return what must be the same on every rank."""
         if refusal is not None:
-            return f"refusal: {refusal}"
-        counted = "counted" if self._may_be_unused else "not counted"
+            return refusal_as_fingerprint(refusal)
         return (
-            f"compressor {compressor!r}\nunused parameters are {counted}\n{self.resumed.fingerprint}\n"
-            f"policy {self.line.policy!r}, atomic {self._undo is not None}\n{self._fingerprint}"
+            f"compressor: {compressor!r}\nunused parameters: {self._may_be_unused}\npolicy: {self.line.policy!r}\n"
+            f"atomic: {self._undo is not None}\n{self.resumed.fingerprint}\n{self._fingerprint}"
         )
 
     def statistics(self) -> Statistics:

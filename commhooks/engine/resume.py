@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks.communicators.disagreement import refusal_as_fingerprint
 from commhooks.engine.engine import Engine
 from commhooks.engine.replay import Resumed
 from commhooks.errors import AttachError, CheckpointError
@@ -91,9 +92,9 @@ def _checked(engine: Engine, read: Snapshot, rules: LoadRules) -> Snapshot | Che
 def _agreed(engine: Engine, loaded: Snapshot | CheckpointError) -> str:
     """Raise unless every rank loads the same: now if the line stands, otherwise when it is opened."""
     if isinstance(loaded, CheckpointError):
-        fingerprint = f"refusal: {loaded}"
+        fingerprint = refusal_as_fingerprint(loaded)
     else:
-        fingerprint = f"state of step {loaded.step}, {loaded.digest()}"
+        fingerprint = f"loaded state, step: {loaded.step}\nloaded state, digest: {loaded.digest()}"
     if engine.line.scheduler is not None and engine.state.named():
         try:
             engine.line.scheduler.agree(fingerprint)

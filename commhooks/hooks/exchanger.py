@@ -58,7 +58,7 @@ class Exchanger(Handle):
                 group_or_default(process_group), label="Exchanger", policy=policy, hook_timeout=hook_timeout
             )
         check_compressor_for(compressor, tensors, line)
-        described = "\n".join(f"tensor {name} of shape {tuple(t.shape)}, {t.dtype}" for name, t in tensors.items())
+        described = "\n".join(f"tensor {name}: shape {tuple(t.shape)}, {t.dtype}" for name, t in tensors.items())
         self._engine: Engine = Engine(
             compressor, line, fingerprint=described, residuals=residuals, atomic=atomic, may_join=False
         )

@@ -120,10 +120,10 @@ def refuses_what_does_not_fit(rank: int, kind: str) -> None:
             with pytest.raises(CheckpointError, match=text):
                 attachment.load_state_dict(state)
         else:
-            with pytest.raises(CheckpointError, match="nothing was loaded. ranks disagree. .*Rank 1 has: refusal: "):
+            with pytest.raises(CheckpointError, match="nothing was loaded. ranks disagree. rank 1 cannot take part: "):
                 attachment.load_state_dict(before)
         assert distance(attachment.state_dict(), now) == 0.0
-    with pytest.raises(CheckpointError, match="Rank 0 has: state of step 3.*Rank 1 has: state of step 4"):
+    with pytest.raises(CheckpointError, match=r"loaded state, step: 3 \(ranks? 0.*\), 4 \(rank 1"):
         attachment.load_state_dict(before if rank == 0 else now)
     assert distance(attachment.state_dict(), now) == 0.0
     with pytest.raises(commhooks.SettingsError, match="missing='keep': missing must be one of refuse, reset"):
@@ -243,7 +243,7 @@ def ranks_that_unpickle_different_states(rank: int) -> None:
     settings = state.state_dict()["settings"]
     state.load_state_dict(saved | {"settings": settings, "step": 2 + rank})
     model.register_comm_hook(state, powerSGD_hook)  # type: ignore[operator]
-    with pytest.raises(commhooks.AttachError, match="ranks disagree. Rank 0 has: state of step 2.*state of step 3"):
+    with pytest.raises(commhooks.AttachError, match=r"ranks disagree. loaded state, step: 2 \(rank 0\), 3 \(rank 1\)"):
         backward(model, normal(zeros(*SHAPES), 2, seed=0)[rank])
 
 

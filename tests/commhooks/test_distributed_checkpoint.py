@@ -144,7 +144,7 @@ def test_a_state_without_a_step_tells_of_a_failed_read_at_the_first_bucket(saved
     found = run_ranks(on_every_rank.refused_before_the_first_step, 2, "torch", checkpoint)
     assert [loading.error for loading, _ in found] == ["nothing", "CheckpointError"]
     for _, training in found:
-        assert "ranks disagree. Rank 0 has: state of step 2" in training.text
+        assert "ranks disagree. loaded state, step: 2 (rank 0)" in training.text
 
 
 def damaged_copies(checkpoint: Path, folder: Path) -> dict[str, str]:
