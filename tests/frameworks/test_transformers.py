@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.frameworks.huggingface import die, differences, settle_in, what_it_became
+from tests.frameworks.huggingface import die, differences, raised, settle_in, what_it_became
 from tests.world import run_world, run_world_outcomes
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(240)]
@@ -92,3 +92,122 @@ def test_a_killed_run_goes_on_bit_for_bit(settings: dict[str, Any], tmp_path: Pa
         assert expected["steps"] == got["steps"] == STEPS
         assert expected["ratio"] > 10
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-12", "checkpoint-6"]
+
+
+class CallsTheModule:
+    """A Trainer that leaves the DistributedDataParallel out, as one that overrides too much may."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss: torch.Tensor = model.module(**inputs).loss
+        loss.backward()
+        return loss.detach()
+
+
+def refuses(rank: int, folder: str) -> dict[str, str]:
+    """Return what each thing that cannot work raises, by name; runs of two steps."""
+    settle_in(rank)
+    from transformers import Trainer
+
+    import ddp_core
+    from commhooks.integrations.transformers import CompressGradients
+
+    def begun(name: str, **arguments: Any) -> Any:
+        usual: dict[str, Any] = {"compressor": "powersgd", "max_steps": 2, "save_steps": 2}
+        return begin(rank, f"{folder}/{name}", **(usual | arguments))[0]
+
+    dense = trainer_of(f"{folder}/without", max_steps=2, save_steps=2)
+    dense.train()
+    callback = CompressGradients("powersgd")
+    told = {
+        "no trainer": raised(lambda: callback.add_to(dense.model)),
+        "callbacks=": raised(lambda: Trainer(model=dense.model, args=dense.args, callbacks=[callback])),
+        "no such log": raised(lambda: CompressGradients("powersgd", log="yes")),
+        "no such policy": raised(lambda: CompressGradients("powersgd", policy="lifo")),
+        "two callbacks": raised(lambda: CompressGradients("powersgd").add_to(begun("twice"))),
+        "saved without": raised(lambda: begun("without", max_steps=4).train(resume_from_checkpoint=True)),
+    }
+    begun("without", max_steps=4, options={"missing": "reset"}).train(resume_from_checkpoint=True)
+
+    first = begun("first", save_steps=1, save_total_limit=1)
+    first.train()
+    first.train()  # once more, from the beginning: attached anew
+    kept = f"{folder}/first/checkpoint-2"
+    told["another folder"] = raised(lambda: begun("other", max_steps=4).train(resume_from_checkpoint=kept))
+    begun("other", max_steps=4, options={"resume_from": kept}).train(resume_from_checkpoint=kept)
+    other = begun("first", max_steps=4, compressor="top-k")
+    told["other settings"] = raised(lambda: other.train(resume_from_checkpoint=True))
+
+    told["did not run"] = raised(begun("alone", kind=type("Own", (CallsTheModule, Trainer), {})).train)
+    wrapped = begun("wrapped")
+    wrapped.model = wrapped.model_wrapped = ddp_core.DistributedDataParallel(wrapped.model)
+    told["wrapped twice"] = raised(wrapped.train)
+    hooked = begun("hooked")
+    hooked.accelerator.ddp_handler.comm_hook = "fp16"
+    told["accelerate's own hook"] = raised(hooked.train)
+    return told
+
+
+REFUSALS = {
+    "no trainer": "AttachError: CompressGradients.add_to: expected a transformers.Trainer (got GPT2LMHeadModel)",
+    "callbacks=": "AttachError: CompressGradients does not know its Trainer",
+    "no such log": "SettingsError: CompressGradients(log='yes')",
+    "no such policy": "SettingsError: CompressGradients(policy='lifo')",
+    "two callbacks": "AttachError: CompressGradients.add_to: a model has one hook",
+    "saved without": "CheckpointError: ",
+    "another folder": "CheckpointError: could not find the checkpoint.",
+    "other settings": "CheckpointError: rank ",
+    "did not run": "HookDidNotRunError: AdamW made a step",
+    "wrapped twice": "AttachError: attach: DistributedDataParallel around DistributedDataParallel",
+    "accelerate's own hook": "SettingsError: CompressGradients: DistributedDataParallelKwargs(comm_hook=...) is set",
+}
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    for told in run_world(refuses, 2, str(tmp_path), timeout=100):
+        assert told.keys() == REFUSALS.keys()
+        assert {name: text for name, text in told.items() if not text.startswith(REFUSALS[name])} == {}
+        assert "missing='reset'" in told["saved without"]
+        assert "resume_from=" in told["another folder"]
+    # Of two checkpoints one was to be kept, and the hook's files of the other went with it.
+    kept = sorted(path.relative_to(tmp_path / "first") for path in (tmp_path / "first").rglob("commhooks*"))
+    assert kept == [Path("checkpoint-2", f"commhooks-rank{rank}.pt") for rank in range(2)]
+
+
+def alone(rank: int, folder: str) -> str:
+    settle_in(rank, 1)
+    return raised(begin(rank, folder, compressor="powersgd")[0].train)
+
+
+def test_one_process_is_refused(tmp_path: Path) -> None:
+    (told,) = run_world(alone, 1, str(tmp_path))
+    assert told.startswith("AttachError: CompressGradients: Accelerate sees one process")
+
+
+def resumed_by_three(rank: int, folder: str) -> tuple[str, int]:
+    settle_in(rank, 3)
+    strict, _ = begin(rank, folder, compressor="powersgd")
+    told = raised(lambda: strict.train(resume_from_checkpoint=True))
+    trainer, compress = begin(rank, folder, compressor="powersgd", options={"world_size": "spread", "log": False})
+    trainer.train(resume_from_checkpoint=True)
+    assert not [line for line in trainer.state.log_history[-3:] if "commhooks/compression_ratio" in line]
+    return told, compress.attachment.steps
+
+
+def logged(rank: int, folder: str) -> list[dict[str, float]]:
+    settle_in(rank)
+    options = {"log": "by-parameter"}
+    trainer, _ = begin(rank, folder, compressor="powersgd", options=options, max_steps=4, save_steps=4)
+    trainer.train()
+    return [line for line in trainer.state.log_history if "commhooks/compression_ratio" in line]
+
+
+def test_metrics_are_logged_with_the_losses_and_three_ranks_may_take_over_from_two(tmp_path: Path) -> None:
+    for lines in run_world(logged, 2, str(tmp_path)):
+        assert [line["step"] for line in lines] == [2, 4]
+        for line in lines:
+            assert line["commhooks/compression_ratio"] > 10
+            assert line["commhooks/residual_norm_over_gradient_norm"] > 0
+            assert line["commhooks/bytes_sent_total/transformer.wte.weight"] > 0
+    for told, steps in run_world(resumed_by_three, 3, str(tmp_path), timeout=100):
+        assert "CheckpointError" in told and "world_size='spread'" in told
+        assert steps == STEPS
