@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -20,9 +21,15 @@ _PREFIXES_OF_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 def unwrapped(model: Module) -> Module:
     """Return the module inside the wrappers of `torch.compile` and Fabric, or the module itself if there are none."""
-    while inner := next((model._modules[place] for place in _WRAPPERS if model._modules.get(place)), None):
+    while (inner := _inside(model, _WRAPPERS)) is not None:
         model = inner
     return model
+
+
+def _inside(model: Module, places: Iterable[str]) -> Module | None:
+    """Return the module in the first of these places that holds one."""
+    # Never by its truth: OptimizedModule has a length if the module that it wraps has one, and raises if not.
+    return next((inner for place in places if (inner := model._modules.get(place)) is not None), None)
 
 
 def is_ddp(model: object) -> bool:
@@ -85,7 +92,7 @@ def described(model: object) -> str:
     """Return a model's class for a message, from the outside in: "OptimizedModule around DistributedDataParallel"."""
     names = [type(model).__name__]
     while isinstance(model, Module):
-        inner: Any = next((model._modules[p] for p in (*_WRAPPERS, "module") if model._modules.get(p)), None)
+        inner = _inside(model, (*_WRAPPERS, "module"))
         if inner is None:
             break
         names.append(type(inner).__name__)
