@@ -1,0 +1,100 @@
+"""Lightning Fabric: `compress`, to be called after `Fabric.setup`, and `DDPCoreStrategy`, for ddp_core's DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Unpack
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from commhooks.errors import AttachError
+from commhooks.integrations.common import AttachOptions, Compression, check_not_alone, require
+from commhooks.language.compressor import Compressor
+from commhooks.state.snapshot import LoadRules
+from commhooks.unwrapping import described, is_ddp, unwrapped
+from ddp_core import DistributedDataParallel
+
+require("lightning", at_least="2.4", extra="lightning")
+
+from lightning.fabric import Fabric  # noqa: E402  # if it is missing, say what to install
+from lightning.fabric.strategies import DDPStrategy  # noqa: E402
+from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
+
+
+def compress(
+    fabric: Fabric,
+    model: Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    compressor: Compressor | str,
+    *,
+    world_size: str = "refuse",
+    settings: str = "refuse",
+    missing: str = "refuse",
+    **options: Unpack[AttachOptions],
+) -> Compression:
+    """Average the gradients of what `fabric.setup(model, optimizer)` returned with `compressor`; call it on every rank.
+
+    What it returns goes into the state that `fabric.save` and `fabric.load` are called with, `{"model": model,
+    "optimizer": optimizer, "hooks": hooks}`: it saves and restores the state of all ranks. Its `attachment` has the
+    statistics; `end()` detaches.
+
+    - `optimizer`: one or several; each of their steps raises `HookDidNotRunError` if its gradients did not pass through
+      the compressor.
+    - `world_size`, `settings` and `missing` say which differences between a checkpoint and this run are allowed; see
+      `LoadRules`.
+    - `options` are those of `commhooks.attach`; the gradient scaler is Fabric's own.
+
+    Raises `AttachError` if Fabric's strategy cannot work with a compressor, or the model was not set up.
+    """
+    owner = "commhooks.integrations.fabric.compress"
+    compression = Compression(
+        owner, compressor, LoadRules(world_size=world_size, settings=settings, missing=missing), **options
+    )
+    check_not_alone(owner)
+    if not is_ddp(unwrapped(model)):
+        raise AttachError(
+            f"{owner}: expected what fabric.setup() returned, with a strategy that trains with DDP "
+            f'(got {described(model)} and {type(fabric.strategy).__name__}); pass Fabric(strategy="ddp"), and call '
+            "fabric.setup() first."
+        )
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    compression.begin(model, optimizers, scaler=getattr(fabric.strategy.precision, "scaler", None))
+    return compression
+
+
+class DDPCoreStrategy(DDPStrategy):
+    """A strategy that trains with ddp_core's DistributedDataParallel, for `Fabric(strategy=DDPCoreStrategy())`.
+
+    It takes the arguments of Fabric's `DDPStrategy` and passes on those of the DDP.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._backward_sync_control = _NoSync()
+
+    def setup_module(self, module: Module) -> DistributedDataParallel:
+        """Wrap a model."""
+        return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    def get_module_state_dict(self, module: Module) -> dict[str, Tensor]:
+        """Return the state of what the DDP wraps: a checkpoint fits a model that is not wrapped."""
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        state: dict[str, Tensor] = super().get_module_state_dict(inner)
+        return state
+
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Tensor], strict: bool = True) -> None:
+        """Load what `get_module_state_dict` returned."""
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        super().load_module_state_dict(inner, state_dict, strict=strict)
+
+
+class _NoSync(_BackwardSyncControl):
+    """What `Fabric.no_backward_sync` does for ddp_core's DDP; Fabric's own accepts PyTorch's only."""
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return the context in which gradients accumulate, if `enabled`."""
+        assert isinstance(module, DistributedDataParallel), "what setup_module returned"
+        return module.no_sync() if enabled else nullcontext()

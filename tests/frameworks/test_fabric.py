@@ -1,0 +1,63 @@
+"""`compress` with Lightning Fabric's own objects: what it restores, what it refuses, and that it runs at all."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.frameworks import fabric_in_worlds as worlds
+from tests.frameworks.launch import run_ranks
+from tests.frameworks.lightning_in_worlds import error_of
+from tests.world import WorldError
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(150)]
+
+ERRORS = {
+    "not set up": "AttachError: .*expected what fabric.setup.* returned.* \\(got Sequential and DDPStrategy\\)",
+    "not DDP": "AttachError: .*\\(got _FabricModule around Sequential and Local\\); pass Fabric\\(strategy=",
+    "twice": "AttachError: attach: ErrorFeedback.* is attached to this model already",
+    "saved without": "KeyError: .*'hooks' that does not exist in the loaded checkpoint",
+    "did not run": "HookDidNotRunError: SGD made a step, and no gradient has passed through",
+    "after end": "CheckpointError: .*nothing is attached",
+    "refused": "CheckpointError: .*saved by 2 ranks, loaded by 3; pass world_size='spread'",
+    "alone": "AttachError: .*this run has one process",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, dict[str, str]], ...]]:
+    """Return for each rank how 12 steps end without interruption, and after a kill and a resume."""
+    folder = str(tmp_path_factory.mktemp("fabric"))
+    with pytest.raises(WorldError) as killed:
+        run_ranks(worlds.interrupted, 2, folder)
+    assert {outcome.exit_code for outcome in killed.value.outcomes} == {-9}, str(killed.value)
+    return list(zip(run_ranks(worlds.uninterrupted, 2), run_ranks(worlds.resumed, 2, folder), strict=True))
+
+
+@pytest.mark.parametrize("setting", worlds.SETTINGS)
+def test_a_resumed_run_ends_as_an_uninterrupted_one_bit_for_bit(
+    runs: list[tuple[dict[str, dict[str, str]], ...]], setting: str
+) -> None:
+    for uninterrupted, resumed in runs:
+        assert resumed[setting] == uninterrupted[setting]
+
+
+def test_a_run_resumed_without_the_state_of_the_hook_ends_otherwise(
+    runs: list[tuple[dict[str, dict[str, str]], ...]],
+) -> None:
+    for uninterrupted, resumed in runs:
+        assert resumed["without its state"]["parameters"] != uninterrupted["plain"]["parameters"]
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return rank 0's error for everything that cannot work."""
+    folder = str(tmp_path_factory.mktemp("refusals"))
+    found = run_ranks(worlds.refusals, 2, folder)[0] | run_ranks(worlds.on_other_ranks, 3, folder)[0]
+    return {**found, "alone": error_of(worlds.Run)}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_work_says_what_to_do(errors: dict[str, str], case: str) -> None:
+    assert re.match(ERRORS[case], errors[case], re.S), errors[case]
