@@ -162,10 +162,11 @@ def check_hook(hook: object) -> None:
         raise TypeError(f"Communication hook must be callable. (got {type(hook).__name__})")
     try:
         names = list(inspect.signature(hook).bind(None, None).arguments)
+    except TypeError as error:  # first, because an object that tells how it is used may raise what is both
+        remedy = "; register a function, or attach a compressor with commhooks.attach" if isinstance(hook, type) else ""
+        raise TypeError(f"communication hook must take (state, bucket); {hook!r} does not: {error}{remedy}") from None
     except ValueError:  # a builtin without a signature: the first call will tell
         return
-    except TypeError as error:
-        raise TypeError(f"communication hook must take (state, bucket); {hook!r} does not: {error}") from None
     hints = _type_hints(hook)
     if len(names) == 2 and not _fits(hints.get(names[1], Any), BUCKETS):
         got = f"{names[1]}: {hints[names[1]]!r}"

@@ -18,6 +18,7 @@ from commhooks.compressors import Affine, AllReduceMean, Cast
 from commhooks.errors import HookTypeError
 from commhooks.hooks.foreign import AnyHook, completed, name_of, run_foreign
 from commhooks.hooks.stateless import run_stateless
+from commhooks.language.compressor import Compressor, no_hook
 from commhooks.wrappers import WireDtype
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -86,6 +87,8 @@ def bf16_compress_wrapper(hook: AnyHook) -> Hook:
 
 
 def _narrowed(wrapper: str, hook: AnyHook, dtype: torch.dtype) -> Hook:
+    if isinstance(hook, Compressor) or (isinstance(hook, type) and issubclass(hook, Compressor)):
+        raise no_hook(hook)
     if not callable(hook):
         raise HookTypeError(f"{wrapper}: expected a hook, a callable that takes (state, bucket) (got {hook!r}).")
     run: RunOnWire | None = None

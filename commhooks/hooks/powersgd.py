@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from commhooks.compressors import PowerSGD
 from commhooks.compressors.powersgd.matrices import MatrixRule
 from commhooks.engine.engine import Engine
-from commhooks.errors import CheckpointError, SettingsError
+from commhooks.errors import CheckpointError, HookTypeError, SettingsError
 from commhooks.hooks.default import on_wire
 from commhooks.hooks.facts import check_bucket, check_step_has_an_end, searches_for_unused
 from commhooks.hooks.handle import Handle, check_run_settings
@@ -308,16 +308,28 @@ _WIRES = {"": None} | {str(dtype): dtype for dtype in (torch.float16, torch.bflo
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
     """Average the bucket with PowerSGD, matrix by matrix; see `PowerSGDState` and `PowerSGD`."""
-    return state.run(bucket)
+    return _checked("powerSGD_hook", state).run(bucket)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
     """Average the bucket with PowerSGD as one nearly square matrix, vectors included: faster and coarser."""
-    return state.run(bucket, matrices="whole-bucket")
+    return _checked("batched_powerSGD_hook", state).run(bucket, matrices="whole-bucket")
 
 
-on_wire[powerSGD_hook] = lambda state, bucket, dtype: state.run(bucket, wire=dtype)
-on_wire[batched_powerSGD_hook] = lambda state, bucket, dtype: state.run(bucket, wire=dtype, matrices="whole-bucket")
+def _checked(hook: str, state: object) -> PowerSGDState:
+    """Return the state; raise `HookTypeError`, which says what to write, for anything else."""
+    if isinstance(state, PowerSGDState):
+        return state
+    raise HookTypeError(
+        f"{hook}: expected a commhooks.PowerSGDState as the hook's state (got {state}); write "
+        f"model.register_comm_hook(commhooks.PowerSGDState(process_group=None, matrix_approximation_rank=4), {hook})."
+    )
+
+
+on_wire[powerSGD_hook] = lambda state, bucket, dtype: _checked("powerSGD_hook", state).run(bucket, wire=dtype)
+on_wire[batched_powerSGD_hook] = lambda state, bucket, dtype: _checked("batched_powerSGD_hook", state).run(
+    bucket, wire=dtype, matrices="whole-bucket"
+)
 
 # PyTorch's documentation saves hook and state together, so `torch.load` must accept them with its default arguments,
 # both under their current names and under those from when they were defined in powersgd_hook.py.

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from commhooks.errors import CompressorError, SettingsError
+from commhooks.errors import CompressorError, HookTypeError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.requests import Asked, Judge, Request
@@ -60,12 +60,36 @@ class Context:
         return (tensor / self.world_size).to(self.wire).to(tensor.dtype).mul_(self.world_size)
 
 
+class _NoSignature:
+    """The signature that both DDPs ask a hook for when it is registered: of a compressor, an error that helps."""
+
+    def __get__(self, compressor: Compressor | None, kind: type) -> NoReturn:
+        if compressor is None:
+            raise AttributeError  # a class has the signature of its settings
+        raise no_hook(compressor)
+
+
+def no_hook(given: object) -> HookTypeError:
+    """Return the error of a compressor, or a compressor's class, in the place of a hook."""
+    made = given if isinstance(given, Compressor) else f"commhooks.{getattr(given, '__name__', given)}(...)"
+    return HookTypeError(
+        f"expected a hook, a function hook(state, bucket) (got {given}, a compressor); write "
+        f"commhooks.attach(model, {made}) in place of model.register_comm_hook(...)."
+    )
+
+
 class Compressor(ABC):
     """The interface of compressors, which average gradients over ranks by sending something smaller.
 
     Subclasses are frozen dataclasses: their fields are settings, which are checked on construction. They hold no
     tensors; `state` declares what is to be remembered.
     """
+
+    __signature__ = _NoSignature()
+
+    def __call__(self, state: object, bucket: object) -> NoReturn:
+        """Raise `HookTypeError`: a compressor is attached, not called. It is callable because a DDP asks that first."""
+        raise no_hook(self)
 
     def __str__(self) -> str:
         """Return text that `make_compressor` can parse: the class, and the settings that differ from its defaults."""

@@ -560,3 +560,26 @@ def failing_hooks(rank: int, kind: str, hows: list[str]) -> dict[str, tuple[str,
         except Exception as error:
             told[how] = (type(error).__name__, str(error), failing.all_restored() and len(failing.kept) == 1)
     return told
+
+
+def misused(rank: int, kind: str) -> dict[str, tuple[str, str]]:
+    """Register what is no hook, or has no state; return what is raised, at registration or at the first bucket."""
+    mistakes: dict[str, tuple[Any, Any]] = {
+        "compressor": (None, commhooks.PowerSGD(rank=4)),
+        "class": (None, commhooks.PowerSGD),
+        "no state": (None, commhooks.powerSGD_hook),
+        "compressor as state": (commhooks.PowerSGD(rank=4), commhooks.batched_powerSGD_hook),
+        "no state in a wrapper": (None, commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook)),
+    }
+    told = {}
+    for what, (state, hook) in mistakes.items():
+        model = given(kind)
+        try:
+            model.register_comm_hook(state, hook)  # type: ignore[operator]  # 'Tensor not callable'
+        except Exception as error:
+            told[what] = "register", str(error)
+            continue
+        with pytest.raises(commhooks.HookTypeError) as refused:
+            step(model, integers(0)[rank])
+        told[what] = "backward", str(refused.value)
+    return told

@@ -220,6 +220,38 @@ def test_a_wrapper_round_what_is_not_callable_is_refused_at_once(wrapper: Any, h
     assert isinstance(refusal.value, commhooks.CommHooksError)
 
 
+@pytest.mark.parametrize("hook", [commhooks.PowerSGD, commhooks.PowerSGD(rank=4)], ids=["class", "compressor"])
+def test_a_wrapper_round_a_compressor_says_what_to_write(hook: Any) -> None:
+    with pytest.raises(commhooks.HookTypeError, match=r"a compressor\); write commhooks.attach\(model, .*PowerSGD\("):
+        commhooks.fp16_compress_wrapper(hook)
+
+
+def test_a_class_of_compressors_has_the_signature_of_its_settings() -> None:
+    """Compressors themselves have none, so that a DDP to which one is registered meets an error that helps."""
+    assert "matrices" in inspect.signature(commhooks.PowerSGD).parameters
+    with pytest.raises(commhooks.HookTypeError, match="expected a hook"):
+        commhooks.PowerSGD()(None, None)
+
+
+@both_ddps
+def test_a_state_or_a_compressor_in_the_wrong_place_is_told_what_to_write(kind: str) -> None:
+    (told,) = run_ranks(on_every_rank.misused, 1, kind)
+    attach = "write commhooks.attach(model, PowerSGD(rank=4)) in place of"
+    state = "write model.register_comm_hook(commhooks.PowerSGDState(process_group=None, matrix_approximation_rank=4), "
+    expected = {
+        "compressor": ("register", attach),
+        # All that PyTorch says of a class: it has no argument of this name.
+        "class": ("register", "attach a compressor with commhooks.attach" if kind == "core" else "'bucket'"),
+        "no state": ("backward", f"{state}powerSGD_hook)"),
+        "compressor as state": ("backward", f"(got PowerSGD(rank=4)); {state}batched_powerSGD_hook)"),
+        "no state in a wrapper": ("backward", f"(got None); {state}powerSGD_hook)"),
+    }
+    assert told.keys() == expected.keys()
+    for what, (when, words) in expected.items():
+        assert told[what][0] == when, what
+        assert words in told[what][1], what
+
+
 class IntegerBucket:
     """Be a bucket that neither DDP makes."""
 
