@@ -120,6 +120,7 @@ class StepRecord:
     payload_bytes: int  # what it handed to collectives
     moved_bytes: int  # what a rank sent for that, as a ring
     dense_bytes: int  # what a rank would have sent for the plain all-reduce
+    ended: float = 0.0  # Unix time; runs take turns, so others' steps lie between. 0.0: an earlier version's result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -99,11 +100,11 @@ class _Run:
         self.clock.backward_ended()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        split = self.clock.end()
+        split, ended = self.clock.end(), time.time()
         after = self.attachment.statistics()
         if (step + 1) % self.settings.evaluate_every == 0 or step + 1 == self.settings.steps:
             self._evaluate(step + 1)
-        self.steps.append(_record(step + 1, loss.item(), split, before, after, self.ranks))
+        self.steps.append(_record(step + 1, loss.item(), split, before, after, self.ranks, ended))
         return loss.item()
 
     def _evaluate(self, step: int) -> None:
@@ -155,7 +156,13 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _record(
-    step: int, loss: float, split: Split, before: commhooks.Statistics, after: commhooks.Statistics, ranks: int
+    step: int,
+    loss: float,
+    split: Split,
+    before: commhooks.Statistics,
+    after: commhooks.Statistics,
+    ranks: int,
+    ended: float,
 ) -> StepRecord:
     """Return a step's split, and the bytes that it added to the attachment's statistics."""
     gradient_bytes = after.gradient_bytes - before.gradient_bytes
@@ -167,6 +174,7 @@ def _record(
         payload_bytes=after.payload_bytes - before.payload_bytes,
         moved_bytes=after.moved_bytes - before.moved_bytes,
         dense_bytes=2 * (ranks - 1) * gradient_bytes // ranks,
+        ended=ended,
     )
 
 

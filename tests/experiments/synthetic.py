@@ -8,6 +8,7 @@ from experiments.link import LinkSettings
 from experiments.runs import EvaluationRecord, HookSpec, RunResult, RunSettings, StepRecord
 
 DENSE_BYTES = 4_000_000
+STARTED = 1_800_000_000.0  # Unix time
 
 
 def result(
@@ -28,6 +29,7 @@ def result(
             payload_bytes=DENSE_BYTES // ratio,
             moved_bytes=DENSE_BYTES // ratio,
             dense_bytes=DENSE_BYTES,
+            ended=STARTED + n,  # another run's step lies in between
         )
         for n in range(1, steps + 1)
     )
