@@ -1,4 +1,4 @@
-"""Reading a checkpoint: every file is checked before it is unpickled, and every part before any is loaded."""
+"""Reading a checkpoint: every file is checked before it is unpickled, and all of them before anything is loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Contents:
     hooks: Snapshot | None
 
     def faults(self, run: Run, rules: LoadRules) -> list[str]:
-        """List everything that does not fit the run."""
+        """List every mismatch between the checkpoint and the run."""
         found = _differing_tensors("model", self.shared["model"], run.model.state_dict())
         for name, wanted in (("optimizer", run.optimizer), ("scaler", run.scaler), ("hooks", run.hooks)):
             if wanted is not None and name not in self.shared:
@@ -45,7 +45,7 @@ class Contents:
             found += run.hooks.differences(self.hooks, rules)
         if self.own is not None:
             found += _differing_tensors("buffers", self.own["buffers"], run.buffers())
-            torch.Generator().set_state(self.own["generators"]["cpu"])  # raises if it is no generator's state
+            torch.Generator().set_state(self.own["generators"]["cpu"])  # raises if this is not a generator's state
         return found
 
     def load_into(self, run: Run) -> None:
@@ -76,8 +76,8 @@ def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> C
     for number, part in parts.items():
         if part["step"] != shared["step"]:
             raise CheckpointError(
-                f"{path / f'rank{number}.pt'} is of step {part['step']}, and shared.pt of step {shared['step']}: they "
-                "are of two checkpoints."
+                f"{path / f'rank{number}.pt'} is of step {part['step']}, shared.pt of step {shared['step']}: they "
+                "belong to two different checkpoints."
             )
     hooks = None
     if "hooks" in shared:
@@ -91,7 +91,7 @@ def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> C
 
 
 def _read_manifest(path: Path) -> dict[str, int]:
-    """Return the bytes of each file, by name."""
+    """Return the size in bytes of each file, by name."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         version, files = manifest["format_version"], manifest["files"]
@@ -105,12 +105,12 @@ def _read_manifest(path: Path) -> dict[str, int]:
 
 
 def _read_file(path: Path, sizes: Mapping[str, int], wanted: Mapping[str, type]) -> dict[str, Any]:
-    """Read one file, after checking its size and checksums; it must hold entries of these types."""
+    """Read one file after checking its size and checksums; it must hold entries of the given types."""
     expected = sizes.get(path.name)
     try:
         size = path.stat().st_size
         if size != expected:
-            raise CheckpointError(f"{path} has {size} bytes, and the manifest says {expected}: it was cut or changed.")
+            raise CheckpointError(f"{path} has {size} bytes, but the manifest says {expected}: it was cut or changed.")
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
@@ -118,23 +118,23 @@ def _read_file(path: Path, sizes: Mapping[str, int], wanted: Mapping[str, type])
         content = torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
-    except pickle.UnpicklingError as error:  # PyTorch's own text would tell the user how to execute the file's content
+    except pickle.UnpicklingError as error:  # PyTorch's message would tell the user how to execute the file's content
         raise CheckpointError(
-            f"{path} holds something that torch.load refuses at its defaults: save_checkpoint has not written this."
+            f"{path} was not written by save_checkpoint: torch.load rejects it with its default arguments."
         ) from error
-    except Exception as error:  # whatever a damaged or hostile file does to the reader
+    except Exception as error:  # whatever a damaged or hostile file causes
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
     if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(f"{path} is no part of a checkpoint of format {FORMAT_VERSION}.")
+        raise CheckpointError(f"{path} is not part of a checkpoint of format {FORMAT_VERSION}.")
     wrong = [name for name, kind in wanted.items() if not isinstance(content.get(name), kind)]
     if wrong:
-        raise CheckpointError(f"{path} is damaged: it has no {', '.join(wrong)}, or of another type.")
+        raise CheckpointError(f"{path} is damaged: missing or of the wrong type: {', '.join(wrong)}.")
     return content
 
 
 def _differing_tensors(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = [f"{what}: checkpoint has no {name!r}" for name in now if name not in saved]
-    found += [f"{what}: checkpoint has {name!r}, which the model has not" for name in saved if name not in now]
+    found += [f"{what}: checkpoint has {name!r}, which the model does not have" for name in saved if name not in now]
     for name, tensor in now.items():
         theirs, ours = (tuple(t.shape) if isinstance(t, Tensor) else None for t in (saved.get(name), tensor))
         if name in saved and theirs != ours:
@@ -143,7 +143,7 @@ def _differing_tensors(what: str, saved: Mapping[str, Any], now: Mapping[str, An
 
 
 def _differing_optimizers(shared: Mapping[str, Any], optimizer: Saved) -> list[str]:
-    """Compare the optimizers' classes, then their parameter groups; a group may have gained no option since."""
+    """Compare the optimizers' classes, then their parameter groups, whose options must all have been saved."""
     theirs, ours = shared.get("optimizer_class"), optimizer_class(optimizer)
     if theirs != ours:
         return [f"optimizer: saved from {theirs}, now {ours}"]

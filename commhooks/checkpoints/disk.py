@@ -1,7 +1,7 @@
-"""Writing files so that errors name the file and the cause.
+"""Writing files with errors that name the file and the cause.
 
-The operating system's error for a full disk names no file, and `torch.save(content, path)` turns it into "[enforce fail
-at inline_container.cc]", without a cause (tests/commhooks/test_full_disk.py).
+The operating system's error for a full disk does not name the file, and `torch.save(content, path)` turns it into
+"[enforce fail at inline_container.cc]", without a cause (tests/commhooks/test_full_disk.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_tensors(path: Path, content: dict[str, Any], *, flush: bool) -> int:
-    """Write `content` by `torch.save`, and return the file's bytes; with `flush`, wait until they are on the disk."""
+    """Write `content` with `torch.save`, and return the file's size; with `flush`, wait until it is on the disk."""
     with _named(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
@@ -32,7 +32,7 @@ def write_tensors(path: Path, content: dict[str, Any], *, flush: bool) -> int:
 
 
 def write_text(path: Path, text: str, *, flush: bool) -> None:
-    """Write a text; with `flush`, wait until it is on the disk."""
+    """Write text; with `flush`, wait until it is on the disk."""
     with _named(path):
         path.write_text(text)
     if flush:
@@ -40,7 +40,7 @@ def write_text(path: Path, text: str, *, flush: bool) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     with _named(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -50,7 +50,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 class _File:
-    """A file for `torch.save`. It keeps the first error of a write: PyTorch may raise another one instead."""
+    """A file for `torch.save` that keeps the first error of a write, since PyTorch may raise a different one."""
 
     def __init__(self, descriptor: int) -> None:
         self.error: OSError | None = None
@@ -59,7 +59,7 @@ class _File:
     def write(self, data: bytes) -> int:
         left = memoryview(data).cast("B")
         try:
-            while left:  # a nearly full disk takes only a part
+            while left:  # a nearly full disk accepts only a part
                 left = left[os.write(self._descriptor, left) :]
         except OSError as error:
             self.error = self.error or error
@@ -81,7 +81,7 @@ def _save(content: dict[str, Any], file: _File) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the path to an `OSError` from within, and the space that is left if the disk is full."""
+    """Add the path to an `OSError` raised inside and, if the disk is full, the space left."""
     try:
         yield
     except OSError as error:

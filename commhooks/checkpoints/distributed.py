@@ -1,10 +1,11 @@
-"""Read a hook's state from a checkpoint of `torch.distributed.checkpoint` (DCP), whatever run saved it.
+"""Reading a hook's state from a checkpoint of `torch.distributed.checkpoint` (DCP), whichever run saved it.
 
 DCP reads only into tensors that the caller provides. A fresh `state_dict()` provides the right ones if nothing has
-changed; here they are made from the checkpoint's own list of its contents. Every rank reads by itself, without a
-collective, so a rank that cannot read keeps no other waiting.
+changed; here they are created from the checkpoint's own table of contents. Every rank reads on its own, without a
+collective, so a rank that cannot read does not block the others.
 
-DCP is imported inside functions because that takes 0.8 s, compared with 1.1 s for torch and 0.1 s for commhooks.
+DCP is imported inside functions because importing it takes 0.8 s, compared with 1.1 s for torch and 0.1 s for
+commhooks.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ def load_distributed(
     settings: str = "refuse",
     missing: str = "refuse",
 ) -> None:
-    """Resume from the state that `torch.distributed.checkpoint.save({key: hooks, ...})` wrote.
+    """Restore the state that `torch.distributed.checkpoint.save({key: hooks, ...})` saved.
 
     Call it on every rank, between the same two steps. Unlike `torch.distributed.checkpoint.load`, it does not need an
-    existing state of the same layout: the run may have other buckets, and another number of ranks or another
-    compressor if `world_size`, `settings` and `missing` allow that (see `LoadRules`). A rank reads its own
-    residuals, or those of all ranks with world_size="spread". A `key` with dots is a path: "app.hooks" for
-    {"app": {"hooks": ...}}.
+    existing state with the same layout: the run may have different buckets, and also a different number of ranks or a
+    different compressor if `world_size`, `settings` and `missing` allow it (see `LoadRules`). Each rank reads its own
+    residuals, or those of all ranks with world_size="spread". A `key` with dots is a path: "app.hooks" for {"app":
+    {"hooks": ...}}.
 
     `storage_reader` is for checkpoints that are not in a folder.
 
-    Raises `CheckpointError` on every rank, and changes nothing, if any of them cannot read or what it read does not
-    fit; a `PowerSGDState` that has made no step tells the other ranks at their first bucket. DCP unpickles the
-    checkpoint's list of contents, which executes whatever is in it: load only checkpoints that you trust.
+    Raises `CheckpointError` on every rank, and changes nothing, if any rank cannot read the checkpoint or finds that it
+    does not match the run; a `PowerSGDState` that has made no step informs the other ranks at their first bucket. DCP
+    unpickles the checkpoint's table of contents, which can execute code: load only checkpoints that you trust.
     """
     rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
     read: dict[str, Any] | CheckpointError
@@ -56,7 +57,7 @@ def load_distributed(
         read = _read_state(checkpoint_id, storage_reader, key, *hooks.rank_and_world_size, rules)
     except CheckpointError as error:
         read = error
-    except Exception as error:  # whatever a damaged file does to DCP
+    except Exception as error:  # whatever a damaged file causes in DCP
         read = CheckpointError(f"{checkpoint_id} cannot be read ({type(error).__name__}: {error}).")
         read.__cause__ = error
     hooks.load_state_dict(read, world_size=world_size, settings=settings, missing=missing)
@@ -70,7 +71,7 @@ def _read_state(
     world_size: int,
     rules: LoadRules,
 ) -> dict[str, Any]:
-    """Return a state_dict with the local parts that this rank needs."""
+    """Return a state_dict with those per-rank parts that this rank needs."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     if reader is None:
@@ -90,7 +91,7 @@ def _read_state(
     parts = {f"rank{number}" for number in wanted}
     paths = {name: path for name, path in paths.items() if path[0] not in ("local", "inventory") or path[1] in parts}
     state = _read(reader, metadata, paths)
-    # DCP saves nothing of an empty dictionary; the inventory lists every part, so none is lost unnoticed.
+    # DCP saves nothing for an empty dictionary; the inventory lists every part, so a loss does not go unnoticed.
     for part in ("bucket_plan", "kinds", "replicated", "local"):
         state.setdefault(part, {})
     state["local"] = {part: {} for part in parts & state.get("inventory", {}).keys()} | state["local"]
@@ -98,7 +99,7 @@ def _read_state(
 
 
 def _paths_under(key: str, metadata: Metadata) -> dict[str, KeyPath]:
-    """Return each entry's path below `key`, by the name that DCP has for the entry; those elsewhere are left out."""
+    """Return the path of each entry below `key`, by the name that DCP gives the entry."""
     found: dict[str, KeyPath] = {}
     for name in metadata.state_dict_metadata:
         path: KeyPath = (metadata.planner_data or {}).get(name, (name,))
@@ -110,7 +111,7 @@ def _paths_under(key: str, metadata: Metadata) -> dict[str, KeyPath]:
 
 
 def _read(reader: StorageReader, metadata: Metadata, paths: Mapping[str, KeyPath]) -> dict[str, Any]:
-    """Read entries, and return them nested as their paths say."""
+    """Read entries, and return them nested according to their paths."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -118,7 +119,7 @@ def _read(reader: StorageReader, metadata: Metadata, paths: Mapping[str, KeyPath
     for name in paths:
         entry = metadata.state_dict_metadata[name]
         if isinstance(entry, BytesStorageMetadata):
-            flat[name] = None  # a number, a text, or a list of them
+            flat[name] = None  # a number, a string, or a list of them
         else:
             flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

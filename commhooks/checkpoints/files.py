@@ -1,15 +1,15 @@
-"""Save and restore a whole run: model, optimiser, gradient scaler, and the hook's state of every rank.
+"""Saving and restoring a whole run: model, optimiser, gradient scaler, and the hook's state of every rank.
 
-A checkpoint is a folder, which all ranks must see under one path:
+A checkpoint is a folder, which all ranks must see under the same path:
 
     <directory>/checkpoint-00007-step-30/
         manifest.json    step, world size, and the bytes of each file
         shared.pt        what is the same on every rank, written by rank 0
         rank0.pt ...     each rank's own: residuals, buffers, random number generators; written in parallel
 
-It is written under another name, flushed to the disk, and renamed when it is complete: a run that is killed at any
-moment leaves the earlier checkpoints as they were. Every file loads with `torch.load(path)` at its defaults, which
-executes nothing, and its checksums are compared first.
+It is written under another name, flushed to the disk, and renamed once complete: a run that is killed at any moment
+leaves earlier checkpoints intact. Every file loads with `torch.load(path)` and its default arguments, which executes
+nothing, and its checksums are compared first.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def save_checkpoint(
 
     - `model` is the DistributedDataParallel; rank 0's parameters are saved, and every rank's buffers that are in its
       state_dict.
-    - `optimizer` and `scaler` have the same state on every rank; rank 0's is saved. The state of a
+    - `optimizer` and `scaler` must have the same state on every rank; rank 0's is saved. The state of a
       `ZeroRedundancyOptimizer`, of which each rank holds a part, is consolidated on rank 0 first.
     - `hooks` is what `attach` returned, or the hook's `PowerSGDState`.
-    - `extra` is anything else you want back, as plain data: numbers, texts, tensors, lists and dictionaries.
-    - `keep` is how many of the newest checkpoints stay in the directory (None: all).
+    - `extra` is anything else that you want back, as plain data: numbers, strings, tensors, lists and dictionaries.
+    - `keep` is how many of the newest checkpoints to keep in the directory (None: all).
     - `flush`: wait until everything is on the disk, so that the checkpoint also survives a crash of the machine.
-      Without it, it survives a crash of the processes, and saving takes about half the time.
+      Otherwise it survives only a crash of the processes, but saving takes about half the time.
 
-    Raises `CheckpointError` on every rank if any rank cannot write, with the file and the cause; what was written of
-    this checkpoint is removed, and the other checkpoints stay as they were. If only an older checkpoint cannot be
-    removed ("could not remove older checkpoints"), the new one is complete, and stays.
+    Raises `CheckpointError` on every rank if any rank cannot write, naming the file and the cause; this checkpoint's
+    files are removed, and the other checkpoints stay intact. If only an older checkpoint cannot be removed ("could not
+    remove older checkpoints"), the new one is complete and stays.
     """
     if keep is not None and keep < 1:
         raise CheckpointError(f"save_checkpoint(keep={keep!r}): keep must be at least 1, or None.")
@@ -108,13 +108,13 @@ def load_checkpoint(
     settings: str = "refuse",
     missing: str = "refuse",
 ) -> Checkpoint | None:
-    """Resume from the newest checkpoint in a directory, or from the one at this path; return None if there is none.
+    """Restore the newest checkpoint in a directory, or the one at this path; return None if there is none.
 
-    Call it on every rank, after the hook is attached, before or between steps. `world_size`, `settings` and `missing`
-    allow differences in the hook's state: see `LoadRules`. If as many ranks load it as saved it, every rank gets back
-    its own buffers, and the state of torch's random number generators.
+    Call it on every rank, after attaching the hook, before or between steps. `world_size`, `settings` and `missing`
+    allow differences in the hook's state: see `LoadRules`. If the number of ranks is unchanged, every rank also gets
+    back its own buffers, and the state of torch's random number generators.
 
-    Raises `CheckpointError` on every rank, and changes nothing, if the checkpoint is damaged or does not fit on any.
+    Raises `CheckpointError` on every rank, and changes nothing, if any rank finds it damaged or not matching the run.
     """
     rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
     run = Run(model, optimizer, scaler, hooks)
@@ -132,17 +132,17 @@ def load_checkpoint(
 
 @contextlib.contextmanager
 def _removed_if_it_fails(writing: Path, ranks: Ranks) -> Iterator[None]:
-    """Remove what was written of a checkpoint that cannot be finished: the disk may be full because of it."""
+    """Remove the files of a checkpoint that cannot be finished: the disk may be full because of them."""
     try:
         yield
-    except CheckpointError:  # all ranks raise it, so none of them writes any more
+    except CheckpointError:  # all ranks raise it, so none of them is still writing
         if ranks.rank == 0:
             shutil.rmtree(writing, ignore_errors=True)  # the next save removes what is left
         raise
 
 
 def _write(folder: Path, run: Run, step: int, ranks: Ranks, extra: Mapping[str, Any], flush: bool) -> dict[str, int]:
-    """Write this rank's files, and return the bytes of each."""
+    """Write this rank's files, and return the size in bytes of each."""
     snapshot = None if run.hooks is None else run.hooks.snapshot()
     files = {f"rank{ranks.rank}.pt": run.own_part(snapshot, step)}
     if ranks.rank == 0:

@@ -1,7 +1,7 @@
-"""The directory that holds a run's checkpoints: their names, and how each appears in it whole or not at all.
+"""The directory that holds a run's checkpoints: their names, and how each one appears completely or not at all.
 
-A checkpoint is written under another name and renamed when it is complete; one that is to go is renamed before it is
-removed. So a process that is killed at any moment leaves no half of a checkpoint under a checkpoint's name.
+A checkpoint is written under another name and renamed once complete; before it is removed, it is renamed again. So a
+process that is killed at any moment never leaves a partial checkpoint under a checkpoint's name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WRITING, _REMOVING = ".writing-", ".removing-"
 
 
 def newest(directory: Path) -> Path | None:
-    """Return the newest checkpoint in a directory, or the directory itself if it is a checkpoint; None without any."""
+    """Return the newest checkpoint in a directory, or the directory itself if it is a checkpoint; None if neither."""
     if _NAME.fullmatch(directory.name) or any((directory / name).exists() for name in ("manifest.json", "shared.pt")):
         return directory  # even if incomplete: naming a checkpoint means you expect it to exist
     found = checkpoints_in(directory) if directory.is_dir() else []
@@ -28,13 +28,13 @@ def newest(directory: Path) -> Path | None:
 
 
 def checkpoints_in(root: Path) -> list[Path]:
-    """Return the checkpoints in a directory, the oldest first."""
+    """Return the checkpoints in a directory, oldest first."""
     numbered = {int(match[1]): path for path in root.iterdir() if (match := _NAME.fullmatch(path.name))}
     return [numbered[number] for number in sorted(numbered)]
 
 
 def prepare(root: Path, step: int) -> tuple[str, str]:
-    """Return the name of a new checkpoint, and the name under which it is written; clean up after killed runs."""
+    """Return the name of a new checkpoint, and the name under which to write it; clean up after killed runs."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.iterdir():
         if left.name.startswith((_WRITING, _REMOVING)) and _NAME.fullmatch(left.name.partition("-")[2]):
@@ -48,13 +48,13 @@ def prepare(root: Path, step: int) -> tuple[str, str]:
 def put_in_place(root: Path, writing: str, name: str, manifest: Mapping[str, Any], *, flush: bool) -> None:
     """Write the manifest, and rename the checkpoint to its final name."""
     write_text(root / writing / "manifest.json", json.dumps(manifest, indent=1), flush=flush)
-    if flush:  # its files' names must be on the disk before it has a checkpoint's name itself
+    if flush:  # the names of its files must be on the disk before it gets its own name
         flush_to_disk(root / writing)
     (root / writing).rename(root / name)
     if flush:
         try:
             flush_to_disk(root)
-        except OSError:  # save_checkpoint raises, so nobody may find this checkpoint
+        except OSError:  # save_checkpoint raises, so this checkpoint must not be found
             (root / name).rename(root / writing)
             raise
 

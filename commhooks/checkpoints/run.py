@@ -48,7 +48,7 @@ class HookState(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What `save_checkpoint` saves and `load_checkpoint` loads into."""
+    """The objects that `save_checkpoint` saves and `load_checkpoint` loads into."""
 
     ddp: Module
     optimizer: Saved | None
@@ -80,7 +80,7 @@ class Run:
             self.optimizer.consolidate_state_dict(to=0)
 
     def own_part(self, snapshot: Snapshot | None, step: int) -> dict[str, Any]:
-        """Return what each rank saves for itself: its residuals, buffers and random number generators."""
+        """Return what each rank saves separately: its residuals, buffers and random number generators."""
         generators = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             generators["cuda"] = torch.cuda.get_rng_state()
@@ -128,7 +128,7 @@ def optimizer_class(optimizer: Saved | None) -> str:
 
 
 def _require_plain(where: str, value: object) -> None:
-    """Raise `CheckpointError` for what `torch.load` would reject at its defaults: when loading it would be too late."""
+    """Raise `CheckpointError` for data that `torch.load` would reject by default: at load time it would be too late."""
     plain = True
     if type(value) in _MAPPINGS:
         for key, held in value.items():  # type: ignore[attr-defined]  # "object" has no attribute "items"
@@ -143,6 +143,6 @@ def _require_plain(where: str, value: object) -> None:
         plain = type(value) in _PLAIN  # not isinstance: numpy's float64 is a float, and torch.load rejects it
     if not plain:
         raise CheckpointError(
-            f"{where} must be plain data, which torch.load takes at its defaults: tensors, numbers, texts, lists, "
+            f"{where} must be plain data, which torch.load accepts by default: tensors, numbers, strings, lists, "
             f"dictionaries (got {type(value).__module__}.{type(value).__qualname__})."
         )

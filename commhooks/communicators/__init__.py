@@ -1,4 +1,4 @@
-"""What carries collectives out: a process group, N workers in one process, or a recorder around another one."""
+"""What runs collectives: a process group, N workers in one process, or a recorder around another communicator."""
 
 from commhooks.communicators.collective import Collective
 from commhooks.communicators.communicator import Communicator, Pending

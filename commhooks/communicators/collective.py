@@ -1,4 +1,4 @@
-"""A collective: one tensor, and what the ranks do with it. The parts of requests lie in it, packed."""
+"""A collective: one tensor, in which the parts of requests are packed, and what the ranks do with it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class Collective:
     kind: CollectiveKind
     tensor: Tensor
     elements: int = -1
-    """What was put in, if that is not the tensor's own elements: a message of bytes holds fewer, and larger, ones."""
+    """The number of elements that were put in, if not the tensor's own: a message of bytes holds fewer, larger
+    elements."""
     group: Group | None = None
-    """Which of the ranks take part; None: all."""
+    """The ranks that take part; None: all."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -47,11 +48,11 @@ class Collective:
         return self.elements if self.elements >= 0 else tensor_elements(self.tensor)
 
     def ranks_in(self, world_size: int) -> int:
-        """Return how many of so many ranks take part."""
+        """Return how many of `world_size` ranks take part."""
         return ranks_in(self.group, world_size)
 
     def ring_bytes(self, world_size: int) -> int:
-        """Return the bytes that one rank sends, on average over the ranks; see the function of this name."""
+        """Return the bytes sent per rank, on average over the ranks; see the function of this name."""
         ranks = self.ranks_in(world_size)
         return ring_bytes(self.kind, self.payload_bytes, ranks, is_sparse=self.tensor.is_sparse)
 
@@ -65,10 +66,10 @@ class Collective:
 
 
 def ring_bytes(kind: str, payload: int, world_size: int, *, is_sparse: bool = False) -> int:
-    """Return the bytes that one rank sends for a payload, on average over the ranks.
+    """Return the bytes sent per rank for a payload, on average over the ranks.
 
     An all-reduce is a reduce-scatter and an all-gather around the ring (an all-gather if sparse); in an all-gather a
-    rank passes on what it gets; in an exchange it sends every row but its own.
+    rank passes on what it receives; in an all-to-all it sends every row but its own.
     """
     if kind == "all-gather" or is_sparse:
         return (world_size - 1) * payload

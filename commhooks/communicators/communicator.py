@@ -1,4 +1,4 @@
-"""The interface between the scheduler and whatever carries out its collectives."""
+"""The interface between the scheduler and whatever runs its collectives."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ class Pending(Protocol):
 
     @property
     def result(self) -> Tensor:
-        """The answer: the collective's own tensor for a dense all-reduce, a new one otherwise. Valid after `wait`."""
+        """The answer: the collective's own tensor for a dense all-reduce, otherwise a new one. Valid after `wait`."""
         ...
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when the result is in place.
+        """Return when the result is ready.
 
-        Raises `TimeoutError` when `timeout_seconds` pass first: nothing is lost, and `wait` may be called again. Raises
-        `CollectiveError` when the collective failed.
+        Raises `TimeoutError` if `timeout_seconds` pass first: nothing is lost, and `wait` may be called again. Raises
+        `CollectiveError` if the collective failed.
         """
         ...
 
 
 class Communicator(Protocol):
-    """Start collectives.
+    """The interface for starting collectives.
 
-    One thread does, in the same order on every rank. Several may be under way at once: the next bucket's may start
-    before the last of this bucket is waited for.
+    A single thread calls it, in the same order on every rank. Several collectives may be under way at once: the next
+    bucket's may start before this bucket's last one has finished.
     """
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0."""
+        """The number of this worker, from 0."""
         ...
 
     @property

@@ -1,8 +1,8 @@
 """An attachment's private process group: its address in the parent group's store, and how it is opened and closed.
 
-Collectives pair up across ranks by the order in which they are issued, so nothing else may issue any on this group:
-not a second model, not the user's own backward pass. Nothing else may hold a reference to it either: dropping the last
-one is what wakes the peers when this rank fails (on Gloo `abort` and `shutdown` wake nobody).
+Collectives pair up across ranks by the order in which they are issued, so nothing else may issue any on this group: not
+a second model, not the user's own backward pass. Nothing else may hold a reference to it either: dropping the last one
+is what wakes the peers if this rank fails (on Gloo, `abort` and `shutdown` wake nobody).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ SWAP_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 """How often a rank that waits in the store looks for the others at first."""
 _LONGEST_POLL_SECONDS = 0.2
-"""How often it looks later: one store answers all ranks, and polling at the first pace would keep it busy."""
+"""How often it looks later: one store serves all ranks, and polling at the first rate would keep it busy."""
 
 _private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-"""The number of private groups of each parent, by label; every rank makes those of one label in the same order."""
+"""The number of private groups of each parent, by label; every rank creates those of one label in the same order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Everything that a private group is made from, without a reference to the parent group itself."""
+    """Everything needed to create a private group, without a reference to the parent group itself."""
 
     store: Store
     rank: int
@@ -68,7 +68,7 @@ class Address:
         return cls(store, parent.rank(), parent.size(), _timeout_of(parent), StoreThread(store))
 
     def noticeboard(self) -> Noticeboard:
-        """Return the noticeboard of the ranks of this group."""
+        """Return the noticeboard of this group's ranks."""
         return Noticeboard(self.store, self.store_thread, self.rank, self.world_size)
 
 
@@ -98,13 +98,13 @@ class Connection:
 
     @property
     def groups(self) -> Sequence[object]:
-        """The private groups; none once they were dropped."""
+        """The private groups; empty once they have been dropped."""
         return self._carrier.groups() if self._carrier is not None else []
 
     def close(self, patience_seconds: float) -> bool:
-        """Drop the groups, which wakes every peer that waits for this rank; return False if its work does not end.
+        """Drop the groups, which wakes every peer that waits for this rank; return False if pending work does not end.
 
-        The destructor of a Gloo group waits for pending work, so a group that has some left is kept.
+        The destructor of a Gloo group waits for pending work, so a group that still has some is kept.
         """
         if self._carrier is None:
             return True
@@ -127,7 +127,7 @@ def open_connection(
     """Open a private Gloo group at `address`; block until every rank has come, or the address's timeout has passed.
 
     The first sparse sum opens another group for itself, within `hook_timeout`. So does the first collective among some
-    of the ranks, once `wait` has seen that all ranks have come to it. Raises `CollectiveError`, which names the ranks
+    of the ranks, once `wait` has seen that all ranks have reached it. Raises `CollectiveError`, which names the ranks
     that have not come, or the store if it does not answer.
     """
     patience = address.timeout.total_seconds()
@@ -166,15 +166,15 @@ def _open_group(
 def _meet(address: Address, store: Store, ranks: Sequence[int], patience: float) -> None:
     """Wait for all of these ranks; runs on the store's thread.
 
-    Gloo would wait too, but for one rank after the other, each time as long as the timeout. Once a call took longer
-    than that, nobody could tell whether a rank or the store itself kept it waiting.
+    Gloo would wait too, but for one rank after another, each time as long as the timeout. Once a call has taken longer
+    than that, it would be impossible to tell whether a rank or the store itself kept it waiting.
     """
     board = address.noticeboard()
     keys = [f"came/{rank}" for rank in ranks]
     store.set(f"came/{address.rank}", "")
     deadline = time.monotonic() + patience
     pause = _POLL_SECONDS
-    while not store.check(keys):  # not wait(): while it blocks, no other call of this process reaches the store
+    while not store.check(keys):  # not wait(): while that blocks, no other call of this process reaches the store
         cause = board.look()
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
@@ -194,9 +194,9 @@ def _make_group(
     """Make the group, once all of its ranks have come; runs on the store's thread.
 
     The group for sparse sums has one thread, so it runs one collective at a time: Gloo's sum of sparse tensors corrupts
-    the heap if another collective of its group ends at the same moment. A group's threads write the name of what ended
-    into one string, without a lock, and this is the one name too long for the string's inline buffer (PyTorch 2.13;
-    tests/commhooks/test_sparse.py).
+    the heap if another collective of its group ends at the same moment. The threads of a group write the name of what
+    ended into one string, without a lock, and this name is the only one too long for the string's inline buffer
+    (PyTorch 2.13; tests/commhooks/test_sparse.py).
     """
     place = ranks.index(address.rank)
     try:
@@ -214,7 +214,7 @@ class Agreements:
     """Comparisons of fingerprints, texts that must be the same on every rank.
 
     Digests are gathered over `carrier`, on `device`. Only if they differ are the texts themselves exchanged, through
-    the store, so that the error can say who differs in what.
+    the store, so that the error can state who differs in what.
     """
 
     def __init__(self, carrier: ProcessGroupCommunicator, address: Address, device: torch.device | None = None) -> None:
@@ -224,7 +224,7 @@ class Agreements:
         self._asked = 0
 
     def agree(self, fingerprint: str, wait: Callable[[Pending], None] = lambda pending: pending.wait()) -> None:
-        """Return if every rank passes the same fingerprint; raise `AttachError`, which says who differs in what."""
+        """Return if all ranks pass the same fingerprint; otherwise raise `AttachError`, stating who differs in what."""
         store = PrefixStore(f"fingerprint {self._asked}", self._address.store)
         self._asked += 1
         digest = torch.tensor(list(hashlib.blake2b(fingerprint.encode(), digest_size=32).digest()), dtype=torch.uint8)
@@ -244,7 +244,7 @@ def _swap(store: Store, own: str, rank: int, world_size: int) -> list[str]:
     deadline = time.monotonic() + SWAP_SECONDS
     while not store.check(keys):
         if time.monotonic() > deadline:
-            raise AttachError(f"ranks disagree, and not all of them said in what within {SWAP_SECONDS:g} s.")
+            raise AttachError(f"ranks disagree, but not all of them reported how within {SWAP_SECONDS:g} s.")
         time.sleep(_POLL_SECONDS)
     return [store.get(key).decode() for key in keys]
 
@@ -254,5 +254,5 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
         options: Any = group._get_backend(torch.device("cpu")).options
         timeout: timedelta = options._timeout
         return timeout
-    except (RuntimeError, AttributeError):  # a backend that has no CPU side, or keeps its timeout to itself
+    except (RuntimeError, AttributeError):  # a backend without a CPU side, or one that does not expose its timeout
         return _DEFAULT_TIMEOUT

@@ -1,6 +1,6 @@
-"""N workers in one process: a collective runs when every worker has brought its own.
+"""N workers in one process: a collective runs once every worker has submitted its own.
 
-Sums run in rank order, so at two workers they are, bit for bit, what a ring computes.
+Sums run in rank order, so with two workers they are, bit for bit, what a ring computes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LockstepGroup:
         return [LockstepCommunicator(self, rank) for rank in range(self.world_size)]
 
     def join(self, round_number: int, rank: int, pending: LockstepPending) -> None:
-        """Bring one worker's collective to a round of its group; the last one to come carries the round out."""
+        """Add one worker's collective to a round of its group; the last worker to arrive runs the round."""
         group = pending.collective.group
         ranks = range(self.world_size) if group is None else group.ranks(rank, self.world_size)
         present = self._rounds.setdefault((ranks, group, round_number), {})
@@ -53,7 +53,7 @@ class LockstepCommunicator:
         self._rounds: Counter[Group | None] = Counter()
 
     def start(self, collective: Collective) -> LockstepPending:
-        """Bring this worker's collective to the next round of its group."""
+        """Submit this worker's collective to the next round of its group."""
         pending = LockstepPending(collective, self.rank)
         self._group.join(self._rounds[collective.group], self.rank, pending)
         self._rounds[collective.group] += 1
@@ -61,7 +61,7 @@ class LockstepCommunicator:
 
 
 class LockstepPending:
-    """One worker's collective, to be waited for only once all workers have brought theirs."""
+    """One worker's collective, to be waited for only once all workers have submitted theirs."""
 
     def __init__(self, collective: Collective, rank: int) -> None:
         self.collective = collective
@@ -73,17 +73,17 @@ class LockstepPending:
         """The answer."""
         if self.answer is None:
             raise CollectiveError(
-                f"lockstep: rank {self.rank} asked for a result before every worker brought its request."
+                f"lockstep: rank {self.rank} asked for a result before every worker submitted its request."
             )
         return self.answer
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return if every worker has come; raise `CollectiveError` if not, since none can come while this one waits."""
+        """Return if every worker has submitted; otherwise raise `CollectiveError`, as none can while this one waits."""
         _ = self.result
 
 
 def run_collective(collectives: Sequence[Collective], ranks: Sequence[int] | None = None) -> list[Tensor]:
-    """Carry out one collective that every worker has brought, in rank order; return each one's answer."""
+    """Run one collective that every worker has submitted, in rank order; return each worker's answer."""
     ranks = range(len(collectives)) if ranks is None else ranks
     expected = _describe(collectives[0])
     for rank, one in zip(ranks, collectives, strict=True):

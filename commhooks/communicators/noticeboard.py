@@ -1,8 +1,8 @@
-"""Failures are told through the store that ranks share; one thread calls it, so a silent store blocks nobody else.
+"""Failures are reported through the store that ranks share; one thread calls it, so a silent store blocks nobody else.
 
-A store whose host is stopped, or whose cable is pulled, never answers a call, and none of the store's own timeouts
-limits that wait. So a thread that waits for a collective or completes a future never calls the store itself: it passes
-its calls to the store's thread, and waits for the answer a bounded time, or not at all.
+A store whose host has stopped, or is disconnected, never answers a call, and none of the store's own timeouts limits
+that wait. So a thread that waits for a collective or completes a future never calls the store itself: it passes its
+calls to the store's thread, and waits for the answer for a limited time, or not at all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from commhooks.errors import CollectiveError, CommHooksError
 Answer = TypeVar("Answer")
 
 ANSWER_SECONDS = 1.0
-"""How long the store may take to answer, or a rank that is asked whether it is still there."""
+"""How long to wait for the store to answer, or for a rank that is asked whether it is still there."""
 
 _FAILURE_KEY = "failure"
 _ROLL_CALL_KEY = "roll-call"
@@ -43,10 +43,10 @@ class _Call:
 
 
 class StoreThread:
-    """A daemon thread that calls `store`, one call after the other; the first call starts it.
+    """A daemon thread that calls `store`, one call after another; the first call starts it.
 
-    A call that is never answered blocks those behind it, which then time out as well. Nothing can wake such a thread,
-    so it is abandoned; as a daemon it delays the end of the process by no more than `ANSWER_SECONDS`.
+    A call that is never answered blocks those behind it, which then time out too. Nothing can wake such a thread, so it
+    is abandoned; as a daemon it delays the end of the process by no more than `ANSWER_SECONDS`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -102,16 +102,16 @@ class StoreThread:
                 text = str(error).strip() or type(error).__name__
                 why = text.splitlines()[0].rstrip(".")  # many lines of a C++ backtrace follow
                 call.answer.set_exception(SilentStoreError(f"{self._where} does not answer: {why}."))
-            except BaseException as error:  # whatever it is: another thread waits for the answer
+            except BaseException as error:  # whatever it is, another thread is waiting for the answer
                 call.answer.set_exception(error)
-            del call  # its future may hold the last reference to a process group, until the next call comes
+            del call  # its future may hold the last reference to a process group, until the next call
 
 
 class Noticeboard:
-    """One attachment's part of the store, in which a failing rank tells the others why.
+    """One attachment's section of the store, in which a failing rank tells the others why.
 
-    Except for `look`, which `store_thread` runs, methods return at once or after about `ANSWER_SECONDS` (`silent_ranks`
-    after twice that).
+    Except for `look`, which `store_thread` runs, methods return immediately or after about `ANSWER_SECONDS`
+    (`silent_ranks` after twice that).
     """
 
     def __init__(self, store: Store, store_thread: StoreThread, rank: int, world_size: int) -> None:
@@ -119,7 +119,7 @@ class Noticeboard:
         self._thread = store_thread
         self._rank = rank
         self._here = [f"here/{rank}" for rank in range(world_size)]
-        """The keys by which ranks answer a roll call."""
+        """The keys under which ranks answer a roll call."""
         self._look: concurrent.futures.Future[str | None] | None = None
         self._found: str | None = None
 
@@ -134,9 +134,9 @@ class Noticeboard:
         return self._found
 
     def failure_now(self) -> str | None:
-        """Look at once, and return why some rank failed; raise `SilentStoreError` if the store does not answer."""
+        """Look now, and return why some rank failed; raise `SilentStoreError` if the store does not answer."""
         if self._found is None:
-            if self._look is None or self._look.done():  # a look under way answers the same question
+            if self._look is None or self._look.done():  # a look already under way answers the same question
                 self._look = self._thread.submit(self.look)
             self._found = self._thread.result(self._look, ANSWER_SECONDS)
         return self._found
@@ -144,18 +144,18 @@ class Noticeboard:
     def silent_ranks(self) -> list[int]:
         """Call the roll, and return the ranks that do not answer within `ANSWER_SECONDS`.
 
-        A Gloo collective that fails does not say whose process is gone, but every rank that failed with it, or still
-        waits, answers a roll call. Raises `SilentStoreError` if the store does not answer.
+        A Gloo collective that fails does not tell whose process is gone, but every rank that failed with it, or is
+        still waiting, answers a roll call. Raises `SilentStoreError` if the store does not answer.
         """
         return self._thread.call(self._call_the_roll, 2 * ANSWER_SECONDS)
 
     def post(self, cause: str) -> None:
-        """Tell the others why this rank fails, unless another reason was told first. Raises nothing."""
+        """Tell the others why this rank fails, unless another reason was posted first. Raises nothing."""
         done = self._thread.submit(lambda: self._store.compare_set(_FAILURE_KEY, "", cause))
         concurrent.futures.wait([done], ANSWER_SECONDS)
 
     def look(self) -> str | None:
-        """Return the reason that was told, and answer a roll call; runs on the store's thread."""
+        """Return the reason that was posted, and answer a roll call; runs on the store's thread."""
         if self._store.check([_FAILURE_KEY]):
             return str(self._store.get(_FAILURE_KEY).decode())
         if self._store.check([_ROLL_CALL_KEY]):
@@ -180,7 +180,7 @@ _threads: weakref.WeakSet[StoreThread] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """Let pending calls return while the interpreter still stands: one that returns later ends in SIGABRT."""
+    """Let pending calls return before the interpreter shuts down: one that returns later ends in SIGABRT."""
     deadline = time.monotonic() + ANSWER_SECONDS
     left = list(_threads)
     for store_thread in left:
@@ -190,7 +190,7 @@ def _end_all() -> None:
 
 
 def address_of(store: Store) -> str:
-    """Return what errors call a store: "the store at host:port" for a `TCPStore`, otherwise its path or type."""
+    """Return how errors refer to a store: "the store at host:port" for a `TCPStore`, otherwise its path or type."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host, port, path = (getattr(store, name, None) for name in ("host", "port", "path"))

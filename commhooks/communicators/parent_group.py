@@ -1,8 +1,8 @@
-"""The name, store and backend of the process group that a hook works for, whoever wrote that group.
+"""The name, store and backend of the process group that a hook works for, even if that group is user-defined.
 
 Groups of `torch.distributed` know their name and store. A subclass of `ProcessGroup` written in Python (to manage ranks
-that come and go, to count, to log) often knows neither; if it was made with `torch.distributed.new_group`, they are in
-the tables of `torch.distributed`.
+that come and go, to count, to log) often knows neither; if it was created with `torch.distributed.new_group`, they are
+in the tables of `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def name_and_store(group: dist.ProcessGroup) -> tuple[str, Store]:
     """
     tables = distributed_c10d._world
     name = _own_name(group) or tables.pg_names.get(group)
-    store: Store | None = group.get_group_store()  # None for most groups that are written in Python
+    store: Store | None = group.get_group_store()  # None for most groups written in Python
     if store is None and group in tables.pg_map:
         store = tables.pg_map[group][1]
         known = tables.pg_group_ranks.get(group, {})
@@ -53,7 +53,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def warn_of_bypass(group: dist.ProcessGroup, backend: str) -> None:
-    """Warn that gradients will go over a private Gloo group beside `group`, and not through it."""
+    """Warn that gradients will bypass `group` over a private Gloo group."""
     warnings.warn(
         f"commhooks: gradients travel over a private Gloo group that bypasses {_describe(group)} and its backend "
         f"({backend}). If that is what you want, pass a group explicitly with attach(..., process_group=), and this "

@@ -21,9 +21,9 @@ class ProcessGroupCommunicator:
 
     A `ProcessGroup` and a bare backend (`ProcessGroupGloo`) have the same methods for this, so either may be passed.
     `open_for_sparse` returns another group of the same ranks, for sums of sparse tensors: over a Gloo group with two
-    threads these corrupt the heap now and then. Without it they go over `process_group`. `open_some` returns a group of
-    some of the ranks; called when the first collective comes that names it, at the same turn on all ranks, for which
-    `wait` waits.
+    threads these occasionally corrupt the heap. Without it they go over `process_group`. `open_some` returns a group of
+    some of the ranks; it is called for the first collective that names the group, at the same point on all ranks, which
+    `wait` waits for.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ProcessGroupCommunicator:
         return pending
 
     def is_busy(self) -> bool:
-        """Return whether a collective that was started has not ended yet, successfully or not."""
+        """Return whether a collective that was started is still running."""
         return any(not pending.is_completed() for pending in self._under_way)
 
     def groups(self) -> list[Any]:
@@ -66,9 +66,10 @@ class ProcessGroupCommunicator:
         return [group for group in (self.group, self._for_sparse, *self._of_some.values()) if group is not None]
 
     def release(self) -> None:
-        """Let go of the groups and of every work, so that whoever still refers to this object does not keep them alive.
+        """Drop the groups and all works, so that remaining references to this object do not keep them alive.
 
-        A traceback does, for one; and a Gloo work holds the group's connections open as the group itself does.
+        A traceback, for example, holds such a reference; and a Gloo work keeps the group's connections open, as the
+        group does.
         """
         for pending in self._under_way:
             pending.release()
@@ -104,8 +105,8 @@ class ProcessGroupCommunicator:
     def _meet(self) -> None:
         """Return when every rank is about to open a group.
 
-        A rank that has ended is noticed here at once, for its connections are closed. Those that open a group meet in
-        the store, where nobody would know of it.
+        A rank that has ended is detected here immediately, since its connections are closed. Ranks that open a group
+        meet in the store, where its absence would go unnoticed.
         """
         wait = self._wait or WorkPending.wait
         wait(self.start(Collective("all-reduce", torch.zeros(1))))
@@ -137,11 +138,11 @@ class WorkPending:
         return self._work is None or self._work.is_completed()
 
     def release(self) -> None:
-        """Let go of the work."""
+        """Drop the work."""
         self._work = None
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when the result is in place; see `Pending.wait`."""
+        """Return when the result is ready; see `Pending.wait`."""
         if self._done:
             return
         try:
@@ -161,7 +162,7 @@ class WorkPending:
         try:
             self._work.wait(timedelta(seconds=timeout_seconds))
         except RuntimeError:
-            # Gloo reports the end of a slice and the failure of the work alike.
+            # Gloo reports the end of a slice and a failure of the work in the same way.
             if not self._work.is_completed():
                 raise TimeoutError(f"{self._collective.kind} is not done after {timeout_seconds} s") from None
             self._work.wait()

@@ -1,4 +1,4 @@
-"""A communicator that counts what another one carries: bytes, collectives, seconds of waiting."""
+"""A communicator that counts what another one sends: bytes, collectives, seconds of waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commhooks.communicators.traffic import Traffic
 
 
 class RecordingCommunicator:
-    """Pass every collective to `inner`, and count it in `traffic`."""
+    """A communicator that passes every collective to `inner`, and counts it in `traffic`."""
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
@@ -21,13 +21,13 @@ class RecordingCommunicator:
         self.traffic = Traffic()
 
     def start(self, collective: Collective) -> RecordedPending:
-        """Start a collective, counted."""
+        """Start a collective, and count it."""
         self.traffic.count(collective, self.world_size)
         return RecordedPending(self.inner.start(collective), self.traffic)
 
 
 class RecordedPending:
-    """Wait for another pending collective, and count the seconds."""
+    """A pending collective whose waiting time is counted."""
 
     def __init__(self, inner: Pending, traffic: Traffic) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""What a communicator has carried: collectives, bytes, seconds of waiting."""
+"""What a communicator has sent: collectives, bytes, seconds of waiting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KindTraffic:
 
 @dataclasses.dataclass
 class Traffic:
-    """Counts for what a communicator carried, in total and for each kind of collective."""
+    """Counts of what a communicator has sent, in total and for each kind of collective."""
 
     collectives: int = 0
     payload_elements: int = 0
@@ -27,7 +27,7 @@ class Traffic:
     seconds_waiting: float = 0.0
     by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
     by_group: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
-    """Of what travelled among some of the ranks: "inner" inside machines, "outer" between them."""
+    """Bytes sent among some of the ranks: "inner" inside machines, "outer" between them."""
 
     def count(self, collective: Collective, world_size: int) -> None:
         """Add one collective."""

@@ -1,1 +1,1 @@
-"""The way of a bucket, from the hook's call to its completed future, and what guards state on it."""
+"""A bucket's path from the hook's call to its completed future, and what guards state along it."""

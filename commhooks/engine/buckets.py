@@ -1,4 +1,4 @@
-"""Which buckets steps are made of: their views, kept from step to step, and who is in them."""
+"""The buckets that steps are made of: their views, kept between steps, and their parameters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from commhooks.language.requests import Layout
 from commhooks.state.table import StateTable
 
 Key = tuple[int, ...]
-"""A bucket is known again by the identities of its parameters."""
+"""A bucket is identified by the identities of its parameters."""
 
 
 class Bucket(Protocol):
-    """What an engine needs of the buckets that both DDPs hand to a hook."""
+    """What an engine needs of the buckets that both DDPs pass to a hook."""
 
     def index(self) -> int: ...  # noqa: D102
     def buffer(self) -> Tensor: ...  # noqa: D102
@@ -29,15 +29,15 @@ class Bucket(Protocol):
 
 
 class Buckets:
-    """The buckets of the current step and of the last one; any that neither step has are forgotten."""
+    """The buckets of the current step and of the last one; older ones are forgotten."""
 
     def __init__(self, table: StateTable, *, by_parameter: bool) -> None:
         self.are_one_models = False
-        """The names of one model's parameters are known."""
+        """Whether the names of one model's parameters are known."""
         self._table = table
         self._by_parameter = by_parameter
         self._views: dict[Key, BucketView] = {}
-        self._parameters: dict[Key, list[Tensor]] = {}  # while they live, no other object has their identity
+        self._parameters: dict[Key, list[Tensor]] = {}  # kept alive, so that identities stay unique
         self._laid_out: weakref.WeakKeyDictionary[BucketView, Compressor] = weakref.WeakKeyDictionary()
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._now: dict[Key, None] = {}
@@ -45,10 +45,10 @@ class Buckets:
         self._last_index = -1
 
     def view(self, bucket: Bucket, memory: Tensor) -> BucketView:
-        """Return a bucket's view, the one of the last step if parameters and memory are the same."""
+        """Return a bucket's view, that of the last step if parameters and memory are the same."""
         if not self._by_parameter:
             view = BucketView(bucket.index(), memory)
-            if not memory.is_sparse:  # counters tell layouts apart by identity, so a bucket's must stay the same
+            if not memory.is_sparse:  # counters identify layouts by identity, so a bucket's must not change
                 layout = self._layouts.get((view.index, memory.numel()))
                 if layout is None:
                     layout = self._layouts[view.index, memory.numel()] = view.layout
@@ -69,39 +69,39 @@ class Buckets:
         return view
 
     def lay_out(self, view: BucketView, compressor: Compressor) -> bool:
-        """Lay out what a compressor remembers for a bucket, unless that is done; return whether it was not."""
+        """Lay out what a compressor remembers for a bucket; return False if that was already done."""
         if self._laid_out.get(view) is compressor or not view.slots:
             return False
-        view.plans.clear()  # made for another compressor, they may refer to memory that is not the table's any more
+        view.plans.clear()  # made for another compressor, they may refer to memory that the table no longer uses
         self._table.lay_out(view.slots, compressor)
         self._table.lay_out_entries(view.slots[0], compressor.bucket_state(view))
         self._laid_out[view] = compressor
         return True
 
     def lay_out_anew(self) -> None:
-        """Lay state out again for whatever compressor comes next."""
+        """Lay state out again for the next compressor."""
         self._laid_out.clear()
 
     def learn_names(self, bucket: Bucket, parameters: list[Tensor]) -> None:
-        """Learn parameters' names from a bucket that tells them, as ddp_core's do."""
+        """Learn parameters' names from a bucket that provides them, as ddp_core's do."""
         names: Callable[[], list[str]] | None = getattr(bucket, "names", None)
         if names is not None and any(self._table.name_of(parameter) is None for parameter in parameters):
             self._table.bind(zip(names(), parameters, strict=True))
 
     @property
     def is_step_under_way(self) -> bool:
-        """Whether a bucket came, and the step's last one has not."""
+        """Whether the step has begun and its last bucket has not come yet."""
         return self._last_index >= 0
 
     def follow(self, bucket: Bucket) -> None:
-        """Count a bucket as one of the step that is under way."""
+        """Add a bucket to the current step."""
         self._last_index = bucket.index()
 
     def cannot_contain(self, bucket: Bucket) -> bool:
-        """Return whether a bucket cannot belong to the step that is under way, so that the next one begins.
+        """Return whether a bucket cannot belong to the current step, so that the next one begins.
 
-        The index alone cannot tell: in a static graph's first iteration PyTorch's DDP numbers every bucket 0, and marks
-        none as the last one.
+        The index alone is not enough: in a static graph's first iteration PyTorch's DDP numbers every bucket 0, and
+        marks none as the last one.
         """
         if not self._by_parameter or not self.is_step_under_way:
             return False
@@ -110,12 +110,12 @@ class Buckets:
         return not set(map(id, bucket.parameters())).isdisjoint(itertools.chain(*self._now))
 
     def are_of_another_model(self, bucket: Bucket) -> bool:
-        """Return whether a bucket begins a step and has no parameter that was met or named before."""
+        """Return whether a bucket begins a step and none of its parameters was seen or named before."""
         begins = not self.is_step_under_way or self.cannot_contain(bucket)
         return begins and self._table.knows_none_of(bucket.parameters())
 
     def end_step(self, step: int) -> None:
-        """Let the step under way become the last one; raise `SettingsError` if two models take turns."""
+        """Make the current step the last one; raise `SettingsError` if two models take turns."""
         self._last_index = -1
         self._refuse_a_second_model(step)
         for key in self._parameters.keys() - self._now.keys():
@@ -124,11 +124,11 @@ class Buckets:
         self._before, self._now = self._now, {}
 
     def forget_last_step(self) -> None:
-        """Forget who was in the last step's buckets."""
+        """Forget which parameters were in the last step's buckets."""
         self._before = {}
 
     def names(self) -> list[list[str]]:
-        """Return the names in the last step's buckets, in order."""
+        """Return the parameter names in the last step's buckets, in order."""
         return [
             [self._table.of(parameter).key for parameter in self._parameters[key]]
             for key in self._before
@@ -140,16 +140,16 @@ class Buckets:
         return list(self._views.values())
 
     def _slots(self, memory: Tensor, parameters: list[Tensor]) -> list[Slot]:
-        # PyTorch's DDP hands in complex gradients as pairs of reals.
+        # PyTorch's DDP passes complex gradients as pairs of real numbers.
         as_pairs = not memory.is_complex()
         sizes = [parameter.numel() * (2 if as_pairs and parameter.is_complex() else 1) for parameter in parameters]
         if sum(sizes) != memory.numel():
             raise GradientError(
-                f"a bucket of {memory.numel()} elements was handed in for parameters of {sum(sizes)} elements "
+                f"a bucket of {memory.numel()} elements was passed for parameters of {sum(sizes)} elements "
                 f"({self._table.describe(parameters)})."
             )
         parts = [memory] if memory.is_sparse else memory.detach().split(sizes)
-        # To a compressor such a parameter is the vector of those reals, so that its elements are the gradient's.
+        # To a compressor such a parameter is the vector of those real numbers, which are the gradient's elements.
         pairs = zip(parameters, parts, strict=True)
         return [Slot(part if as_pairs and p.is_complex() else p, part, self._table.of(p)) for p, part in pairs]
 
@@ -163,7 +163,7 @@ class Buckets:
             if now.isdisjoint(before) and not self.are_one_models:
                 raise SettingsError(
                     f"step {step} brought gradients of a model that has no parameter in common with that of step "
-                    f"{step - 1}; make one state for each model, or bind the one whose parameters take turns."
+                    f"{step - 1}; make one state for each model, or bind the model whose parameters take turns."
                 )
 
 

@@ -1,4 +1,4 @@
-"""The way of a bucket: from the hook's call to the completed future."""
+"""The path of a bucket: from the hook's call to the completed future."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from commhooks.state.table import StateTable
 
 
 class Engine:
-    """Average buckets with one compressor; what is saved of it is in resume.py."""
+    """Averages buckets with one compressor; resume.py saves and restores it."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class Engine:
         self.step = 0
         self._fingerprint = fingerprint
         self._may_be_unused = may_be_unused
-        self._may_join = may_join  # zeros outside of a backward pass are those of a rank that has run out of inputs
+        self._may_join = may_join  # zeros outside a backward pass come from a rank that has run out of inputs
         self._undo = UndoLog() if atomic else None
         self.resumed = Resumed()
         self._names_are_checked = not by_parameter
 
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        """Take a bucket, and return the future of its mean; called in the same order on every rank."""
+        """Take a bucket, and return the future of its mean; must be called in the same order on every rank."""
         self._begin_step_if(bucket)
         if not self.resumed.plan:
             return self._hand_in(bucket)
@@ -98,13 +98,13 @@ class Engine:
         return task.future
 
     def _exchange(self, view: BucketView) -> Exchange:
-        """Return a bucket's exchange, with what keeps state around it if this step, or run, is not like others."""
+        """Return a bucket's exchange, wrapped in whatever guards state if this step or run is unusual."""
         compressor, scale = self.compressor, self.loss_scale.of_gradients
         context = Context(self.line.rank, self.line.world_size, self.step, loss_scale=scale)
         if not compressor.takes(view.memory):
             exchange = AllReduceMean().compress(view, context)
             return judged(view, exchange) if compressor.remembers(self.step) else exchange
-        if not compressor.remembers(self.step):  # on every rank alike; what waits for another one is not touched
+        if not compressor.remembers(self.step):  # the same on every rank; state of other compressors stays
             return begin_exchange(compressor, view, context)
         if self.buckets.lay_out(view, compressor) and self._undo is not None:
             self._undo.forget(view)
@@ -113,11 +113,11 @@ class Engine:
             exchange = keep_what_is_unused(view, exchange)
         if view.slots and self._may_join and has_joined(view.memory):
             exchange = take_part_with_zeros(view, exchange)
-        # The undo log is outermost: it undoes a step after its last bucket, when what was put by is back.
+        # The undo log is outermost: it undoes a step after its last bucket, when the other guards have restored state.
         return exchange if self._undo is None else self._undo.watch(view, exchange)
 
     def _begin_step_if(self, bucket: Bucket) -> None:
-        """Begin a step with its first bucket; a DDP may skip the one that would have ended the step before."""
+        """Begin a step with its first bucket; a DDP may skip the one that would have ended the previous step."""
         if self.buckets.cannot_contain(bucket):
             self.end_step()
         if not self.buckets.is_step_under_way:
@@ -128,7 +128,7 @@ class Engine:
         self.buckets.follow(bucket)
 
     def end_step(self) -> None:
-        """End the step under way, also if its last bucket never came."""
+        """End the current step, even if its last bucket never came."""
         self.buckets.end_step(self.step)
         self.resumed.end_step()
         self.step += 1
@@ -141,15 +141,15 @@ class Engine:
             self.end_step()
 
     def begin_with(self, compressor: Compressor) -> None:
-        """Take another compressor before the first step; nobody has compared it yet."""
-        assert self.step == 0, "a compressor that has begun is replaced by `replace`"
+        """Use another compressor before the first step; ranks have not compared it yet."""
+        assert self.step == 0, "use `replace` once steps have been made"
         self.compressor = compressor
 
     def replace(self, compressor: Compressor, device: torch.device, refusal: Exception | None = None) -> None:
-        """Let another compressor go on from the next step; every rank must do so between the same two steps.
+        """Switch to another compressor from the next step on; every rank must do so between the same two steps.
 
-        Raises `AttachError` in the middle of a step, and if ranks disagree; `refusal`, why this rank cannot, once
-        the other ranks know. The old compressor then stays.
+        Raises `AttachError` in the middle of a step, and if ranks disagree; raises `refusal`, the reason why this rank
+        cannot switch, once the other ranks know of it. In each case the old compressor stays.
         """
         self.stand_between_steps("replace")
         try:
@@ -161,7 +161,7 @@ class Engine:
         self.buckets.lay_out_anew()
 
     def go_on_from(self, step: int, grad_scale: float, resumed: Resumed) -> None:
-        """Go on from a step of another run, whose state the table holds now."""
+        """Continue from a step of another run, whose state the table now holds."""
         self.step = step
         self.loss_scale.load(grad_scale)
         self.resumed = resumed
@@ -181,7 +181,7 @@ class Engine:
         return self.line.open(device, self._fingerprint_with(self.compressor, refusal))
 
     def open(self, device: torch.device, refusal: Exception | None = None) -> None:
-        """Connect to the other ranks now, and not at the first bucket; raise the refusal once they know of it."""
+        """Connect to the other ranks now rather than at the first bucket; raise the refusal once they know of it."""
         try:
             self.scheduler_for(device, refusal).wait_until_open()
         finally:
@@ -190,12 +190,12 @@ class Engine:
                 raise refusal
 
     def stop(self) -> None:
-        """End the scheduler."""
+        """Stop the scheduler."""
         if self.line.scheduler is not None:
             self.line.scheduler.stop()
 
     def _fingerprint_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
-        """Return what must be the same on every rank."""
+        """Return the text that must be the same on every rank."""
         if refusal is not None:
             return refusal_as_fingerprint(refusal)
         return (
@@ -204,17 +204,17 @@ class Engine:
         )
 
     def statistics(self) -> Statistics:
-        """Return what was counted so far."""
+        """Return the totals so far."""
         scheduler = self.line.scheduler
         return scheduler.ledger.totals(scheduler.traffic()) if scheduler else Statistics()
 
     @property
     def ledger(self) -> Ledger:
-        """What was counted, bucket by bucket; an empty one before the first."""
+        """The counts for each bucket; empty before the first."""
         return self.line.scheduler.ledger if self.line.scheduler is not None else Ledger()
 
     def memory_report(self) -> MemoryReport:
-        """Return how many bytes are taken, and for what."""
+        """Return how many bytes are used, and for what."""
         copies = self._undo.tensors() if self._undo is not None else []
         messages = self.line.scheduler.working_memory() if self.line.scheduler is not None else []
         return memory_report(self.state, self.buckets.views(), copies, messages)

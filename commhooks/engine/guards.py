@@ -1,6 +1,6 @@
-"""Guards: what goes around an exchange so that state survives steps that are not like the others.
+"""Guards: wrappers of an exchange that protect state in unusual steps.
 
-Each guard takes an exchange and is one, so compressors need not know of it, and each acts on state by its kind.
+Each guard takes an exchange and is one, so compressors need not know of it; each treats state by its kind.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _PART_ELEMENTS = 1 << 18
 
 
 def has_joined(memory: Tensor) -> bool:
-    """Return whether a DDP handed in zeros for a rank that has run out of inputs: outside of any backward pass."""
+    """Return whether a DDP passed zeros for a rank that has run out of inputs, outside any backward pass."""
     return torch._C._current_graph_task_id() == -1 and _is_zero(memory)
 
 
 def _is_zero(memory: Tensor) -> bool:
-    """Return whether all elements are zero. A gradient is known by a few of its own; only zeros are looked at whole."""
-    if memory.is_cuda:  # the host waits for each look, so there is one
+    """Return whether all elements are zero. A few elements usually rule it out; only zeros are read completely."""
+    if memory.is_cuda:  # the host waits for each look, so look only once
         return not bool(memory.count_nonzero())
     sample = memory[:: max(1, memory.numel() // _ELEMENTS_TO_SAMPLE)]
     return not bool(sample.count_nonzero()) and not any(part.count_nonzero() for part in memory.split(_PART_ELEMENTS))
@@ -37,8 +37,8 @@ def _is_zero(memory: Tensor) -> bool:
 def take_part_with_zeros(bucket: BucketView, exchange: Exchange) -> Exchange:
     """Run for a rank that has run out of inputs: it sends none of its residual and keeps it unchanged.
 
-    What it holds for the blocks that it serves it goes on serving with; so it does with what it holds in common with
-    ranks that may have inputs left.
+    It continues to serve its blocks with their state, and to use the state that it shares with ranks that may still
+    have inputs.
     """
     own = [
         kept
@@ -61,9 +61,9 @@ def take_part_with_zeros(bucket: BucketView, exchange: Exchange) -> Exchange:
 def keep_what_is_unused(bucket: BucketView, exchange: Exchange) -> Exchange:
     """Let parameters whose gradient is zero on every rank keep their state, and send none of their residual.
 
-    A DDP that searches for unused parameters leaves the gradient of one that no rank used as it was, so what its
-    residual had sent would be lost. One element for each parameter rides in the first request, and counts the ranks
-    that have a gradient.
+    If no rank used a parameter, a DDP that searches for unused parameters leaves its gradient unchanged, so what its
+    residual had sent would be lost. One extra element for each parameter is sent with the first request, and counts the
+    ranks that have a gradient.
     """
     rider = _Rider(bucket)
     yield from map_requests(rider.carry, exchange)
@@ -71,7 +71,7 @@ def keep_what_is_unused(bucket: BucketView, exchange: Exchange) -> Exchange:
 
 
 class _Rider:
-    """The counts of one bucket, and copies of the state that may have to come back."""
+    """The counts of one bucket, and copies of the state that may have to be restored."""
 
     def __init__(self, bucket: BucketView) -> None:
         self._slots = bucket.slots
@@ -79,12 +79,12 @@ class _Rider:
         self._counts = torch.stack(counts).to(torch.float32)
         self._parts = [slot.part(count) for slot, count in zip(bucket.slots, self._counts.split(1), strict=True)]
         self._has_ridden = False
-        # On a GPU nobody waits to know which are zero here, so all may be unused.
+        # On a GPU the host does not wait to know which are zero here, so all may be unused.
         numbers = range(len(counts)) if self._counts.is_cuda else [n for n, count in enumerate(counts) if not count]
         self._copies = {number: Copies([self._slots[number]]) for number in numbers}
 
     def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
-        """Let the counts ride with the first request if it is a sum over all ranks, or beside it."""
+        """Send the counts with the first request, or beside it if that is not a sum over all ranks."""
         if self._has_ridden or isinstance(asked, Judge):
             return (yield asked)
         self._has_ridden = True
@@ -103,7 +103,7 @@ class _Rider:
         return answers if isinstance(asked, tuple) else answers[0]
 
     def settle(self) -> None:
-        """Give back the state of what no rank used, and a mean of zero."""
+        """Restore the state of what no rank used, and set its mean to zero."""
         for number, copies in self._copies.items():
             unused = self._counts[number] == 0
             copies.restore(unused)

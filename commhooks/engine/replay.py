@@ -1,9 +1,9 @@
-"""Cut a resumed run's first buckets as those of the run before were.
+"""Split a resumed run's first buckets as those of the previous run were.
 
-A DistributedDataParallel begins with one bucket, and cuts it up only after its first step (in a static graph, its
-second). Those steps of a resumed run would have another layout than the run before, so with three ranks or more the
-sums would have other last bits, and a compressor that takes a whole bucket for one matrix another matrix. Off GPUs the
-one bucket is cut up here.
+A DistributedDataParallel begins with one bucket, and splits it only after its first step (in a static graph, its
+second). Those steps of a resumed run would have a different layout than in the previous run, so with three or more
+ranks the last bits of sums would differ, and a compressor that treats a whole bucket as one matrix would see another
+matrix. Except on GPUs, that bucket is split here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from commhooks.state.table import StateTable
 
 
 class Resumed:
-    """What a run goes on from: how its first steps' buckets are to be cut, and what ranks compare."""
+    """What a run resumes from: how the buckets of its first steps are to be split, and what ranks compare."""
 
     def __init__(self, fingerprint: str = "", plan: Sequence[Sequence[str]] = (), steps: int = 0) -> None:
         self.fingerprint = fingerprint
@@ -28,13 +28,13 @@ class Resumed:
         self._steps_left = steps
 
     def end_step(self) -> None:
-        """Count a step; after the last one buckets are taken as they come."""
+        """Count a step; after the last one, buckets are taken as they come."""
         self._steps_left -= 1
         if self._steps_left <= 0:
             self.plan = ()
 
     def parts_of(self, bucket: Bucket, table: StateTable) -> list[Part]:
-        """Return a bucket's parts; none if the plan has it as it is, or it is not to be cut.
+        """Return a bucket's parts; empty if it is not to be split, or the plan has the same bucket.
 
         A part may be the whole bucket, with its parameters in another order: that of their first backward pass.
         """
@@ -43,7 +43,7 @@ class Resumed:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """A part of a bucket that acts as a bucket itself, with memory of its own."""
+    """A part of a bucket that acts as a bucket itself, with its own memory."""
 
     whole: Bucket
     memory: Tensor
@@ -51,7 +51,7 @@ class Part:
     places: Sequence[Tensor]
     """Where in the whole bucket's memory its parameters' gradients lie."""
     ends: bool
-    """It is the whole bucket's last part."""
+    """Whether it is the whole bucket's last part."""
 
     def index(self) -> int:
         """Return the whole bucket's number."""
@@ -94,7 +94,7 @@ def _parts_of(bucket: Bucket, plan: Sequence[Sequence[str]], table: StateTable) 
 
 
 def put_together(parts: Sequence[Part], memory: Tensor, done: torch.futures.Future[Any]) -> Tensor:
-    """Return the whole bucket's mean, or raise what a part of it failed with."""
+    """Return the whole bucket's mean, or raise the error of one of its parts."""
     for future in done.value():
         future.value()
     for part in parts:

@@ -1,4 +1,4 @@
-"""What an engine saves, and what it resumes from."""
+"""Saving an engine's state, and resuming from it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from commhooks.state.snapshot import LoadRules, Snapshot, refuse, settings_of
 
 
 def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
-    """Return what a checkpoint holds, without copying tensors; `bucket_plan` is what the DDP adds to it.
+    """Return a checkpoint's content, without copying tensors; `bucket_plan` is what the DDP adds to it.
 
-    Between two steps, on every rank. Raises `CheckpointError` if names are not known, and after a step that failed,
-    whose buckets may have committed in part.
+    Call it between two steps, on every rank. Raises `CheckpointError` if names are not known, and after a step that
+    failed, whose buckets may have committed in part.
     """
     engine.stand_between_steps("state_dict")
     failure = engine.line.scheduler.failure() if engine.line.scheduler is not None else None
     if failure is not None:
         raise CheckpointError(
-            f"state_dict: a step failed, and some of its buckets may have changed their state and others not; "
-            f"go on from the last checkpoint. The failure was: {failure}"
+            f"state_dict: a step failed, and some of its buckets may have changed their state and others may not; "
+            f"resume from the last checkpoint. The failure was: {failure}"
         )
     if engine.state.storage == "host" and torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # copies to the host are not waited for by anybody else
-    engine.state.choose(engine.compressor, engine.step)  # who loads may not know all parameters' names when it is due
+        torch.cuda.synchronize()  # nothing else waits for copies to the host
+    engine.state.choose(engine.compressor, engine.step)  # when loading, not all parameters' names may be known in time
     replicated, own = engine.state.export()
     buckets = {"handed_in": engine.buckets.names() or [list(names) for names in engine.resumed.plan]}
     return Snapshot(
@@ -49,7 +49,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
 
 
 def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[str]:
-    """Name everything in which a snapshot does not fit."""
+    """List everything in which a snapshot does not match the engine."""
     declared = {
         name: engine.compressor.state(name, parameter, engine.line.world_size)
         for name, parameter in engine.state.named().items()
@@ -60,11 +60,11 @@ def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[st
 
 
 def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, uncut_steps: int) -> None:
-    """Go on from a snapshot; between two steps, on every rank.
+    """Continue from a snapshot; call it between two steps, on every rank.
 
-    Raises `CheckpointError` on every rank if it does not fit on any, or if ranks bring different ones; all then
-    stay as they were. A rank that cannot even read it hands in why. The DDP begins with so many `uncut_steps` before it
-    cuts its buckets.
+    Raises `CheckpointError` on every rank if the snapshot does not match on any of them, or if ranks have different
+    ones; then nothing changes on any rank. A rank that cannot even read its snapshot passes the error instead. The DDP
+    makes `uncut_steps` steps before it splits its buckets.
     """
     engine.stand_between_steps("load_state_dict")
     named, rank, world_size = engine.state.named(), engine.line.rank, engine.line.world_size
@@ -84,13 +84,13 @@ def _checked(engine: Engine, read: Snapshot, rules: LoadRules) -> Snapshot | Che
     what = f"rank {engine.line.rank}: the checkpoint does not fit"
     try:
         faults = differences(engine, read, rules)
-    except Exception as error:  # whatever damaged data make of it: the other ranks wait for an answer
+    except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
         faults = [f"it is damaged ({type(error).__name__}: {error})"]
     return refuse(what, faults) if faults else read
 
 
 def _agreed(engine: Engine, loaded: Snapshot | CheckpointError) -> str:
-    """Raise unless every rank loads the same: now if the line stands, otherwise when it is opened."""
+    """Raise unless every rank loads the same: now if the line is open, otherwise when it is opened."""
     if isinstance(loaded, CheckpointError):
         fingerprint = refusal_as_fingerprint(loaded)
     else:
@@ -105,12 +105,12 @@ def _agreed(engine: Engine, loaded: Snapshot | CheckpointError) -> str:
 
 
 def lay_out(engine: Engine, sparse: set[Tensor]) -> None:
-    """Lay out all state that the compressor is ever to keep; none for `sparse` parameters.
+    """Lay out all state that the compressor will ever keep; none for `sparse` parameters.
 
-    A checkpoint that is read into what is there (`torch.distributed.checkpoint`) finds a place for everything.
+    A checkpoint that is read into existing tensors (`torch.distributed.checkpoint`) thus finds a place for everything.
     """
     for parameter in engine.state.named().values():
         gradient = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         if parameter not in sparse and engine.compressor.takes(gradient):
-            flat = parameter.detach().reshape(-1)  # for its size: only the dtype and the device matter otherwise
+            flat = parameter.detach().reshape(-1)  # for its size: apart from that only dtype and device matter
             engine.state.lay_out([Slot(parameter, flat, engine.state.of(parameter))], engine.compressor)

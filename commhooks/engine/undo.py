@@ -1,4 +1,4 @@
-"""Copies of state, to write back if a step turns out not to count."""
+"""Copies of state, to be restored if a step turns out not to count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commhooks.tensors import all_finite
 
 
 class Copies:
-    """Copies of what is remembered for some slots, to write back."""
+    """Copies of some slots' state, to be restored later."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self._live = [tensor for slot in slots for tensor in slot.remembered.tensors.values()]
@@ -23,13 +23,13 @@ class Copies:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy what is there now instead."""
+        """Copy the current state instead."""
         if self._live:
             wait_for_copies(self._live)
             torch._foreach_copy_(self.kept, self._live)
 
     def restore(self, wanted: Tensor | None = None) -> None:
-        """Write the copies back: always, or if a 0-dim bool is true; on a GPU nobody waits to know."""
+        """Restore the copies: always, or if a 0-dim bool is true; on a GPU the host does not wait to know."""
         if wanted is None or not wanted.is_cuda:
             wait_for_copies(self._live)
             if self._live and (wanted is None or wanted):
@@ -40,10 +40,10 @@ class Copies:
 
 
 class UndoLog:
-    """Undo what a step's buckets committed if the mean of any of them is not finite.
+    """Undoes what a step's buckets committed if the mean of any of them is not finite.
 
-    Judged on the means themselves, which are alike on every rank, and which a gradient scaler looks at too. Costs a
-    second copy of the state, and a look at every mean.
+    It judges the means themselves, which are identical on every rank, and which a gradient scaler also inspects. This
+    takes a second copy of the state, and one pass over every mean.
     """
 
     def __init__(self) -> None:
@@ -51,19 +51,19 @@ class UndoLog:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Forget the previous step."""
         self._of_step: list[Copies] = []
         self._finite: list[Tensor] = []
         self._buckets = 0
         self._complete = False
 
     def expect(self, *, last: bool) -> None:
-        """Count a bucket that will be judged; called in the order of hand-in, before its exchange begins."""
+        """Count a bucket that will be judged; call it in the order of hand-in, before its exchange begins."""
         self._buckets += 1
         self._complete = last
 
     def forget(self, bucket: BucketView | None = None) -> None:
-        """Forget which memory to copy, for one bucket or all, since state was laid out anew."""
+        """Forget which memory to copy, for one bucket or all, since state was laid out again."""
         if bucket is None:
             self._copies.clear()
         else:
@@ -84,7 +84,7 @@ class UndoLog:
         return [kept for copies in self._copies.values() for kept in copies.kept]
 
     def settle(self, mean: Tensor) -> None:
-        """Take a bucket's mean into account; after the step's last one, undo the step if one was not finite."""
+        """Include a bucket's mean; after the step's last one, undo the step if one was not finite."""
         self._finite.append(all_finite([mean]))
         if self._complete and len(self._finite) == self._buckets:
             spoilt = ~torch.stack(self._finite).all()

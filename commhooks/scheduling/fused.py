@@ -11,10 +11,10 @@ from commhooks.scheduling.task import BucketTask
 
 
 class Fused(Policy):
-    """Hold a step's buckets until the last one has come, then run each round of all of them at once.
+    """Holds a step's buckets until the last one has come, then runs each round of all of them at once.
 
-    Buckets are compressed as they come, up to their first request, while the backward pass goes on. Those that ask for
-    a verdict wait for it until no other asks for anything else, and all get the same.
+    Buckets are compressed as they come, up to their first request, while the backward pass continues. Those that ask
+    for a verdict wait until none of the others has any other request left, and all get the same verdict.
     """
 
     packs_by_name = True
@@ -30,7 +30,7 @@ class Fused(Policy):
         self._handed_in.append(task)
 
     def turn(self) -> bool:
-        """Wait for a collective, or compress a bucket that came, or begin the rounds if it was the step's last."""
+        """Wait for a collective, compress a bucket, or begin the rounds if the step's last bucket has come."""
         waiting = next((task for task in self._step if task.under_way), None)
         if waiting is not None:
             self.take_answer_if_there(waiting)
@@ -56,14 +56,14 @@ class Fused(Policy):
             self._ask()
 
     def _drop_a_step_that_was_cut_short(self, task: BucketTask) -> None:
-        """Let go of an earlier step's buckets, whose last one never came: a backward pass that raised, for example."""
+        """Fail an earlier step's buckets whose last one never came, for example because the backward pass raised."""
         if self._step and self._step[0].step != task.step:
             for stale in self._step:
                 stale.fail(CollectiveError(f"step {stale.step} was cut short: step {task.step} began before its end."))
             self._step.clear()
 
     def _go_on(self) -> None:
-        """Resume those that are answered, and start the next round."""
+        """Resume the tasks that are answered, and start the next round."""
         for task in self._step:
             self.touching = task
             if task.requests:
@@ -71,7 +71,7 @@ class Fused(Policy):
         self._ask()
 
     def _ask(self) -> None:
-        """Start what the step's buckets ask for; if that is nothing but a verdict, judge them, and end the step."""
+        """Start what the step's buckets request; if only verdicts are left, judge the buckets and end the step."""
         asking = [task for task in self._step if task.requests]
         if asking:
             self.start(asking)

@@ -1,9 +1,9 @@
 """The scheduler on NCCL: requests are issued where the hook is called, and a stream waits instead of the host.
 
-A hook's future is completed as soon as everything is queued, so the host does not wait for the device anywhere. What
-hangs then is ended by the process group's own timeout, with the process. `hook_timeout` asks for an error instead, and
-that needs somebody to wait: futures are completed by a thread, when the device is done, so the backward pass ends no
-sooner than the collectives of its step.
+A hook's future is completed as soon as everything is queued, so the host never waits for the device. A collective that
+hangs is then ended, together with the process, by the process group's own timeout. `hook_timeout` requests an error
+instead, which requires waiting: a thread completes futures when the device is done, so the backward pass ends no sooner
+than the collectives of its step.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from commhooks.scheduling.task import BucketTask
 from commhooks.scheduling.worker import JOIN_SECONDS, SLICE_SECONDS
 
 POLL_SECONDS = 0.0005
-"""How often the watch looks at the device, while something is under way."""
+"""How often the watch checks the device while something is under way."""
 
 
 class Mark(Protocol):
-    """A place in a stream's queue; a CUDA event."""
+    """A position in a stream's queue: a CUDA event."""
 
     def query(self) -> bool:
-        """Return whether the device has come to it."""
+        """Return whether the device has reached it."""
         ...
 
 
 class Board(Protocol):
-    """Where ranks tell each other why one failed. Nothing here waits for the store."""
+    """The means by which ranks tell each other why one failed. No method waits for the store."""
 
     def post(self, cause: str) -> None:
         """Tell the other ranks."""
         ...
 
     def failure(self) -> str | None:
-        """Return what some rank told, if that is known; raise `CommHooksError` if the store is gone."""
+        """Return what some rank reported, if known; raise `CommHooksError` if the store is gone."""
         ...
 
     def close(self) -> None:
-        """End; called after the last of the others."""
+        """Close the board; called after all other methods."""
         ...
 
 
@@ -65,7 +65,7 @@ class SideStream:
         self._device = device
 
     def follow(self) -> None:
-        """Let what comes next wait for what was queued so far where the hook is called."""
+        """Make later work wait for everything queued so far on the stream where the hook is called."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def entered(self) -> contextlib.AbstractContextManager[object]:
@@ -73,13 +73,13 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Mark:
-        """Return a mark behind what was queued so far."""
+        """Return a mark behind everything queued so far."""
         mark: Mark = self._stream.record_event()
         return mark
 
 
 class InlineScheduler(Scheduler):
-    """Issue requests where the hook is called, on a side stream that waits instead of the host (NCCL)."""
+    """Issues requests where the hook is called, on a side stream that waits instead of the host (NCCL)."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class InlineScheduler(Scheduler):
 
     @torch.no_grad()
     def submit(self, task: BucketTask) -> None:
-        """Run the whole exchange; what it computes waits on the side stream for what it asked for."""
+        """Run the whole exchange; its computation waits on the side stream for the collectives."""
         if self._outcome.error is not None:
             task.fail(self._outcome.not_started(task))
             return
@@ -119,10 +119,10 @@ class InlineScheduler(Scheduler):
                 self._outcome.end(error, self._policy.touching or task, tasks)
 
     def wait_until_open(self) -> None:
-        """Return at once: the process group stands already."""
+        """Return immediately: the process group is already open."""
 
     def agree(self, fingerprint: str) -> None:
-        """Ask the other ranks from here."""
+        """Compare with the other ranks from this thread."""
         self._agree(fingerprint)
 
     def failure(self) -> CommHooksError | None:
@@ -134,19 +134,19 @@ class InlineScheduler(Scheduler):
         return self._communicator.traffic
 
     def working_memory(self) -> list[Tensor]:
-        """Return what the policy keeps."""
+        """Return the tensors that the policy keeps."""
         return self._policy.working_memory()
 
     def stop(self) -> None:
-        """End the watch, if there is one, and the calls to the store."""
+        """Stop the watch, if there is one, and the calls to the store."""
         self._stop_when_collected()
 
     def _wait(self, pending: Pending) -> bool:
-        """Let the stream wait for a collective; the watch sees when it begins to, and when it is through."""
+        """Make the stream wait for a collective; the watch sees when the wait begins and when it ends."""
         if self._watch is None:
             pending.wait()
             return True
-        assert self._policy.touching is not None, "a collective is waited for that belongs to no task"
+        assert self._policy.touching is not None, "waiting for a collective that belongs to no task"
         asked = self._stream.mark()
         pending.wait()
         self._watch.expect(_Stage(self._policy.touching, asked, self._stream.mark()))
@@ -169,7 +169,7 @@ def _stop(watch: _Watch | None, board: Board | None) -> None:
 
 
 class _Outcome:
-    """How the work ended, for the training thread and the watch; the other ranks hear of it here, and are heard."""
+    """How the work ended, for the training thread and the watch; exchanges failures with the other ranks."""
 
     def __init__(self, rank: int, board: Board | None) -> None:
         self.error: CommHooksError | None = None
@@ -179,7 +179,7 @@ class _Outcome:
         self._lock = threading.Lock()
 
     def listen(self) -> None:
-        """Raise `CollectiveError` if another rank has told that it failed."""
+        """Raise `CollectiveError` if another rank has reported a failure."""
         now = time.monotonic()
         if self._board is None or now - self._listened < SLICE_SECONDS:
             return
@@ -189,7 +189,7 @@ class _Outcome:
             raise CollectiveError(f"another rank failed: {cause}")
 
     def end(self, error: Exception, blamed: BucketTask, tasks: list[BucketTask]) -> None:
-        """Fail the tasks, then tell the other ranks: that may take a while. What failed before is the cause of all."""
+        """Fail the tasks, then tell the other ranks, which may take a while. An earlier failure takes precedence."""
         kind = CollectiveError if isinstance(error, CollectiveError) else CompressorError
         with self._lock:
             first, is_news = self.error, self.error is None
@@ -202,36 +202,36 @@ class _Outcome:
             self._tell(first)
 
     def not_started(self, task: BucketTask) -> CommHooksError:
-        """Return the error of a task that comes after the end."""
+        """Return the error for a task submitted after the end."""
         assert self.error is not None, "nothing has failed"
         cause = f"not started, because of an earlier failure: {self.error}"
         return type(self.error)(f"{task.where(self._rank)}: {cause}")
 
     def _tell(self, error: CommHooksError) -> None:
-        """Tell the other ranks, whose streams wait for a collective of this one."""
+        """Tell the other ranks, whose streams are waiting for a collective of this one."""
         if self._board is not None:
             self._board.post(str(error))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """A stretch of the stream's queue: a collective of a task, or what comes behind its last one."""
+    """A section of the stream's queue: a collective of a task, or what follows its last one."""
 
     task: BucketTask
     asked: Mark | None
-    """Passed when the stream begins to wait for the collective; None behind the task's last one."""
+    """Reached when the stream begins to wait for the collective; None after the task's last one."""
     reached: Mark
 
     @property
     def is_last(self) -> bool:
-        """Whether the task's mean is in place then."""
+        """Whether the task's mean is complete after this stage."""
         return self.asked is None
 
 
 class _Watch:
-    """Complete futures when the device has come so far, on a thread; fail them when a collective takes too long.
+    """Completes futures on a thread as the device progresses; fails them when a collective takes too long.
 
-    Stages are reached in the order in which they were queued, for they lie on one stream.
+    Stages are reached in the order in which they were queued, since they are on one stream.
     """
 
     def __init__(self, limit: float, outcome: _Outcome, stream: SideStream) -> None:
@@ -245,7 +245,7 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def expect(self, stage: _Stage) -> None:
-        """Take the next stage; fail its task if the thread was told to end."""
+        """Add the next stage; fail its task if the thread was told to end."""
         with self._changed:
             if self._stopping:
                 stage.task.fail(CollectiveError("the attachment was stopped"))
@@ -257,7 +257,7 @@ class _Watch:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; what is under way fails. A fork has no thread, and may have inherited a lock that is held."""
+        """End the thread; unfinished tasks fail. A fork has no thread, and may have inherited a lock that is held."""
         if os.getpid() != self._process:
             return
         with self._changed:
@@ -272,7 +272,7 @@ class _Watch:
                 self._wait_for(stage)
                 if stage.is_last:
                     self._deliver(stage.task)
-            except Exception as error:  # whatever it is: the backward pass waits for these futures
+            except Exception as error:  # whatever it is, the backward pass is waiting for these futures
                 with self._changed:
                     left = [stage.task, *(later.task for later in self._stages)]
                     self._stages.clear()
@@ -291,11 +291,11 @@ class _Watch:
     def _wait_for(self, stage: _Stage) -> None:
         since: float | None = None
         while not stage.reached.query():
-            if self._outcome.error is not None:  # the device may never come to what was queued behind that
+            if self._outcome.error is not None:  # the device may never reach what was queued behind the failed one
                 raise self._outcome.error
             now = time.monotonic()
             if since is None and stage.asked is not None and stage.asked.query():
-                since = now  # not before: what the collective is computed from may take its time
+                since = now  # not before: the inputs of the collective may take time to compute
             if since is not None and now - since > self._limit:
                 raise CollectiveError(f"a collective was not done after hook_timeout={self._limit} s.")
             if self._stopping:

@@ -19,38 +19,40 @@ from commhooks.units import bytes_in_words, counted, in_columns, seconds_in_word
 Counts = TypeVar("Counts", "Statistics", "KindTraffic")
 
 _LAYOUTS_TO_KEEP = 1000
-"""More are divided at once, so that one whose buckets' memory moves every step does not grow the books."""
+"""More entries than this are divided at once, so that a bucket whose memory moves every step does not fill the
+ledger."""
 
 
 @dataclasses.dataclass
 class Statistics:
-    """Report what was done since attaching, or in one step. Bytes are this rank's; seconds are the host's wall-clock.
+    """Counts since attaching, or of one step. Bytes are this rank's; seconds are the host's wall-clock time.
 
-    A GPU works later than the host: see `buckets_on_gpu`.
+    A GPU runs later than the host: see `buckets_on_gpu`.
     """
 
     steps: int = 0
     buckets: int = 0
     buckets_on_gpu: int = 0
     """How many of those were in a GPU's memory. For them `seconds_compressing`, and on NCCL all `seconds_*`, end when
-    the host has queued the work, not when the device has done it; a profiler tells how long that takes."""
+    the host has queued the work, not when the device has done it; use a profiler to see how long that takes."""
     collectives: int = 0
     gradient_elements: int = 0
     gradient_bytes: int = 0
-    """What the gradients take before compression."""
+    """The size of the gradients before compression."""
     payload_elements: int = 0
     payload_bytes: int = 0
-    """What this rank put into collectives."""
+    """What this rank passed to collectives."""
     moved_bytes: int = 0
-    """What this rank sends for those, as a ring or an all-to-all moves it."""
+    """Bytes sent per rank for those, given how a ring or an all-to-all moves them."""
     seconds_compressing: float = 0.0
     seconds_waiting: float = 0.0
-    """How long the scheduler stood waiting for collectives."""
+    """How long the scheduler waited for collectives."""
     seconds_exposed: float = 0.0
-    """From the hand-in of each step's last bucket to the completion of its future: what backward could not hide."""
+    """From the hand-in of each step's last bucket to the completion of its future: what the backward pass could not
+    hide."""
     by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
     by_group: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
-    """Of what travelled among some of the ranks: "inner" inside machines, "outer" between them; see `Hierarchical`."""
+    """Bytes sent among some of the ranks: "inner" inside machines, "outer" between them; see `Hierarchical`."""
 
     @property
     def ratio(self) -> float:
@@ -98,7 +100,7 @@ class Statistics:
         return same
 
     def since(self, earlier: Statistics) -> Statistics:
-        """Return what was added after `earlier` was copied."""
+        """Return what was added since `earlier` was copied."""
         difference = _subtract(self, earlier)
         for kind, traffic in self.by_kind.items():
             difference.by_kind[kind] = _subtract(traffic, earlier.by_kind.get(kind, KindTraffic()))
@@ -109,17 +111,17 @@ class Statistics:
 
 @dataclasses.dataclass
 class ParameterTraffic:
-    """Count one parameter's share. Seconds are not split: a bucket's parameters are worked on together."""
+    """One parameter's share of the counts. Seconds are not split: a bucket's parameters are processed together."""
 
     steps: int = 0
     """How often its gradient was handed in."""
     collectives: int = 0
-    """How many collectives carried something of it."""
+    """How many collectives carried part of it."""
     gradient_bytes: int = 0
     payload_bytes: int = 0
-    """Its share of the messages; where one does not say whose it is, by the parameter's elements in the bucket."""
+    """Its share of the messages; if a message does not say whose it is, by the parameter's elements in the bucket."""
     moved_bytes: int = 0
-    """What this rank sends for that."""
+    """Bytes sent per rank for that share."""
 
     @property
     def ratio(self) -> float:
@@ -135,11 +137,11 @@ class ParameterTraffic:
 
 
 Shares = tuple[tuple[Layout, ...], tuple[int, ...]]
-"""Layouts of a request's parts, and what each part weighs."""
+"""The layouts of a request's parts, and the weight of each part."""
 
 
 class _Shares:
-    """Shares of bytes, by parameter: noted per request's layouts, which is cheap, and divided when somebody asks."""
+    """Shares of bytes, by parameter: recorded by layout, which is cheap, and divided on demand."""
 
     def __init__(self) -> None:
         self._noted: dict[Shares, list[int]] = {}
@@ -156,7 +158,7 @@ class _Shares:
                 self._divide()
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
-        """Return what falls to each parameter: whole counts of steps and collectives, shares of bytes."""
+        """Return what each parameter accounts for: whole counts of steps and collectives, shares of bytes."""
         with self._lock:
             self._divide()
             rounded = {
@@ -179,16 +181,16 @@ class _Shares:
 
 
 class Ledger:
-    """Keep the books of one attachment: totals, the last whole step, and each parameter's share."""
+    """The counts of one attachment: totals, the last complete step, and each parameter's share."""
 
     def __init__(self) -> None:
         self._shares = _Shares()
         self._totals = Statistics()
         self._ends = Statistics(), Statistics()
-        """The totals at the end of the last whole step, and of the one before."""
+        """The totals at the end of the last complete step, and of the one before."""
 
     def enter(self, task: BucketTask, traffic: Traffic) -> None:
-        """Enter a finished bucket."""
+        """Record a finished bucket."""
         totals = self._totals
         totals.buckets += 1
         memory = task.bucket.memory
@@ -209,7 +211,7 @@ class Ledger:
             self._ends = totals.copy(), self._ends[0]
 
     def totals(self, traffic: Traffic | None) -> Statistics:
-        """Return a copy of what was counted since attaching."""
+        """Return a copy of the totals since attaching."""
         totals = self._totals.copy()
         if traffic is not None:
             totals.take(traffic)
@@ -220,13 +222,13 @@ class Ledger:
         return self._shares.by_parameter()
 
     def last_step(self) -> Statistics:
-        """Return what the last whole step added."""
+        """Return what the last complete step added."""
         last, before = self._ends
         return last.since(before)
 
 
 def _copy(counts: Counts) -> Counts:
-    """Return a copy; `copy.copy` and `dataclasses.replace` take several times as long, and this is done every step."""
+    """Return a copy; `copy.copy` and `dataclasses.replace` take several times as long, and this runs in every step."""
     same = object.__new__(type(counts))
     vars(same).update(vars(counts))
     return same

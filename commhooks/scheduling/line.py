@@ -1,4 +1,4 @@
-"""One rank's line to the others: its number, and the scheduler, chosen when the gradients' device is known."""
+"""One rank's line to the others: its number, and the scheduler, chosen once the gradients' device is known."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from commhooks.scheduling.thread import ThreadScheduler
 
 
 class Line(Protocol):
-    """One rank's line to the others: who it is, and the scheduler by which it reaches them."""
+    """One rank's line to the others: its number, and the scheduler through which it reaches them."""
 
     @property
     def rank(self) -> int:
-        """Number of this rank."""
+        """The number of this rank."""
         ...
 
     @property
@@ -44,12 +44,12 @@ class Line(Protocol):
         ...
 
     def open(self, device: torch.device, fingerprint: str) -> Scheduler:
-        """Return the scheduler, made by the first call; every rank must come with the same fingerprint."""
+        """Return the scheduler, created by the first call; every rank must pass the same fingerprint."""
         ...
 
 
 class ProcessGroupLine:
-    """A line beside a process group, which it does not keep alive: a group that is destroyed is free."""
+    """A line beside a process group; it does not keep the group alive, so that a destroyed group is freed."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class ProcessGroupLine:
         self._address = Address.under(process_group, label)
         self._wrap = wrap_communicator
         self._hook_timeout = hook_timeout
-        self._may_bypass = may_bypass  # the user knows that a group which is not Gloo's is only asked for its ranks
+        self._may_bypass = may_bypass  # the user knows that a group without Gloo only provides its ranks
 
     @property
     def rank(self) -> int:
-        """Number of this rank in the process group."""
+        """The number of this rank in the process group."""
         return self._address.rank
 
     @property
@@ -90,11 +90,11 @@ class ProcessGroupLine:
         return self._address.timeout.total_seconds()
 
     def carries_groups(self, device: torch.device) -> bool:
-        """Return whether this is not NCCL, on which groups would need communicators of their own."""
+        """Return True unless this is NCCL, on which groups would need communicators of their own."""
         return self._backend(device) != "nccl"
 
     def open(self, device: torch.device, fingerprint: str) -> Scheduler:
-        """Return the scheduler; on NCCL every rank has come when it is made, off NCCL its thread waits for them."""
+        """Return the scheduler; on NCCL every rank has come by then, otherwise its thread waits for them."""
         if self.scheduler is None:
             self.scheduler = self._make_scheduler(device, fingerprint)
         return self.scheduler

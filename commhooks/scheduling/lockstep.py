@@ -1,4 +1,4 @@
-"""The scheduler of workers that live in one process and take turns, each doing the same at its turn."""
+"""The scheduler for workers that live in one process and take turns, each doing the same at its turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commhooks.scheduling.task import BucketTask
 
 
 class LockstepScheduler(Scheduler):
-    """Run tasks on demand: `run_in_turns` gives all workers' schedulers their turns until none has anything to do."""
+    """Runs tasks on demand: `run_in_turns` gives all workers' schedulers their turns until none has anything to do."""
 
     def __init__(self, communicator: Communicator, policy: str) -> None:
         self.ledger = Ledger()
@@ -34,7 +34,7 @@ class LockstepScheduler(Scheduler):
 
     @torch.no_grad()
     def turn(self) -> bool:
-        """Do one thing; return False if there is nothing to do. What it raises fails every task that is not done."""
+        """Do one thing; return False if there is nothing to do. An error that it raises fails every unfinished task."""
         if self._error is not None:
             return False
         try:
@@ -51,10 +51,10 @@ class LockstepScheduler(Scheduler):
             raise self._error from error
 
     def wait_until_open(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def agree(self, fingerprint: str) -> None:
-        """Return at once: workers of one process are given the same."""
+        """Return immediately: workers of one process are given the same fingerprint."""
 
     def failure(self) -> CommHooksError | None:
         """Return the first failure."""
@@ -69,7 +69,7 @@ class LockstepScheduler(Scheduler):
         return self._policy.working_memory()
 
     def stop(self) -> None:
-        """Do nothing: nothing runs by itself."""
+        """Do nothing: nothing runs in the background."""
 
     def _finish(self, task: BucketTask) -> None:
         task.settle()
@@ -96,19 +96,19 @@ class LockstepLine:
 
 
 def lockstep_lines(world_size: int, policy: str = "fifo") -> list[LockstepLine]:
-    """Return a line for each of so many workers in this process."""
+    """Return one line for each of `world_size` workers in this process."""
     if policy not in POLICIES:
         raise AttachError(f"policy={policy!r}: policy must be one of {', '.join(POLICIES)}.")
     return [LockstepLine(communicator, policy) for communicator in LockstepGroup(world_size).communicators()]
 
 
 def run_in_turns(schedulers: Sequence[LockstepScheduler]) -> None:
-    """Give all workers their turns until none has anything to do; raise what one fails with."""
+    """Give all workers their turns until none has anything to do; raise the first error."""
     while any([scheduler.turn() for scheduler in schedulers]):  # noqa: C419 - every worker takes its turn
         pass
 
 
 def _is_done(pending: Pending) -> bool:
-    """Return True: workers take turns, so an answer is there when it is waited for."""
+    """Return True: workers take turns, so an answer is ready when it is waited for."""
     pending.wait()
     return True

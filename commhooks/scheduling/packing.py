@@ -1,10 +1,10 @@
-"""The parts of requests, laid out in messages.
+"""The parts of requests, packed into messages.
 
-Messages are laid out once and found again step after step. Sums of one dtype on the wire lie one after the other: as
-they were asked for or, if requests of many buckets travel together, in the order of parameters' names. A ring adds up
-an element's terms in an order that depends on where in the message it lies, so with more than two ranks the last bits
-of a sum would otherwise depend on how parameters were cut into buckets. What is gathered or exchanged lies side by side
-as bytes: backends know neither messages of several dtypes nor every dtype.
+The layout of a message is computed once and reused in every step. Sums with the same wire dtype are packed
+consecutively: in the order of the requests or, if requests of many buckets are sent together, in the order of
+parameters' names. A ring adds up an element's terms in an order that depends on its position in the message, so with
+more than two ranks the last bits of a sum would otherwise depend on how parameters were divided into buckets. What is
+gathered or exchanged is packed as bytes: backends support neither messages of several dtypes nor every dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commhooks.errors import CompressorError
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Group, Part, ReduceScatter, Request, ranks_in
 
 _STEPS_TO_KEEP = 4
-"""A message's memory is kept for so many steps after its last use: alternating compressors come back to it."""
+"""A message's memory is kept for this many steps after its last use, as alternating compressors use it again."""
 _DTYPES_OF_BACKENDS = {
     torch.float64,
     torch.float32,
@@ -32,16 +32,16 @@ _DTYPES_OF_BACKENDS = {
     torch.int32,
     torch.uint8,
 }
-"""What travels as it is if it is alone; the rest travels as bytes."""
+"""The dtypes that are sent as they are if alone; everything else is sent as bytes."""
 
 
 class Place(NamedTuple):
-    """Where a part comes from, and its answer goes to."""
+    """Where a part comes from, and where its answer goes."""
 
     request: int
-    """Which of the requests that travel together."""
+    """The index of the request among those sent together."""
     number: int
-    """Which of its parts."""
+    """The index of the part in its request."""
     part: Part
 
 
@@ -54,11 +54,11 @@ class Shipment(ABC):
 
     @abstractmethod
     def answers(self, result: Tensor) -> list[Tensor]:
-        """Return the answer for each place, given the collective's."""
+        """Return the answer for each place, given the collective's answer."""
 
 
 class _Alone(Shipment):
-    """A sum of one part, which needs no other memory."""
+    """A sum of one part, which needs no additional memory."""
 
     def __init__(self, place: Place, request: AllReduce, world_size: int) -> None:
         super().__init__([place])
@@ -93,14 +93,14 @@ class _Packed(Shipment):
 
 
 class _Message(ABC):
-    """Memory for parts of certain shapes and dtypes."""
+    """Memory for parts of particular shapes and dtypes."""
 
     memory: Tensor
     unused_for = 0
 
     @abstractmethod
     def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
-        """Copy parts in."""
+        """Copy parts into the message."""
 
     @abstractmethod
     def unpack(self, parts: Sequence[Part], result: Tensor) -> list[Tensor]:
@@ -108,12 +108,12 @@ class _Message(ABC):
 
 
 class _Sum(_Message):
-    """Sums: parts one after the other, in the widest of their dtypes, and cast to the wire's as a whole."""
+    """Sums: consecutive parts in the widest of their dtypes, cast to the wire dtype as a whole."""
 
     def __init__(self, parts: Sequence[Part], *, by_name: bool) -> None:
         pieces = [(number, name, size) for number, part in enumerate(parts) for name, size in _pieces(part, by_name)]
         self._order = list(range(len(pieces)))
-        if by_name:  # stable: equal names stay in turn
+        if by_name:  # stable: equal names keep their order
             self._order.sort(key=lambda number: pieces[number][1])
         self._sizes = [[size for number, _, size in pieces if number == mine] for mine in range(len(parts))]
         dtypes = [dtype for part in parts for dtype in (part.tensor.dtype, part.on_wire)]
@@ -128,7 +128,7 @@ class _Sum(_Message):
             places[0].view(part.tensor.shape) if len(places) == 1 and part.tensor.dtype == widest else None
             for part, places in zip(parts, self._of_parts, strict=True)
         ]
-        """Where a part's answer is, if it is whole and of the part's own dtype."""
+        """The place of a part's answer, if it is contiguous and of the part's own dtype."""
 
     def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
         pieces = [piece for part, sizes in zip(parts, self._sizes, strict=True) for piece in _split(part.tensor, sizes)]
@@ -171,9 +171,9 @@ class _Rows(_Message):
             self._cuts[number] = (width, width + length)
             width += length
         widest = max(part.tensor.element_size() for part in parts) if as_bytes else 1
-        width += -width % widest  # rows begin where the widest elements may
+        width += -width % widest  # rows begin where the widest elements are aligned
         self._shape = (self._rows, width) if self._rows else (width,)
-        # What is exchanged is as large as all codes of a bucket: when it has arrived others need the memory.
+        # An exchange is as large as all codes of a bucket; once it has arrived, the memory is needed elsewhere.
         self._is_kept = kind is not AllToAll
         self.memory = parts[0].tensor.new_zeros(self._shape if self._is_kept else (0,), dtype=dtype)
         self._places = self._places_in(self.memory, parts) if self._is_kept else []
@@ -205,12 +205,12 @@ class _Rows(_Message):
 
     @staticmethod
     def _view(memory: Tensor, cut: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """View some columns of a message in a dtype."""
+        """View some columns of a message in a given dtype."""
         return memory[..., cut[0] : cut[1]].view(dtype)
 
 
 class Packer:
-    """Lay out requests, and find the layout again in the next step; `by_name` if many buckets' travel together."""
+    """Packs requests, reusing the layout of earlier steps; `by_name` if those of many buckets are sent together."""
 
     def __init__(self, world_size: int, *, by_name: bool) -> None:
         self._world_size = world_size
@@ -218,12 +218,12 @@ class Packer:
         self._messages: dict[Hashable, _Message] = {}
 
     def ship(self, requests: Sequence[Request], turn: int) -> list[Shipment]:
-        """Return as few collectives as possible for what is asked for at the same time.
+        """Return as few collectives as possible for requests made at the same time.
 
-        `turn` tells the requests of one exchange apart: an answer may lie in its message until the exchange ends.
+        `turn` numbers the requests of one exchange, since an answer may stay in its message until the exchange ends.
         """
         if len(requests) == 1 and len(requests[0].parts) == 1 and isinstance(requests[0], AllReduce):
-            alone = [Place(0, 0, requests[0].parts[0])]  # what most buckets ask for, most of the time
+            alone = [Place(0, 0, requests[0].parts[0])]  # the usual request of most buckets
             return [self._shipment(requests[0], alone, (turn, AllReduce))]
         alike: dict[Hashable, list[Place]] = {}
         for number, request in enumerate(requests):
@@ -233,7 +233,7 @@ class Packer:
         return [self._shipment(requests[places[0].request], places, (turn, kind)) for kind, places in alike.items()]
 
     def end_step(self) -> None:
-        """Forget what was not used for some steps."""
+        """Free messages that were not used for some steps."""
         for message in self._messages.values():
             message.unused_for += 1
         self._messages = {key: one for key, one in self._messages.items() if one.unused_for <= _STEPS_TO_KEEP}
@@ -243,10 +243,10 @@ class Packer:
         return [message.memory for message in list(self._messages.values())]
 
     def _kind_of(self, request: Request, place: Place) -> Hashable:
-        """Return what must be the same for parts to travel together."""
+        """Return what must be equal for parts to be sent together."""
         part, tensor = place.part, place.part.tensor
         if isinstance(request, AllReduce):
-            # Large sums that need no other memory are not copied only to travel together.
+            # Large sums that need no additional memory are not copied just to be sent together.
             is_alone = part.in_place and len(request.parts) == 1
             goes_as_it_is = is_alone and self._by_name and part.on_wire == tensor.dtype
             if tensor.is_sparse or tensor.is_complex() or goes_as_it_is:
@@ -277,7 +277,7 @@ class Packer:
 
 
 def check(request: Request, world_size: int) -> None:
-    """Raise `CompressorError` for what cannot be laid out."""
+    """Raise `CompressorError` for requests that cannot be packed."""
     if not isinstance(request, (AllReduce, AllGather, AllToAll, ReduceScatter)):
         raise CompressorError(
             f"expected a request for an all-reduce, all-gather, all-to-all or reduce-scatter (got {request!r})."
@@ -299,13 +299,13 @@ def check(request: Request, world_size: int) -> None:
 
 def _check_group(group: Group, request: Request, world_size: int) -> None:
     if world_size % group.size:
-        raise CompressorError(f"{group}: {world_size} ranks are not machines of {group.size}.")
+        raise CompressorError(f"{group}: {world_size} ranks cannot be divided into machines of {group.size}.")
     if any(part.tensor.is_sparse for part in request.parts):
-        raise CompressorError(f"{request.kind}: a sparse sum takes all ranks, and no group of them.")
+        raise CompressorError(f"{request.kind}: a sparse sum needs all ranks, not a group of them.")
 
 
 def empty_answers(request: Request, world_size: int) -> list[Tensor]:
-    """Return what answers a request that nothing travels for."""
+    """Return the answers to a request for which nothing is sent."""
     if isinstance(request, AllGather):
         ranks = ranks_in(request.group, world_size)
         return [part.tensor.new_empty((ranks, *part.tensor.shape)) for part in request.parts]
@@ -315,7 +315,7 @@ def empty_answers(request: Request, world_size: int) -> list[Tensor]:
 
 
 def _pieces(part: Part, by_name: bool) -> Sequence[tuple[str, int]]:
-    """Return the stretches that a part is cut into, with the name by which each is sorted in."""
+    """Return the ranges that a part is divided into, with the name by which each is sorted."""
     layout = part.layout
     if by_name and layout is not None and layout.elements == part.tensor.numel():
         return list(zip(layout.keys, layout.sizes, strict=True))

@@ -1,4 +1,4 @@
-"""In which order the requests of many buckets are issued."""
+"""The order in which the requests of many buckets are issued."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from commhooks.scheduling.task import BucketTask
 from commhooks.tensors import all_finite
 
 Wait = Callable[[Pending], bool]
-"""Wait a slice of time for a collective, and return whether it is done."""
+"""Waits for a collective for a short time, and returns whether it is done."""
 Finish = Callable[[BucketTask], None]
-"""Give a task's mean to its future."""
+"""Passes a task's mean to its future."""
 
 
 class Policy(ABC):
-    """The order of collectives: a function of step, bucket and round, whatever the timing.
+    """The order of collectives: a function of step, bucket and round, independent of timing.
 
-    `touching` is the task that the policy is at work on, the one to blame when a turn raises.
+    `touching` is the task that the policy is working on, to which an error in a turn is attributed.
     """
 
     touching: BucketTask | None = None
     packs_by_name: ClassVar[bool] = False
-    """Whether messages carry what many buckets ask for."""
+    """Whether messages carry the requests of many buckets."""
 
     def __init__(self, communicator: Communicator, wait: Wait, finish: Finish) -> None:
         self.communicator = communicator
@@ -39,7 +39,7 @@ class Policy(ABC):
 
     @abstractmethod
     def add(self, task: BucketTask) -> None:
-        """Take the next bucket, in the order of hand-in."""
+        """Add the next bucket, in the order of hand-in."""
 
     @abstractmethod
     def turn(self) -> bool:
@@ -50,19 +50,19 @@ class Policy(ABC):
         """Return every task whose future is not completed."""
 
     def working_memory(self) -> list[Tensor]:
-        """Return the memory of messages, which is kept from step to step."""
+        """Return the memory of messages, which is kept between steps."""
         return self._packer.memories()
 
     def start(self, tasks: Sequence[BucketTask]) -> None:
-        """Start what the tasks have asked for, in as few collectives as possible.
+        """Start the collectives that the tasks have requested, as few as possible.
 
-        A collective that carries parts of several tasks is waited for by the first of them, which hands out all its
+        A collective that carries parts of several tasks is waited for by the first of them, which distributes all its
         answers.
         """
         begun = time.perf_counter()
         asked = [(task, number) for task in tasks for number in range(len(task.requests))]
         requests = [task.requests[number] for task, number in asked]
-        shipments = self._packer.ship(requests, tasks[0].rounds)  # of all that ask in one round, the same
+        shipments = self._packer.ship(requests, tasks[0].rounds)  # the same for all that request in one round
         for task in tasks:
             task.rounds += 1
         tasks[0].seconds_compressing += time.perf_counter() - begun
@@ -72,7 +72,7 @@ class Policy(ABC):
             self.touching.under_way.append((pending, shipment, asked))
 
     def take_answer_if_there(self, task: BucketTask) -> bool:
-        """Wait a slice for the oldest collective of a task; return whether all of them are answered."""
+        """Wait a short time for the oldest collective of a task; return whether all of them are answered."""
         self.touching = task
         pending, shipment, asked = task.under_way[0]
         if not self.wait(pending):
@@ -86,7 +86,7 @@ class Policy(ABC):
         return not task.under_way
 
     def judge(self, tasks: Sequence[BucketTask]) -> None:
-        """Answer several tasks that have asked for a verdict by one that they share."""
+        """Give one shared verdict to several tasks that have asked for one."""
         self.touching = tasks[0]
         begun = time.perf_counter()
         finite = all_finite(tensor for task in tasks if task.judge is not None for tensor in task.judge.tensors)
@@ -100,7 +100,7 @@ class Fifo(Policy):
     """Bucket by bucket: all rounds of one, then all rounds of the next.
 
     While a bucket's collective is under way, the next bucket is compressed up to its first request, which is local work
-    and issues nothing; and once a bucket's last request is issued, the next bucket's first one follows at once.
+    and issues nothing; and as soon as a bucket's last request is issued, the next bucket's first one follows.
     """
 
     def __init__(self, communicator: Communicator, wait: Wait, finish: Finish) -> None:
@@ -140,7 +140,7 @@ class Fifo(Policy):
         task.begin()
 
     def _go_on(self, task: BucketTask) -> None:
-        """Issue what the task asks for now; if that is nothing but a verdict, judge it, and finish it."""
+        """Issue what the task requests now; if only a verdict is left, judge it, and finish it."""
         if task.requests:
             self.start([task])
             if task is self._issuing and all(request.last for request in task.requests):
@@ -156,4 +156,4 @@ class Fifo(Policy):
         if task.is_last:
             self._packer.end_step()
         self.finish(task)
-        self.touching = None  # a finished task, and through it the attachment, may be collected now
+        self.touching = None  # a finished task, and through it the attachment, can now be collected

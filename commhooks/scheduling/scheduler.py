@@ -1,8 +1,8 @@
-"""The one owner of the order in which collectives are issued, and of failure.
+"""The single owner of the order in which collectives are issued, and of failure.
 
-Collectives are issued from one place, in the order that the policy gives. Off NCCL that place is a thread: a hook
-must not hold up the backward pass (thread.py). On NCCL a stream does the waiting, and requests are issued inline
-(inline.py). In one process, workers take turns (lockstep.py).
+Collectives are issued in one place, in the order that the policy determines. Except on NCCL that place is a thread,
+since a hook must not hold up the backward pass (thread.py). On NCCL a stream waits instead, and requests are issued
+inline (inline.py). In one process, workers take turns (lockstep.py).
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "fused": Fused}
 
 
 class Scheduler(ABC):
-    """Run bucket tasks, and complete their futures."""
+    """Runs bucket tasks, and completes their futures."""
 
     ledger: Ledger
 
     @abstractmethod
     def submit(self, task: BucketTask) -> None:
-        """Take a task; its future is completed with the mean, or with the error, sooner or later."""
+        """Take a task; its future is eventually completed with the mean or with an error."""
 
     @abstractmethod
     def wait_until_open(self) -> None:
-        """Return when the line to the other ranks stands; raise what kept it from standing."""
+        """Return when the line to the other ranks is open; raise the error that prevented it."""
 
     @abstractmethod
     def agree(self, fingerprint: str) -> None:
-        """Return when every rank has come with the same fingerprint; raise `AttachError`, or what kept one from coming.
+        """Return once every rank has passed the same fingerprint; raise `AttachError` or the error that prevented it.
 
-        Called by every rank between the same two steps. Nothing is counted in the statistics.
+        Called by every rank between the same two steps. The statistics do not count it.
         """
 
     @abstractmethod
     def failure(self) -> CommHooksError | None:
-        """Return what ended the work, other than being told to; None while it goes on."""
+        """Return the error that ended the work; None while it continues or if it was stopped deliberately."""
 
     @abstractmethod
     def traffic(self) -> Traffic | None:
@@ -52,8 +52,8 @@ class Scheduler(ABC):
 
     @abstractmethod
     def working_memory(self) -> list[Tensor]:
-        """Return the tensors that are kept from step to step."""
+        """Return the tensors that are kept between steps."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End, and drop what is held. Tasks that are not done fail."""
+        """Stop, and release everything held. Unfinished tasks fail."""

@@ -1,4 +1,4 @@
-"""One bucket on its way through a compressor."""
+"""One bucket on its path through a compressor."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from commhooks.tensors import tensor_bytes
 
 
 class Asking(NamedTuple):
-    """The bytes of one request, and whose they are."""
+    """The bytes of one request, and to whom they belong."""
 
     layouts: tuple[Layout, ...]
-    """Of its parts."""
+    """The layouts of its parts."""
     part_bytes: tuple[int, ...]
     payload_bytes: int
     moved_bytes: int
-    """What this rank sends for that."""
+    """Bytes sent per rank for the request."""
 
 
 class Undo(Protocol):
-    """What looks at the means of a step's buckets, and may undo the step."""
+    """The part of the undo log that judges a step's means, and may undo the step."""
 
     def settle(self, mean: Tensor) -> None:
-        """Take a bucket's mean into account; after the step's last one, undo the step if one was not finite."""
+        """Include a bucket's mean; after the step's last one, undo the step if one was not finite."""
         ...
 
 
 @dataclasses.dataclass(eq=False)
 class BucketTask:
-    """A bucket's exchange, what it has asked for, and the future that waits for its mean."""
+    """A bucket's exchange, its current requests, and the future that waits for its mean."""
 
     exchange: Exchange
     bucket: BucketView
@@ -50,30 +50,30 @@ class BucketTask:
     step: int
     is_last: bool
     parameters: Callable[[], str]
-    """Names the bucket's parameters, for messages; not called unless something fails."""
+    """Names the bucket's parameters, for messages; called only if something fails."""
     world_size: int
     undo: Undo | None = None
-    """Where the means of one step's buckets are judged together."""
+    """Where the means of a step's buckets are judged together."""
     ready: Any = None
     """On a GPU, the event recorded when the bucket was handed in."""
     handed_in: float = dataclasses.field(default_factory=time.perf_counter)
     judge: Judge | None = None
-    """What it has asked to be judged."""
+    """The pending request for a verdict."""
     requests: tuple[Request, ...] = ()
-    """What it has asked for otherwise, and waits for."""
+    """The other pending requests."""
     under_way: deque[tuple[Pending, Shipment, Sequence[tuple[BucketTask, int]]]] = dataclasses.field(
         default_factory=deque
     )
-    """Collectives that this task waits for; with each, the tasks and the numbers of their requests in it."""
+    """Collectives that this task waits for; for each, the tasks and the numbers of their requests in it."""
     rounds: int = 0
-    """How often it has asked for something that travelled."""
+    """How many times it has requested something that had to be sent."""
     seconds_compressing: float = 0.0
     asked: list[Asking] = dataclasses.field(default_factory=list)
-    """Whose all requests so far were, and how large."""
+    """The layouts and sizes of all requests so far."""
     is_done: bool = False
     _answers: list[list[Tensor]] = dataclasses.field(default_factory=list)
     _wants_one: bool = False
-    """It asked for one request, and not for a tuple of them."""
+    """Whether it asked for one request rather than a tuple of them."""
 
     def begin(self) -> None:
         """Run the compressor up to its first request; a second call does nothing."""
@@ -88,7 +88,7 @@ class BucketTask:
         self._answers[number][position] = answer
 
     def resume(self) -> None:
-        """Hand the compressor its answers, and run it up to its next request or its end."""
+        """Send the compressor its answers, and run it up to its next request or its end."""
         was_last = all(request.last for request in self.requests)
         answers, self._answers = self._answers, []
         self._run(answers[0] if self._wants_one else answers)
@@ -98,17 +98,17 @@ class BucketTask:
             )
 
     def answer_verdict(self, finite: Tensor) -> None:
-        """Hand the compressor the verdict that it has asked for, and run it to its end."""
+        """Send the compressor the verdict that it has requested, and run it to its end."""
         self._run(finite)
         if not self.is_done:
             raise CompressorError("the compressor asked for something after Judge, which must be the last.")
 
     def throw(self, error: BaseException) -> None:
-        """Throw a failure into the compressor at its `yield`, so that it can clean up; it cannot go on."""
+        """Throw a failure into the compressor at its `yield`, so that it can clean up; it cannot continue."""
         self.under_way.clear()
         try:
             self.exchange.throw(error)
-        except BaseException:  # its own, or the one thrown in: either way the exchange is over
+        except BaseException:  # its own error or the one thrown in: either way the exchange is over
             return
         self.exchange.close()
 
@@ -121,16 +121,16 @@ class BucketTask:
         return f"rank {rank}, step {self.step}, bucket {self.bucket.index} ({parameters})"
 
     def settle(self) -> None:
-        """Let the undo log, if there is one, look at the mean; after the step's last bucket it may undo the step."""
+        """Let the undo log, if there is one, check the mean; after the step's last bucket it may undo the step."""
         if self.undo is not None:
             self.undo.settle(self.bucket.mean)
 
     def succeed(self) -> None:
-        """Give the mean to whoever waits for it."""
+        """Complete the future with the mean."""
         self.future.set_result(self.bucket.mean)
 
     def fail(self, error: Exception) -> None:
-        """Give the error to whoever waits for the mean."""
+        """Complete the future with the error."""
         if not self.future.done():
             self.future.set_exception(error)  # type: ignore[arg-type]  # torch declares "expected Tensor"
 
@@ -139,7 +139,8 @@ class BucketTask:
         started = time.perf_counter()
         try:
             while not self._note(next(self.exchange) if answer is None else self.exchange.send(answer)):
-                # What nothing would travel for is answered at once, until the compressor asks for something else.
+                # Requests for which nothing is sent are answered immediately, until the compressor requests something
+                # else.
                 answers = [empty_answers(request, self.world_size) for request in self.requests]
                 answer = answers[0] if self._wants_one else answers
         except StopIteration:
@@ -148,14 +149,14 @@ class BucketTask:
             self.seconds_compressing += time.perf_counter() - started
 
     def _note(self, asked: Any) -> bool:
-        """Take down what the compressor asks for; return False if nothing would travel for it."""
+        """Record what the compressor requests; return False if nothing needs to be sent for it."""
         if isinstance(asked, Judge):
             self.requests, self.judge = (), asked
             return True
         self._wants_one = not isinstance(asked, tuple)
         requests = asked if isinstance(asked, tuple) else (asked,)
         if not requests or not all(isinstance(request, Request) for request in requests):
-            raise CompressorError(f"the compressor asked for something that is no request (got {asked!r}).")
+            raise CompressorError(f"the compressor asked for something that is not a request (got {asked!r}).")
         for request in requests:
             check(request, self.world_size)
         self.requests = tuple(self._complete(request) for request in requests)

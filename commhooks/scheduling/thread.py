@@ -1,6 +1,6 @@
-"""The scheduler off NCCL: a worker thread issues collectives and waits for them, so that the backward pass need not.
+"""The scheduler without NCCL: a worker thread issues collectives and waits for them, not the backward pass.
 
-That thread completes the futures, too. It owns the connection to the other ranks, and reports failures: its own, and
+That thread also completes the futures. It owns the connection to the other ranks, and reports its own failures and
 those of other ranks.
 """
 
@@ -25,11 +25,10 @@ from commhooks.scheduling.worker import StopOrderError, Worker
 
 
 class ThreadScheduler(Scheduler):
-    """Run tasks on one thread, over a connection of its own, opened when every rank comes with the same `fingerprint`.
+    """Runs tasks on one thread, over its own connection, opened when every rank passes the same `fingerprint`.
 
-    The thread is a daemon that is stopped at exit, never a plain thread: those are joined before `atexit` runs. It
-    holds no reference to this object, so that an attachment nobody uses any more is collected, and its thread with
-    it.
+    The thread is a daemon that is stopped at exit, never a plain thread, since those are joined before `atexit` runs.
+    It holds no reference to this object, so that an unused attachment is collected together with its thread.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class ThreadScheduler(Scheduler):
         _running.add(self._worker)
 
     def submit(self, task: BucketTask) -> None:
-        """Hand a task to the thread, which is started by the first one."""
+        """Pass a task to the thread, which the first task starts."""
         self._worker.hand_in(task)
 
     def wait_until_open(self) -> None:
@@ -53,7 +52,7 @@ class ThreadScheduler(Scheduler):
             raise self._worker.error
 
     def agree(self, fingerprint: str) -> None:
-        """Let the thread ask the other ranks."""
+        """Let the thread compare with the other ranks."""
         agreement: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._worker.hand_in_fingerprint(fingerprint, agreement)
         agreement.result()
@@ -68,7 +67,7 @@ class ThreadScheduler(Scheduler):
         return self._worker.traffic
 
     def working_memory(self) -> list[Tensor]:
-        """Return what the policy keeps."""
+        """Return the tensors that the policy keeps."""
         policy = self._worker.policy() if self._worker.policy is not None else None
         return [] if policy is None else policy.working_memory()
 
@@ -90,19 +89,17 @@ os.register_at_fork(after_in_child=_keep_groups_of_the_parent)
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop every thread, and drop every group, while the interpreter still stands.
+    """Stop every thread, and drop every group, before the interpreter shuts down.
 
     A group with pending work cannot be destroyed, and a process that ends with one may hang or abort; such a process
-    says so and leaves at once.
+    prints a message and exits immediately.
     """
     workers = [worker for worker in _running if not worker.is_forked]
     for worker in workers:
         worker.stop()
     left = [worker.abandoned for worker in workers if worker.abandoned is not None]
     if any(not connection.close(0.0) for connection in left):
-        print(
-            "commhooks: a collective is still under way at exit, for another rank never came; leaving.", file=sys.stderr
-        )
+        print("commhooks: a collective is still under way at exit: another rank never came; exiting.", file=sys.stderr)
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The worker thread of an attachment, which issues its collectives, waits for them, and says so if one fails."""
+"""The worker thread of an attachment, which issues its collectives, waits for them, and reports failures."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from commhooks.scheduling.policy import Policy
 from commhooks.scheduling.task import BucketTask
 
 SLICE_SECONDS = 0.2
-"""How often a waiting rank looks whether another one has reported a failure, or whether it is to stop."""
+"""How often a waiting rank checks whether another has reported a failure, or whether it should stop."""
 SHORT_SLICE_SECONDS = 0.005
-"""How often it looks for the step's next bucket."""
+"""How often it checks for the step's next bucket."""
 PATIENCE_SECONDS = 3.0
-"""How long the thread, when it ends, waits for work that is still under way."""
+"""How long the thread, when it ends, waits for unfinished work."""
 JOIN_SECONDS = SLICE_SECONDS + 4 * ANSWER_SECONDS + PATIENCE_SECONDS + 1.0
-"""How long stopping waits for the thread: until it looks, for all that it asks of a store that is silent (who failed, a
-roll call of two answers' length, and word of its own end), for its patience, and a little."""
+"""How long stopping waits for the thread: one check, everything that it asks of a silent store (who failed, a roll call
+twice as long, and the report of its own end), its patience, and a margin."""
 
 
 class Worker:
-    """What the training thread and the worker thread share: tasks go in, futures are completed."""
+    """The state shared by the training thread and the worker thread: tasks go in, futures are completed."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Worker:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a copy of the real one in a forked process: no thread runs, and its locks may be held."""
+        """Whether this is a copy in a forked process: no thread runs there, and its locks may be held."""
         return os.getpid() != self._process
 
     def start(self) -> None:
@@ -81,7 +81,7 @@ class Worker:
                 self._thread.start()
 
     def hand_in(self, task: BucketTask) -> None:
-        """Put a task into the queue, or fail it at once if the scheduler has failed or stopped."""
+        """Put a task into the queue, or fail it immediately if the scheduler has failed or stopped."""
         if self.is_forked:
             task.fail(CollectiveError(f"{task.where(self._rank)}: {FORKED}"))
             return
@@ -95,7 +95,7 @@ class Worker:
         task.fail(type(earlier)(f"{task.where(self._rank)}: not started, because of an earlier failure: {earlier}"))
 
     def hand_in_fingerprint(self, fingerprint: str, agreement: concurrent.futures.Future[None]) -> None:
-        """Put a fingerprint into the queue, or refuse them at once if the scheduler has failed or stopped."""
+        """Put a fingerprint into the queue, or fail its future immediately if the scheduler has failed or stopped."""
         if self.is_forked:
             agreement.set_exception(CollectiveError(f"rank {self._rank}: {FORKED}"))
             return
@@ -108,7 +108,7 @@ class Worker:
         agreement.set_exception(self.error or CollectiveError("the attachment was stopped"))
 
     def stop(self) -> None:
-        """Tell the thread to end, and wait for it a bounded time."""
+        """Tell the thread to end, and wait for it for a limited time."""
         if self.is_forked:
             return
         with self._changed:
@@ -133,7 +133,7 @@ class Worker:
             while not self._stopping:
                 self._admit(policy, block=not busy)
                 busy = policy.turn()
-        except BaseException as error:  # whatever it is: the futures must hear of it, or the backward pass hangs
+        except BaseException as error:  # whatever it is, the futures must receive it, or the backward pass hangs
             self._fail(policy, error)
         else:
             self._fail(policy, StopOrderError("the attachment was stopped"))
@@ -143,7 +143,7 @@ class Worker:
             self._drop_connection()
 
     def _admit(self, policy: Policy, *, block: bool) -> None:
-        """Give the policy what was handed in; with `block`, wait for that."""
+        """Pass the policy what was handed in; with `block`, wait for that."""
         with self._changed:
             limit = self.connection.timeout if self._hook_timeout is None and self.connection else self._hook_timeout
             while block and not self._tasks and not self._agreements and not self._stopping:
@@ -164,22 +164,22 @@ class Worker:
         assert self.connection is not None, "fingerprints are compared over a connection"
         try:
             self.connection.agree(fingerprint, self._wait)
-        except AttachError as error:  # said by every rank, and what was attached before stays so
+        except AttachError as error:  # raised on every rank; what was attached before stays attached
             agreement.set_exception(error)
         except BaseException as error:
-            self._agreements.appendleft((fingerprint, agreement))  # it fails with everything else that waits
+            self._agreements.appendleft((fingerprint, agreement))  # it fails together with everything else that waits
             raise error
         else:
             agreement.set_result(None)
 
     def _finish(self, task: BucketTask) -> None:
-        assert self.traffic is not None, "a task is finished before there is a line"
+        assert self.traffic is not None, "a task is finished before the line is open"
         task.settle()
         self._ledger.enter(task, self.traffic)
         task.succeed()
 
     def _wait_slice(self, pending: Pending) -> bool:
-        """Wait a little for a collective; raise if this rank is to stop, or another has failed, or it took too long."""
+        """Wait briefly for a collective; raise if this rank is to stop, another has failed, or it took too long."""
         try:
             pending.wait(SHORT_SLICE_SECONDS if self._more_to_come else SLICE_SECONDS)
         except TimeoutError:
@@ -189,7 +189,7 @@ class Worker:
         return True
 
     def _wait(self, pending: Pending) -> None:
-        """Wait for a collective, however many slices that takes."""
+        """Wait for a collective, however many slices it takes."""
         while not self._wait_slice(pending):
             pass
 
@@ -214,7 +214,7 @@ class Worker:
     def _fail(self, policy: Policy | None, error: BaseException) -> None:
         """Fail every future that waits here, then tell the other ranks.
 
-        In this order: the store, by which they are told, may not answer. The line to them is dropped after both, so
+        The order matters: the store, through which they are told, may not answer. The line to them is dropped last, so
         that whoever is woken by that finds the reason.
         """
         blamed = policy.touching if policy is not None else None
@@ -239,9 +239,9 @@ class Worker:
             self._board.post(cause)
 
     def _explained(self, here: str, error: BaseException) -> str:
-        """Return why this rank fails, with what the other ranks tell; within a few seconds, whatever they do."""
+        """Return why this rank fails, including what the other ranks report; within a few seconds, whatever they do."""
         own = f"{here}: {type(error).__name__}: {error}"
-        if isinstance(error, (SilentStoreError, AttachError)):  # there is nobody to ask, or they all know
+        if isinstance(error, (SilentStoreError, AttachError)):  # there is nobody to ask, or all know
             return own
         try:
             first = self._board.failure_now()
@@ -261,7 +261,7 @@ class Worker:
 
 
 class StopOrderError(CommHooksError):
-    """End the thread because it was told to, not because something failed."""
+    """Raised to end the thread because it was told to, not because something failed."""
 
 
 FORKED = (
@@ -288,7 +288,7 @@ def _fail_task(task: BucketTask, cause: BaseException, error: CommHooksError) ->
 
 
 def _use_side_stream(device: torch.device) -> None:
-    """Give this thread a stream of its own, once."""
+    """Give this thread its own stream, once."""
     if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))

@@ -1,1 +1,1 @@
-"""What compressors remember, by parameter; how it is saved, and taken up again."""
+"""What compressors remember, by parameter, and how it is saved and restored."""

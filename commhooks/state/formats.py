@@ -1,4 +1,4 @@
-"""What may be read as a state_dict: its faults, named one by one, and formats of earlier versions."""
+"""Checks of what may be read as a state_dict: its faults, listed one by one, and formats of earlier versions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TYPES: dict[str, type] = {
 
 
 def faults_of(state: Mapping[str, Any]) -> list[str]:
-    """Name every fault in what should be a state_dict of this version's format."""
+    """List every fault in what should be a state_dict in this version's format."""
     faults = [
         f"{name}: expected {kind.__name__}, got {kind_of(state.get(name))}"
         for name, kind in TYPES.items()
@@ -39,7 +39,7 @@ def faults_of(state: Mapping[str, Any]) -> list[str]:
 
 
 def entry_of(described: Mapping[str, Any]) -> Entry:
-    """Return an entry as `kinds` describes it; its shape, unless it has a value for each element, is each tensor's."""
+    """Return an entry from its description in `kinds`; if it is not element-wise, its shape is that of each tensor."""
     settings = dict(described)
     by_element = settings.pop("by_element", not settings.get("block"))
     return Entry(**settings, shape=None if by_element or settings.get("block") else ())
@@ -51,7 +51,7 @@ def from_format_1(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _settings_of_format_1(settings: object) -> object:
-    """Return settings as format 2 has them: PowerSGD with error feedback is `ErrorFeedback` around it."""
+    """Return settings as in format 2: PowerSGD with error feedback is `ErrorFeedback` around it."""
     if not isinstance(settings, dict):
         return settings
     feeding_back = {
@@ -111,14 +111,14 @@ def _faults_of_entries(state: Mapping[str, Any]) -> list[str]:
 
 
 def _fault_of_parameter(state: Mapping[str, Any], rank: str | None, name: str, kept: object) -> str:
-    """Return what is wrong with what is remembered for one parameter, on one rank if it is that rank's; or nothing."""
+    """Return the fault in one parameter's state, on one rank if it is that rank's own; empty if there is none."""
     if name not in state["shapes"]:
         return "no such parameter among its shapes"
     if not isinstance(kept, Mapping) or not all(isinstance(tensor, Tensor) for tensor in kept.values()):
         return "expected a dictionary of tensors"
     unknown = kept.keys() - {*state["kinds"], RESIDUAL}
     if rank is not None and unknown:
-        return f"nothing says of what kind {', '.join(sorted(map(repr, unknown)))} is"
+        return f"the kind of {', '.join(sorted(map(repr, unknown)))} is not given"
     sizes = _sizes_of_residual(state["shapes"][name])
     if RESIDUAL in kept and kept[RESIDUAL].numel() not in sizes:
         return f"a residual of shape {tuple(kept[RESIDUAL].shape)}"
@@ -152,7 +152,7 @@ def _is_ddp_core_plan(plan: object) -> bool:
 
 
 def _sizes_of_residual(shape: object) -> tuple[int, ...]:
-    """Return how many elements a residual may have: twice as many for complex ones, as PyTorch's DDP hands them in."""
+    """Return the elements a residual may have: twice as many for complex ones, passed as pairs by PyTorch's DDP."""
     if not _is_shape(shape):
         return ()
     elements = torch.Size(shape).numel()  # type: ignore[arg-type]  # "object" is not Iterable: just looked at
@@ -160,5 +160,5 @@ def _sizes_of_residual(shape: object) -> tuple[int, ...]:
 
 
 def kind_of(value: object) -> str:
-    """Return what a value is, for a message."""
+    """Describe the type of a value, for a message."""
     return "nothing" if value is None else f"{type(value).__name__} {value!r}"[:80]

@@ -14,7 +14,7 @@ from commhooks.streams import wait_for_copies
 
 
 class Scaler(Protocol):
-    """The part of `torch.amp.GradScaler` that is needed here."""
+    """The methods of `torch.amp.GradScaler` that are needed here."""
 
     def scale(self, outputs: Tensor) -> Tensor:
         """Return the outputs times the scale."""
@@ -26,7 +26,7 @@ class Scaler(Protocol):
 
 
 class LossScale:
-    """The scale of the next gradients, and the scale that residuals are in."""
+    """The scale of the next gradients, and the scale of the residuals."""
 
     def __init__(self) -> None:
         self._scaler: Scaler | None = None
@@ -47,18 +47,18 @@ class LossScale:
     def announce(self, scale: float) -> None:
         """Use this scale from the next step on; raise `SettingsError` if a scaler already provides it."""
         if self._scaler is not None:
-            raise SettingsError(f"set_grad_scale({scale!r}): the scale is that of the scaler that was handed over.")
+            raise SettingsError(f"set_grad_scale({scale!r}): the attached scaler provides the scale.")
         if not 0 < scale < math.inf:
             raise SettingsError(f"set_grad_scale({scale!r}): the scale must be above 0, and finite.")
         self._announced = float(scale)
 
     def value(self) -> float:
-        """Return the scale that residuals are in."""
+        """Return the scale of the residuals."""
         return float(self._of_residuals)
 
     @property
     def of_gradients(self) -> float | Tensor:
-        """The scale of the step under way, which residuals are in; a tensor where finding out would mean waiting."""
+        """The scale of the current step and of its residuals; a tensor if finding out its value would mean waiting."""
         return self._of_residuals
 
     def load(self, scale: float) -> None:
@@ -67,7 +67,7 @@ class LossScale:
 
     @torch.no_grad()
     def apply_to(self, local: Mapping[int, Sequence[Tensor]], device: torch.device) -> None:
-        """Rescale local state, given by the power of the scale that it follows, to the scale of the coming gradients.
+        """Rescale local state, given by the power of the scale that it follows, to the scale of the next gradients.
 
         If everything is on a GPU, the host does not wait for it.
         """

@@ -17,26 +17,26 @@ _PARAMETERS_TO_PRINT = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Report bytes on this rank. Memory that several things share is counted once, as the first of them."""
+    """Memory in bytes, on this rank. Memory that several things share is counted once, under the first of them."""
 
     gradients: int
-    """What the DDP's buckets of the last step take; not part of the total, for they are there without a hook too."""
+    """The DDP's buckets of the last step; not part of the total, since they exist without a hook too."""
     residuals: int
-    """What ranks keep each for itself, such as residuals, on the gradients' own device."""
+    """State that each rank keeps for itself, such as residuals, on the gradients' own device."""
     residuals_on_host: int
-    """The same in the host's memory, where residuals="host" put it."""
+    """The same in the host's memory, with residuals="host"."""
     bases: int
-    """Whatever else is remembered, such as PowerSGD's Q."""
+    """All other state, such as PowerSGD's Q."""
     copies: int
-    """The second copy of the state that atomic=True keeps."""
+    """The second copy of the state, with atomic=True."""
     working: int
-    """Factors, messages and scratch memory, kept from step to step."""
+    """Factors, messages and scratch memory, kept between steps."""
     by_parameter: dict[str, int]
-    """What is remembered for each parameter, by name."""
+    """The state of each parameter, by name."""
 
     @property
     def total(self) -> int:
-        """All that the hook takes."""
+        """Everything that the hook uses."""
         return self.residuals + self.residuals_on_host + self.bases + self.copies + self.working
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ def memory_report(
     """Add up state, the buckets' plans, the undo log's copies, and messages."""
     counter, states = _Counter(), table.states()
     own = [kept for one in states for kept in one.of_kind("residual", "private", "share").values()]
-    return MemoryReport(  # in this order: what comes first counts what is shared
+    return MemoryReport(  # in this order: memory that is shared counts for the first
         gradients=counter.add(view.memory for view in views),
         residuals_on_host=counter.add(kept for kept in own if table.storage == "host" and not kept.is_cuda),
         residuals=counter.add(own),
@@ -73,13 +73,13 @@ def memory_report(
 
 
 class _Counter:
-    """Add up the bytes of tensors' memory, that of each stretch only once."""
+    """Adds up the bytes of tensors' memory, counting each range only once."""
 
     def __init__(self) -> None:
         self._counted: set[tuple[str, int]] = set()
 
     def add(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of the tensors' memory that was not counted before."""
+        """Return the bytes of the tensors' memory not counted so far."""
         added = 0
         for tensor in tensors:
             if tensor.is_sparse:
@@ -94,7 +94,7 @@ class _Counter:
 
 
 def _tensors_within(root: Any) -> Iterator[Tensor]:
-    """Yield every tensor that a structure of lists, dictionaries and objects of this package holds."""
+    """Yield every tensor held by a structure of lists, dictionaries and objects of this package."""
     seen: set[int] = set()
     waiting = [root]
     while waiting:
@@ -109,6 +109,6 @@ def _tensors_within(root: Any) -> Iterator[Tensor]:
         elif isinstance(value, (list, tuple)):
             waiting += value
         elif isinstance(value, Slot):
-            waiting.append(value.gradient)  # its parameter is the model's, and its state is counted by itself
+            waiting.append(value.gradient)  # its parameter is the model's, and its state is counted separately
         elif type(value).__module__.startswith("commhooks."):
             waiting += vars(value).values()

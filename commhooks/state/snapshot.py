@@ -1,4 +1,4 @@
-"""What `state_dict()` holds: plain tensors, numbers, texts, and lists and dictionaries of those.
+"""The contents of `state_dict()`: plain tensors, numbers, strings, and lists and dictionaries of those.
 
     format_version  2
     step            steps synchronised before it was taken
@@ -14,10 +14,10 @@
     inventory       by "rank<r>", the name of everything in that rank's state, so that what reads it part by part, as
                     torch.distributed.checkpoint does, cannot leave something out unnoticed
 
-Each rank's holds its own part of `local` only; `merge_state_dicts` puts several together.
+Each rank saves only its own part of `local`; `merge_state_dicts` combines the parts of several ranks.
 
-Format 1 had no `kinds`, as residuals were all that a rank kept for itself, and error feedback was a setting of
-PowerSGD; it is converted to format 2 when it is read.
+Format 1 had no `kinds`, as residuals were the only per-rank state, and error feedback was a setting of PowerSGD; it is
+converted to format 2 when read.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class LoadRules:
     """Which differences between a checkpoint and the run that loads it are allowed."""
 
     world_size: str = "refuse"
-    """For another world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks, right where the
-    learning rate is scaled with their number; "spread-mean", which keeps their mean, right where it is not; or
-    "reset", which starts residuals from zero (also where this rank's are not in the checkpoint). What ranks hold
-    for the blocks that they serve is dealt out anew, and under "spread" times the old number of ranks over the new."""
+    """For a different world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks, appropriate
+    if the learning rate is scaled with their number; "spread-mean", which keeps their mean, appropriate if it is not;
+    or "reset", which starts residuals from zero (also if this rank's are not in the checkpoint). Per-rank state of
+    served blocks is redistributed; under "spread" it is multiplied by the old number of ranks over the new."""
     settings: str = "refuse"
-    """For a compressor with other settings: "refuse", or "change"."""
+    """For a compressor with different settings: "refuse", or "change"."""
     missing: str = "refuse"
-    """For parameters that only the checkpoint has, or only the model, and for local state that the compressor does not
-    keep: "refuse", or "reset", which starts what is the model's from nothing and drops the rest."""
+    """For parameters that only the checkpoint or only the model has, and for local state that the compressor does not
+    keep: "refuse", or "reset", which initialises the model's and drops the rest."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -68,7 +68,7 @@ class LoadRules:
 
     @property
     def spreads(self) -> bool:
-        """Whether another world size takes over the residuals of all ranks, so that each rank must read all of them."""
+        """Whether a different world size uses the residuals of all ranks, so that each rank must read all of them."""
         return self.world_size in ("spread", "spread-mean")
 
 
@@ -84,7 +84,7 @@ class Snapshot:
     shapes: dict[str, list[int]]
     bucket_plan: dict[str, Any]
     kinds: dict[str, Entry]
-    """Of ranks' own entries."""
+    """The kinds of per-rank entries."""
     replicated: Entries
     local: dict[int, Entries]
 
@@ -97,7 +97,7 @@ class Snapshot:
 
     @classmethod
     def from_dict(cls, state: object) -> Snapshot:
-        """Read what `as_dict` gave; raise `CheckpointError`, naming every fault, if it cannot have been that."""
+        """Read the result of `as_dict`; raise `CheckpointError`, listing every fault, for anything else."""
         if not isinstance(state, Mapping) or "format_version" not in state:
             raise CheckpointError(f"expected the state_dict() of a hook's state (got {kind_of(state)}).")
         version = state["format_version"]
@@ -117,7 +117,7 @@ class Snapshot:
         return cls(**fields)
 
     def cloned(self) -> Snapshot:
-        """Return one whose tensors are copies."""
+        """Return a snapshot whose tensors are copies."""
         local = {rank: _cloned(entries) for rank, entries in self.local.items()}
         return dataclasses.replace(self, replicated=_cloned(self.replicated), local=local)
 
@@ -132,8 +132,8 @@ class Snapshot:
     ) -> list[str]:
         """List every difference from a run that `rules` do not allow.
 
-        shapes: of the run's parameters by name, as far as they are known; declared: what the compressor remembers for
-        them.
+        `shapes` are those of the run's parameters by name, as far as they are known; `declared` is what the compressor
+        remembers for them.
         """
         found = []
         if rules.settings == "refuse":
@@ -143,13 +143,13 @@ class Snapshot:
             if saved is None and rules.missing == "refuse":
                 found.append(
                     f"checkpoint has no parameter {name!r} (saved with {self.settings.get('compressor')}); pass "
-                    "missing='reset' to start it from nothing"
+                    "missing='reset' to initialise it"
                 )
             elif saved is not None and list(saved) != list(shape):
                 found.append(f"parameter {name!r}: saved with shape {tuple(saved)}, now {tuple(shape)}")
         if shapes and rules.missing == "refuse":
             found += [
-                f"checkpoint has parameter {name!r}, which the model has not; pass missing='reset' to drop it"
+                f"checkpoint has parameter {name!r}, which the model does not have; pass missing='reset' to drop it"
                 for name in self.shapes
                 if name not in shapes
             ]
@@ -157,7 +157,7 @@ class Snapshot:
         return found + self._ranks_missing(world_size, rank, rules)
 
     def entries_for(self, rank: int, world_size: int, rules: LoadRules) -> Entries:
-        """Return the own state of `rank` among `world_size` ranks; call it only if `differences` found none."""
+        """Return the per-rank state of `rank` among `world_size` ranks; call it only if `differences` found none."""
         if world_size == self.world_size and rank in self.local:
             return self.local[rank]
         if not rules.spreads:
@@ -173,7 +173,7 @@ class Snapshot:
     def without_entries_unknown_to(
         self, compressor: Compressor, named: Mapping[str, Tensor], world_size: int
     ) -> Snapshot:
-        """Return one without own state that a compressor does not keep; residuals wait for one that does."""
+        """Return a copy without per-rank state that a compressor does not keep; residuals wait for one that does."""
         known = {e for name, p in named.items() for e in compressor.state(name, p, world_size)} | {RESIDUAL}
         local = {
             rank: {name: {e: kept[e] for e in kept if e in known} for name, kept in entries.items()}
@@ -182,12 +182,12 @@ class Snapshot:
         return dataclasses.replace(self, local=local)
 
     def buckets_handed_in(self) -> list[list[str]]:
-        """Return the names in the buckets of the step before; empty where they are not known."""
+        """Return the parameter names in the buckets of the last step; empty if they are not known."""
         plan: list[list[str]] = self.bucket_plan.get("handed_in", [])
         return plan
 
     def digest(self) -> str:
-        """Return a short text that is the same on every rank that loads the same state."""
+        """Return a short string that is the same on every rank that loads the same state."""
         common = (self.step, self.world_size, self.grad_scale, sorted(self.settings.items()), self.bucket_plan)
         digest = hashlib.blake2b(repr(common).encode(), digest_size=16)
         for name, entries in sorted(self.replicated.items()):
@@ -199,7 +199,7 @@ class Snapshot:
     def _entries_that_do_not_fit(
         self, compressor: Compressor, declared: Mapping[str, Declared], rules: LoadRules
     ) -> list[str]:
-        """Name own state that would be lost without a word."""
+        """List per-rank state that would otherwise be lost silently."""
         if not declared or rules.missing != "refuse":
             return []
         held = {e for entries in self.local.values() for kept in entries.values() for e in kept}
@@ -226,16 +226,16 @@ class Snapshot:
             wanted = [old for old in range(self.world_size) if old not in self.local]
             if wanted:
                 return [
-                    f"it holds the residuals of rank {here}, and to spread them takes those of rank "
-                    f"{', '.join(map(str, wanted))} too (merge_state_dicts puts several together)"
+                    f"it holds the residuals of rank {here}, but spreading them also needs those of rank "
+                    f"{', '.join(map(str, wanted))} (merge_state_dicts combines several)"
                 ]
         return []
 
 
 def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put the state_dict()s of several ranks, taken at the same step, into one.
+    """Combine the state_dict()s of several ranks, taken at the same step, into one.
 
-    Raises `CheckpointError` if they are not of one step of one run, or one rank comes twice.
+    Raises `CheckpointError` if they are not from the same step of one run, or if a rank occurs twice.
     """
     if not states:
         raise CheckpointError("merge_state_dicts: expected at least one state_dict().")
@@ -245,18 +245,18 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for snapshot in snapshots:
         if snapshot.digest() != first.digest():
             raise CheckpointError(
-                f"merge_state_dicts: the states are not of one run's step (rank {_ranks(first)} has step "
-                f"{first.step}, rank {_ranks(snapshot)} step {snapshot.step}, or other settings or replicated state)."
+                f"merge_state_dicts: the states are not from the same step of one run (rank {_ranks(first)} has step "
+                f"{first.step}, rank {_ranks(snapshot)} step {snapshot.step}, or settings or replicated state differ)."
             )
         twice = local.keys() & snapshot.local.keys()
         if twice:
-            raise CheckpointError(f"merge_state_dicts: rank {', '.join(map(str, sorted(twice)))} comes twice.")
+            raise CheckpointError(f"merge_state_dicts: rank {', '.join(map(str, sorted(twice)))} occurs twice.")
         local |= snapshot.local
     return dataclasses.replace(first, local=local).as_dict()
 
 
 def settings_of(compressor: Compressor, *, only_defaults: bool = False) -> dict[str, str]:
-    """Return a compressor's settings as texts, those of what it wraps under "inner.rank" and the like."""
+    """Return a compressor's settings as strings, those of what it wraps under "inner.rank" and the like."""
     settings = {} if only_defaults else {"compressor": type(compressor).__name__}
     for field in dataclasses.fields(compressor):  # type: ignore[arg-type]  # every compressor is a dataclass
         value = getattr(compressor, field.name)
@@ -276,7 +276,7 @@ def _described(entry: Entry) -> dict[str, Any]:
 
 
 def _settings_that_differ(saved: Mapping[str, str], compressor: Compressor) -> list[str]:
-    """List the settings that are not as saved; one that a file of an earlier version lacks had its default then."""
+    """List the settings that differ from the saved ones; a setting that an older file lacks had its default."""
     now = settings_of(compressor)
     then = {**settings_of(compressor, only_defaults=True), **saved}
     return [
@@ -287,7 +287,7 @@ def _settings_that_differ(saved: Mapping[str, str], compressor: Compressor) -> l
 
 
 def refuse(what: str, faults: Sequence[str]) -> CheckpointError:
-    """Return the error that lists why something is not loaded."""
+    """Return the error that lists why something cannot be loaded."""
     return CheckpointError(f"{what}; nothing was loaded. {_listed(faults)}")
 
 

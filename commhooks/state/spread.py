@@ -1,4 +1,4 @@
-"""Own state for another number of ranks: what is summed over ranks is spread, and shares are dealt again."""
+"""Per-rank state for a different number of ranks: what is summed over ranks is spread, and shares are redistributed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def spread(
     times: float = 1.0,
     but: Container[str] = (),
 ) -> Entries:
-    """Return the own state of one of `new_size` ranks, so that their sum is `times` that of the `old_size` before.
+    """Return the state of one of `new_size` ranks, so that its sum over them is `times` the sum over `old_size`.
 
-    Fewer ranks: new rank r takes that of old ranks r, r + new_size, and so on. More: an old rank's is divided among
-    the new ranks that have its number modulo `old_size`. Entries named in `but` are left out.
+    Fewer ranks: new rank r takes over that of old ranks r, r + new_size, and so on. More: that of an old rank is
+    divided among the new ranks that equal its number modulo `old_size`. Entries named in `but` are left out.
     """
     takers = 1 if new_size <= old_size else len(range(rank % old_size, new_size, old_size))
     givers = range(rank, old_size, new_size) if new_size <= old_size else [rank % old_size]
@@ -43,7 +43,7 @@ def spread(
 def deal_again(
     local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, shares: Mapping[str, Entry], *, times: float
 ) -> Entries:
-    """Return the shares of one of `new_size` ranks: the blocks that it serves now, `times` what they were."""
+    """Return the shares of one of `new_size` ranks: those of the blocks that it serves now, multiplied by `times`."""
     dealt: Entries = {}
     for name in dict.fromkeys(name for entries in local.values() for name in entries):
         for entry in {e for entries in local.values() for e in entries.get(name, {}) if e in shares}:

@@ -1,4 +1,4 @@
-"""What compressors remember, kept for each parameter and never for a bucket; the table owns the memory."""
+"""The state of compressors, kept for each parameter and never for a bucket; the table owns the memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from commhooks.streams import keep_until_read, wait_for_copies
 from commhooks.tensors import computing_dtype, is_dense
 
 RESIDUAL_STORAGES = ("fp32", "bf16", "host")
-"""Where ranks' own state is kept: in fp32 at least, in half of that, or in the host's memory."""
+"""Where per-rank state is kept: in at least fp32, in bf16, or in the host's memory."""
 
 Entries = dict[str, dict[str, Tensor]]
-"""For each parameter's name, what is remembered for it."""
+"""The entries of each parameter, by its name."""
 
 
 @dataclasses.dataclass
 class _Loaded:
-    """What was loaded for a parameter, until its state is laid out."""
+    """State loaded for a parameter, until its memory is laid out."""
 
     replicated: Mapping[str, Tensor]
     own: Mapping[str, Tensor]
@@ -41,8 +41,8 @@ class _Loaded:
 class StateTable:
     """One `ParameterState` for each parameter; the key is the parameter object.
 
-    Buckets are rebuilt after a first iteration and may be of another size in the next run, so neither a bucket's index
-    nor an offset in it can find a parameter's state again. Memory that is laid out stays where it is: what is loaded is
+    Buckets are rebuilt after the first iteration and may have other sizes in the next run, so neither a bucket's index
+    nor an offset in it can identify a parameter's state. Memory stays in place once it is laid out: loaded state is
     copied into it.
     """
 
@@ -60,22 +60,22 @@ class StateTable:
     # --- parameters and their names -----------------------------------------------------------------------------------
 
     def bind(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Learn parameters' names; state that is there already takes its parameter's name."""
+        """Learn parameters' names; existing state takes its parameter's name."""
         for name, parameter in named_parameters:
             self._names[parameter] = name
             if parameter in self._states:
                 self._states[parameter].key = name
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """Return the parameter's name, or None if nobody told it."""
+        """Return the parameter's name, or None if it is not known."""
         return self._names.get(parameter)
 
     def described(self) -> dict[str, Tensor]:
-        """Return every parameter that was told or met, by its name or what stands for it."""
+        """Return every parameter named or seen so far, by its name or a placeholder."""
         return self.named() | {s.key: p for p, s in self._states.items() if p not in self._names}
 
     def describe(self, parameters: Sequence[Tensor]) -> str:
-        """Name parameters for a message; their shapes if nobody told the names."""
+        """Name parameters for a message, or give their shapes if names are not known."""
         names = [self.name_of(parameter) or f"one of shape {tuple(parameter.shape)}" for parameter in parameters]
         shown = ", ".join(names[:8])
         return f"parameters {shown}" if len(names) <= 8 else f"parameters {shown} and {len(names) - 8} more"
@@ -85,11 +85,11 @@ class StateTable:
         return {name: parameter for parameter, name in self._names.items()}
 
     def parameters(self) -> list[Tensor]:
-        """Return every parameter that was met or named."""
+        """Return every parameter named or seen so far."""
         return list({**self._names, **self._states})
 
     def knows_none_of(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether there are parameters here, met or named, and none of these is among them."""
+        """Return whether parameters are known here, named or seen, and none of these is among them."""
         return bool(self._states or self._names) and not any(p in self._states or p in self._names for p in parameters)
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class StateTable:
             self.lay_out_entries(slot, declared)
 
     def lay_out_entries(self, slot: Slot, declared: Declared) -> None:
-        """Lay out entries, unless they are; those that had another shape, or other holders, begin anew."""
+        """Lay out entries if needed; those that had another shape, or other holders, are initialised again."""
         state = slot.remembered
         for name, entry in declared.items():
             kept, before = state.tensors.get(name), state.entries.get(name)
@@ -120,7 +120,7 @@ class StateTable:
             if kept is not None and is_there and kept.dtype == fresh.dtype and kept.device == fresh.device:
                 continue
             _begin(fresh, entry)
-            if kept is not None and is_there:  # kept otherwise: by another compressor, or loaded as it was saved
+            if kept is not None and is_there:  # stored differently: by another compressor, or as it was saved
                 wait_for_copies([kept])
                 fresh.copy_(kept)
                 keep_until_read([kept])
@@ -131,7 +131,7 @@ class StateTable:
     def choose(self, compressor: Compressor, step: int) -> None:
         """Let a compressor choose before a step's first bucket, given the state of all parameters.
 
-        Not while something that was loaded waits for its parameter's name: the choice was loaded with it.
+        Not done while loaded state is waiting for its parameter's name: the choice was loaded with it.
         """
         if self._loaded or not compressor.chooses(step):
             return
@@ -140,11 +140,11 @@ class StateTable:
             self._states[parameter].tensors[CHOICE].fill_(choice)
 
     def states(self) -> list[ParameterState]:
-        """Return the state of every parameter that was met."""
+        """Return the state of every parameter seen so far."""
         return list(self._states.values())
 
     def residuals(self) -> list[Tensor]:
-        """Return every residual that there is."""
+        """Return every residual."""
         return [state.tensors[RESIDUAL] for state in self._states.values() if RESIDUAL in state.tensors]
 
     def named_residuals(self) -> list[tuple[str, Tensor, Tensor]]:
@@ -153,7 +153,7 @@ class StateTable:
         return [(name, parameter, residual) for name, parameter, residual in kept if residual is not None]
 
     def by_units(self) -> dict[int, list[Tensor]]:
-        """Return all state that follows the loss scale, by the power of it."""
+        """Return all state that follows the loss scale, by the power of the scale that it follows."""
         found: dict[int, list[Tensor]] = {}
         for state in self._states.values():
             for name, kept in state.tensors.items():
@@ -162,25 +162,24 @@ class StateTable:
         return found
 
     def memory_bytes(self) -> int:
-        """Return the bytes that all parameters' state takes."""
+        """Return the number of bytes of all parameters' state."""
         return sum(state.memory_bytes() for state in self._states.values())
 
     # --- saving and loading -------------------------------------------------------------------------------------------
 
     def export(self) -> tuple[Entries, Entries]:
-        """Return what is replicated and what is this rank's own, by name, without copying it.
+        """Return the replicated state and this rank's own, by name, without copying it.
 
-        What has a value for each element is in its parameter's shape. Raises `CheckpointError` for a parameter whose
-        name nobody told.
+        Element-wise state has its parameter's shape. Raises `CheckpointError` for a parameter whose name is not known.
         """
         replicated: Entries = {}
         own: Entries = {}
         for parameter, state in self._states.items():
             if parameter not in self._names and state.tensors:
                 raise CheckpointError(
-                    f"state of a parameter of shape {tuple(parameter.shape)} cannot be saved, for its name is not "
+                    f"state of a parameter of shape {tuple(parameter.shape)} cannot be saved: its name is not "
                     "known; call bind(model) on the hook's state, or use attach. (PyTorch's "
-                    "DistributedDataParallel tells a hook no names.)"
+                    "DistributedDataParallel does not pass names to a hook.)"
                 )
             for name, kept in state.tensors.items():
                 held = own if state.entries[name].is_own else replicated
@@ -199,10 +198,10 @@ class StateTable:
         kinds: Mapping[str, Entry],
         shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Take entries as `export` gives them in the place of all state that is there; they are copied.
+        """Replace all state with entries in the form of `export`; they are copied.
 
-        Parameters that have not been met yet take theirs when they are. With `shapes`, those of all parameters
-        by name, `CheckpointError` is raised then for one that has none there, or another.
+        Parameters not seen yet take theirs when they are. If `shapes`, those of all parameters by name, is given, a
+        parameter that is missing there or has another shape then raises `CheckpointError`.
         """
         self._shapes = None if shapes is None else {name: tuple(shape) for name, shape in shapes.items()}
         names = {*replicated, *own}
@@ -218,20 +217,20 @@ class StateTable:
             self._fill(parameter, state, self._loaded.get(state.key, _Loaded({}, {}, {})))
 
     def end_loading(self) -> None:
-        """Raise `CheckpointError` if something was loaded for a parameter that was never met; forget the rest."""
+        """Raise `CheckpointError` if something was loaded for a parameter that was never seen; forget the rest."""
         left = sorted(self._shapes or ())
         self._loaded = self._shapes = None
         if left:
             raise CheckpointError(
-                f"state was loaded for parameters that this model has not, or not by this name: {', '.join(left[:8])}."
+                f"loaded state names parameters that this model does not have: {', '.join(left[:8])}."
             )
 
     def _check_loaded(self, parameter: Tensor, key: str) -> None:
         if parameter not in self._names:
             raise CheckpointError(
-                f"state was loaded by name, and the name of a parameter of shape {tuple(parameter.shape)} is not "
+                f"state was loaded by name, but the name of a parameter of shape {tuple(parameter.shape)} is not "
                 "known; call bind(model) on the hook's state before the first backward pass. (PyTorch's "
-                "DistributedDataParallel tells a hook no names.)"
+                "DistributedDataParallel does not pass names to a hook.)"
             )
         shape = tuple(parameter.shape) if self._shapes is None else self._shapes.pop(key, None)
         if shape != tuple(parameter.shape):
@@ -241,7 +240,7 @@ class StateTable:
             )
 
     def _fill(self, parameter: Tensor, state: ParameterState, loaded: _Loaded) -> None:
-        """Copy what was loaded into what is laid out; what is not waits as it is, for a compressor that declares it."""
+        """Copy loaded state into what is laid out; the rest waits for a compressor that declares it."""
         if CHOICE in loaded.replicated:
             state.choice = int(loaded.replicated[CHOICE])
         for name, saved, entry in loaded.items():
@@ -257,7 +256,7 @@ class StateTable:
             self._loaded.pop(state.key, None)
 
     def _empty(self, key: str, entry: Entry, gradient: Tensor) -> Tensor:
-        """Return memory for an entry: where, and as, it is to be kept."""
+        """Allocate memory for an entry, on the device and in the dtype in which it is kept."""
         shape = entry.shape if entry.shape is not None else (gradient.numel(),)
         if entry.block:
             server, servers = self.rank // entry.holders, self.world_size // entry.holders
@@ -272,12 +271,12 @@ class StateTable:
 
 
 def _have_same_holders(one: Entry | None, other: Entry) -> bool:
-    """Return whether as many ranks hold both in common: what ranks had each of their own, a machine does not have."""
+    """Return whether equally many ranks share both: state that each rank has for itself is not a machine's."""
     return one is not None and one.holders == other.holders
 
 
 def _begin(memory: Tensor, entry: Entry) -> None:
-    """Write the first value."""
+    """Write the initial value."""
     if entry.init is None:
         memory.zero_()
     else:
@@ -294,7 +293,7 @@ def _shaped(kept: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _flat(saved: Tensor, parameter: Tensor) -> Tensor:
-    """Return a copy of what `_shaped` returned, in the memory order and on the device of this run's parameter."""
+    """Return a copy of the result of `_shaped`, in the memory order and on the device of this run's parameter."""
     if saved.shape != parameter.shape:
         return saved.detach().to(parameter.device, copy=True)
     flat = torch.empty(parameter.numel(), dtype=saved.dtype, device=parameter.device)

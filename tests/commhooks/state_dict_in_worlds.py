@@ -88,7 +88,7 @@ def refuses_what_does_not_fit(rank: int, kind: str) -> None:
         (altered(**reshaped), r"parameter 'weights.0': saved with shape \(50, 30\), now \(30, 50\)"),
         (
             _without_weights_0(altered(**renamed), own),
-            "checkpoint has no parameter 'weights.0'.*checkpoint has parameter 'w.0', which the model has not",
+            "checkpoint has no parameter 'weights.0'.*checkpoint has parameter 'w.0', which the model does not have",
         ),
         (altered(format_version=3), "saved in format 3; this version of commhooks reads formats 1 to 2"),
         (altered(world_size=3), "saved by 3 ranks, loaded by 2; pass world_size='spread'"),
@@ -98,7 +98,7 @@ def refuses_what_does_not_fit(rank: int, kind: str) -> None:
         ),
         (altered(kinds={"residual": 5}), r"kinds\['residual'\]: "),
         (altered(kinds={"residual": {"kind": "share"}}), "a share has a block, and nothing else has"),
-        (altered(local=undescribed), r"weights.0'\]: nothing says of what kind 'momentum' is"),
+        (altered(local=undescribed), r"weights.0'\]: the kind of 'momentum' is not given"),
         (altered(local=damaged), r"weights.0'\]: a residual of shape \(3,\)"),
         (altered(inventory=5), "the hook's state is damaged"),
         (altered(bucket_plan={"handed_in": 3}), r"bucket_plan\['handed_in'\]: expected lists of names"),
@@ -214,7 +214,7 @@ def as_the_documentation_of_pytorch_shows(rank: int, kind: str, folder: str, bat
 
 
 def names_are_needed(rank: int) -> None:
-    """PyTorch's DDP tells a hook no names: training works, saving and loading say what to do."""
+    """PyTorch's DDP does not pass names to a hook: training works, saving and loading say what to do."""
     model = given("torch")
     state = PowerSGDState(None, 2, start_powerSGD_iter=0)
     model.register_comm_hook(state, powerSGD_hook)  # type: ignore[operator]
@@ -272,7 +272,7 @@ def a_failed_step_cannot_be_saved(rank: int) -> None:
     model(*gradients).backward()
     with pytest.raises(commhooks.CollectiveError):
         model(*gradients).backward()
-    with pytest.raises(CheckpointError, match="a step failed.*go on from the last checkpoint.*broken on purpose"):
+    with pytest.raises(CheckpointError, match="a step failed.*resume from the last checkpoint.*broken on purpose"):
         attachment.state_dict()
 
 
@@ -432,8 +432,8 @@ def merged(rank: int) -> None:
     assert sorted(whole["local"]) == ["rank0", "rank1"]
     attachment.load_state_dict(whole)
     assert distance(attachment.state_dict()["local"], states[rank]["local"]) == 0.0
-    with pytest.raises(CheckpointError, match="rank 0 comes twice"):
+    with pytest.raises(CheckpointError, match="rank 0 occurs twice"):
         commhooks.merge_state_dicts([states[0], states[0]])
     backward(model, normal(zeros(*SHAPES), 2, seed=3)[rank])
-    with pytest.raises(CheckpointError, match="not of one run's step"):
+    with pytest.raises(CheckpointError, match="not from the same step of one run"):
         commhooks.merge_state_dicts([states[1 - rank], attachment.state_dict()])

@@ -21,7 +21,7 @@ CAUSES = {
     "raise": "ValueError: a compressor went wrong",
     "raise late": "ValueError: a compressor went wrong",
     "exit": "SystemExit: 3",
-    "None": "the compressor asked for something that is no request (got None)",
+    "None": "the compressor asked for something that is not a request (got None)",
     "shape": "a mean of shape (3199,) was written for gradients of shape (3200,)",
 }
 

@@ -326,7 +326,7 @@ class AsksAGroup(Compressor):
 def test_what_a_compressor_cannot_ask_for_between_machines_is_an_error_in_words() -> None:
     for group, cause in (
         (Group("inner", 2), "inner must ask all ranks, and not a group of them"),
-        (None, "the compressor asked for something that is no request"),
+        (None, "the compressor asked for something that is not a request"),
     ):
         workers = Workers(Hierarchical(inner=AsksAGroup(group=group), size=2), 4, zeros((3,)))
         with pytest.raises(CompressorError, match=cause):

@@ -228,7 +228,7 @@ def test_lockstep_says_who_asked_for_something_else() -> None:
 def test_lockstep_does_not_wait_for_workers_that_have_not_come() -> None:
     first, second = LockstepGroup(2).communicators()
     pending = first.start(Collective("all-reduce", torch.ones(1)))
-    with pytest.raises(commhooks.CollectiveError, match="before every worker brought its request"):
+    with pytest.raises(commhooks.CollectiveError, match="before every worker submitted its request"):
         pending.wait()
     second.start(Collective("all-reduce", torch.ones(1)))
     pending.wait()
@@ -446,9 +446,9 @@ SUM = AllReduce(Part(torch.zeros(2)), last=True)
     [
         ((SUM, SUM), "after a request marked last=True"),
         ((Judge(torch.zeros(2)), SUM), "after Judge, which must be the last"),
-        ((torch.zeros(2),), "asked for something that is no request"),
-        (((),), "asked for something that is no request"),
-        (((SUM, Judge(torch.zeros(2))),), "asked for something that is no request"),
+        ((torch.zeros(2),), "asked for something that is not a request"),
+        (((),), "asked for something that is not a request"),
+        (((SUM, Judge(torch.zeros(2))),), "asked for something that is not a request"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -277,9 +277,7 @@ def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any])
 
 
 def test_whole_bucket_has_no_room_for_exceptions() -> None:
-    with pytest.raises(
-        ValueError, match=r"PowerSGD\(skip=\('a',\)\): skip must be empty where matrices='whole-bucket'"
-    ):
+    with pytest.raises(ValueError, match=r"PowerSGD\(skip=\('a',\)\): skip must be empty if matrices='whole-bucket'"):
         commhooks.PowerSGD(skip=("a",), matrices="whole-bucket")
 
 

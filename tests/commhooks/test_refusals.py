@@ -68,7 +68,7 @@ class Mean(Compressor):
         ("after judge", "asked for something after Judge, which must be the last"),
         ("undeclared", r"'layer0' has no state 'undeclared'.*\(declared: declared\)"),
         ("shape", r"a mean of shape \(4,\) was written for gradients of shape \(5,\)"),
-        ("no request", "after Judge|is no request"),
+        ("no request", "after Judge|is not a request"),
     ],
 )
 def test_what_an_exchange_must_not_do_is_named_with_rank_and_bucket(policy: str, wrong: str, complaint: str) -> None:

@@ -330,9 +330,9 @@ REFUSED: dict[Script, str] = {
     after_last: "the compressor asked for an all-gather after a request marked last=True.",
     too_few_rows: r"all-to-all: a part must have one row for each of 3 ranks \(got shape \(2, 2\)\).",
     no_rows: r"reduce-scatter: a part must have one row for each of 3 ranks \(got shape \(\)\).",
-    nothing_at_once: r"the compressor asked for something that is no request \(got \(\)\).",
-    a_tensor: r"the compressor asked for something that is no request \(got tensor",
-    judges_beside_a_request: "the compressor asked for something that is no request",
+    nothing_at_once: r"the compressor asked for something that is not a request \(got \(\)\).",
+    a_tensor: r"the compressor asked for something that is not a request \(got tensor",
+    judges_beside_a_request: "the compressor asked for something that is not a request",
     of_machines_that_are_not_whole: r"Group\(kind='outer', size=2\): 3 ranks are not machines of 2.",
     a_sparse_sum_inside_machines: "all-reduce: a sparse sum takes all ranks, and no group of them.",
 }
