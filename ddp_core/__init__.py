@@ -1,4 +1,4 @@
-"""A bucketed DistributedDataParallel in readable Python, with PyTorch's interface and PyTorch's bits."""
+"""A bucketed DistributedDataParallel in readable Python, with PyTorch's interface and bit-identical results."""
 
 from ddp_core.bucket import GradBucket
 from ddp_core.distributed import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""The memory in which gradients travel, and the window on it that a communication hook is given."""
+"""The memory in which gradients are sent, and the view of it that a communication hook receives."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-# A gradient at least this long is moved as soon as it is ready, while it is in cache; shorter ones wait until their
-# bucket is full and move together, since for them the call costs more than it saves (measured on fp32, one core).
+# A gradient at least this long is copied as soon as it is ready, while it is in cache; shorter ones wait until their
+# bucket is full and are copied together, since for them a call costs more than it saves (measured on fp32, one core).
 EAGER_ELEMENTS = 131072
 
 
 class GradBucket:
-    """What a hook sees of one bucket: PyTorch's ``dist.GradBucket``, and the parameters' names.
+    """What a hook sees of one bucket: PyTorch's ``dist.GradBucket``, plus the parameters' names.
 
     The buffer holds this rank's gradients, not divided by the world size. A hook may write into it.
     """
@@ -36,11 +36,11 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """Return the bucket's memory: 1-D, one gradient after the other (or the one sparse gradient)."""
+        """Return the bucket's memory: 1-D, with gradients one after another (or the one sparse gradient)."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the tensor of which ``buffer`` and ``gradients`` speak."""
+        """Replace the tensor that ``buffer`` and ``gradients`` return."""
         self._buffer = buffer
 
     def parameters(self) -> list[Parameter]:
@@ -48,7 +48,7 @@ class GradBucket:
         return list(self._members)
 
     def names(self) -> list[str]:
-        """Return the parameters' names in the wrapped module, in the same order: PyTorch's bucket has none."""
+        """Return the parameters' names in the wrapped module, in the same order; PyTorch's bucket has no names."""
         return list(self._names)
 
     def gradients(self) -> list[Tensor]:
@@ -57,7 +57,7 @@ class GradBucket:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return True if ``tensor`` covers one gapless range of memory, each element once, in whatever order."""
+    """Return True if ``tensor`` covers one contiguous range of memory, each element once, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -67,7 +67,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def views_of(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a 1-D tensor into views shaped, and where that is possible strided, like ``members``."""
+    """Split a 1-D tensor into views with the shapes and, where possible, the strides of ``members``."""
     views, offset = [], flat.storage_offset()
     for member in members:
         strides = member.stride() if is_dense(member) else torch.empty(member.shape, device="meta").stride()
@@ -77,7 +77,7 @@ def views_of(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Bucket:
-    """Some parameters' gradients in one flat tensor, and how many of them are still to come.
+    """Some parameters' gradients in one flat tensor, and the number of gradients still to come.
 
     ``indices`` are positions in the model; a position within the bucket is called a *place*.
     """
@@ -99,15 +99,15 @@ class Bucket:
         return self.members[0].new_zeros(sum(member.numel() for member in self.members), requires_grad=False)
 
     def reset(self) -> None:
-        """Expect every gradient anew."""
+        """Expect every gradient again."""
         self.pending = len(self.members)
-        self.absent: list[int] = []  # places without a gradient this time: zeros travel in their stead
+        self.absent: list[int] = []  # places without a gradient this time: zeros are sent instead
 
     def gather(self, places: Sequence[int], divisor: int | None, as_views: bool) -> None:
-        """Move the gradients at ``places`` into the bucket, divided by ``divisor`` where one is given.
+        """Move the gradients at ``places`` into the bucket, divided by ``divisor`` if one is given.
 
-        ``as_views``: afterwards ``p.grad`` *is* the bucket's memory. Equal bits with PyTorch's reducer ask that a
-        gradient that comes from elsewhere is multiplied by the reciprocal, and one that lies here already is divided.
+        With ``as_views``, ``p.grad`` *is* the bucket's memory afterwards. For bit equality with PyTorch's reducer, a
+        gradient from elsewhere is multiplied by the reciprocal, and one that is already in place is divided.
         """
         members, views = self.members, self.views  # a thousand short gradients: look-ups count
         copied, grads, aliased = [], [], []
@@ -131,7 +131,7 @@ class Bucket:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Move the gradients that there are into this memory, unscaled, and let ``p.grad`` be its views."""
+        """Move existing gradients into this memory, unscaled, and make ``p.grad`` its views."""
         for member, view in zip(self.members, self.views, strict=True):
             if member.grad is not None and not member.grad.is_sparse:
                 member.grad = view.copy_(member.grad)
@@ -150,9 +150,9 @@ class Bucket:
             operation(tensor, factor)
 
     def scatter(self, mean: Tensor, untouched: set[int], as_views: bool) -> None:
-        """Give every parameter but the ``untouched`` (by model index) its share of ``mean`` as ``p.grad``.
+        """Set the ``p.grad`` of every parameter, except the ``untouched`` (by model index), to its part of ``mean``.
 
-        ``mean``: 1-D, as many elements as the bucket; it may be the bucket's own memory.
+        ``mean`` is 1-D and has as many elements as the bucket; it may be the bucket's own memory.
         """
         inside = mean.data_ptr() == self.flat.data_ptr() and mean.dtype == self.flat.dtype
         if as_views and not inside:
@@ -169,7 +169,7 @@ class Bucket:
 
 
 class SparseBucket(Bucket):
-    """One parameter whose gradient is sparse: the gradient itself travels, so there is no memory to set aside."""
+    """One parameter whose gradient is sparse: the gradient itself is sent, so no memory is set aside."""
 
     def __init__(self, index: int, indices: Sequence[int], members: Sequence[Parameter], names: Sequence[str]):
         self.index, self.indices, self.members, self.names = index, indices, members, names
@@ -187,7 +187,7 @@ class SparseBucket(Bucket):
         )
 
     def gather(self, places: Sequence[int], divisor: int | None, as_views: bool) -> None:
-        """Let a copy of the gradient travel, divided by ``divisor`` where one is given.
+        """Prepare a copy of the gradient to be sent, divided by ``divisor`` if one is given.
 
         Autograd lets a sparse gradient share its values with other gradients, so nothing is written into it.
         """

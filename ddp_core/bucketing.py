@@ -1,7 +1,7 @@
-"""Decide which parameter travels in which bucket: pure functions over sizes, which touch no tensor and no process.
+"""The assignment of parameters to buckets: pure functions of sizes, which touch no tensor and no process group.
 
 A *bucket* holds parameters of one dtype on one device, whose gradients are reduced by one collective (Li et al.,
-PyTorch Distributed, VLDB 2020, section 3.2.3). A *plan* is a list of buckets; a bucket, a tuple of parameter indices.
+PyTorch Distributed, VLDB 2020, section 3.2.3). A *plan* is a list of buckets, each a tuple of parameter indices.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 MIB = 1024 * 1024
-DEFAULT_CAPS = (1 * MIB, 25 * MIB)  # a small first bucket starts communicating early; only if the user names no size
+DEFAULT_CAPS = (1 * MIB, 25 * MIB)  # a small first bucket starts communicating early; only if the user gives no size
 
 Plan = list[tuple[int, ...]]
 
 
 class ParameterSpec(NamedTuple):
-    """What bucketing needs to know of a parameter."""
+    """What bucketing needs to know about a parameter."""
 
     nbytes: int
     kind: Hashable  # only parameters of one kind (dtype and device) may share a bucket
@@ -29,9 +29,10 @@ def choose_limits(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Turn the constructor's sizes (MiB) into limits (bytes) for the first buckets and for the rebuilt ones.
 
-    A bucket closes at its limit; limit k is for the k-th bucket of its kind, the last one for all further ones. Lower:
-    communication starts earlier, in more and smaller messages. ``one_bucket_at_first``: the order in which gradients
-    become ready is not yet known, so limits apply only once it is. Raises ValueError for a size that is not positive.
+    A bucket closes at its limit; limit k is for the k-th bucket of its kind, and the last limit for all further ones.
+    Lower: communication starts earlier, in more and smaller messages. ``one_bucket_at_first``: the order in which
+    gradients become ready is not known yet, so limits apply only once it is. Raises ValueError for a size that is not
+    positive.
     """
     for cap in [*([] if bucket_cap_mb is None else [bucket_cap_mb]), *(bucket_cap_mb_list or [])]:
         if not cap > 0:
@@ -48,12 +49,12 @@ def _bytes(mib: float) -> int:
 
 
 def assign_buckets(specs: Sequence[ParameterSpec], limits: Sequence[int], order: Sequence[int] | None = None) -> Plan:
-    """Pack parameters into buckets, taking them in ``order`` (default: as they stand).
+    """Pack parameters into buckets, taking them in ``order`` (default: the given order).
 
-    Every kind fills a bucket of its own, which closes once it holds its limit or more. A sparse gradient is alone.
+    Every kind fills its own bucket, which closes once it reaches its limit. A sparse gradient has a bucket to itself.
 
-    Returns the buckets in the order in which they closed, those never filled last; without an ``order``, sorted by
-    their first parameter.
+    Returns the buckets in the order in which they closed, followed by those that never filled; without an ``order``,
+    sorted by their first parameter.
     """
     plan: Plan = []
     filling: dict[Hashable, list[int]] = {}
@@ -75,13 +76,13 @@ def assign_buckets(specs: Sequence[ParameterSpec], limits: Sequence[int], order:
 
 
 def plan_to_numbers(plan: Plan) -> list[int]:
-    """Write a plan as twice as many integers as it has parameters: their order, and the bucket of each."""
+    """Encode a plan as twice as many integers as it has parameters: their order, and the bucket of each."""
     order = [index for bucket in plan for index in bucket]
     return order + [position for position, bucket in enumerate(plan) for _ in bucket]
 
 
 def plan_from_numbers(numbers: Sequence[int]) -> Plan:
-    """Read what ``plan_to_numbers`` wrote."""
+    """Decode the result of ``plan_to_numbers``."""
     half = len(numbers) // 2
     buckets: list[list[int]] = [[] for _ in range(numbers[-1] + 1)]
     for index, position in zip(numbers[:half], numbers[half:], strict=True):
@@ -92,9 +93,9 @@ def plan_from_numbers(numbers: Sequence[int]) -> Plan:
 def plan_from_names(
     buckets: Sequence[Sequence[str]], names: Sequence[str], specs: Sequence[ParameterSpec]
 ) -> Plan | None:
-    """Turn buckets of parameter names into a plan for the parameters ``names``, or return None if they do not fit.
+    """Turn buckets of parameter names into a plan for the parameters ``names``, or return None if they do not match.
 
-    They fit if every parameter is in them exactly once, no bucket mixes kinds, and a sparse gradient is alone.
+    They match if every parameter occurs exactly once, no bucket mixes kinds, and sparse gradients are alone.
     """
     if sorted(name for bucket in buckets for name in bucket) != sorted(names):
         return None

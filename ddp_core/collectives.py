@@ -1,8 +1,8 @@
-"""Collectives as methods of a process group, spelt so that a group written in Python can answer them too.
+"""Collectives as methods of a process group, called in a way that a group written in Python supports too.
 
 Such a group (a subclass of ``ProcessGroup``) takes its options as an argument, need not be known to
-``torch.distributed``, whose functions look groups up in tables, and hands out works of its own, whose ``wait`` may ask
-for a timeout. PyTorch's reducer calls both from C++, which passes everything on; these functions do the same.
+``torch.distributed``, whose functions look groups up in tables, and returns its own works, whose ``wait`` may require a
+timeout. PyTorch's reducer calls both from C++, which passes everything on; these functions do the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
 
 
 def all_gather_object(group: dist.ProcessGroup, value: Any, device: torch.device) -> list[Any]:
-    """Return every rank's ``value``, in rank order: pickled, and padded to the longest."""
+    """Return every rank's ``value``, in rank order; values are pickled and padded to the longest."""
     pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     sizes = [int(size.item()) for size in all_gather(group, torch.tensor([len(pickled)], device=device))]
     padded = torch.nn.functional.pad(pickled, (0, max(sizes) - len(pickled)))
@@ -48,13 +48,13 @@ def all_gather_object(group: dist.ProcessGroup, value: Any, device: torch.device
 
 
 def finish(work: dist.Work) -> None:
-    """Return when ``work`` is done; raise what it raises."""
-    # Called "wait", this function would look like a super().wait() to pybind11, which then calls the base class.
+    """Return when ``work`` is done; raise its error if it fails."""
+    # Called "wait", this function would look to pybind11 like a super().wait(), so it would call the base class.
     kind: Any = type(work)
     if kind.wait is dist.Work.wait and kind.get_future is not dist.Work.get_future:
-        work.get_future().wait()  # its class is written in Python, and tells its end by its future alone
+        work.get_future().wait()  # its class is written in Python, and only its future shows when it is done
     else:
-        dist.Work.wait(work)  # not work.wait(): through C++, which hands a timeout to a wait() that asks for one
+        dist.Work.wait(work)  # not work.wait(): through C++, which passes a timeout if wait() requires one
 
 
 def future_of(work: dist.Work) -> torch._C.Future[Any] | None:
@@ -65,9 +65,9 @@ def future_of(work: dist.Work) -> torch._C.Future[Any] | None:
 
 
 def result_of(work: dist.Work) -> Any:
-    """Wait for ``work``, and return what its future holds, as PyTorch's reducer does; None if it holds nothing.
+    """Wait for ``work``, and return the value of its future, as PyTorch's reducer does; None if it holds nothing.
 
-    A group written in Python may deliver its result there and not in place, and later than its ``wait`` returns.
+    A group written in Python may deliver its result there instead of in place, and after its ``wait`` has returned.
     """
     finish(work)
     future = future_of(work)
@@ -75,7 +75,7 @@ def result_of(work: dist.Work) -> Any:
 
 
 def number_of_ranks(group: dist.ProcessGroup, count: dist.Work | None) -> int:
-    """Return how many ranks to divide by: the sum that ``count`` all-reduces, or all of ``group``."""
+    """Return how many ranks to divide by: the sum that ``count`` all-reduces, or the size of ``group``."""
     if count is None:
         return group.size()
     ranks = result_of(count)

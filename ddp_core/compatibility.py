@@ -1,4 +1,4 @@
-"""Names of PyTorch's class that begin with an underscore and that programs use all the same."""
+"""Names of PyTorch's class that begin with an underscore but are used by programs anyway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_core.replicas import MESSAGE_BYTES
 
 
 class PyTorchNames:
-    """What ``DistributedDataParallel`` answers to besides its own methods; ``self`` is always one of those."""
+    """What ``DistributedDataParallel`` provides for compatibility; ``self`` is always one of those."""
 
     broadcast_bucket_size = MESSAGE_BYTES
     buffer_hook: tuple[object, Callable[..., Any]] | None
@@ -24,7 +24,7 @@ class PyTorchNames:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Leave parameters and buffers of these names alone; call it before wrapping ``module``."""
+        """Ignore parameters and buffers of these names; call it before wrapping ``module``."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]  # 'Incompatible types in assignment'
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
@@ -32,7 +32,7 @@ class PyTorchNames:
 
     @classmethod
     def _get_active_ddp_module(cls) -> None:
-        """Return None: torch.compile is not to split graphs at bucket boundaries."""
+        """Return None: torch.compile must not split graphs at bucket boundaries."""
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
@@ -42,7 +42,7 @@ class PyTorchNames:
                 yield (name, parameter) if named_params else parameter
 
     def _set_static_graph(self: Any) -> None:
-        """Do what ``static_graph=True`` does."""
+        """Do the same as ``static_graph=True``."""
         if self.static_graph:
             warnings.warn("static_graph is set already", stacklevel=2)
             return
@@ -56,12 +56,12 @@ class PyTorchNames:
         self.reducer.unused.become_static()
 
     def _set_ddp_sink_clone(self: Any, val: bool) -> None:
-        """Set whether outputs are copied at the sink: False saves memory, and forbids changing them in place."""
+        """Set whether outputs are copied at the sink: False saves memory, but forbids modifying them in place."""
         self._sink_clones = val
 
     @property
     def _comm_hooks(self: Any) -> list[tuple[Callable[..., Any], object]]:
-        """What is registered: one pair of hook and state, or nothing."""
+        """The registered hook: one pair of hook and state, or nothing."""
         hook = self.reducer.hook
         return [] if hook is None else [(hook.function, hook.state)]
 
@@ -75,9 +75,9 @@ class PyTorchNames:
     def _register_buffer_comm_hook(
         self: Any, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
     ) -> None:
-        """Let ``hook(state, buffers_by_name)`` synchronise buffers; it may return futures, awaited after backward.
+        """Synchronise buffers with ``hook(state, buffers_by_name)``; it may return futures, awaited after backward.
 
-        ``comm_hook_location``: an enum member called POST_FORWARD (also the default) or PRE_FORWARD.
+        ``comm_hook_location`` is an enum member called POST_FORWARD (the default) or PRE_FORWARD.
         """
         self.buffer_hook = (state, hook)
         self._buffers_sync_before_forward = getattr(comm_hook_location, "name", "") == "PRE_FORWARD"
@@ -88,7 +88,7 @@ class PyTorchNames:
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Copy buffers from one rank, as is done without a buffer hook; ``bucket_size`` has no effect."""
+        """Copy buffers from one rank, as without a buffer hook; ``bucket_size`` has no effect."""
         self.broadcast_module_buffers(authoritative_rank, bufs)
 
     def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class PyTorchNames:
         self.reducer.listener.detach()
 
     def _update_process_group(self: Any, new_process_group: Any) -> None:
-        """Go on with other ranks: forget the unfinished, and rebuild buckets after the next backward pass."""
+        """Switch to other ranks: discard unfinished reductions, and rebuild buckets after the next backward pass."""
         self.reducer.reset()
         if isinstance(new_process_group, dist.ProcessGroup):  # else this rank is outside it
             self.reducer.process_group = new_process_group

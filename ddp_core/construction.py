@@ -1,4 +1,4 @@
-"""What a wrapped module must be like, checked before anything is communicated."""
+"""The requirements for a wrapped module, checked before anything is communicated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 
 def choose_process_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    """Return the group to reduce over: the one given, the mesh's only dimension, or the default one."""
+    """Return the group to reduce over: the given one, the mesh's only dimension, or the default one."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
@@ -33,7 +33,7 @@ def choose_process_group(process_group: dist.ProcessGroup | None, device_mesh: A
 
 
 def check_module(module: nn.Module, parameters: Sequence[Tensor]) -> None:
-    """Refuse a module that cannot be wrapped; ``parameters`` are those not ignored, frozen ones included.
+    """Raise for a module that cannot be wrapped; ``parameters`` are those not ignored, frozen ones included.
 
     Raises RuntimeError for uninitialised (lazy) parameters and where nothing requires a gradient; ValueError for
     mixed device types and SyncBatchNorm on the CPU.
@@ -59,10 +59,10 @@ def check_module(module: nn.Module, parameters: Sequence[Tensor]) -> None:
 
 
 def check_arguments_without_effect(mixed_precision: object, check_reduction: bool) -> None:
-    """Raise NotImplementedError if ``mixed_precision`` is given, and warn of ``check_reduction``."""
+    """Raise NotImplementedError if ``mixed_precision`` is given, and warn about ``check_reduction``."""
     if mixed_precision is not None:
         raise NotImplementedError(
-            "mixed_precision is not offered: compute in low precision under torch.autocast, and communicate in it "
+            "mixed_precision is not supported: compute in low precision under torch.autocast, and communicate in it "
             "with a casting communication hook (register_comm_hook)"
         )
     if check_reduction:
@@ -74,7 +74,7 @@ def choose_devices(
 ) -> tuple[list[torch.device] | None, torch.device | None]:
     """Return the one device to which inputs are moved, as a list, and the output device; (None, None) for neither.
 
-    Raises ValueError for more than one id, and for ids of a module on the CPU or on several devices.
+    Raises ValueError for more than one id, and for ids with a module on the CPU or on several devices.
     """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids can only be None or contain a single element. (got {list(device_ids)})")
@@ -110,13 +110,13 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
 
 
 def sparse_parameters(module: nn.Module) -> set[int]:
-    """Return the ids of parameters that will get sparse gradients: embeddings made with ``sparse=True``."""
+    """Return the ids of parameters that will get sparse gradients: those of embeddings with ``sparse=True``."""
     embeddings = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     return {id(m.weight) for m in embeddings if m.sparse}
 
 
 def refuse_distributed_autograd() -> None:
-    """Refuse a forward pass in a ``torch.distributed.autograd`` context: gradients would stay there, unreduced."""
+    """Raise in a ``torch.distributed.autograd`` context: gradients would stay there and not be reduced."""
     rpc = getattr(torch._C, "_distributed_rpc", None)
     if rpc is None or not rpc._is_current_rpc_agent_set():
         return

@@ -1,9 +1,9 @@
-"""``delay_all_reduce_named_params``: gradients outside of the buckets, averaged together by one all-reduce.
+"""``delay_all_reduce_named_params``: gradients outside the buckets, averaged together by one all-reduce.
 
-They accumulate in a memory of their own. The all-reduce starts once all of them and the gradient of one chosen
-parameter are ready, and every bucket has been launched; at the latest, at the end of the backward pass. With a
-communication hook it starts there, when all that the hook returned is done: its callbacks may issue collectives too. So
-it is the iteration's last collective whatever becomes ready when, and ranks always issue theirs in the same order.
+They accumulate in their own memory. The all-reduce starts once all of them and the gradient of one chosen parameter are
+ready, and every bucket has been launched; at the latest, at the end of the backward pass. With a communication hook it
+starts there, once everything that the hook returned is done, since its callbacks may issue collectives too. So it is
+always the iteration's last collective, and ranks always issue theirs in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddp_core.hooks import Pending
 
 
 class Delay(NamedTuple):
-    """Which parameters are delayed, and the one whose gradient they wait for."""
+    """Which parameters are delayed, and the parameter whose gradient they wait for."""
 
     named: tuple[tuple[str, Parameter], ...] = ()
     trigger: Parameter | None = None
@@ -31,8 +31,8 @@ class Delay(NamedTuple):
 def choose_delay(module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, trigger: Parameter | None) -> Delay:
     """Check the constructor's two arguments, and return them as one.
 
-    Raises ValueError if only one of them is given, a name is not that of its parameter in ``module``, or ``trigger``
-    gets no gradient.
+    Raises ValueError if only one of them is given, a name does not belong to its parameter in ``module``, or
+    ``trigger`` gets no gradient.
     """
     if (named is None) != (trigger is None):
         raise ValueError(
@@ -53,12 +53,12 @@ def choose_delay(module: nn.Module, named: Iterable[tuple[str, Parameter]] | Non
                 f"delay_all_reduce_named_params: {name!r} must come with the parameter of that name in the wrapped "
                 "module; take pairs from module.named_parameters() before wrapping it"
             )
-        delayed[first_names[id(parameter)]] = parameter  # a shared parameter goes by its first name
+        delayed[first_names[id(parameter)]] = parameter  # a shared parameter is known by its first name
     return Delay(tuple(delayed.items()), trigger)
 
 
 class DelayedGradients:
-    """The memory of delayed gradients, one piece for each dtype and device, and their all-reduces under way."""
+    """The memory of delayed gradients, one piece for each dtype and device, and their pending all-reduces."""
 
     def __init__(self, delay: Delay):
         self.named = [(name, parameter) for name, parameter in delay.named if parameter.requires_grad]
@@ -73,7 +73,7 @@ class DelayedGradients:
         return Bucket(number, indices, [self.named[i][1] for i in indices], [self.named[i][0] for i in indices])
 
     def reset(self) -> None:
-        """Expect every gradient, and the trigger's, anew."""
+        """Expect every gradient, including the trigger's, again."""
         self.triggered = False
         self.missing = set(range(len(self.named)))
         self.in_flight: list[Pending] = []
@@ -84,23 +84,23 @@ class DelayedGradients:
         return self.triggered and not self.missing and not self.in_flight
 
     def lend_memory(self) -> None:
-        """Let the coming backward pass accumulate in this memory; a gradient that is None becomes zeros."""
+        """Make the coming backward pass accumulate in this memory; a gradient that is None becomes zeros."""
         for bucket in self.buckets:
             for member, view in zip(bucket.members, bucket.views, strict=True):
                 if member.grad is None:
                     member.grad = view.zero_()
 
     def gather(self, divisor: int) -> None:
-        """Move what autograd has put elsewhere into this memory, and divide all of it."""
+        """Move what autograd has put elsewhere into this memory, and divide everything."""
         for bucket in self.buckets:
             bucket.reset()
             for member in bucket.members:
-                if member.grad is not None and member.grad.is_sparse:  # its memory was taken away by zero_grad()
+                if member.grad is not None and member.grad.is_sparse:  # its memory was released by zero_grad()
                     member.grad = member.grad.to_dense()
             bucket.gather(range(len(bucket.members)), divisor, as_views=True)
 
     def launch(self, group: dist.ProcessGroup, memories: Sequence[Tensor]) -> list[Pending]:
-        """Begin to sum ``memories``, one for each bucket, over the ranks of ``group``; no hook sees them."""
+        """Start to sum ``memories``, one for each bucket, over the ranks of ``group``; no hook sees them."""
         return [
             Pending(
                 all_reduce(group, memory),

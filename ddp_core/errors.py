@@ -1,6 +1,6 @@
-"""The errors a training loop can run into, with parameters and remedies named.
+"""The errors that a training loop can run into, naming parameters and remedies.
 
-Their opening phrases are those that PyTorch's users search for and its tests expect.
+Their opening phrases are the ones that PyTorch's users search for and its tests expect.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def unfinished(
 
 
 def interrupted(failure: str) -> RuntimeError:
-    """Return the error for a reduction cut short because a hook, or the wait for what it began, raised."""
+    """Return the error for a reduction cut short because a hook, or waiting for its result, raised."""
     return RuntimeError(
         "Expected to have finished reduction in the prior iteration before starting a new one: it was interrupted by "
         f"{failure.rstrip('.')}. Gradients may differ between ranks; load a checkpoint and wrap again."
@@ -76,7 +76,7 @@ def unseen_outputs() -> RuntimeError:
 def broken_promise() -> RuntimeError:
     """Return the error for no_sync() around only the backward pass, which cannot work inside join()."""
     return RuntimeError(
-        "no_sync() round the backward pass alone cannot work inside join(): ranks that have joined were told in the "
+        "no_sync() around the backward pass alone cannot work inside join(): ranks that have joined were told in the "
         "forward pass that gradients would be reduced. Put the forward pass inside no_sync() too."
     )
 
@@ -98,7 +98,7 @@ def unannounced_sparse(name: str) -> RuntimeError:
 
 
 def amid_reduction(what: str) -> RuntimeError:
-    """Return the error for something that cannot be done in the middle of a backward pass."""
+    """Return the error for something that cannot be done during a backward pass."""
     return RuntimeError(
         f"{what} while gradients are being reduced; do it between the end of one backward pass and the start of the "
         "next"

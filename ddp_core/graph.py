@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils import _pytree as pytree  # the walk that torch.func and torch.export use; it has no public twin
+from torch.utils import _pytree as pytree  # used by torch.func and torch.export; not public
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in ``value``, through lists, tuples, mappings and dataclasses, nested as they may be."""
+    """Yield every tensor in ``value``, through arbitrarily nested lists, tuples, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -47,14 +47,14 @@ def unreachable(outputs: Iterable[Tensor], accumulators: Mapping[Node, int]) -> 
 class _Sink(torch.autograd.Function):
     """The identity on a module's outputs, as one node, so that backward() always enters the module through it.
 
-    An output that the loss does not use then passes *undefined* gradients on, and the nodes of parameters behind it
-    fire all the same.
+    If the loss does not use an output, it then passes *undefined* gradients on, and the nodes of parameters behind it
+    still fire.
     """
 
     @staticmethod
     def forward(ctx: Any, copy: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.clone() if copy else tensor for tensor in tensors)  # a view forbids `loss /= 10`
+        return tuple(tensor.clone() if copy else tensor for tensor in tensors)  # a view would forbid `loss /= 10`
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -64,7 +64,7 @@ class _Sink(torch.autograd.Function):
 def through_sink(outputs: Any, copy: bool) -> Any:
     """Return ``outputs`` with every tensor that has a gradient history passed through one common node.
 
-    Containers are those of ``torch.utils._pytree``; a tensor in any other object stays as it is.
+    Containers are those of ``torch.utils._pytree``; tensors in any other object are left unchanged.
     """
     leaves, spec = pytree.tree_flatten(outputs)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
@@ -77,14 +77,15 @@ def through_sink(outputs: Any, copy: bool) -> Any:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass now running has computed every gradient."""
+    """Call ``callback`` when the current backward pass has computed every gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def at_end_of_backward_through(outputs: Iterable[Tensor], method: Callable[[], None]) -> None:
-    """Call ``method``, as long as its object lives, at the end of every backward pass that comes through ``outputs``.
+    """Call ``method``, while its object lives, at the end of every backward pass that comes through ``outputs``.
 
-    An output's gradient comes in the outermost backward pass, before any nested one: of a reentrant checkpoint, say.
+    An output's gradient arrives in the outermost backward pass, before any nested one, such as a reentrant
+    checkpoint's.
     """
     weak = weakref.WeakMethod(method)
     for output in outputs:

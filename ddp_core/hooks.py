@@ -1,4 +1,4 @@
-"""PyTorch's communication-hook contract: what may be registered, and what a hook may hand back.
+"""PyTorch's communication-hook contract: what may be registered, and what a hook may return.
 
 ``hook(state, bucket) -> Future[Tensor]``. The state is the user's; the bucket is a ``GradBucket``.
 """
@@ -28,7 +28,7 @@ RESULTS = (Future, torch._C.Future, dist.Work, Tensor)
 
 
 class CommHook(NamedTuple):
-    """A registered hook with its state, and the name under which errors and logs speak of it."""
+    """A registered hook with its state, and the name by which errors and logs refer to it."""
 
     state: Any
     function: Hook
@@ -36,7 +36,7 @@ class CommHook(NamedTuple):
     timeout: float | None = None  # seconds for one bucket's future; None: the process group's timeout
 
     def start(self, bucket: GradBucket, group: dist.ProcessGroup) -> Pending:
-        """Call the hook for one bucket; raise RuntimeError if it returns what cannot be waited for."""
+        """Call the hook for one bucket; raise RuntimeError if it returns something that cannot be waited for."""
         try:
             returned = self.function(self.state, bucket)
         except Exception as error:
@@ -45,25 +45,25 @@ class CommHook(NamedTuple):
         if not isinstance(returned, RESULTS):
             raise RuntimeError(
                 f"{_where(self.name, bucket)}: the callback must return a torch.futures.Future object, but got "
-                f"{type(returned).__name__}; a Work or a Tensor will do as well"
+                f"{type(returned).__name__}; a Work or a Tensor is also accepted"
             )
         return Pending(returned, bucket, self.name, group, self.timeout)
 
 
 class Pending(NamedTuple):
-    """A bucket on its way: what a hook returned for it, or the all-reduce of a model without a hook."""
+    """A bucket being reduced: what a hook returned for it, or the all-reduce of a model without a hook."""
 
     returned: Any
     bucket: GradBucket
     name: str
-    group: dist.ProcessGroup | None = None  # None: our own all-reduce, which keeps its group's timeout by itself
+    group: dist.ProcessGroup | None = None  # None: our own all-reduce, which applies its group's timeout itself
     timeout: float | None = None
 
     def result(self) -> Tensor:
-        """Wait for the mean: as many elements as the bucket, flattened (a sparse bucket's as it came).
+        """Wait for the mean: as many elements as the bucket, flattened (a sparse bucket's is returned unchanged).
 
-        Raises what the future raises, HookTimeoutError if it does not come in time, and RuntimeError if what came
-        does not fit the bucket.
+        Raises the future's error, HookTimeoutError if it does not complete in time, and RuntimeError if the result does
+        not match the bucket.
         """
         value, buffer = self.returned, self.bucket.buffer()
         if self.group is not None:
@@ -89,7 +89,7 @@ class Pending(NamedTuple):
         return value if buffer.is_sparse else value.reshape(-1).contiguous()
 
     def future(self) -> torch._C.Future[Any] | None:
-        """Return what tells that the hook is done; None for a tensor, and for a work that cannot tell."""
+        """Return the future that shows when the hook is done; None for a tensor, or a work that has no future."""
         if isinstance(self.returned, torch._C.Future):
             return self.returned
         if isinstance(self.returned, dist.Work):
@@ -97,7 +97,7 @@ class Pending(NamedTuple):
         return None
 
     def _await_future(self, group: dist.ProcessGroup) -> None:
-        """Return once the future's own ``wait`` is short; raise HookTimeoutError if that takes too long."""
+        """Return once the future's own ``wait`` will be short; raise HookTimeoutError if that takes too long."""
         future = self.future()
         if future is None or future.done():
             return
@@ -114,14 +114,14 @@ class Pending(NamedTuple):
 
 
 def _set(event: threading.Event, _future: object) -> None:
-    """Set the event: all that a future's callback holds on to, in case it is never called."""
+    """Set the event, which is all that a future's callback refers to, in case it is never called."""
     event.set()
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     try:
         timeout = group._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):  # a group without a backend of PyTorch's: it keeps its timeout to itself
+    except (RuntimeError, AttributeError):  # a group without a backend of PyTorch's does not expose its timeout
         timeout = dist.constants.default_pg_timeout
     return float(timeout.total_seconds())
 
@@ -142,7 +142,7 @@ def _where(hook: str, bucket: GradBucket) -> str:
 
 
 def check_timeout(seconds: object) -> None:
-    """Raise ValueError if ``seconds`` is neither None nor a time that one can wait."""
+    """Raise ValueError unless ``seconds`` is None or a positive, finite number."""
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < math.inf
     if seconds is not None and not number:
         raise ValueError(
@@ -152,11 +152,11 @@ def check_timeout(seconds: object) -> None:
 
 
 def check_hook(hook: object) -> None:
-    """Refuse what cannot be a communication hook.
+    """Raise for anything that cannot be a communication hook.
 
-    Lambdas, ``functools.partial``, bound methods and callable objects are welcome, whatever they call their second
-    argument. Raises TypeError for what cannot be called with two arguments; ValueError if annotations say that it
-    takes or returns something else.
+    Lambdas, ``functools.partial``, bound methods and callable objects are accepted, whatever the name of their second
+    argument. Raises TypeError for anything that cannot be called with two arguments, and ValueError if its annotations
+    name other types.
     """
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. (got {type(hook).__name__})")
@@ -165,7 +165,7 @@ def check_hook(hook: object) -> None:
     except TypeError as error:  # first, because an object that tells how it is used may raise what is both
         remedy = "; register a function, or attach a compressor with commhooks.attach" if isinstance(hook, type) else ""
         raise TypeError(f"communication hook must take (state, bucket); {hook!r} does not: {error}{remedy}") from None
-    except ValueError:  # a builtin without a signature: the first call will tell
+    except ValueError:  # a builtin without a signature: the first call will show
         return
     hints = _type_hints(hook)
     if len(names) == 2 and not _fits(hints.get(names[1], Any), BUCKETS):
@@ -180,7 +180,7 @@ def _type_hints(hook: Callable[..., Any]) -> dict[str, Any]:
     function = hook if inspect.isroutine(hook) else type(hook).__call__
     try:
         return typing.get_type_hints(function)
-    except Exception:  # a name known only to a type checker; whatever it was, the annotations that are objects remain
+    except Exception:  # a name known only to a type checker, for example; annotations that are objects still count
         return {n: a for n, a in getattr(function, "__annotations__", {}).items() if not isinstance(a, str)}
 
 

@@ -1,7 +1,7 @@
-"""Uneven inputs: what a rank that has run out of data does so that the others can go on.
+"""Uneven inputs: what a rank that has run out of data does so that the others can continue.
 
-``torch.distributed.algorithms.join`` calls ``ShadowHook.main_hook`` once for every iteration that some rank still
-trains, and the hook issues the collectives which that rank's forward and backward passes issue, with zeros.
+``torch.distributed.algorithms.join`` calls ``ShadowHook.main_hook`` once for every iteration in which some rank still
+trains; the hook issues the collectives of that rank's forward and backward passes, with zeros.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MayRunOut(Joinable):
     require_backward_grad_sync: bool
     device: torch.device
     _divides_by_initial_world_size = True
-    _authoritative_rank = 0  # whose model all had after the latest join()
+    _authoritative_rank = 0  # whose model all ranks had after the latest join()
 
     @abstractmethod
     def replicated_parameters(self) -> list[tuple[str, Any]]: ...  # noqa: D102
@@ -53,13 +53,14 @@ class MayRunOut(Joinable):
         """Return a context in which ranks may run out of inputs at different times.
 
         A rank that leaves its loop early takes part in the others' collectives with zeros, until all have left; then
-        all get the model of the last one.
+        all receive the model of the last one.
 
         Args:
-            divide_by_initial_world_size: divide by all ranks, so that every input weighs the same; False: by those
-                that still train.
-            enable: False makes this a context without effect.
-            throw_on_early_termination: instead of going on, raise RuntimeError on every rank.
+            divide_by_initial_world_size: True divides by the number of all ranks, so that every input has the same
+            weight;
+                  False by the number of ranks that still train.
+            enable: False makes this context have no effect.
+            throw_on_early_termination: raise RuntimeError on every rank instead of continuing.
 
         """
         if enable:
@@ -75,7 +76,7 @@ class MayRunOut(Joinable):
             )
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """Return what ``torch.distributed.algorithms.join.Join`` runs on ranks that have joined."""
+        """Return the hook that ``torch.distributed.algorithms.join.Join`` runs on ranks that have joined."""
         self._divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return ShadowHook(self)
 
@@ -110,8 +111,8 @@ class ShadowHook(JoinHook):
     @torch.no_grad()
     def _mirror_backward(self) -> None:
         reducer = self.ddp.reducer
-        # In the order of the reducer's collectives, with which these pair up: usage is counted first if all is reduced
-        # at once, and else after the buckets; delayed gradients come last.
+        # In the order of the reducer's collectives, with which these pair up: usage is counted first if everything is
+        # reduced at once, otherwise after the buckets; delayed gradients come last.
         nothing = [0] * len(reducer.layout.parameters)
         usage = reducer.count_usage(nothing) if reducer.unused.learning else None
         in_flight = [reducer.launch(bucket, bucket.zeros()) for bucket in reducer.layout.buckets]
@@ -129,7 +130,7 @@ class ShadowHook(JoinHook):
         if reducer.unused.learning:
             reducer.unused.learned = True
         elif reducer.wants_order and not reducer.layout.ready_order:
-            reducer.layout.ready_order = list(range(len(nothing)))  # any will do unless this is rank 0
+            reducer.layout.ready_order = list(range(len(nothing)))  # any order will do unless this is rank 0
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that trained to the end to all the others."""
@@ -149,7 +150,7 @@ def elect(ddp: MayRunOut, candidate: bool) -> int:
 
 
 def exchange_sync_flag(ddp: MayRunOut, joined: bool) -> bool:
-    """Tell the joined ranks, or as one of them learn, whether this iteration's backward pass synchronises."""
+    """Tell the joined ranks, or learn as one of them, whether this iteration's backward pass synchronises."""
     flag = torch.full((1,), float(not joined and ddp.require_backward_grad_sync), device=ddp.join_device)
     finish(all_reduce(ddp.join_process_group, flag))
     return bool(flag.item())

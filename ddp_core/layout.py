@@ -1,4 +1,4 @@
-"""The buckets of a model: laid out by size at first, and once more in the order in which gradients became ready."""
+"""A model's buckets: laid out by size at first, and once more in the order in which gradients became ready."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Layout:
 
     def _build(self, plan: Plan) -> None:
         self.buckets: list[Bucket] = []
-        self.locations: dict[int, tuple[Bucket, int]] = {}  # of a parameter: its bucket, and its place in it
+        self.locations: dict[int, tuple[Bucket, int]] = {}  # for each parameter: its bucket, and its place in it
         for position, indices in enumerate(plan):
             kind = SparseBucket if self.specs[indices[0]].sparse else Bucket
             members, names = [self.parameters[i] for i in indices], [self.names[i] for i in indices]
@@ -44,19 +44,19 @@ class Layout:
     def reset(self) -> None:
         """Keep these buckets until the order of the next backward pass is known."""
         self.rebuilt = False
-        self.ready_order: list[int] = []  # what the rebuilt buckets will follow
+        self.ready_order: list[int] = []  # the order that the rebuilt buckets will follow
         self.iterations_to_check = 2  # before the buckets are rebuilt, and after
 
     @_disable_dynamo  # torch.compile cannot trace a process group's methods (tests/torch_suite)
     def rebuild_in_order(self, group: dist.ProcessGroup) -> None:
-        """Lay out again, on every rank of ``group`` in the order in which rank 0's gradients became ready."""
+        """Lay out again, on every rank of ``group``, in the order in which rank 0's gradients became ready."""
         plan = assign_buckets(self.specs, self.settings.rebuilt_limits, self.ready_order)
         numbers = torch.tensor(plan_to_numbers(plan), device=self.parameters[0].device)
         finish(broadcast(group, numbers, source=0))
         self.rebuild(plan_from_numbers(numbers.tolist()))
 
     def rebuild(self, plan: Plan) -> None:
-        """Lay out as ``plan`` says, for good: no order is learned any more."""
+        """Lay out according to ``plan``, permanently: the order is no longer learned."""
         self._build(plan)
         self.rebuilt = True
         if self.settings.gradient_as_bucket_view:
@@ -64,7 +64,7 @@ class Layout:
                 bucket.adopt()
 
     def check_strides(self, bucket: Bucket, places: Sequence[int]) -> None:
-        """Warn once of a gradient that is slow to copy; raise RuntimeError for a sparse one in a dense bucket."""
+        """Warn once about a gradient that is slow to copy; raise RuntimeError for a sparse one in a dense bucket."""
         for place in places:
             grad, view = bucket.members[place].grad, bucket.views[place]
             if grad is None or isinstance(bucket, SparseBucket):

@@ -1,4 +1,4 @@
-"""Hearing of every gradient: hooks on the nodes of the autograd graph that accumulate into ``p.grad``."""
+"""Observing every gradient: hooks on the nodes of the autograd graph that accumulate into ``p.grad``."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Owner = TypeVar("Owner")
 
 
 class Listener(Generic[Owner]):
-    """Reports every gradient of some parameters to ``owner``, one at a time, for as long as it lives."""
+    """Reports every gradient of some parameters to ``owner``, one at a time, as long as the owner lives."""
 
     def __init__(self, owner: Owner):
-        self._owner = weakref.ref(owner)  # a node lives as long as any graph that it is part of, and its hooks with it
+        self._owner = weakref.ref(owner)  # a node, and its hooks, live as long as any graph that contains it
         self._lock = threading.RLock()  # a module on several devices has a backward thread for each
-        # Nobody else keeps a node between two iterations; a new one in its place would have no hook.
+        # Nothing else keeps a node alive between iterations; a new one in its place would have no hook.
         self._nodes: set[Node] = set()
         self._handles: list[RemovableHandle] = []
 
     def listen(self, report: Callable[[Owner, int], None], parameters: Sequence[Parameter]) -> dict[Node, int]:
-        """Let ``report(owner, index)`` hear of the gradients of ``parameters``; return their nodes, with the index."""
+        """Report the gradients of ``parameters`` to ``report(owner, index)``; return their nodes, with the index."""
         nodes = {_node_of(parameter): index for index, parameter in enumerate(parameters)}
         # A node's own hook also fires when its gradient is undefined; a tensor's post-accumulate hook does not
         # (tests/ddp_core: an output left out of the loss).
@@ -41,13 +41,13 @@ class Listener(Generic[Owner]):
         return nodes
 
     def require_nodes(self, named: Iterable[tuple[str, Parameter]]) -> None:
-        """Raise RuntimeError if a parameter is no longer heard of: a conversion gave it another graph node."""
+        """Raise RuntimeError if a parameter is no longer observed because a conversion gave it another graph node."""
         for name, parameter in named:
             if parameter.requires_grad and _node_of(parameter) not in self._nodes:
                 raise converted(name)
 
     def detach(self) -> None:
-        """Report nothing any more."""
+        """Stop reporting."""
         for handle in self._handles:
             handle.remove()
 

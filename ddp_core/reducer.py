@@ -1,13 +1,13 @@
 """From gradients becoming ready, in any order, to buckets reduced in one order.
 
-Every parameter's AccumulateGrad node calls ``Reducer.gradient_ready`` once its gradient is in ``p.grad``. When
-all of a bucket's gradients are there and every bucket before it has been launched, the bucket is launched: handed to
-the communication hook, or all-reduced. Ranks become ready at different times and in different orders; they launch in
-the same order, which is what lets their collectives pair up. When the last bucket is launched, a callback at the end
-of the backward pass waits for all of them and gives every parameter its mean.
+Every parameter's AccumulateGrad node calls ``Reducer.gradient_ready`` once its gradient is in ``p.grad``. When all of a
+bucket's gradients are there and every earlier bucket has been launched, the bucket is launched: passed to the
+communication hook, or all-reduced. Gradients become ready at different times and in different orders on each rank, but
+buckets are launched in the same order, so that their collectives pair up. When the last bucket is launched, a callback
+at the end of the backward pass waits for all of them and gives every parameter its mean.
 
-One iteration is: ``before_forward``, ``after_forward``, ``gradient_ready`` (once per parameter), ``_finish``. What it
-has come to is its ``Phase``.
+One iteration is: ``before_forward``, ``after_forward``, ``gradient_ready`` (once per parameter), ``_finish``. Its
+progress is its ``Phase``.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from ddp_core.watch import watch
 
 __all__ = ["Reducer", "Usage"]
 
-REDUCING = Phase.REDUCING  # asked for with every gradient, and found ten times sooner than an enum's member (3.11)
+REDUCING = Phase.REDUCING  # checked for every gradient, and ten times faster to look up than an enum's member (3.11)
 
 
 class Reducer:
-    """Counts gradients, launches buckets in order, writes the means back. See the module's text."""
+    """Counts gradients, launches buckets in order, writes the means back. See the module's docstring."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class Reducer:
         self.hook: CommHook | None = None
         self.paused = False  # no_sync: gradients accumulate and nothing is counted
         self.promised = False  # joined ranks were told that the coming backward pass synchronises
-        self.join_work: dist.Work | None = None  # counts the ranks that still train, if these are to divide
+        self.join_work: dist.Work | None = None  # counts the ranks that still train, if those are to divide
         self.buffer_futures: list[torch.futures.Future[Any]] = []
-        self.steps_in_backward = False  # some optimiser does, as soon as there is a mean
+        self.steps_in_backward = False  # whether an optimiser steps as soon as there is a mean
         self.progress = Progress()
         self.listener = Listener(self)
         accumulators = self.listener.listen(Reducer.gradient_ready, self.layout.parameters)
         self.listener.listen(Reducer.delayed_ready, [parameter for _, parameter in delayed.named])
         if delayed.trigger is not None:
             self.listener.listen(Reducer.trigger_ready, [delayed.trigger])  # last: its gradient is counted by then
-        # without buckets, all gradients are delayed, and none of them is searched for
+        # without buckets, all gradients are delayed, and none is searched for
         searches = settings.find_unused_parameters and bool(self.layout.parameters)
         self.unused = UnusedParameters(self.layout.parameters, accumulators, searches)
         self.reset()
@@ -82,7 +82,7 @@ class Reducer:
         return self.layout.parameters + [parameter for _, parameter in self.delayed.named]
 
     def release_group(self) -> None:
-        """Let go of the process group, and of what may hold it: the process ends."""
+        """Drop the process group and everything that may hold it: the process is ending."""
         self.hook = self.join_work = None
         vars(self).pop("process_group", None)
 
@@ -97,7 +97,7 @@ class Reducer:
         self._forget_iteration()
 
     def _forget_iteration(self) -> None:
-        self.in_flight: list[Pending | None] = []  # of the buckets launched, in order; None: none of it was used
+        self.in_flight: list[Pending | None] = []  # of the buckets launched, in order; None: not used at all
         self.usage: Usage | None = None
         self.delayed.reset()
 
@@ -112,7 +112,7 @@ class Reducer:
         return self.unused.constant
 
     def require_finished(self) -> None:
-        """Raise RuntimeError, naming the parameters still waited for, if a reduction was begun and not finished."""
+        """Raise RuntimeError, naming the missing parameters, if a reduction was begun and not finished."""
         progress, unused = self.progress, self.unused
         if progress.phase is Phase.FAILED:
             raise progress.noted(errors.interrupted(progress.failure))
@@ -124,19 +124,19 @@ class Reducer:
             raise progress.noted(errors.unfinished(missing, names, rank, unused.searches, unused.static))
 
     def require_same_parameters(self) -> None:
-        """Raise RuntimeError if a parameter no longer reports here: a conversion gave it another graph node."""
+        """Raise RuntimeError if a parameter no longer reports here because a conversion gave it another graph node."""
         self.listener.require_nodes(zip(self.layout.names, self.layout.parameters, strict=True))
         self.listener.require_nodes(self.delayed.named)
 
     def set_hook(self, hook: CommHook | None) -> None:
-        """Reduce through ``hook`` from now on; None: by an all-reduce. Raises RuntimeError in a backward pass."""
+        """Reduce with ``hook`` from now on; None: with an all-reduce. Raises RuntimeError in a backward pass."""
         if self.progress.reducing:
             raise errors.amid_reduction("a communication hook cannot be registered, replaced or removed")
         self.hook = hook
 
     @property
     def wants_order(self) -> bool:
-        """True while the order of readiness is to be learned (never where unused parameters are searched for)."""
+        """True while the order of readiness is to be learned (never if unused parameters are searched for)."""
         return not self.layout.rebuilt and not self.unused.searches
 
     # ---------------------------------------------------------------- forward
@@ -150,7 +150,7 @@ class Reducer:
         self.iteration += 1
 
     def leave_iteration(self) -> None:
-        """Leave the latest iteration behind; after the first one, lay buckets out in its order of readiness."""
+        """End the latest iteration; after the first one, lay buckets out in its order of readiness."""
         self.require_finished()
         if self.progress.phase is Phase.REDUCED:
             self.progress.enter(Phase.IDLE)
@@ -160,8 +160,8 @@ class Reducer:
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Prepare for the backward pass of a module whose outputs hold ``outputs``."""
         self.progress.enter(Phase.EXPECTING)
-        self._forget_iteration()  # one that was expected, and had no backward pass
-        self.order: list[int] = []  # in which parameters became ready
+        self._forget_iteration()  # an iteration that was expected but had no backward pass
+        self.order: list[int] = []  # the order in which parameters became ready
         self.remaining = list(self.unused.firings) if self.unused.static else [1] * len(self.layout.parameters)
         for bucket in self.layout.buckets:
             bucket.reset()
@@ -192,7 +192,7 @@ class Reducer:
             raise self.progress.noted(complaint(index, self.layout.names[index]))
 
     def _takes_part(self, name: str) -> bool:
-        """Return True if the gradient that has come is to be reduced; with the iteration's first one, begin."""
+        """Return True if this gradient is to be reduced; if it is the iteration's first one, begin."""
         phase = self.progress.phase
         if phase is Phase.EXPECTING and not self.paused:
             self._begin()
@@ -203,18 +203,18 @@ class Reducer:
         if phase is Phase.REDUCED and not self.warned_late:
             self.warned_late = True
             warnings.warn(errors.late(name), stacklevel=2)
-        return False  # in FAILED too: the module may have been wrapped again, and we hear of its gradients all the same
+        return False  # in FAILED too: even if the module has been wrapped again, its gradients are still reported here
 
     def _begin(self) -> None:
         self.progress.enter(Phase.LEARNING if self.unused.learning else Phase.REDUCING)
         self.divisor = number_of_ranks(self.process_group, self.join_work)
         if self.unused.learning:
             return
-        # What will not fire arrives only now, and not in the forward pass: a launch needs a backward pass to end in.
+        # Unused ones arrive only now, not in the forward pass: a launch needs a backward pass to end in.
         for index in self.unused.here:
             self.remaining[index] = 0
             self._arrive(*self.layout.locations[index])
-        if not self.layout.buckets:  # all are delayed: nothing else would ask for the end of the backward pass
+        if not self.layout.buckets:  # all are delayed: nothing else would request the end of the backward pass
             self._launch_complete_buckets()
 
     def _arrive(self, bucket: Bucket, place: int) -> None:
@@ -244,7 +244,7 @@ class Reducer:
         at_end_of_backward(self._finish)
 
     def launch(self, bucket: Bucket, memory: Tensor) -> Pending:
-        """Begin the reduction of ``memory``, which stands for ``bucket``: through the hook, or by an all-reduce."""
+        """Start to reduce ``memory``, which represents ``bucket``, with the hook or an all-reduce."""
         window = GradBucket(bucket.index, bucket is self.layout.buckets[-1], memory, bucket.members, bucket.names)
         with self.progress.fatal(self.in_flight):
             if self.hook is not None:
@@ -259,7 +259,7 @@ class Reducer:
     # ---------------------------------------------------------------- delayed gradients
 
     def delayed_ready(self, index: int) -> None:
-        """Take note of the gradient of a delayed parameter."""
+        """Record the gradient of a delayed parameter."""
         name = self.delayed.named[index][0]
         if self._takes_part(name):
             if self.delayed.in_flight:
@@ -268,13 +268,13 @@ class Reducer:
             self._launch_delayed_if_due()
 
     def trigger_ready(self, _: int) -> None:
-        """Let the delayed gradients go as soon as all of them are there and every bucket is on its way."""
+        """Launch the delayed gradients as soon as all of them are there and every bucket has been launched."""
         if not self.paused:
             self.delayed.triggered = True
             self._launch_delayed_if_due()
 
     def _launch_delayed_if_due(self) -> None:
-        early = self.hook is None and not self.unused.static  # with the latter, another gradient may come
+        early = self.hook is None and not self.unused.static  # in a static graph, another gradient may come
         if early and len(self.in_flight) == len(self.layout.buckets) and self.delayed.complete:
             self._launch_delayed()
 
@@ -286,8 +286,8 @@ class Reducer:
 
     def await_hook(self, in_flight: Sequence[Pending | None]) -> None:
         """Wait for what a hook returned, if gradients are delayed."""
-        # Callbacks of its futures may issue collectives of their own, at any time, as those of PyTorch's PowerSGD do;
-        # the delayed all-reduce would get between them, elsewhere on every rank.
+        # Callbacks of its futures may issue their own collectives at any time, as those of PyTorch's PowerSGD do; the
+        # delayed all-reduce would come between them, at a different point on every rank.
         if self.hook is not None and self.delayed.buckets:
             with self.progress.fatal(in_flight):
                 for pending in filter(None, in_flight):
@@ -297,9 +297,9 @@ class Reducer:
 
     @torch.no_grad()
     def reduce_all_at_once(self) -> None:
-        """End the first iteration of a static graph: what fires is known only now, so all is reduced now."""
+        """End the first iteration of a static graph: only now is it known what fires, so everything is reduced now."""
         if self.paused or self.progress.phase is not Phase.LEARNING:
-            return  # reduced already; or no_sync, or an autograd.grad, which ends in no parameter
+            return  # already reduced; or no_sync, or an autograd.grad, which ends in no parameter
         self.unused.learn()
         self.usage = self.count_usage(self.unused.used)
         for bucket in self.layout.buckets:
@@ -310,11 +310,11 @@ class Reducer:
     @_disable_dynamo  # as in listening._on_node
     @torch.no_grad()
     def _finish(self) -> None:
-        """At the end of the backward pass: wait for every bucket, in order, and give parameters their means."""
+        """At the end of the backward pass, wait for every bucket in order, and give parameters their means."""
         if not self.delayed.in_flight:
             self.await_hook(self.in_flight)
             self._launch_delayed()
-        # Forgotten before it is waited for: if a wait raised, the reducer would keep what hooks returned for good.
+        # Cleared before waiting: if a wait raised, the reducer would keep what hooks returned forever.
         in_flight, delayed, usage = self.in_flight, self.delayed.in_flight, self.usage
         self._forget_iteration()
         self.buckets_reduced = len(in_flight) - in_flight.count(None)

@@ -1,4 +1,4 @@
-"""Start every replica from the same place: compare the models, then copy one rank's tensors to the others."""
+"""Starting every replica in the same state: compare the models, then copy one rank's tensors to the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Signature(NamedTuple):
     """What must agree on all ranks for one parameter or buffer."""
 
     sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # of what is trained: its gradients are reduced as they lie in memory
+    strides: tuple[int, ...]  # of trained parameters: their gradients are reduced in memory order
     dtype: str
     requires_grad: bool
 
@@ -35,10 +35,10 @@ class Signature(NamedTuple):
 
 
 def verify_same_model(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that all ranks of ``group`` bring the same parameters and buffers: number, sizes, strides, dtypes.
+    """Check that all ranks of ``group`` have the same parameters and buffers: number, sizes, strides, dtypes.
 
     One all-gather of a digest; only if digests differ do the ranks exchange descriptions. Raises RuntimeError on
-    *every* rank if any differs from rank 0, saying which one on which rank differs in what.
+    *every* rank if any differs from rank 0, naming the parameter, the rank and the difference.
     """
     mine = [(name, Signature.of(tensor)) for name, tensor in named]
     text = repr([signature for _, signature in mine])
@@ -74,8 +74,8 @@ def _differences(
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
     """Overwrite ``tensors`` on every rank of ``group`` with those of group rank ``source``.
 
-    Tensors of one device travel together as bytes, at most 250 MiB a message and two messages in flight. Autograd
-    does not see the write, so tensors saved for a backward pass still to come stay valid.
+    Tensors of one device are sent together as bytes, with at most 250 MiB per message and two messages in flight.
+    Autograd does not see the write, so tensors saved for a pending backward pass stay valid.
     """
     in_flight: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
     for chunk in _chunks(tensors):
@@ -88,18 +88,18 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Cut into messages; in each, the widest types come first, so that all of them stay aligned."""
+    """Split into messages; in each, the widest types come first, so that all of them stay aligned."""
     chunks: list[list[Tensor]] = []
     nbytes = 0
     devices = list(
         dict.fromkeys(tensor.device for tensor in tensors)
-    )  # by first appearance: numbers may differ by rank
+    )  # by first appearance: numbers may differ between ranks
     for tensor in sorted(tensors, key=lambda t: (devices.index(t.device), -t.element_size(), str(t.dtype))):
         nbytes += tensor.nbytes
         if not chunks or nbytes > MESSAGE_BYTES or chunks[-1][0].device != tensor.device:
             chunks.append([])
             nbytes = tensor.nbytes
-        chunks[-1].append(tensor.data)  # .data counts its versions apart: autograd sees no write
+        chunks[-1].append(tensor.data)  # .data has its own version counter: autograd sees no write
     return chunks
 
 

@@ -1,4 +1,4 @@
-"""How a reducer works: what a user chose at construction, in the reducer's own units."""
+"""A reducer's settings: what a user chose at construction, in the reducer's own units."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerSettings:
-    """How a reducer works; see the arguments of ``DistributedDataParallel``. Limits are in bytes."""
+    """A reducer's settings; see the arguments of ``DistributedDataParallel``. Limits are in bytes."""
 
     limits: tuple[int, ...]
     rebuilt_limits: tuple[int, ...]

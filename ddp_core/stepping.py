@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 
 def take_over(parameters: Sequence[Parameter]) -> bool:
-    """Let none of these optimisers step by itself, which is on local gradients; return True if there are any."""
+    """Keep these optimisers from stepping on local gradients by themselves; return True if there are any."""
     if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
         return False
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
@@ -20,7 +20,7 @@ def take_over(parameters: Sequence[Parameter]) -> bool:
 
 
 def step(parameters: Sequence[Parameter]) -> None:
-    """Step on the gradients of ``parameters``, and take these away."""
+    """Step on the gradients of ``parameters``, then remove the gradients."""
     for parameter in parameters:
         for optimizer in getattr(parameter, "_in_backward_optimizers", []):
             optimizer.step()

@@ -1,9 +1,10 @@
 """Parameters that an iteration does not use.
 
-One that this rank does not use gets no gradient, so it must count as ready from the start: its bucket would wait for
-ever. These are found by a search of the graph after every forward pass (``find_unused_parameters``), or learned in the
-first iteration (``static_graph``). One that *no* rank uses keeps the gradient that it has, if any, while all others get
-a mean: to know these, the ranks count in an all-reduce how many of them used each parameter.
+A parameter that this rank does not use gets no gradient, so it must count as ready from the start; otherwise its bucket
+would wait forever. Such parameters are found by searching the graph after every forward pass
+(``find_unused_parameters``), or learned in the first iteration (``static_graph``). A parameter that *no* rank uses
+keeps its gradient, if any, while all others get a mean: to identify these, an all-reduce counts how many ranks used
+each parameter.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from ddp_core.graph import unreachable
 
 
 class Usage:
-    """The ranks that used each parameter, being counted by an all-reduce."""
+    """The number of ranks that used each parameter, counted by an all-reduce."""
 
     def __init__(self, used: Sequence[int], group: dist.ProcessGroup, device: torch.device):
         counts = torch.tensor(used, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.counts = counts.to(device, non_blocking=True)  # in the backward pass, where the host is not to wait
+        self.counts = counts.to(device, non_blocking=True)  # in the backward pass, where the host should not wait
         self.work = all_reduce(group, self.counts)
 
     def unused(self) -> set[int]:
@@ -35,32 +36,32 @@ class Usage:
 
 
 class UnusedParameters:
-    """Those among ``parameters`` that are used not at all ``here``, on this rank, or ``everywhere``, by no rank."""
+    """Those of ``parameters`` that are not used ``here``, on this rank, or ``everywhere``, on any rank."""
 
     def __init__(self, parameters: Sequence[Parameter], accumulators: Mapping[Node, int], searches: bool):
         self.parameters = parameters
         self.accumulators = accumulators  # the parameters' nodes in the graph
         self.searches = searches  # after every forward pass
-        self.static = False  # never: the graph is the same in every iteration
-        self.tracked = searches  # one of both: else every parameter is taken to be used
+        self.static = False  # never searches: the graph is the same in every iteration
+        self.tracked = searches  # one of the two; otherwise every parameter is assumed to be used
         self.reset()
 
     def reset(self) -> None:
         """Forget the iterations so far."""
         self.learned = False  # static graph: the first iteration is over
-        self.firings = [0] * len(self.parameters)  # static graph: how often each node fires in an iteration
+        self.firings = [0] * len(self.parameters)  # static graph: how many times each node fires in an iteration
         self.used = [0] * len(self.parameters)  # 1 for those that this rank used
         self.here: list[int] = []  # these count as ready without firing
         self.everywhere: set[int] = set()
-        self.constant = True  # a search never found others than the one before
+        self.constant = True  # every search found the same as the one before
 
     def become_static(self) -> None:
-        """Learn in the first iteration which they are, and never search."""
+        """Learn the unused parameters in the first iteration, and never search."""
         self.static, self.searches, self.tracked = True, False, True
 
     @property
     def learning(self) -> bool:
-        """True in a static graph's first iteration: firings are counted, and all is reduced at the end."""
+        """True in a static graph's first iteration: firings are counted, and everything is reduced at the end."""
         return self.static and not self.learned
 
     def search(self, outputs: Iterable[Tensor], first: bool) -> None:
@@ -77,7 +78,7 @@ class UnusedParameters:
     def untouched(self, indices: Sequence[int], usage: Usage | None) -> set[int]:
         """Return what no rank used, and so keeps its gradient; empty if this rank used all of ``indices``.
 
-        Asks ``usage`` only if it has to: on a GPU, that is a round trip. None: the answer is that of earlier.
+        Reads ``usage`` only if necessary: on a GPU, that is a round trip. None: the earlier answer still holds.
         """
         if not self.tracked or all(self.used[index] for index in indices):
             return set()

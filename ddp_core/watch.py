@@ -1,4 +1,4 @@
-"""What watches over all reducers of the process: before an optimiser steps, and when the process ends."""
+"""Process-wide checks of all reducers: before an optimiser steps, and when the process ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REST_SECONDS = 2.0  # how long the end of the process may wait for Gloo's thread
 
 
 class Watched(Protocol):
-    """What is asked of a reducer; its file says what the answers are."""
+    """The part of a reducer that is used here; see its own file for the meaning."""
 
     @property
     def unfinished(self) -> bool: ...  # noqa: D102
@@ -38,14 +38,14 @@ _given_up: list[torch._C.Future[Any]] = []  # collectives of hooks, still under 
 
 
 def watch(reducer: Watched) -> None:
-    """Let ``reducer`` be checked before every optimiser step, and let go of its process group at exit."""
+    """Check ``reducer`` before every optimiser step, and release its process group at exit."""
     _install()
     _watched.add(reducer)
 
 
 def give_up(futures: Iterable[torch._C.Future[Any] | None]) -> None:
-    """Remember, to the end of the process, which of these futures are still to be completed by a collective."""
-    # not those made in Python: whatever is to complete them, no thread of Gloo's waits for it
+    """Remember, until the end of the process, which of these futures are still to be completed by a collective."""
+    # not those made in Python: whatever completes them, no Gloo thread waits for it
     _given_up.extend(future for future in futures if future is not None and not isinstance(future, Future))
     _given_up[:] = [future for future in _given_up if not future.done()]
 
@@ -58,18 +58,18 @@ def _install() -> None:
 
 
 def _keep_groups() -> None:
-    """Never destroy a group in a forked process: Gloo would wait for threads that a fork has not (tests/soak)."""
+    """Never destroy a group in a forked process: Gloo would wait for threads that a fork does not have (tests/soak)."""
     for group in dist.distributed_c10d._world.pg_map:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Stop an optimiser from stepping on gradients whose reduction was begun and never finished.
+    """Keep an optimiser from stepping on gradients whose reduction was begun and never finished.
 
     PyTorch notices at the *next* forward pass; by then the optimiser has used gradients that differ between ranks.
     """
     busy = [reducer for reducer in _watched if reducer.unfinished]
-    if busy and torch._C._current_graph_task_id() == -1:  # a step inside a backward pass knows what it does
+    if busy and torch._C._current_graph_task_id() == -1:  # a step inside a backward pass is intended
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for reducer in busy:
             if not stepped.isdisjoint(map(id, reducer.all_parameters())):
@@ -77,17 +77,17 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
 
 
 def _before_exit(process: int) -> None:
-    """Let Gloo's threads end, or at least come to rest, while the interpreter stands.
+    """Let Gloo's threads end, or at least become idle, while the interpreter still runs.
 
-    A thread that lets go of a finished collective needs the interpreter; if that is gone, the thread is killed inside
-    C++ code and the process aborts (tests/soak; PyTorch's own class does so in about 6 % of runs). A hook's collective
-    that waits for a peer which is there but never comes cannot be ended at all: then the process leaves at once. In a
-    process forked from ``process`` none of this is ours to end.
+    A thread that releases a finished collective needs the interpreter; if that is gone, the thread is killed inside C++
+    code and the process aborts (tests/soak; PyTorch's own class does so in about 6 % of runs). A hook's collective that
+    waits for a peer that never comes cannot be ended at all: then the process exits immediately. None of this applies
+    to a process forked from ``process``.
     """
     if os.getpid() != process:
         return
     reducers = list(_watched)
-    if not any(reducer.unfinished for reducer in reducers):  # else a group would wait for what may never end
+    if not any(reducer.unfinished for reducer in reducers):  # otherwise a group would wait for what may never end
         for reducer in reducers:
             reducer.release_group()
         if reducers and dist.is_initialized() and dist.get_backend() == "gloo":
@@ -95,20 +95,20 @@ def _before_exit(process: int) -> None:
     # The group itself may live on: functions of torch.distributed.nn, imported after it was made, have it as a default.
     deadline, quiet = time.monotonic() + REST_SECONDS, 0
     while quiet < 3 and time.monotonic() < deadline:
-        time.sleep(0.005)  # whoever waits for the interpreter has it now
+        time.sleep(0.005)  # whoever waits for the interpreter gets it now
         give_up([])
         quiet = quiet + 1 if _gloo_threads_sleep() and not _given_up else 0
     if _given_up:
-        print("ddp_core: what a communication hook began is still under way at exit; leaving.", file=sys.stderr)
+        print("ddp_core: what a communication hook began is still under way at exit; exiting.", file=sys.stderr)
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(1)
 
 
 def _gloo_threads_sleep() -> bool:
-    """Return True if no worker thread of Gloo is running, or about to (known on Linux alone)."""
+    """Return True if no worker thread of Gloo is running or about to run (known only on Linux)."""
     stats = []
     for path in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # the thread ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended in the meantime
             stats.append(path.read_text())
     return all(stat.rpartition(") ")[2].startswith("S") for stat in stats if "(pt_gloo" in stat)
