@@ -1,4 +1,4 @@
-"""`python -m experiments`, in a checkout, is `commhooks`."""
+"""`python -m experiments`, in a checkout, is the same as `commhooks`."""
 
 from .front import main
 

@@ -1,8 +1,8 @@
 """Measure the step time of ``ddp_core`` against PyTorch's C++ reducer, in turns, on Gloo and this machine's CPU.
 
-Every model is trained by four copies, one after the other within each round: without any DDP ("local"), with
-PyTorch's class, with ours, and with PyTorch's class again. A round gives one ratio ours/PyTorch's and one
-PyTorch's/PyTorch's; the second is the noise, and says how far the first may be from 1 without meaning anything.
+Every model is trained by four copies, one after another within each round: without any DDP ("local"), with PyTorch's
+class, with ours, and with PyTorch's class again. Each round gives one ratio ours/PyTorch's and one PyTorch's/PyTorch's;
+the second is the noise, and shows how far the first may be from 1 by chance.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One model and mode: medians over rounds, and for the ratios the quartiles too."""
+    """One model and mode: medians over rounds, and quartiles for the ratios."""
 
     model: str
     mode: str
@@ -168,13 +168,13 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds; each measures all four copies in turn.", min=2)] = 40,
     steps: Annotated[int, typer.Option(help="Steps of one copy in one round.", min=1)] = 10,
     world_size: Annotated[int, typer.Option(help="Ranks.", min=1, max=8)] = 2,
-    model: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Measure only this model; may be repeated.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the rows here as JSON.")] = None,
 ) -> None:
     """Compare step times and print a table."""
     if unknown := set(model or []) - set(MODELS):
-        raise typer.BadParameter(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(MODELS)}")
-    # Freed gradients stay with the process: page faults would fall on whichever copy is unlucky in the heap.
+        raise typer.BadParameter(f"unknown model {', '.join(sorted(unknown))}; expected one of {', '.join(MODELS)}")
+    # Freed gradients stay with the process: otherwise page faults would hit one copy or another by chance.
     os.environ |= {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "4294967296"}
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:

@@ -35,9 +35,9 @@ app = typer.Typer(
 _COMPARE_HELP = f"""
 {COMMANDS["compare"]}
 
-Every run has the same seed, data and number of steps; only the way of the gradients differs. \
-The runs of a task take turns, a step each, so that their times can be compared. \
-Ranks are processes on this machine, joined by a link whose rate you choose: an emulated one that needs no root.
+Every run has the same seed, data and number of steps; only the communication hook differs. \
+The runs of a task take turns, one step each, so that their times can be compared. \
+Ranks are processes on this machine, connected by an emulated link whose rate you choose; it does not need root.
 
 [bold]The demo[/bold]: two tasks under five hooks on 2 ranks at 100 Mbit/s, about four minutes.
 
@@ -51,26 +51,26 @@ Ranks are processes on this machine, joined by a link whose rate you choose: an 
 
     commhooks compare --task digits --size small --steps 30
 
-[bold]Several machines[/bold], over the network they have: torchrun starts the ranks.
+[bold]Several machines[/bold], over their own network: torchrun starts the ranks.
 
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks compare --rate unlimited
 
 [bold]A hook[/bold] is a name, or a name with settings: fp16, powersgd:rank=4,start_after=10. \
-The first hook is the one that the others are measured against. \
-An unknown name or setting is refused before anything starts, with the names that there are.
+The first hook is the baseline for the others. \
+An unknown name or setting is reported before anything starts, with the names that exist.
 
-[bold]The folder[/bold] that --out names gets report.html (one file that needs nothing else), \
+[bold]The folder[/bold] given by --out receives report.html (one self-contained file), \
 results/*.json (settings, versions, machine and every step of each run), plots/*.png and tensorboard/. \
-A folder that holds results already is refused before anything runs. --overwrite removes those results, \
-and nothing that compare has not written.
+A folder that already holds results raises an error before anything runs. --overwrite removes those results, \
+and nothing that compare did not write.
 """
 
 _OVERLAP_HELP = f"""
 {COMMANDS["overlap"]}
 
 Times three things in turns: a local step (compute), the collectives of a step with nothing to compute \
-(communication), and a step that does both. The batch is chosen so that the first two take about equally long. \
-Prints step / (compute + communication): 1.0 would be no overlap; about 0.67 is the best there is, because the \
+(communication), and a step that does both. The batch size is chosen so that the first two take about equally long. \
+Prints step / (compute + communication): 1.0 would mean no overlap; about 0.67 is the best possible, because the \
 forward pass, a third of the compute, has nothing to send.
 
     commhooks overlap --rate 100Mbit/s --rounds 9
@@ -80,8 +80,8 @@ _LEADERBOARD_HELP = f"""
 {COMMANDS["leaderboard"]}
 
 The workers live in one process, and all runs have the same steps and data: only how gradients are averaged differs. \
-What comes out is accuracy against bytes and against compute, with the Pareto front, \
-differences to dense seed by seed, and error feedback's effect beside the one that GRACE published.
+The results are accuracy against bytes and against compute, with the Pareto front, \
+differences from dense for each seed, and the effect of error feedback beside the one published by GRACE.
 
 [bold]All of them[/bold], about a quarter of an hour on two cores.
 
@@ -91,17 +91,17 @@ differences to dense seed by seed, and error feedback's effect beside the one th
 
     commhooks leaderboard --only top-k,powersgd --tasks digits --seeds 10 --out runs/few
 
-[bold]The folder[/bold] gets leaderboard.html (one file that needs nothing else), runs.csv, standings.csv, \
-grace.csv and plots/*.png. Results that it holds already are replaced only with --overwrite.
+[bold]The folder[/bold] receives leaderboard.html (one self-contained file), runs.csv, standings.csv, \
+grace.csv and plots/*.png. Existing results are replaced only with --overwrite.
 """
 
 
 class _EachOptionOnce(TyperCommand):
-    """A command that refuses an option given twice, of which Typer takes the last without a word."""
+    """A command that rejects an option given twice; Typer would silently take the last one."""
 
     # "supertype defines the argument type as Context", a class that only a private module of Typer has
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Read the words; those options that are lists may be repeated."""
+        """Parse the arguments; options that are lists may be repeated."""
         _, _, given = self.make_parser(ctx).parse_args(list(args))
         for option in given:
             if given.count(option) > 1 and not getattr(option, "multiple", False):
@@ -121,7 +121,7 @@ def commhooks(
         bool, typer.Option("--version", help="Print the versions, and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Do what every command begins with: nothing, but for --version."""
+    """Run before every command; do nothing except for --version."""
 
 
 @app.command(help=_COMPARE_HELP, cls=_EachOptionOnce)
@@ -135,17 +135,17 @@ def compare(
     ] = None,
     rate: Annotated[str, typer.Option(help="The link's rate: 100Mbit/s, 1.5Gbps, 12.5MB/s, unlimited.")] = "100Mbit/s",
     latency: Annotated[
-        str, typer.Option(help="The link's latency, each step round the ring: 0.2ms, 50us, 0.")
+        str, typer.Option(help="The link's latency, per step around the ring: 0.2ms, 50us, 0.")
     ] = "0.2ms",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps a run; default: the task's own.")] = None,
     size: Annotated[str, typer.Option(help="The model's size: tiny, small, medium or large.")] = "medium",
-    seed: Annotated[int, typer.Option(help="Same seed, same losses, bit for bit.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same losses, bit for bit.")] = 0,
     ddp: Annotated[str, typer.Option(help="core: ddp_core's DistributedDataParallel; torch: PyTorch's.")] = "core",
     bucket_cap_mb: Annotated[float | None, typer.Option(help="Bucket size in MiB; default: the DDP's own.")] = None,
     target_loss: Annotated[
-        float | None, typer.Option(help="Training loss to reach; default: 95 % of the baseline's way.")
+        float | None, typer.Option(help="Training loss to reach; default: 95 % of the baseline's progress.")
     ] = None,
-    eval_every: Annotated[int, typer.Option(help="Steps between two looks at held-out data.")] = 20,
+    eval_every: Annotated[int, typer.Option(help="Steps between two evaluations on held-out data.")] = 20,
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default: runs/<date-time>.")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the results of an earlier comparison in that folder.")
@@ -181,8 +181,8 @@ def overlap(
     size: Annotated[str, typer.Option(help="The model's size: tiny, small, medium or large.")] = "medium",
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
     rate: Annotated[str, typer.Option(help="The link's rate.")] = "100Mbit/s",
-    latency: Annotated[str, typer.Option(help="The link's latency, each step round the ring.")] = "0.2ms",
-    rounds: Annotated[int, typer.Option(help="How often the three are timed, in turns.")] = 9,
+    latency: Annotated[str, typer.Option(help="The link's latency, per step around the ring.")] = "0.2ms",
+    rounds: Annotated[int, typer.Option(help="How many times the three are timed, in turns.")] = 9,
     ddp: Annotated[str, typer.Option(help="core: ddp_core's DistributedDataParallel; torch: PyTorch's.")] = "core",
     bucket_cap_mb: Annotated[
         float, typer.Option(help="Bucket size in MiB; smaller: communication begins earlier.")
@@ -215,12 +215,10 @@ def leaderboard(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the results of an earlier leaderboard in that folder.")
     ] = False,
-    docs: Annotated[
-        Path | None, typer.Option(help="Folder that gets the tables and pictures of the documentation.")
-    ] = None,
-    processes: Annotated[int | None, typer.Option(help="How many runs at a time; default: one a core.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Folder for the tables and pictures of the documentation.")] = None,
+    processes: Annotated[int | None, typer.Option(help="How many runs at a time; default: one per core.")] = None,
 ) -> None:
-    """Train under every compressor, and say what each costs."""
+    """Train under every compressor, and report what each costs."""
     with _errors_in_words() as console:
         from .leaderboard import Leaderboard, run_leaderboard
 
@@ -251,7 +249,7 @@ def _link(rate: str, latency: str) -> LinkSettings:
 
 @contextmanager
 def _errors_in_words() -> Iterator[Console]:
-    """Give a console; leave with 2 on a user's mistake, 1 on a rank's failure, 130 on Ctrl-C, and say why."""
+    """Provide a console; exit with 2 on a user's mistake, 1 on a rank's failure, 130 on Ctrl-C, and say why."""
     from rich.console import Console
 
     from .launch import WorldError
@@ -273,5 +271,5 @@ def _errors_in_words() -> Iterator[Console]:
 
 
 def _leave(number: int, frame: object) -> None:
-    """Turn a request to end into an orderly exit, so that the ranks are ended first."""
+    """Turn a termination request into an orderly exit, so that the ranks are ended first."""
     raise SystemExit(128 + number)

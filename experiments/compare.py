@@ -1,4 +1,4 @@
-"""Runs a comparison from its settings to its report."""
+"""Running a comparison, from its settings to its report."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .worker import RunDone, StepDone, train_all
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is compared, and where the results go."""
+    """What to compare, and where to put the results."""
 
     runs: tuple[RunSettings, ...]
     out: Path
-    overwrite: bool = False  # what an earlier comparison wrote there
+    overwrite: bool = False  # results of an earlier comparison in that folder
     target_loss: float | None = None  # None: derived from the first hook's run
-    command: str = "commhooks compare"  # how a reader gets the same again
+    command: str = "commhooks compare"  # the command that reproduces the report
 
 
 def compare(comparison: Comparison, console: Console) -> list[Summary]:
-    """Train every run, write the results, and return their summaries (under torchrun on rank 0, elsewhere none).
+    """Train every run, write the results, and return their summaries (under torchrun only on rank 0).
 
     Raises:
         ValueError: The folder holds results and may not be overwritten, or something else; see `prepare_folder`.
@@ -83,7 +83,7 @@ def write_report(results: Sequence[RunResult], summaries: list[Summary], compari
 
 
 def silence_allowed(runs: Sequence[RunSettings]) -> float:
-    """Return after how many silent seconds a world counts as stuck: 20 of the slowest steps, and two minutes."""
+    """Return how many seconds of silence mean that a world is stuck: 20 of the slowest steps, and two minutes."""
     return 120 + 20 * max(_dense_seconds(settings) for settings in runs)
 
 
@@ -102,7 +102,7 @@ def _train(runs: Sequence[RunSettings], listener: Send) -> None:
 
 
 class _Listener:
-    """Moves the progress bars and writes each result as it comes: what ended before Ctrl-C is kept."""
+    """Updates the progress bars and writes each result as it comes: finished runs survive Ctrl-C."""
 
     def __init__(self, comparison: Comparison, progress: Progress, results: list[RunResult]) -> None:
         self._out = comparison.out
@@ -125,7 +125,7 @@ class _Listener:
         self._results.append(result)
         result.write(self._out / "results")
         write_logs(result, self._out / "tensorboard")
-        if not self._progress.console.is_terminal:  # no bars there: a line for every run shows that it moves
+        if not self._progress.console.is_terminal:  # no bars there: one line per run shows progress
             seconds = seconds_in_words(total_seconds(result.steps))
             loss = result.evaluations[-1].loss
             self._progress.console.print(

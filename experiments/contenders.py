@@ -1,4 +1,4 @@
-"""What the leaderboard trains with: every registered compressor at its usual settings, with and without feedback."""
+"""The leaderboard's contenders: every registered compressor at its usual settings, with and without feedback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .runs import HookSpec
 from .tasks import Task
 
 DENSE = "all-reduce"
-"""What the others are measured against."""
+"""The baseline for all others."""
 
 USUAL: Mapping[str, tuple[str, ...]] = {
     "dgc": ("dgc:ratio=0.01",),
@@ -24,10 +24,10 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "threshold": ("threshold:threshold=0.001,capacity=0.1",),
     "top-k": ("top-k:ratio=0.01", "top-k:ratio=0.1"),
 }
-"""Settings that papers report, by name; a name that is missing here runs once, at its defaults."""
+"""Settings reported in papers, by name; a name that is missing here runs once, with its defaults."""
 
 SKIPPED: Mapping[str, str] = {"noop": "it exchanges nothing, so there is no common model to judge"}
-"""Names that cannot take part, and why."""
+"""Names that cannot take part, and the reasons."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Contender:
 
     @property
     def other(self) -> Contender:
-        """The same with error feedback if this is without, and the reverse."""
+        """The same with error feedback if this is without, and vice versa."""
         return dataclasses.replace(self, feedback=not self.feedback)
 
     def make(self, seed: int = 0) -> Compressor:
@@ -55,14 +55,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What does not take part, and why."""
+    """A contender that does not take part, and the reason."""
 
     label: str
     reason: str
 
 
 def known_names(names: Iterable[str], known: Sequence[str], what: str) -> list[str]:
-    """Return the names; raise ValueError, with the nearest that there is, for one that is unknown or comes twice."""
+    """Return the names; raise ValueError, suggesting the nearest, for one that is unknown or occurs twice."""
     found = list(names)
     for name in found:
         if name not in known:

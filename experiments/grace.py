@@ -1,7 +1,7 @@
-"""Error feedback's effect here, beside its effect in GRACE's published runs.
+"""The effect of error feedback here, beside its effect in GRACE's published runs.
 
 Source: Xu et al., "GRACE: A Compressed Communication Framework for Distributed Machine Learning", ICDCS 2021, and the
-results that its repository (sands-lab/grace) publishes: ResNet-20 on CIFAR-10, 8 workers, one run for each figure.
+results published in its repository (sands-lab/grace): ResNet-20 on CIFAR-10, 8 workers, one run for each figure.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from .contenders import LeftOut
 from .standings import SCORES, Interval, Run, paired
 
 TASK = "digits"
-"""Where ours are measured."""
+"""The task on which ours are measured."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One of GRACE's methods: top-1 accuracy in % without and with error feedback, and which of ours comes nearest."""
+    """One of GRACE's methods: top-1 accuracy in % without and with error feedback, and the nearest of ours."""
 
     method: str
     ours: str
@@ -44,9 +44,9 @@ PUBLISHED = (
     Published("8-bit", "int8", 91.1, 91.3),
     Published("signum", "signum", 84.8, 10.4),
 )
-"""Methods that were published with both figures and that the registry has, or is to have, under some name.
+"""Methods published with both figures that the registry has, or will have, under some name.
 
-GRACE's unscaled sign is missing: `sign` here scales each block, which is what error feedback needs."""
+GRACE's unscaled sign is missing: `sign` here scales each block, which error feedback requires."""
 
 
 @dataclass(frozen=True)

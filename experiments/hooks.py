@@ -1,4 +1,4 @@
-"""Turns a hook's name and settings into a compressor, before any process starts."""
+"""Turning a hook's name and settings into a compressor, before any process starts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat
 
 
 def make_hook(spec: HookSpec, seed: int = 0) -> Compressor:
-    """Return a fresh compressor for this hook; what is random in it follows the seed, unless it has one of its own.
+    """Return a fresh compressor for this hook; its random numbers follow the seed, unless it has its own.
 
-    Raises ValueError where no hook has this name, where it has no such setting, and where a value cannot work.
+    Raises ValueError if there is no hook of this name, if it has no such setting, or if a value cannot work.
     """
     settings: dict[str, Any] = dict(spec.settings)
     policy = settings.pop("policy", "fifo")
     if policy not in POLICIES:
         raise ValueError(f"hook {spec.label!r}: policy must be one of {', '.join(POLICIES)} (got {policy})")
-    if "(" in spec.name:  # a whole compressor, as it is printed
+    if "(" in spec.name:  # a whole compressor, as printed by `str`
         return commhooks.make_compressor(spec.name)
     known = settings_of(spec.name)
     for name in settings:
         if name not in known:
             raise ValueError(_unknown(spec, name, sorted({"policy", *known})))
-    if "skip" in settings:  # names or patterns, with a plus sign between them: a comma ends a setting
+    if "skip" in settings:  # names or patterns, separated by plus signs, since a comma ends a setting
         settings["skip"] = tuple(str(settings["skip"]).split("+"))
     if "wire" in settings:
         settings["wire"] = _dtype(spec, settings["wire"])
@@ -42,7 +42,7 @@ def make_hook(spec: HookSpec, seed: int = 0) -> Compressor:
 
 
 def policy_of(spec: HookSpec) -> str:
-    """Return the order of collectives that this hook asks for."""
+    """Return the order of collectives that this hook requests."""
     return str(dict(spec.settings).get("policy", "fifo"))
 
 

@@ -1,6 +1,6 @@
-"""Starts the ranks of a run on this machine, or joins a world that torchrun started.
+"""Starting the ranks of a run on this machine, or joining a world that torchrun started.
 
-Nothing is left behind: the ranks die with this process, the port belongs to a store that this process holds, and no
+Nothing is left behind: the ranks end with this process, the port belongs to a store that this process holds, and no
 file is written.
 """
 
@@ -31,11 +31,11 @@ RankFunction = Callable[[int, int, Any, Send], None]  # (rank, ranks, argument, 
 
 _GRACE_SECONDS = 1.0  # for the other ranks' tracebacks, after the first failure
 _TERMINATE_SECONDS = 2.0
-_EXIT_SECONDS = 30.0  # for a rank that has said its last word, on a machine that is very busy
+_EXIT_SECONDS = 30.0  # for a rank that has sent its last message, on a very busy machine
 
 
 class WorldError(RuntimeError):
-    """A rank failed, died or fell silent; the message holds every traceback that came."""
+    """A rank that failed, died or fell silent; the message contains every traceback received."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class _Failed:
 
 
 def torchrun_world() -> tuple[int, int] | None:
-    """Return (rank, ranks) when torchrun, or something like it, started this process; else None."""
+    """Return (rank, ranks) if torchrun, or a similar launcher, started this process; otherwise None."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return None
 
 
 def run_in_torchrun(function: RankFunction, argument: object, on_message: Send, *, timeout: float) -> None:
-    """Call the function in the world that torchrun made; what it sends arrives at once."""
+    """Call the function in the world that torchrun created; what it sends arrives immediately."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         function(dist.get_rank(), dist.get_world_size(), argument, on_message)
@@ -79,8 +79,8 @@ def run_world(
 
     Args:
         function: Importable by name.
-        ranks: How many processes.
-        argument: Picklable; every rank gets it.
+        ranks: The number of processes.
+        argument: Picklable; passed to every rank.
         on_message: Called here with every object that a rank sends, in order of arrival.
         timeout: Seconds of silence from all ranks after which the world counts as stuck; also the group's timeout.
 
@@ -110,7 +110,7 @@ def run_world(
 
 
 def _listen(world: Mapping[connection.Connection, tuple[int, SpawnProcess]], on_message: Send, timeout: float) -> None:
-    """Pass on messages until every rank ended; raise when one fails or all fall silent."""
+    """Pass on messages until every rank has ended; raise if one fails or all fall silent."""
     open_pipes = dict(world)
     while open_pipes:
         ready = connection.wait(list(open_pipes), timeout)
@@ -129,7 +129,7 @@ def _listen(world: Mapping[connection.Connection, tuple[int, SpawnProcess]], on_
 
 
 def _receive(pipe: connection.Connection) -> object:
-    """Return the next message; a rank that closed its pipe without a word has died."""
+    """Return the next message; a rank that closed its pipe without one has died."""
     try:
         return pipe.recv()
     except EOFError:
@@ -139,7 +139,7 @@ def _receive(pipe: connection.Connection) -> object:
 def _story(
     world: Mapping[connection.Connection, tuple[int, SpawnProcess]], failed: dict[connection.Connection, _Failed]
 ) -> str:
-    """Wait a moment for the other ranks' tracebacks, then tell all of them in order of arrival."""
+    """Wait briefly for the other ranks' tracebacks, then return all of them in order of arrival."""
     deadline = time.monotonic() + _GRACE_SECONDS
     waiting = [pipe for pipe in world if pipe not in failed]
     while waiting and (left := deadline - time.monotonic()) > 0:
@@ -173,7 +173,7 @@ def _check_exit_codes(world: Mapping[connection.Connection, tuple[int, SpawnProc
 
 
 def _end(world: Mapping[connection.Connection, tuple[int, SpawnProcess]]) -> None:
-    """End what still runs, first politely; close every pipe."""
+    """End the processes that are still running, first politely; close every pipe."""
     processes = [process for _, process in world.values()]
     for process in processes:
         process.terminate()
@@ -196,7 +196,7 @@ def _rank_main(
     pipe: connection.Connection,
     timeout: float,
 ) -> None:
-    """Run one rank: a failure is told before the group goes, so that the cause arrives before its consequences."""
+    """Run one rank; a failure is reported before the group ends, so that the cause comes before its effects."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     threading.Thread(target=_die_with_parent, daemon=True).start()
     last_word: _Ended | _Failed
@@ -212,8 +212,8 @@ def _rank_main(
     pipe.send(last_word)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Nothing is left to tear down. An orderly exit would wait for threads that wait for a collective, and costs a busy
-    # machine seconds.
+    # Nothing is left to tear down. An orderly exit would wait for threads that wait for a collective, which costs
+    # seconds on a busy machine.
     os._exit(code)
 
 
@@ -226,10 +226,10 @@ def _die_with_parent() -> None:
 
 
 def _rank_environment() -> dict[str, str]:
-    """Return what ranks need to hear before they import torch; what is set already stays.
+    """Return variables that ranks need before they import torch; those already set are kept.
 
-    One thread a rank. A loopback device: Gloo otherwise looks this machine's own name up, which may fail. A cache
-    folder that exists: torch.optim makes one on import, for compiled code that there is none of here, and leaves it.
+    One thread per rank. A loopback device: Gloo otherwise looks up this machine's own name, which may fail. A cache
+    folder that exists: torch.optim otherwise creates one on import, for compiled code, and leaves it behind.
     """
     names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
     wanted = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir()}
@@ -240,7 +240,7 @@ def _rank_environment() -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes started meanwhile, and put things back."""
+    """Set variables for the processes started inside, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,4 +1,4 @@
-"""Runs the leaderboard: trains under every contender with every seed, times each, and writes what came of it."""
+"""Running the leaderboard: trains under every contender with every seed, times each, and writes the results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .summary import Spread
 from .tasks import make_task
 
 SIZE = "tiny"
-"""Of the models that are trained: a compressor has its bytes and its error at any size, and runs by the hundred fit
-into minutes."""
+"""The size of the models that are trained: a compressor's bytes and error can be measured at any size, and hundreds of
+runs fit into minutes."""
 _SILENCE_SECONDS = 900.0  # after which the processes count as stuck: the slowest run takes less than a minute
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leaderboard:
-    """What is run, and where the results go."""
+    """What to run, and where to put the results."""
 
     out: Path
     tasks: tuple[str, ...] = ("digits", "gpt")
@@ -39,12 +39,12 @@ class Leaderboard:
     steps: int | None = None  # None: each task's own
     workers: int = 4
     only: tuple[str, ...] | None = None  # names of compressors; None: all
-    overwrite: bool = False  # what an earlier leaderboard wrote there
-    docs: Path | None = None  # a folder that gets the tables and pictures for the documentation
+    overwrite: bool = False  # results of an earlier leaderboard in that folder
+    docs: Path | None = None  # a folder for the tables and pictures of the documentation
     processes: int | None = None  # None: one for each core
-    timed: tuple[str, str] = ("gpt", "medium")  # the task and size whose gradient is compressed against the clock
-    rounds: int = 7  # of that
-    command: str = "commhooks leaderboard"  # how a reader gets the same again
+    timed: tuple[str, str] = ("gpt", "medium")  # the task and size whose gradient is used to time compressors
+    rounds: int = 7  # of the timing
+    command: str = "commhooks leaderboard"  # the command that reproduces the results
 
     def __post_init__(self) -> None:
         known_names(self.tasks, list(SCORES), "task")
@@ -62,7 +62,7 @@ class Leaderboard:
 
 @dataclass(frozen=True)
 class Job:
-    """One run that is to be made."""
+    """One run to be made."""
 
     task: str
     contender: Contender
@@ -73,7 +73,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Timing:
-    """How many times as long as a copy of the gradient one worker compresses and decompresses it."""
+    """The time for one worker to compress and decompress a gradient, relative to copying it."""
 
     contender: Contender
     times: Spread
@@ -81,7 +81,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Failed:
-    """A run, or a timing (a task of None), that a compressor ended with an error."""
+    """A run, or a timing (with a task of None), that failed with an error."""
 
     task: str | None
     contender: Contender
@@ -90,7 +90,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class _Work:
-    """What the processes are to do."""
+    """The work for the processes."""
 
     jobs: Sequence[Job]
     timed: Sequence[Contender]
@@ -134,7 +134,7 @@ def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
 
 
 def train_jobs(jobs: Sequence[Job], processes: int, on_message: Callable[[object], None]) -> None:
-    """Make the runs and nothing else, and pass each `Run` or `Failed` on."""
+    """Make the runs, without timing, and pass on each `Run` or `Failed`."""
     run_world(_share, processes, _Work(jobs, (), ("", ""), 0, 0), on_message, timeout=_SILENCE_SECONDS)
 
 
@@ -149,14 +149,14 @@ def _plan(board: Leaderboard) -> tuple[list[Job], list[LeftOut]]:
 
 
 def _share(process: int, processes: int, work: _Work, send: Send) -> None:
-    """Make this process's share of the runs; when all are made, one process times all contenders."""
+    """Make this process's share of the runs; when all are done, one process times all contenders."""
     torch.set_num_threads(1)
     for job in work.jobs[process::processes]:
         task = make_task(job.task, SIZE)
         try:
             compressor = job.contender.make(job.seed)
             trained = train_in_lockstep(task, compressor, seed=job.seed, steps=job.steps, workers=job.workers)
-        except (CommHooksError, ValueError) as error:  # of one contender: the others go on
+        except (CommHooksError, ValueError) as error:  # of one contender: the others continue
             send(Failed(job.task, job.contender, str(error)))
         else:
             send(Run(job.task, job.contender, job.seed, trained))
@@ -172,7 +172,7 @@ def _share(process: int, processes: int, work: _Work, send: Send) -> None:
 
 
 class _Listener:
-    """Collects what arrives, writes each run as it comes, and moves the progress bars."""
+    """Collects what arrives, writes each run as it comes, and updates the progress bars."""
 
     def __init__(self, out: Path, jobs: Sequence[Job], timed: Sequence[Contender], left_out: list[LeftOut]) -> None:
         self.times: dict[Contender, Spread] = {}
@@ -184,7 +184,7 @@ class _Listener:
         self._file = RunsFile(out)
 
     def show(self, progress: Progress) -> None:
-        """Put two bars up."""
+        """Show two bars."""
         self._progress = progress
         self._bars = progress.add_task("train", total=len(self._order)), progress.add_task("time", total=self._timed)
 

@@ -1,8 +1,8 @@
-"""A link with a stated rate, emulated on one machine and without root.
+"""A link with a given rate, emulated on one machine without root.
 
-A real collective runs between the ranks; on top of it, the rank waits until the bytes that a ring would have moved
-could have passed a link of the stated rate and latency. The link is a serial resource: a transfer starts when the one
-before it is through. So a transfer may overlap with compute, but two transfers never share the rate.
+A real collective runs between the ranks; in addition, the rank waits until the bytes that a ring would have moved could
+have passed a link of the given rate and latency. The link is a serial resource: a transfer starts when the previous one
+is through. So a transfer may overlap with compute, but two transfers never share the rate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_LIMIT = {"unlimited", "none", "inf"}
 
 
 def parse_rate(text: str) -> float | None:
-    """Return the bits per second that a text such as '100Mbit/s', '1.5 Gbps' or '12.5 MB/s' states.
+    """Return the bits per second in a text such as '100Mbit/s', '1.5 Gbps' or '12.5 MB/s'.
 
     'unlimited' is None. Units are decimal: 1 kbit is 1,000 bit. A small b is a bit, a capital B a byte.
 
@@ -48,12 +48,12 @@ def parse_rate(text: str) -> float | None:
         )
     rate = float(match["number"]) * _PREFIXES[match["prefix"].lower()] * bits
     if rate <= 0:
-        raise ValueError(f"rate {text!r} must be above zero; for a link without a limit say 'unlimited'")
+        raise ValueError(f"rate {text!r} must be above zero; for a link without a limit write 'unlimited'")
     return rate
 
 
 def parse_latency(text: str) -> float:
-    """Return the seconds that a text such as '0.2ms', '50us', '1s' or '0' states.
+    """Return the seconds in a text such as '0.2ms', '50us', '1s' or '0'.
 
     Raises:
         ValueError: The text is not a number of at least zero followed by a unit of time.
@@ -70,7 +70,7 @@ def parse_latency(text: str) -> float:
 
 
 def format_rate(bits_per_second: float | None) -> str:
-    """Return the rate as people write it: '100 Mbit/s'."""
+    """Return the rate in a readable form: '100 Mbit/s'."""
     if bits_per_second is None:
         return "unlimited"
     for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -80,7 +80,7 @@ def format_rate(bits_per_second: float | None) -> str:
 
 
 def _bits_of(unit: str) -> int | None:
-    """Return how many bits one of this unit is; None for a unit that is not known."""
+    """Return the number of bits in this unit; None for an unknown unit."""
     if unit in _BYTES:
         return 8
     return 1 if unit in _BITS or unit.lower() in {"bit/s", "bits/s", "bit"} else None
@@ -104,9 +104,9 @@ class LinkSettings:
             )
 
     def seconds_for(self, collective: Collective, world_size: int) -> float:
-        """Return how long the ring of those of `world_size` ranks that take part takes at least over this link.
+        """Return the minimum time for the ring of those of `world_size` ranks that take part, over this link.
 
-        The link is between machines: what travels inside of one takes no time on it.
+        The link connects machines: transfers inside a machine take no time on it.
         """
         ranks = collective.ranks_in(world_size)
         if ranks == 1 or (collective.group is not None and collective.group.kind == "inner"):
@@ -122,10 +122,10 @@ def ring_steps(collective: Collective, world_size: int) -> int:
 
 
 class EmulatedLink:
-    """Wrap a communicator so that every collective lasts at least as long as its bytes need on the link.
+    """A wrapper of a communicator that makes every collective last at least as long as its bytes take on the link.
 
-    Transfers queue: one begins when it is asked for and the link is free. Waiting sleeps, and so leaves the processor
-    to the backward pass. A real collective that is slower than the link stays slower.
+    Transfers queue: each begins when it has been requested and the link is free. Waiting sleeps, and so leaves the
+    processor to the backward pass. A real collective that is slower than the link stays slower.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class EmulatedLink:
         return self._inner.rank
 
     def start(self, collective: Collective) -> Pending:
-        """Start the collective, and put its bytes into the link's queue."""
+        """Start the collective, and queue its bytes on the link."""
         with self._lock:
             begin = max(self._clock(), self._free_at)
             self._free_at = begin + self._link.seconds_for(collective, self.world_size)
@@ -163,7 +163,7 @@ class EmulatedLink:
 
 
 class _InTransit:
-    """A collective whose result counts as arrived once the real one is done and the link has carried its bytes."""
+    """A collective that is complete once the real one is done and the link has carried its bytes."""
 
     def __init__(
         self, inner: Pending, arrival: float, clock: Callable[[], float], sleep: Callable[[float], None]
@@ -179,7 +179,7 @@ class _InTransit:
         return self._inner.result
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when both are done; raise TimeoutError when the time passes first, as every Pending does."""
+        """Return when both are done; raise TimeoutError if the timeout passes first, as every Pending does."""
         deadline = math.inf if timeout_seconds is None else self._clock() + timeout_seconds
         self._inner.wait(timeout_seconds)
         if self._arrival > deadline:

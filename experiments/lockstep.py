@@ -1,4 +1,4 @@
-"""Trains a model with several workers that live in one process and take turns: no ranks to start, no link to wait for.
+"""Training with several workers that live in one process and take turns: no ranks to start, no link to wait for.
 
 All workers hold the same parameters, so one model serves them all: each worker's gradient is computed on its own share
 of the batch, the compressor averages the gradients, and the optimizer applies the mean once.
@@ -24,28 +24,28 @@ from .tasks import Task
 
 Gradients = dict[str, Tensor]
 
-_COPIES = 3  # for each time that is measured: one alone is too short to be trusted
+_COPIES = 3  # per measured time: a single copy is too short to be reliable
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What became of one run; bytes are of one worker and one step, the mean over the run."""
+    """The outcome of one run; bytes are per worker and step, averaged over the run."""
 
     loss: float  # on held-out data, after the last step
     accuracy: float  # on held-out data, after the last step
-    payload_bytes: float  # what the worker put into collectives
-    moved_bytes: float  # what it sent for those, as a ring moves them
+    payload_bytes: float  # bytes that the worker passed to collectives
+    moved_bytes: float  # bytes that it sent for those, as a ring moves them
     gradient_bytes: float
-    residual: float | None  # its norm over that of the last gradient, over all workers; None: there is none
-    diverged: int | None  # the first step whose loss was not finite, the last of the run; None: there was none
+    residual: float | None  # its norm relative to the last gradient's, over all workers; None without residuals
+    diverged: int | None  # the first step whose loss was not finite, which ends the run; None if all were
 
 
 def train_in_lockstep(task: Task, compressor: Compressor, *, seed: int, steps: int, workers: int) -> Trained:
-    """Train the task's model for so many steps, and return what became of it.
+    """Train the task's model for `steps` steps, and return the outcome.
 
     Raises:
         CommHooksError: The compressor does not accept the model's parameters, or fails.
-        ValueError: The workers do not end a step with the same mean, so that one model cannot stand for all.
+        ValueError: The workers do not end a step with the same mean, so that one model cannot represent all.
 
     """
     model = task.model(seed)
@@ -101,9 +101,9 @@ def own_gradients(
 def time_in_lockstep(
     task: Task, compressor: Compressor, *, seed: int, workers: int, rounds: int, warm_up: int = 2
 ) -> Spread:
-    """Return how many times as long as a copy of the gradient one worker compresses and decompresses it.
+    """Return the time for one worker to compress and decompress a gradient, relative to copying it.
 
-    In every round the workers average the gradients of the untrained model, and the copy is timed right behind it.
+    In every round the workers average the gradients of the untrained model, and the copy is timed right afterwards.
     """
     model = task.model(seed)
     exchangers = join_workers(model, compressor, workers)
@@ -125,7 +125,7 @@ def _copies(gradients: Gradients) -> Gradients:
 
 
 def _check_agreement(means: Sequence[Gradients]) -> None:
-    """Raise ValueError if a worker has another mean, bit for bit; NaN counts as equal to NaN."""
+    """Raise ValueError if a worker has a different mean, bit for bit; NaN counts as equal to NaN."""
     for own in means[1:]:
         for name, mean in own.items():
             if not torch.equal(mean.nan_to_num(nan=0.0), means[0][name].nan_to_num(nan=0.0)):

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""The machine and versions on which a result was measured."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def _version(name: str) -> str:
 
 
 def machine() -> dict[str, str | int | float]:
-    """Return what kind of machine this is, and how busy; nothing that names it."""
+    """Return the kind of machine, and how busy it is; nothing that identifies it."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
-        "load": round(os.getloadavg()[0], 2),  # processes that wanted to run, mean over the last minute
+        "load": round(os.getloadavg()[0], 2),  # runnable processes, mean over the last minute
         "threads_per_rank": torch.get_num_threads(),
         "backend": "gloo",
     }
 
 
 def _processor() -> str:
-    """Return the processor's own name where Linux tells it."""
+    """Return the processor's model name, if Linux provides it."""
     table = Path("/proc/cpuinfo")
     lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""Where a step's time goes: every moment of a step counts as compute, compression or waiting, and as one of them only.
+"""Where a step's time goes: every moment counts as compute, compression or waiting, and as exactly one of them.
 
 - compute: the training thread is in the forward pass, in the backward pass up to the last gradient, or in the
   optimizer.
@@ -6,8 +6,8 @@
   forward pass waits for rank 0's buffers.
 - compression: it has nothing to compute, and the hook is at work: casting, factorising, packing, unpacking.
 
-So compute + compression + waiting = the step. What the hook and the link do behind the backward pass costs the step
-nothing, and is reported apart as hidden.
+So compute + compression + waiting = the step. What the hook and the link do during the backward pass costs the step
+nothing, and is reported separately as hidden.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Split:
     compute: float
     compression: float
     waiting: float
-    hidden: float  # of waiting for collectives, behind compute: not part of the sum
+    hidden: float  # time waiting for collectives during compute: not part of the sum
 
 
 class WaitClock:
-    """Notes when collectives were waited for; `around` puts it round a communicator."""
+    """Records when collectives were waited for; `around` attaches it to a communicator."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._intervals: list[Interval] = []
 
     def around(self, communicator: Communicator) -> Communicator:
-        """Return the communicator with every wait noted here."""
+        """Return the communicator with every wait recorded here."""
         return _ClockedCommunicator(communicator, self)
 
     def note(self, begin: float, end: float) -> None:
@@ -52,7 +52,7 @@ class WaitClock:
         self._intervals.append((begin, end))
 
     def take(self) -> list[Interval]:
-        """Return the waits noted since the last call, overlaps merged."""
+        """Return the waits recorded since the last call, with overlaps merged."""
         intervals, self._intervals = self._intervals, []
         return merged(intervals)
 
@@ -104,11 +104,11 @@ class StepClock:
         ]
 
     def _mark_forward(self, module: nn.Module, inputs: object) -> None:
-        """Note that DDP let the inner model begin: before this, it waited for buffers."""
+        """Record that DDP has called the inner model: before this, it waited for buffers."""
         self._forward = self._clock()
 
     def _mark_gradient(self, parameter: Tensor) -> None:
-        """Note a finished gradient; the last one ends the backward pass's compute."""
+        """Record a finished gradient; the last one ends the backward pass's compute."""
         self._gradient = self._clock()
 
     def begin(self) -> None:
@@ -117,11 +117,11 @@ class StepClock:
         self._begin = self._clock()
 
     def backward_ended(self) -> None:
-        """Note that backward() returned: every gradient is now the mean."""
+        """Record that backward() has returned: every gradient is now the mean."""
         self._backward_end = self._clock()
 
     def end(self) -> Split:
-        """End the step and say where its time went."""
+        """End the step and return where its time went."""
         end = self._clock()
         waits = self._waits.take()
         for_buffers = self._forward - self._begin
@@ -136,7 +136,7 @@ class StepClock:
         )
 
     def remove(self) -> None:
-        """Take the marks off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,4 +1,4 @@
-"""The folder that a command's results go to; nothing in it is lost unasked."""
+"""The folder for a command's results, in which nothing is lost unless you ask for it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _EVENTS = "events.out.tfevents."  # how TensorBoard's writer names its files
 class Contents:
     """What a command writes into its folder."""
 
-    files: Mapping[str, str]  # by name, how its text begins
+    files: Mapping[str, str]  # the beginning of each file's text, by name
     folders: tuple[str, ...]
-    pictures: tuple[str, ...]  # in plots/, of each task: <task>.<picture>.png
-    tasks: tuple[str, ...] = ()  # that there may be pictures of, besides those of the results that are there
+    pictures: tuple[str, ...]  # in plots/, for each task: <task>.<picture>.png
+    tasks: tuple[str, ...] = ()  # tasks that may have pictures, besides those of the existing results
 
 
 COMPARISON = Contents(files={REPORT: TITLE}, folders=("results", "tensorboard", "plots"), pictures=PICTURES)
 
 
 def prepare_folder(out: Path, contents: Contents = COMPARISON, *, overwrite: bool = False) -> None:
-    """Make the folder; with `overwrite`, remove from it what the same command wrote earlier, and nothing else.
+    """Create the folder; with `overwrite`, remove what the same command wrote there earlier, and nothing else.
 
     Raises:
         ValueError: The folder holds results and `overwrite` is off, or it holds anything that this command has not
@@ -59,13 +59,13 @@ def _prepare(out: Path, contents: Contents, overwrite: bool) -> None:
 
 
 def _written(out: Path, contents: Contents) -> list[Path]:
-    """Return the files in `out`, all of which the command wrote; raise ValueError if some other thing is there.
+    """Return the files in `out`, all of which the command wrote; raise ValueError if anything else is there.
 
-    Results come last: they tell what else is a comparison's, also to one that follows an interrupted removal.
+    Results come last: they identify the other files of a comparison, even after an interrupted removal.
     """
     known = (*contents.folders, *contents.files)
     strangers = [path for path in out.iterdir() if path.name not in known or path.is_symlink()]
-    if not strangers:  # another folder, somebody's home for one, is not searched to its depths
+    if not strangers:  # another folder, such as somebody's home, is not searched completely
         paths = sorted(out.rglob("*"), key=lambda path: (path.parent == out / "results", path))
         runs = {path.stem for path in paths if _is_result(path)}
         strangers = [path for path in paths if not _is_own(path, path.relative_to(out).parts, contents, runs)]
@@ -77,7 +77,7 @@ def _written(out: Path, contents: Contents) -> list[Path]:
 
 
 def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[str]) -> bool:
-    """Return whether the command wrote this file, by its name and content, or made this folder."""
+    """Return whether the command wrote this file, judged by name and content, or created this folder."""
     if path.is_dir():
         return parts[0] in contents.folders and len(parts) <= (2 if parts[0] == "tensorboard" else 1)
     if path.is_symlink() or not path.is_file():
@@ -96,18 +96,18 @@ def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[st
 
 
 def _begins(path: Path, text: str) -> bool:
-    """Return whether the file begins with `text`, or was cut before that: a process may have been killed."""
+    """Return whether the file begins with `text`, or ends before that: a process may have been killed."""
     with path.open("rb") as file:
         return text.encode().startswith(file.read(len(text.encode())))
 
 
 def _is_result(path: Path) -> bool:
-    """Return whether a file is a result under its own name: a copy that somebody put by has another."""
+    """Return whether a file is a result under its own name: a copy made by a user has another name."""
     if path.parent.name != "results" or path.suffix != ".json" or path.is_symlink() or not path.is_file():
         return False
     try:
         return RunResult.read(path).file_name == path.name
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):  # whatever somebody else's JSON makes of it
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):  # whatever somebody else's JSON causes
         return False
 
 

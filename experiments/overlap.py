@@ -32,7 +32,7 @@ _TIMEOUT_SECONDS = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapSettings:
-    """What is timed."""
+    """What to time."""
 
     task: str = "gpt"
     size: str = "medium"
@@ -52,7 +52,7 @@ class OverlapSettings:
 
 @dataclass(frozen=True)
 class Round:
-    """One turn's seconds, each the longest over the ranks."""
+    """One round's seconds, each the longest over the ranks."""
 
     compute: float
     communication: float
@@ -60,13 +60,13 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """The step over the sum of its parts: 1.0 is no overlap."""
+        """The step over the sum of its parts: 1.0 means no overlap."""
         return self.step / (self.compute + self.communication)
 
 
 @dataclass(frozen=True)
 class OverlapResult:
-    """All turns, and the batch that made compute and communication about equal."""
+    """All rounds, and the batch size at which compute and communication take about equally long."""
 
     settings: OverlapSettings
     batch_size: int
@@ -75,12 +75,12 @@ class OverlapResult:
 
     @property
     def ratio(self) -> Spread:
-        """Step over (compute + communication): median and quartiles of the turns."""
+        """Step / (compute + communication): median and quartiles over the rounds."""
         return Spread.of([each.ratio for each in self.rounds])
 
 
 def measure_overlap(settings: OverlapSettings) -> OverlapResult:
-    """Start the ranks, time the three in turns, and return what came of it."""
+    """Start the ranks, time the three in turns, and return the result."""
     make_task(settings.task, settings.size)
     found: list[object] = []
     run_world(_rank, settings.ranks, settings, found.append, timeout=_TIMEOUT_SECONDS)
@@ -107,7 +107,7 @@ def overlap_table(result: OverlapResult) -> Table:
 
 
 class _Noting:
-    """A communicator that notes the sizes of the collectives that it starts."""
+    """A communicator that records the sizes of the collectives that it starts."""
 
     def __init__(self, inner: Communicator) -> None:
         self._inner = inner
@@ -152,19 +152,19 @@ def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
 
 
 def _step(task: Task, model: nn.Module, batch: Batch) -> None:
-    """Do the forward and the backward pass; gradients stay, as between two steps of accumulation."""
+    """Run the forward and the backward pass; gradients are kept, as between two steps of accumulation."""
     task.loss(model(batch.inputs), batch.targets).backward()
     model.zero_grad()
 
 
 def _communicate(link: EmulatedLink, sizes: list[int]) -> None:
-    """Do the collectives of a step, one behind the other, with nothing to compute."""
+    """Run the collectives of a step, one after another, with nothing to compute."""
     for pending in [link.start(Collective("all-reduce", torch.zeros(size))) for size in sizes]:
         pending.wait()
 
 
 def _longest(action: Callable[[], Any]) -> float:
-    """Return the action's seconds on the rank where it took longest; the ranks begin together."""
+    """Return the action's seconds on the rank where it took longest; all ranks begin together."""
     dist.barrier()
     begin = time.perf_counter()
     action()
@@ -174,12 +174,12 @@ def _longest(action: Callable[[], Any]) -> float:
 
 
 def _balanced(task: Task, settings: OverlapSettings) -> Task:
-    """Return the task with the batch for which compute takes as long as the link takes for the gradients."""
+    """Return the task with the batch size for which compute takes as long as the link takes for the gradients."""
     model = task.model(settings.seed)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     gradients = Collective("all-reduce", torch.empty(sum(p.numel() for p in model.parameters())))
     wanted = settings.link.seconds_for(gradients, ranks)
-    for _ in range(3):  # the batch that was found is timed again: a step's cost is not quite linear in it
+    for _ in range(3):  # the resulting batch is timed again: a step's cost is not quite linear in it
         batch = task.batch(settings.seed, 0, rank, ranks)
         _step(task, model, batch)
         seconds = sorted(_longest(lambda: _step(task, model, batch)) for _ in range(3))[1]  # noqa: B023  # called at once

@@ -1,4 +1,4 @@
-"""Turns what was asked for into runs, and refuses what cannot work before any process starts."""
+"""Turning a request into runs, and rejecting what cannot work before any process starts."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def plan(
         link: The link between two ranks.
         steps: Optimizer steps; None: each task's own number.
         size: The preset of the models.
-        seed: Of model, data and compressors.
+        seed: Seed of model, data and compressors.
         ddp: 'core' or 'torch'.
         bucket_cap_mb: MiB; None: the DDP's own.
         evaluate_every: Steps between two evaluations.
 
     Raises:
-        ValueError: Something asked for does not exist or cannot work.
+        ValueError: Something requested does not exist or cannot work.
 
     """
     if not tasks or not hooks:
@@ -50,7 +50,7 @@ def plan(
     world = world_size(ranks)
     known = [make_task(_known_task(task), size) for task in tasks]
     for task in known:
-        task.batch(seed, 0, world - 1, world)  # raises where there is too little data for so many ranks
+        task.batch(seed, 0, world - 1, world)  # raises if there is too little data for so many ranks
         parameters = dict(task.model(seed).named_parameters())
         for spec in specs:
             make_hook(spec).check_parameters(parameters)
@@ -73,7 +73,7 @@ def plan(
 
 
 def _known_hooks(hooks: Sequence[str]) -> list[HookSpec]:
-    """Return the hooks; each was made once, so that a mistake shows before any process starts."""
+    """Return the hooks; each is made once, so that a mistake shows before any process starts."""
     specs = [HookSpec.parse(hook) for hook in hooks]
     for spec in specs:
         make_hook(spec)
@@ -83,20 +83,20 @@ def _known_hooks(hooks: Sequence[str]) -> list[HookSpec]:
 def _refuse_repeats(texts: Sequence[str]) -> None:
     for text in texts:
         if texts.count(text) > 1:
-            raise ValueError(f"{text} is asked for twice: each task and each hook is run once")
+            raise ValueError(f"{text} is given twice: each task and each hook is run once")
 
 
 def world_size(ranks: int | None) -> int:
     """Return how many ranks there will be.
 
     Raises:
-        ValueError: Fewer than one, or other than torchrun's world.
+        ValueError: Fewer than one, or different from torchrun's world size.
 
     """
     joined = torchrun_world()
     if joined is not None and ranks not in {None, joined[1]}:
         raise ValueError(
-            f"ranks: {ranks} asked for, but torchrun started {joined[1]}; leave --ranks out under torchrun"
+            f"ranks: {ranks} requested, but torchrun started {joined[1]}; leave --ranks out under torchrun"
         )
     if ranks is not None and ranks < 1:
         raise ValueError(f"ranks must be at least 1 (got {ranks})")

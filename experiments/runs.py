@@ -1,4 +1,4 @@
-"""What is run, and what came of it, as data: everything here survives a trip through JSON unchanged."""
+"""Settings and results of runs, as data: everything here survives a round trip through JSON unchanged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 from .link import LinkSettings
 
-FORMAT = 1  # of the result files; higher when a reader must change
-PARTIAL = ".json.part"  # ends the name of a result while it is written
-HEAD = '{\n "format": '  # begins its text
+FORMAT = 1  # of the result files; increased when readers must change
+PARTIAL = ".json.part"  # suffix of a result's name while it is being written
+HEAD = '{\n "format": '  # how its text begins
 HookValue = bool | int | float | str
 
 
@@ -28,13 +28,13 @@ class HookSpec:
 
     @classmethod
     def parse(cls, text: str) -> HookSpec:
-        """Return the hook that a text such as 'powersgd:rank=4,start_after=10' names.
+        """Return the hook described by a text such as 'powersgd:rank=4,start_after=10'.
 
-        A class of another package is 'mypackage.module:TopK:ratio=0.1'. A whole compressor as it is printed, such as
+        A class of another package is 'mypackage.module:TopK:ratio=0.1'. A whole compressor as printed by `str`, such as
         'ErrorFeedback(inner=TopK(ratio=0.1))', is a name without settings.
 
         Raises:
-            ValueError: The text is not of that form. Whether such a hook exists is checked in `make_hook`.
+            ValueError: The text does not have that form. Whether such a hook exists is checked in `make_hook`.
 
         """
         if "(" in text:
@@ -57,12 +57,12 @@ class HookSpec:
 
     @property
     def file_name(self) -> str:
-        """The label with nothing in it that a file system minds."""
+        """The label without characters that are special in file names."""
         return re.sub(r"[^A-Za-z0-9.]+", "-", self.label).strip("-")
 
 
 def _value(text: str) -> HookValue:
-    """Read a setting as a bool, an int or a float where it is one, else as text."""
+    """Read a setting as a bool, an int or a float if possible, otherwise as text."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     try:
@@ -77,7 +77,7 @@ def _value(text: str) -> HookValue:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """One training run: with the same settings, versions and machine it gives the same losses, bit for bit."""
+    """One training run: the same settings, versions and machine give the same losses, bit for bit."""
 
     task: str
     size: str = "medium"
@@ -88,7 +88,7 @@ class RunSettings:
     link: LinkSettings = field(default_factory=LinkSettings)
     ddp: str = "core"  # "core": ddp_core's DistributedDataParallel; "torch": PyTorch's
     bucket_cap_mb: float | None = None  # lower: more buckets, more overlap, more collectives; None: the DDP's default
-    evaluate_every: int = 20  # steps between two looks at held-out data; the clock stands still meanwhile
+    evaluate_every: int = 20  # steps between two evaluations on held-out data; the clock is stopped meanwhile
 
     def __post_init__(self) -> None:
         for name in ("ranks", "steps", "evaluate_every"):
@@ -107,25 +107,25 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step as rank 0 saw it; the loss is the mean over ranks. compute + compression + waiting = seconds."""
+    """One step as seen by rank 0; the loss is the mean over ranks. compute + compression + waiting = seconds."""
 
     step: int  # from 1
     loss: float  # training loss, mean over the ranks' batches
     seconds: float  # the whole step: forward, backward, optimizer
     compute: float  # seconds of forward, backward up to the last gradient, optimizer
-    compression: float  # seconds after the last gradient in which the hook worked and nothing was waited for
-    waiting: float  # seconds in which the step stood still for other ranks or for the link
-    hidden: float  # seconds of waiting for the link that passed behind compute, and cost the step nothing
-    gradient_bytes: int  # what the hook was handed
-    payload_bytes: int  # what it handed to collectives
-    moved_bytes: int  # what a rank sent for that, as a ring
+    compression: float  # seconds after the last gradient in which the hook worked without waiting
+    waiting: float  # seconds in which the step waited for other ranks or for the link
+    hidden: float  # seconds of waiting for the link during compute, which cost the step nothing
+    gradient_bytes: int  # bytes passed to the hook
+    payload_bytes: int  # bytes that the hook passed to collectives
+    moved_bytes: int  # bytes that a rank sent for those, as a ring moves them
     dense_bytes: int  # what a rank would have sent for the plain all-reduce
     ended: float = 0.0  # Unix time; runs take turns, so others' steps lie between. 0.0: an earlier version's result
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
-    """The model on held-out data after so many steps."""
+    """The model's performance on held-out data after so many steps."""
 
     step: int
     loss: float
@@ -135,7 +135,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """All that is known about a run that ended."""
+    """Everything known about a finished run."""
 
     settings: RunSettings
     parameters: int  # elements of the model
@@ -156,7 +156,7 @@ class RunResult:
         return f"{self.settings.task}.{self.settings.hook.file_name}.json"
 
     def write(self, folder: Path) -> Path:
-        """Write the result under its name, as a whole or not at all, and return where."""
+        """Write the result under its name, completely or not at all, and return the path."""
         path = folder / self.file_name
         partial = path.with_suffix(PARTIAL)
         partial.write_text(self.to_json() + "\n", encoding="utf-8")
@@ -177,7 +177,7 @@ class RunResult:
 
 
 def _strict(value: Any) -> Any:
-    """Return the value as JSON can hold it: a loss that is not finite becomes null."""
+    """Return the value in a form that JSON can represent: a loss that is not finite becomes null."""
     if isinstance(value, Mapping):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -186,12 +186,12 @@ def _strict(value: Any) -> Any:
 
 
 def _with_losses(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with a loss that is null as NaN."""
+    """Return the record with null losses as NaN."""
     return {**raw, "loss": math.nan if raw["loss"] is None else raw["loss"]}
 
 
 def _typed(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the nested records of a result file as the dataclasses they were."""
+    """Return the nested records of a result file as their dataclasses."""
     settings = dict(raw["settings"])
     hook = settings["hook"]
     settings["hook"] = HookSpec(hook["name"], tuple((key, value) for key, value in hook["settings"]))

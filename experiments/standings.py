@@ -1,4 +1,4 @@
-"""What the leaderboard says of its runs: means, paired differences to dense with their intervals, and the front."""
+"""The leaderboard's standings: means, paired differences from dense with confidence intervals, and the front."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Score:
-    """How a task is judged."""
+    """The measure by which a task is judged."""
 
     name: str
     field: str  # of Trained
@@ -40,7 +40,7 @@ SCORES = {
 
 @dataclass(frozen=True)
 class Interval:
-    """The mean of paired differences, and where the true one lies with a confidence of 95 % (Student's t)."""
+    """The mean of paired differences, with its 95 % confidence interval (Student's t)."""
 
     mean: float
     low: float
@@ -58,7 +58,7 @@ class Interval:
 
     @property
     def sign(self) -> int:
-        """1 or -1 if zero lies outside, else 0."""
+        """1 or -1 if zero lies outside the interval, otherwise 0."""
         return (self.low > 0) - (self.high < 0)
 
     def scaled(self, factor: float) -> Interval:
@@ -85,13 +85,13 @@ class Standing:
     score: float  # mean over seeds
     lowest: float
     highest: float
-    difference: Interval | None  # to dense, seed by seed; None for dense itself
-    payload_bytes: float  # a step and worker
+    difference: Interval | None  # from dense, seed by seed; None for dense itself
+    payload_bytes: float  # per step and worker
     moved_bytes: float
     ratio: float  # dense payload over this one's
     residual: float | None  # norm at the end over the gradient's, mean over seeds
     diverged: int  # seeds whose loss stopped being finite
-    compute: Spread | None  # times a copy of the gradient; None: not measured
+    compute: Spread | None  # relative to a copy of the gradient; None: not measured
     on_front: bool = False
 
 
@@ -143,9 +143,9 @@ def _standing(runs: Sequence[Run], dense: Sequence[Run], compute: Spread | None)
 
 
 def _with_front(rows: Sequence[Standing]) -> list[Standing]:
-    """Mark what no other beats: at most as many bytes and a better score, or fewer bytes and at least the score."""
+    """Mark what no other beats: at most as many bytes and a better score, or fewer bytes and no worse score."""
     score, best, front = SCORES[rows[0].task], math.nan, set[int]()
-    # From few bytes to many, and the better first among equals: each one that improves on all before it.
+    # From few bytes to many, the better first among equals: each one that improves on all before it.
     by_bytes = sorted(range(len(rows)), key=lambda n: (rows[n].payload_bytes, _badness(rows[n].score, score)))
     for number in by_bytes:
         if is_better(rows[number].score, best, score):

@@ -1,4 +1,4 @@
-"""What a reader wants to know of runs side by side: one Summary a run, measured against the first hook's run."""
+"""Summaries for comparing runs: one Summary per run, relative to the first hook's run."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 from .runs import RunResult, StepRecord
 
-SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, the step itself and those before it
-TARGET_SHARE = 0.95  # of the first hook's way from its first loss to its last: where the default target loss is
+SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, up to and including the step itself
+TARGET_SHARE = 0.95  # the default target loss is at this fraction of the first hook's decrease in loss
 TARGET_RULE = (
     f"the loss with which the first hook has gone {100 * TARGET_SHARE:.0f} % of its way, from the training loss of its "
-    f"first step to the mean of its last {SMOOTHING_STEPS}; a run is there after the first {SMOOTHING_STEPS} steps in "
-    "a row whose mean is at or below it"
+    f"first step to the mean of its last {SMOOTHING_STEPS}; a run reaches it after the first {SMOOTHING_STEPS} "
+    "steps in a row whose mean is at or below it"
 )
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median, and the quartiles about it."""
+    """A median with its quartiles."""
 
     median: float
     low: float
@@ -37,7 +37,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Typical:
-    """The mean step of the middle half of the steps, by duration: robust like a median, and its parts add up."""
+    """The mean of the middle half of the steps, by duration: robust like a median, and its parts add up."""
 
     compute: float
     compression: float
@@ -59,7 +59,7 @@ class Typical:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One run in numbers; seconds are training time (evaluation apart), bytes are what one rank moved."""
+    """One run in numbers; seconds are training time (without evaluation), bytes are those moved by one rank."""
 
     task: str
     hook: str
@@ -77,7 +77,7 @@ class Summary:
     waiting: Spread
     typical: Typical
     speed_up: float  # the first hook's seconds over this one's, the whole run
-    step_speed_up: float  # the same of the median step
+    step_speed_up: float  # the same for the median step
     target_loss: float
     steps_to_target: int | None
     seconds_to_target: float | None
@@ -86,7 +86,7 @@ class Summary:
 
 
 def summarise(results: Sequence[RunResult], target_loss: float | None = None) -> list[Summary]:
-    """Return a summary of every run, in the order given; a task's first run is what its others are measured against.
+    """Return a summary of every run, in the given order; a task's first run is the baseline for its others.
 
     Args:
         results: Runs of one task or several.
@@ -100,7 +100,7 @@ def summarise(results: Sequence[RunResult], target_loss: float | None = None) ->
 
 
 def smoothed_losses(steps: Sequence[StepRecord]) -> list[float]:
-    """Return at every step the mean loss of up to SMOOTHING_STEPS steps, itself the last."""
+    """Return at every step the mean loss of up to SMOOTHING_STEPS steps, up to and including that step."""
     losses = [step.loss for step in steps]
     windows = (losses[max(0, end - SMOOTHING_STEPS) : end] for end in range(1, len(losses) + 1))
     return [statistics.fmean(window) for window in windows]
@@ -112,7 +112,7 @@ def total_seconds(steps: Sequence[StepRecord]) -> float:
 
 
 def total_bytes(steps: Sequence[StepRecord]) -> int:
-    """Return the bytes that a rank moved in the steps."""
+    """Return the bytes moved by a rank in the steps."""
     return sum(step.moved_bytes for step in steps)
 
 
@@ -150,12 +150,12 @@ def _summary(result: RunResult, first: RunResult, target_loss: float | None) -> 
 
 
 def _default_target(steps: Sequence[StepRecord]) -> float:
-    """Return the loss that TARGET_RULE names."""
+    """Return the loss defined by TARGET_RULE."""
     losses = smoothed_losses(steps)
     return losses[0] + TARGET_SHARE * (losses[-1] - losses[0])
 
 
 def _steps_to(steps: Sequence[StepRecord], target: float) -> int | None:
-    """Return after how many steps the smoothed loss is at the target; None: never."""
+    """Return after how many steps the smoothed loss reaches the target; None: never."""
     full_windows = enumerate(smoothed_losses(steps), start=1)
     return next((n for n, loss in full_windows if loss <= target and n >= min(SMOOTHING_STEPS, len(steps))), None)

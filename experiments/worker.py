@@ -45,8 +45,8 @@ class RunDone:
 def train_all(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send) -> None:
     """Train all runs in this rank's process; rank 0 sends a StepDone for every step and a RunDone for every run.
 
-    The runs of one task take turns, a step each: what else the machine does meanwhile slows all of them alike, so that
-    their times can be held against each other.
+    The runs of one task take turns, one step each: any other load on the machine then slows all of them equally, so
+    that their times can be compared.
     """
     torch.set_num_threads(1)
     numbered = list(enumerate(argument))
@@ -68,7 +68,7 @@ def train_in_turns(settings: Mapping[int, RunSettings], send: Send) -> None:
 
 
 class _Run:
-    """A model in training, and what was noted about it so far."""
+    """A model in training, and its measurements so far."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
@@ -89,7 +89,7 @@ class _Run:
         self.evaluations: list[EvaluationRecord] = []
 
     def step(self, step: int) -> float:
-        """Take one optimizer step, note its time and bytes, and return this rank's loss."""
+        """Take one optimizer step, record its time and bytes, and return this rank's loss."""
         batch = self.task.batch(self.settings.seed, step, self.rank, self.ranks)
         before = self.attachment.statistics()
         for group in self.optimizer.param_groups:
@@ -108,14 +108,14 @@ class _Run:
         return loss.item()
 
     def _evaluate(self, step: int) -> None:
-        """Judge the model on rank 0; the others wait, and no clock runs."""
+        """Evaluate the model on rank 0; the other ranks wait, and the clock is stopped."""
         if self.rank == 0:
             found = self.task.evaluate(self.model)
             self.evaluations.append(EvaluationRecord(step=step, **vars(found)))
         dist.barrier()
 
     def result(self) -> RunResult:
-        """Return what was noted, with the losses averaged over ranks."""
+        """Return the measurements, with the losses averaged over ranks."""
         mean_losses = torch.tensor([record.loss for record in self.steps], dtype=torch.float64)
         dist.all_reduce(mean_losses)
         mean_losses /= self.ranks
@@ -134,7 +134,7 @@ class _Run:
         )
 
     def close(self) -> None:
-        """Take everything off the model; DDP goes before the process group does."""
+        """Remove everything from the model; the DDP must go before the process group does."""
         self.clock.remove()
         self.attachment.detach()
         del self.ddp

@@ -1,1 +1,1 @@
-"""Shows runs to a person: a table in the terminal, TensorBoard logs, plots, and one HTML file."""
+"""Presenting runs: a table in the terminal, TensorBoard logs, plots, and one HTML file."""

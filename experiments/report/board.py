@@ -1,4 +1,4 @@
-"""Writes what the leaderboard found: CSV files, pictures, one HTML file, and tables for the documentation."""
+"""Writing the leaderboard's results: CSV files, pictures, one HTML file, and tables for the documentation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _CONTENTS = Contents(
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """All that a leaderboard found, and how."""
+    """A leaderboard's results, and how they were measured."""
 
     standings: list[Standing]
     grace: list[Comparison]
@@ -73,12 +73,12 @@ class Results:
 
 
 def prepare_board(out: Path, *, overwrite: bool) -> None:
-    """Make the folder; see `prepare_folder`."""
+    """Create the folder; see `prepare_folder`."""
     prepare_folder(out, _CONTENTS, overwrite=overwrite)
 
 
 class RunsFile:
-    """The table of runs, which grows as they end: what was done before Ctrl-C is kept."""
+    """The table of runs, which grows as they end: finished runs survive Ctrl-C."""
 
     def __init__(self, out: Path) -> None:
         self._path = out / RUNS
@@ -178,7 +178,7 @@ def _facts() -> dict[str, str]:
 
 
 def _markdown(results: Results, folder: str) -> str:
-    """Return the tables and pictures of the documentation's page, all that is measured on it."""
+    """Return the tables and pictures of the documentation's page, which contain all its measurements."""
     facts = "; ".join(f"{name}: {fact}" for name, fact in _facts().items())
     lines = [f"`{results.command}`: {results.workers} workers, {results.seeds} seeds. {facts}.", ""]
     for task, steps in results.steps.items():

@@ -1,4 +1,4 @@
-"""The leaderboard's pictures: how good, against how many bytes and against how much compute."""
+"""The leaderboard's pictures: the score against bytes, and against compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .plots import Theme, canvas, png, style
 from .words import percent
 
 PICTURES = ("bytes", "compute")
-_ROOM = 0.004  # added to the error before its logarithm is taken, so that an accuracy of 1 has a place
+_ROOM = 0.004  # added to the error before taking its logarithm, so that an accuracy of 1 can be shown
 _ACCURACIES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99, 1.0)
 _OFFSETS = [(x * distance, y * distance) for distance in (9, 16, 26, 38) for x, y in
             ((0.7, -1), (0.7, 0.7), (-0.7, 0.7), (-0.7, -1), (0, 1), (0, -1.4))]  # fmt: skip
@@ -28,13 +28,13 @@ Measure = Callable[[Standing], float]
 
 
 def score_against_bytes(rows: Sequence[Standing], theme: Theme) -> bytes:
-    """Return a PNG: score over payload bytes a step, on a logarithmic axis, with the Pareto front."""
+    """Return a PNG: score over payload bytes per step, on a logarithmic axis, with the Pareto front."""
     label = "payload bytes of a worker and step (logarithmic)"
     return _picture(rows, theme, "bytes", label, lambda row: row.payload_bytes)
 
 
 def score_against_compute(rows: Sequence[Standing], theme: Theme) -> bytes:
-    """Return a PNG: score over compute; the names are those of the Pareto front in bytes."""
+    """Return a PNG: score over compute; the labelled points are those on the Pareto front in bytes."""
     label = "compress and decompress, in copies of the gradient (logarithmic; bar: quartiles)"
     return _picture(rows, theme, "compute", label, lambda row: row.compute.median if row.compute else math.nan)
 
@@ -66,7 +66,7 @@ def _picture(rows: Sequence[Standing], theme: Theme, against: str, label: str, m
 
 
 def _score_axis(axes: Axes, rows: Sequence[Standing]) -> None:
-    """Put what is better higher; spread accuracies near 1, where most of them are."""
+    """Put better scores higher; stretch accuracies near 1, where most of them are."""
     score = SCORES[rows[0].task]
     if score.scale != 100:
         axes.invert_yaxis()
@@ -108,7 +108,7 @@ def _kind(row: Standing) -> str:
 
 
 def _front_line(axes: Axes, rows: Sequence[Standing], theme: Theme) -> None:
-    """Draw what is within reach: at least so good a score from so many bytes on."""
+    """Draw the front: the score that is attainable from each number of bytes on."""
     front = sorted((row for row in rows if row.on_front), key=lambda row: row.payload_bytes)
     x, y = [row.payload_bytes for row in front], [row.score for row in front]
     axes.plot(x, y, drawstyle="steps-post", color=theme.hooks[1], linewidth=1.4, label="Pareto front", zorder=2)
@@ -123,13 +123,13 @@ def _quartiles(axes: Axes, rows: Sequence[Standing], theme: Theme) -> None:
 
 
 def _name_front(axes: Axes, rows: Sequence[Standing], theme: Theme, measure: Measure) -> None:
-    """Write the names of the front's members where they hide nothing, as far as there is such a place."""
+    """Write the names of the front's members where they cover nothing, if there is such a place."""
     taken = [_around(axes.transData.transform((measure(row), row.score))) for row in rows]
     for row in sorted((row for row in rows if row.on_front), key=measure):
         place = (measure(row), row.score)
         tried = ((offset, _annotate(axes, row.contender.label, place, offset, theme)) for offset in _OFFSETS)
         for offset, text in tried:
-            text.get_window_extent()  # which finds its position; what it returns holds the line to the point too
+            text.get_window_extent()  # finds its position; the box that it returns also holds the line to the point
             box = Text.get_window_extent(text)
             if _is_free(box, axes, taken) or offset is _OFFSETS[-1]:
                 taken.append(box)

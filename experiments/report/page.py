@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing but itself."""
+"""Self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PICTURES = ("step-time", "loss-bytes", "loss-time")
 
 
 def head(name: str) -> str:
-    """Return how the report of a command begins."""
+    """Return the beginning of a command's report."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -64,7 +64,7 @@ def page(
 
 
 def template(file: str) -> Template:
-    """Return a page's template; what every page needs besides its own text is in it."""
+    """Return a page's template, with everything that every page needs besides its own text."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -73,7 +73,7 @@ def template(file: str) -> Template:
 
 
 def _finding(rows: list[Summary]) -> str:
-    """Return in words which hook was at the target first, and what it cost and gained against the first hook."""
+    """Describe which hook reached the target first, and its costs and gains compared with the first hook."""
     first = rows[0]
     best = min(rows, key=lambda row: (row.seconds_to_target is None, row.seconds_to_target, row.step.median))
     if best is first or best.seconds_to_target is None:
@@ -111,7 +111,7 @@ def _section(task: str, rows: list[Summary], results: Sequence[RunResult], plots
 
 
 def _row(row: Summary, rows: list[Summary]) -> dict[str, object]:
-    """Return one hook's cells; what is best in its column is marked."""
+    """Return one hook's cells; the best value of each column is marked."""
     return {
         "hook": row.hook,
         "replicas_identical": row.replicas_identical,
@@ -159,5 +159,5 @@ def _facts(results: Sequence[RunResult]) -> list[tuple[str, object]]:
 
 
 def data_uri(png: bytes) -> str:
-    """Return a picture as a link that holds it."""
+    """Return a picture as a link that contains it."""
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")

@@ -18,7 +18,7 @@ from ..runs import RunResult
 from ..summary import Summary
 from .words import seconds_in_words, times
 
-_REACH = 4  # steps to either side that a curve's point is a mean of
+_REACH = 4  # a curve's point is a mean over this many steps on either side
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Theme:
     paper: str
     ink: str
     faint: str  # grid and axes
-    first: str  # the first hook, which the others are measured against
+    first: str  # the first hook, the baseline for the others
     hooks: tuple[str, ...]
     compute: str
     compression: str
@@ -62,7 +62,7 @@ THEMES = (LIGHT, DARK)
 
 
 def loss_against_bytes(results: Sequence[RunResult], summaries: Sequence[Summary], theme: Theme) -> bytes:
-    """Return a PNG: training loss over the bytes that a rank has moved, on a logarithmic axis."""
+    """Return a PNG: training loss over the bytes moved by a rank, on a logarithmic axis."""
     x = [[float(total) for total in accumulate(step.moved_bytes for step in result.steps)] for result in results]
     with matplotlib.rc_context(style(theme)):
         figure, axes = canvas("Loss against bytes", "bytes moved by a rank so far (logarithmic)", 6.4, 4.4)
@@ -84,7 +84,7 @@ def loss_against_time(results: Sequence[RunResult], summaries: Sequence[Summary]
 
 
 def step_time(summaries: Sequence[Summary], theme: Theme) -> bytes:
-    """Return a PNG: the typical step of every hook, split into what it was spent on."""
+    """Return a PNG: the typical step of every hook, divided into its parts."""
     with matplotlib.rc_context(style(theme)):
         title = "Where a step's time goes"
         figure, axes = canvas(
@@ -106,7 +106,7 @@ def step_time(summaries: Sequence[Summary], theme: Theme) -> bytes:
 
 
 def _step_labels(axes: Axes, summaries: Sequence[Summary], ends: Sequence[float], theme: Theme) -> None:
-    """Write beside each bar its length, and how many times as fast as the first hook's step it is."""
+    """Write beside each bar its length, and how many times faster than the first hook's step it is."""
     for row, (summary, end) in enumerate(zip(summaries, ends, strict=True)):
         faster = f"   {times(summaries[0].typical.seconds / summary.typical.seconds)} as fast" if row else ""
         text = f"  {seconds_in_words(summary.typical.seconds)}{faster}"
@@ -124,7 +124,7 @@ def _curves(
     smoothed = [_smooth([step.loss for step in result.steps]) for result in results]
     for number, (xs, result, losses) in enumerate(zip(x, results, smoothed, strict=True)):
         colour = theme.first if number == 0 else theme.hooks[(number - 1) % len(theme.hooks)]
-        style = ("-", (0, (4, 2)))[number % 2 == 0 and number > 0]  # two hooks may take the very same way
+        style = ("-", (0, (4, 2)))[number % 2 == 0 and number > 0]  # two hooks may have identical curves
         axes.plot(xs, losses, linestyle=style, color=colour, linewidth=1.8, label=result.settings.hook.label)
         held_out_x, held_out = [xs[e.step - 1] for e in result.evaluations], [e.loss for e in result.evaluations]
         axes.scatter(held_out_x, held_out, s=18, color=colour, edgecolor=theme.paper, linewidth=0.6, zorder=3)
@@ -148,7 +148,7 @@ def _curves(
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:
-    """Return at every step the mean of the losses about it: a curve that does not lag behind its points."""
+    """Return at every step the mean of the surrounding losses: a curve that does not lag behind its points."""
     reach = [min(_REACH, n, len(losses) - 1 - n) for n in range(len(losses))]
     return [fmean(losses[n - r : n + r + 1]) for n, r in enumerate(reach)]
 
@@ -165,7 +165,7 @@ def canvas(title: str, x_label: str, width: float, height: float) -> tuple[Figur
 
 
 def style(theme: Theme) -> dict[Any, Any]:
-    """Return how everything in a picture looks, for `matplotlib.rc_context`."""
+    """Return the style of a picture, for `matplotlib.rc_context`."""
     return {
         "figure.facecolor": theme.paper,
         "axes.facecolor": theme.paper,
@@ -190,7 +190,7 @@ def style(theme: Theme) -> dict[Any, Any]:
 
 
 def png(figure: Figure) -> bytes:
-    """Return the figure as a PNG; nothing in it depends on the clock."""
+    """Return the figure as a PNG that does not depend on the clock."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""The leaderboard's tables in words, the same for a terminal, a page and the documentation."""
+"""The leaderboard's tables as text, the same for a terminal, a page and the documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRACE_HEADINGS = ("method", "GRACE: without → with", "ours", "ours: points gai
 
 
 def headings(task: str) -> tuple[str, ...]:
-    """Return what is over each column of a task's table."""
+    """Return the column headings of a task's table."""
     score = SCORES[task]
     return (
         "compressor",

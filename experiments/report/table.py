@@ -19,7 +19,7 @@ from .words import (
 
 
 def summary_tables(summaries: list[Summary], title: str) -> list[Table]:
-    """Return one task's runs as two tables: what came out, and what it cost."""
+    """Return one task's runs as two tables: the outcome, and the cost."""
     first = summaries[0]
     outcome = plain_table(
         f"{title}: what came out", ("held-out loss", "accuracy", "steps to\ntarget", "time to\ntarget")

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers in a readable form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def seconds_in_words(seconds: float | None) -> str:
 
 
 def quartiles_in_words(spread: Spread) -> str:
-    """Return the quartiles in the unit that the median is told in: '95.0 to 104'."""
+    """Return the quartiles in the unit used for the median: '95.0 to 104'."""
     scale = 1.0 if spread.median >= 1 else 1e3
     return f"{three_digits(spread.low * scale)} to {three_digits(spread.high * scale)}"
 
@@ -53,7 +53,7 @@ def whole(number: int | None) -> str:
 
 
 def by_task(summaries: list[Summary]) -> dict[str, list[Summary]]:
-    """Return the summaries of each task, in order; the first of each is what the others are measured against."""
+    """Return the summaries of each task, in order; the first of each is the baseline for the others."""
     tasks: dict[str, list[Summary]] = {}
     for summary in summaries:
         tasks.setdefault(summary.task, []).append(summary)

@@ -1,4 +1,4 @@
-"""What can be trained: each task is one file, and one line in the table below."""
+"""The available tasks: each is one file, and one line in the table below."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_task(name: str, size: str = "medium") -> Task:
     """Return the task of this name in this size ('tiny', 'small', 'medium' or 'large').
 
     Raises:
-        ValueError: No task, or no size, has this name.
+        ValueError: There is no task or size of this name.
 
     """
     if name not in _TASKS:

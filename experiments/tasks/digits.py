@@ -25,7 +25,7 @@ class DigitsSize:
     channels: int  # higher: a larger model
     batch_size: int  # images per rank and step
     steps: int
-    convolutions: bool = True  # False: two hidden layers of so many channels, a tenth of the time
+    convolutions: bool = True  # False: two hidden layers with `channels` units, which take a tenth of the time
 
 
 SIZES = {
@@ -55,7 +55,7 @@ class DigitsNet(nn.Module):
 
 
 class DigitsMlp(nn.Sequential):
-    """Two hidden layers and no batch norm: all that it learns arrives as gradients."""
+    """Two hidden layers without batch norm: everything that it learns arrives as gradients."""
 
     def __init__(self, width: int) -> None:
         hidden = (nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
@@ -77,7 +77,7 @@ class Digits:
 
     @property
     def default_steps(self) -> int:
-        """How many steps a run takes unless it is told otherwise."""
+        """How many steps a run takes by default."""
         return self.shape.steps
 
     @property
@@ -99,7 +99,7 @@ class Digits:
         return self.shape.batch_size
 
     def with_batch_size(self, batch_size: int) -> Digits:
-        """Return the same task with another batch."""
+        """Return the same task with another batch size."""
         return replace(self, shape=replace(self.shape, batch_size=batch_size))
 
     def model(self, seed: int) -> nn.Module:
@@ -136,7 +136,7 @@ class Digits:
         return F.cross_entropy(outputs, targets)
 
     def evaluate(self, model: nn.Module) -> Evaluation:
-        """Judge the network on the 360 images held out."""
+        """Evaluate the network on the 360 images held out."""
         images, labels = _data()[1]
         was_training = model.training
         model.eval()
@@ -150,7 +150,7 @@ class Digits:
 @cache
 def _data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return (images, labels) to train on, and (images, labels) held out; the split never changes."""
-    from sklearn.datasets import load_digits  # half a second to import: only who trains on digits pays
+    from sklearn.datasets import load_digits  # takes half a second to import: only needed to train on digits
 
     raw = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 8 - 1

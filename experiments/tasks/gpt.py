@@ -29,7 +29,7 @@ class GptSize:
     width: int  # higher: a larger model
     layers: int
     heads: int
-    context: int  # bytes the model sees at once
+    context: int  # bytes that the model sees at once
     batch_size: int  # sequences per rank and step
     steps: int
 
@@ -43,7 +43,7 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a two-layer network, each beside a shortcut."""
+    """Causal attention, then a two-layer network, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class GptModel(nn.Module):
-    """Embeddings, blocks, and a score for each of the 256 bytes that may come next."""
+    """Embeddings, blocks, and a score for each of the 256 possible next bytes."""
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Gpt:
 
     @property
     def default_steps(self) -> int:
-        """How many steps a run takes unless it is told otherwise."""
+        """How many steps a run takes by default."""
         return self.shape.steps
 
     @property
@@ -121,7 +121,7 @@ class Gpt:
         return self.shape.batch_size
 
     def with_batch_size(self, batch_size: int) -> Gpt:
-        """Return the same task with another batch."""
+        """Return the same task with another batch size."""
         return replace(self, shape=replace(self.shape, batch_size=batch_size))
 
     def model(self, seed: int) -> nn.Module:
@@ -131,7 +131,7 @@ class Gpt:
             return GptModel(self.shape)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return AdamW; only matrices decay."""
+        """Return AdamW; weight decay applies only to matrices."""
         groups = [
             {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
             {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -153,7 +153,7 @@ class Gpt:
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def evaluate(self, model: nn.Module) -> Evaluation:
-        """Judge the model on 256 sequences of the files held out, the same ones every time."""
+        """Evaluate the model on 256 sequences of the held-out files, the same ones every time."""
         batch = _sequences(_text()[1], 256, self.shape.context, torch.Generator().manual_seed(256))
         was_training = model.training
         model.eval()
@@ -166,7 +166,7 @@ class Gpt:
 
 
 def _sequences(text: Tensor, count: int, context: int, generator: torch.Generator) -> Batch:
-    """Return `count` pieces of the text, each with the same piece one byte on as what to predict."""
+    """Return `count` pieces of the text, each with the piece one byte further on as its target."""
     begins = torch.randint(len(text) - context, (count, 1), generator=generator)
     windows = text[begins + torch.arange(context + 1)].long()  # count×(context + 1)
     return Batch(windows[:, :-1], windows[:, 1:])
@@ -182,10 +182,10 @@ def _text() -> tuple[Tensor, Tensor]:
 
 
 def source_files(folder: Path) -> list[Path]:
-    """Return the modules that lie directly in the library's folder, by name: packages and site-packages stay out.
+    """Return the modules directly in the library's folder, by name, without packages and site-packages.
 
     Raises:
-        FileNotFoundError: The library is not there as files (a zipped or stripped Python).
+        FileNotFoundError: The library does not exist as files (a zipped or stripped Python).
 
     """
     files = sorted(

@@ -1,4 +1,4 @@
-"""What a task has to offer so that it can be trained under any hook."""
+"""What a task must provide so that it can be trained under any hook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SizeType = TypeVar("SizeType")
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of a step: inputs, and what the model should say to them."""
+    """One rank's share of a step: inputs and targets."""
 
     inputs: Tensor
     targets: Tensor
@@ -22,19 +22,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model is on data it was not trained on."""
+    """A model's performance on data that it was not trained on."""
 
     loss: float  # mean cross-entropy, in nats
-    accuracy: float  # share of right answers, 0 to 1
+    accuracy: float  # fraction of correct answers, 0 to 1
     bits_per_byte: float | None = None  # for language models: the loss in bits
 
 
 class Task(Protocol):
-    """A model, its data, its optimizer: everything but how gradients travel."""
+    """A model, its data, its optimizer: everything except how gradients are communicated."""
 
     @property
     def name(self) -> str:
-        """The word for it on the command line."""
+        """Its name on the command line."""
 
     @property
     def size(self) -> str:
@@ -42,11 +42,11 @@ class Task(Protocol):
 
     @property
     def default_steps(self) -> int:
-        """How many optimizer steps a run takes unless it is told otherwise."""
+        """How many optimizer steps a run takes by default."""
 
     @property
     def description(self) -> str:
-        """One sentence on model, data and optimizer, for the report."""
+        """One sentence about model, data and optimizer, for the report."""
 
     def with_batch_size(self, batch_size: int) -> Task:
         """Return the same task with another number of examples per rank and step."""
@@ -71,14 +71,14 @@ class Task(Protocol):
         """Return the mean loss over the batch, a scalar."""
 
     def evaluate(self, model: nn.Module) -> Evaluation:
-        """Judge the model on held-out data; the model's mode is left as it was."""
+        """Evaluate the model on held-out data; the model's mode is left unchanged."""
 
 
 def size_named(sizes: Mapping[str, SizeType], size: str, task: str) -> SizeType:
     """Return the preset of this name.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such preset.
 
     """
     if size not in sizes:
@@ -87,7 +87,7 @@ def size_named(sizes: Mapping[str, SizeType], size: str, task: str) -> SizeType:
 
 
 def generator_for(*numbers: int) -> torch.Generator:
-    """Return a generator whose numbers depend on all the given numbers, and on nothing else."""
+    """Return a generator whose numbers depend only on the given numbers."""
     state = 0
     for number in numbers:
         state = (state * 1_000_003 + number + 1) % (2**63 - 25)

@@ -333,8 +333,8 @@ REFUSED: dict[Script, str] = {
     nothing_at_once: r"the compressor asked for something that is not a request \(got \(\)\).",
     a_tensor: r"the compressor asked for something that is not a request \(got tensor",
     judges_beside_a_request: "the compressor asked for something that is not a request",
-    of_machines_that_are_not_whole: r"Group\(kind='outer', size=2\): 3 ranks are not machines of 2.",
-    a_sparse_sum_inside_machines: "all-reduce: a sparse sum takes all ranks, and no group of them.",
+    of_machines_that_are_not_whole: r"Group\(kind='outer', size=2\): 3 ranks cannot be divided into machines of 2.",
+    a_sparse_sum_inside_machines: "all-reduce: a sparse sum needs all ranks, not a group of them.",
 }
 
 
@@ -364,7 +364,7 @@ def refused_over_gloo(rank: int, policy: str) -> list[str]:
 
 @both_policies
 def test_what_cannot_be_carried_over_gloo_is_an_error_that_names_rank_and_bucket(policy: str) -> None:
-    not_whole = "Group(kind='outer', size=2): 3 ranks are not machines of 2."
+    not_whole = "Group(kind='outer', size=2): 3 ranks cannot be divided into machines of 2."
     expected = [not_whole, r"all-to-all: a part must have one row for each of 3 ranks (got shape (2, 2))."]
     for rank, told in enumerate(run_ranks(refused_over_gloo, 3, policy)):
         for text, cause in zip(told, expected, strict=True):
