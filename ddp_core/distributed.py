@@ -37,30 +37,30 @@ from ddp_core.settings import ReducerSettings
 
 
 class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
-    """Train ``module`` on every rank of a process group, averaging gradients while the backward pass computes them.
+    """Data-parallel training of ``module``: gradients are averaged while the backward pass computes them.
 
-    Takes the place of ``torch.nn.parallel.DistributedDataParallel``, whose arguments it has; nothing else in a
-    training script changes, and the result is that of local training on the joined batch.
+    A drop-in replacement for ``torch.nn.parallel.DistributedDataParallel``, with its arguments; nothing else in a
+    training script changes, and the result is that of local training on the combined batch.
 
     Args:
-        module: any module; its parameters must be of one device type, and the same on every rank.
+        module: any module; its parameters must have one device type, and be the same on every rank.
         device_ids: at most one device, to which inputs are moved; None: inputs are where the module is.
-        output_device, dim, batched_grad_copy: accepted for PyTorch's sake; short gradients always move in batches.
-        broadcast_buffers, check_reduction: deprecated; the first is ``forward_sync_buffers`` and more, the second
-            without effect.
+        output_device, dim, batched_grad_copy: accepted for compatibility; short gradients are always copied in batches.
+        broadcast_buffers, check_reduction: deprecated; the first includes ``forward_sync_buffers``, the second
+            has no effect.
         init_sync: compare models and copy rank 0's parameters and buffers at construction.
-        process_group: the ranks to average over; None: all. ``device_mesh``: a 1-D mesh in its place.
+        process_group: the ranks to average over; None: all. ``device_mesh``: a 1-D mesh instead.
         bucket_cap_mb: size at which a bucket closes, MiB; None: 1 for the first, 25 for the others. Lower:
             communication starts earlier, in more and smaller messages. ``bucket_cap_mb_list``: one per bucket.
         find_unused_parameters: search the graph after each forward pass for parameters that no output depends on.
-        gradient_as_bucket_view: ``p.grad`` *is* the bucket's memory: no copy back, no second copy of all gradients.
-        static_graph: the same parameters are used, equally often, in every iteration. Allows several reentrant
+        gradient_as_bucket_view: ``p.grad`` *is* the bucket's memory, which saves a copy of all gradients.
+        static_graph: the same parameters are used equally often in every iteration. Allows several reentrant
             checkpoints and learns unused parameters once.
         delay_all_reduce_named_params: (name, parameter) pairs from ``module`` that are in no bucket. One all-reduce
-            averages their gradients, which always are views of its memory; hooks do not see them.
+            averages their gradients, which are always views of its memory; hooks do not see them.
         param_to_hook_all_reduce: the parameter whose gradient that all-reduce waits for. It also waits until every
-            delayed gradient is ready and every bucket is on its way; with a communication hook, until it is done.
-        mixed_precision: refused, naming an alternative.
+            delayed gradient is ready and every bucket is launched; with a communication hook, until it is done.
+        mixed_precision: raises an error that names an alternative.
         skip_all_reduce_unused_params: a bucket none of whose parameters was used is not reduced; the same parameters
             must be unused on every rank.
         forward_sync_buffers: copy rank 0's buffers to all ranks before each forward pass (default True).
@@ -68,7 +68,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     Raises:
         RuntimeError: no parameter requires a gradient, a parameter is uninitialised, or models differ between ranks.
         ValueError: mixed device types, wrong device arguments, no process group, SyncBatchNorm on the CPU.
-        NotImplementedError: an argument that is refused.
+        NotImplementedError: an argument that is not supported.
 
     Source: Li et al., PyTorch Distributed, VLDB 2020.
 
@@ -234,10 +234,10 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank alone, round the forward pass or round the backward pass.
+        """Accumulate gradients on this rank only; use it around the forward pass or the backward pass.
 
-        The first iteration outside reduces what was accumulated. Inside ``join`` it must go round the forward
-        pass: ranks that have joined are told there whether to take part.
+        The first iteration outside reduces what was accumulated. Inside ``join`` it must include the forward
+        pass: there, ranks that have joined are told whether to take part.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -249,16 +249,16 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     # ---------------------------------------------------------------- communication hooks
 
     def register_comm_hook(self, state: object, hook: Hook, *, hook_timeout: float | None = None) -> HookHandle:
-        """Let ``hook(state, bucket)`` reduce every bucket from now on, in place of the averaging all-reduce.
+        """Reduce every bucket with ``hook(state, bucket)`` from now on, instead of the averaging all-reduce.
 
-        The hook gets gradients that are not divided, and returns a ``Future[Tensor]``, a ``Future[list[Tensor]]``, a
-        ``Work`` or a ``Tensor``: the bucket's mean. A hook registered later takes the place of the earlier one.
+        The hook receives undivided gradients, and returns a ``Future[Tensor]``, a ``Future[list[Tensor]]``, a
+        ``Work`` or a ``Tensor``: the bucket's mean. A hook registered later replaces the earlier one.
 
-        ``hook_timeout``: how many seconds the end of a backward pass waits for one bucket before it raises
-        HookTimeoutError; None: the process group's timeout. Higher: for slow links.
+        ``hook_timeout``: how many seconds the end of a backward pass waits for one bucket before raising
+        HookTimeoutError; None: the process group's timeout. Raise it for slow links.
 
-        Returns a handle whose ``remove()`` goes back to the all-reduce. Raises TypeError or ValueError for what
-        cannot be a hook or a timeout, RuntimeError in the middle of a backward pass.
+        Returns a handle whose ``remove()`` restores the all-reduce. Raises TypeError or ValueError for an invalid
+        hook or timeout, and RuntimeError during a backward pass.
         """
         try:
             check_hook(hook)
@@ -271,7 +271,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         return HookHandle(self)
 
     def remove_comm_hook(self) -> None:
-        """Go back to the averaging all-reduce."""
+        """Restore the averaging all-reduce."""
         self.reducer.set_hook(None)
 
     # ---------------------------------------------------------------- buckets in a checkpoint
@@ -279,8 +279,8 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     def bucket_plan(self) -> dict[str, Any]:
         """Return what ``load_bucket_plan`` needs to give a resumed run these buckets: integers, names and a flag.
 
-        ``limits``: of the rebuilt buckets, in bytes. ``buckets``: the parameters' names, in the order in which they
-        travel. ``rebuilt``: False until the second iteration begins (static graph: the third), and always with
+        ``limits``: those of the rebuilt buckets, in bytes. ``buckets``: the parameters' names, in the order in which
+        they are sent. ``rebuilt``: False until the second iteration begins (static graph: the third), and always with
         ``find_unused_parameters``, whose buckets are the same from the first iteration on.
         """
         reducer = self.reducer
@@ -291,18 +291,18 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         }
 
     def load_bucket_plan(self, plan: dict[str, Any]) -> bool:
-        """Take the buckets of ``bucket_plan()`` for all iterations from the next one on, and do not rebuild them.
+        """Use the buckets of ``bucket_plan()`` from the next iteration on, without rebuilding them.
 
         A sum's last bits depend on where in its bucket a gradient lies (on Gloo, from three ranks on), and a run that
-        is resumed begins with other buckets than the one that it continues. Call it between iterations, on all ranks,
+        is resumed begins with different buckets. Call it between iterations, on all ranks,
         with the same plan, and inside ``join`` only while no rank has joined. A copy or a pickle of this module does
-        not hold the buckets: load the plan into it too. Where gradients stay bucket views between steps
-        (``gradient_as_bucket_view``, ``zero_grad(set_to_none=False)``), equal bits ask that every ``p.grad`` is a
-        tensor of zeros before the plan is loaded.
+        not contain the buckets: load the plan into it too. If gradients stay bucket views between steps
+        (``gradient_as_bucket_view``, ``zero_grad(set_to_none=False)``), bit equality requires that every ``p.grad``
+        is a tensor of zeros before the plan is loaded.
 
-        Returns False, and changes nothing, if the plan's buckets were not rebuilt yet, this module never rebuilds any
-        (``find_unused_parameters``), limits differ, or the plan does not fit the parameters that are trained: their
-        names, dtypes, devices, and which gradients are sparse. Raises RuntimeError in the middle of a backward pass.
+        Returns False, and changes nothing, if the plan's buckets were not rebuilt yet, this module never rebuilds them
+        (``find_unused_parameters``), limits differ, or the plan does not match the trained parameters: their
+        names, dtypes, devices, and which gradients are sparse. Raises RuntimeError during a backward pass.
         """
         reducer = self.reducer
         if reducer.unfinished or torch._C._current_graph_task_id() != -1:
@@ -317,7 +317,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     # ---------------------------------------------------------------- conversions, copies, pickles
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedDataParallel:
-        """Do the work of ``.to()``, ``.half()`` and the like; refuse one after which gradients would stay local."""
+        """Apply ``.to()``, ``.half()`` and the like; raise if gradients would stay local afterwards."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # 'Call to untyped function "_apply"'
         self.reducer.require_same_parameters()
         return self
@@ -337,14 +337,14 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
 
 
 class HookHandle:
-    """Removes a communication hook; removing one that was replaced or removed already does nothing."""
+    """A handle to remove a communication hook; does nothing if it was already replaced or removed."""
 
     def __init__(self, ddp: DistributedDataParallel):
         self._ddp = weakref.ref(ddp)
         self._hook = ddp.reducer.hook
 
     def remove(self) -> None:
-        """Go back to the averaging all-reduce, if the hook is still the registered one."""
+        """Restore the averaging all-reduce, if the hook is still the registered one."""
         ddp = self._ddp()
         if ddp is not None and ddp.reducer.hook is self._hook:
             ddp.remove_comm_hook()

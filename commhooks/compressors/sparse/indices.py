@@ -36,12 +36,12 @@ class Coding(ABC):
 
     @property
     def share(self) -> int:
-        """The number of elements sent of a whole block."""
+        """The number of elements sent from a whole block."""
         return math.ceil(self.ratio * self.block)
 
     @property
     def last_share(self) -> int:
-        """The number of elements sent of the remainder after the last whole block."""
+        """The number of elements sent from the remainder after the last whole block."""
         return math.ceil(self.ratio * (self.elements % self.block))
 
     @property

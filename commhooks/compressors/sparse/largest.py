@@ -15,7 +15,7 @@ _AT_ONCE = 1 << 18
 def largest(rows: Tensor, k: int) -> Tensor:
     """Return the indices B×k of the k largest magnitudes in each row of B×n, in any order; NaN counts as largest.
 
-    A row is arranged as 8 lines, one below the other. The columns with the k largest maxima contain all k elements, so
+    A row is arranged as an array of 8 lines. The columns with the k largest maxima contain all k elements, so
     only these are searched. For one row of 2,359,296 elements and k = 1 %, this takes a sixth of the time of
     `torch.topk` (one thread of an AMD EPYC, PyTorch 2.13); magnitudes take an eighth of the row's memory.
     """
