@@ -1,4 +1,4 @@
-"""How far apart two right results may be, on any processor.
+"""How far apart two correct results may be, on any processor.
 
 Kernels differ in the order of a sum's terms, in blocking, and in whether a product is rounded before it is added. The
 bounds here hold whatever they do; all are of first order in u, the unit roundoff (Higham, *Accuracy and Stability of
@@ -23,7 +23,7 @@ lose by less than 1e3: 1e-10. Anything that was rounded to fp32 on its way shows
 
 
 def assert_equal_in_float64(got: object, wanted: object) -> None:
-    """Assert that results of float64 are equal but for their rounding."""
+    """Assert that float64 results are equal up to rounding."""
     assert isinstance(got, Tensor) and isinstance(wanted, Tensor) and got.dtype == wanted.dtype == torch.float64
     torch.testing.assert_close(got, wanted, rtol=0, atol=IN_FLOAT64 * float(wanted.abs().max()))
 

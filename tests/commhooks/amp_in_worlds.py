@@ -88,7 +88,7 @@ def _collectives(attachment: commhooks.Attachment) -> list[int]:
 
 
 def _state(attachment: commhooks.Attachment) -> dict[str, Any]:
-    """Return the state as comparable numbers, in units of the gradients' own."""
+    """Return the state as comparable numbers, in units of the unscaled gradients."""
     state = attachment.state_dict()
     scale = state["grad_scale"]
     local = {

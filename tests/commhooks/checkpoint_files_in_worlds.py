@@ -47,7 +47,7 @@ class Told:
 
 
 class Network(nn.Module):
-    """Have buffers: some that a checkpoint holds, and a cache that it does not."""
+    """A model with buffers: some that a checkpoint holds, and a cache that it does not."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Run:
         return hashlib.sha256("\n".join(_words([*parts, torch.get_rng_state()])).encode()).hexdigest()
 
     def told(self, damage: str, saved: str = "", before: str = "", **settings: Any) -> Told:
-        """Try to load; say what came of it."""
+        """Try to load, and return the outcome."""
         before, text = before or self.digest(), ""
         try:
             self.load(**settings)
@@ -381,7 +381,7 @@ class Fruit(enum.IntEnum):
 
 
 class Marked(Tensor):
-    """A tensor of a class of its own."""
+    """A tensor subclass."""
 
 
 Point = collections.namedtuple("Point", ["x", "y"])

@@ -66,7 +66,7 @@ def _as_it_is(whatever: Any) -> Any:
 
 
 def refusals(rank: int) -> dict[str, str]:
-    """Return what is said to those who hook a DDP that would not call a hook as hooks are called."""
+    """Return the errors for hooks on a DDP that would not call them as hooks."""
     stepping = nn.Linear(8, 8)
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
     found = {"in backward": _text_of(lambda: commhooks.attach(wrap("torch", stepping), "powersgd"))}

@@ -58,7 +58,7 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def collectives_of_a_step(rank: int, kind: str) -> None:
-    """Demand as many collectives as a step ("fused"), or its buckets ("fifo"), have rounds, and no other bytes."""
+    """Assert as many collectives as a step ("fused"), or its buckets ("fifo"), have rounds, and no more bytes."""
     for buckets, (shapes, bucket_cap_mb) in MODELS.items():
         gradients = normal(zeros(*shapes), 2, seed=0)[rank]
         elements = sum(math.prod(shape) for shape in shapes)
@@ -88,7 +88,7 @@ def collectives_of_a_step(rank: int, kind: str) -> None:
 
 
 def _demand_sums(attachment: commhooks.Attachment, steps: list[Statistics]) -> None:
-    """Demand that the totals, and the parameters' shares together, are the sums of the steps."""
+    """Assert that the totals, and the parameters' shares together, are the sums of the steps."""
     total, shares = attachment.statistics(), attachment.by_parameter().values()
     for field in ("steps", "buckets", "collectives", "gradient_bytes", "payload_elements", "payload_bytes"):
         assert getattr(total, field) == sum(getattr(step, field) for step in steps), field

@@ -51,7 +51,7 @@ class Renamed(Given):
 
 @contextlib.contextmanager
 def frozen(parameter: Tensor) -> Iterator[None]:
-    """Take no gradient for a parameter."""
+    """Freeze a parameter."""
     parameter.requires_grad_(False)
     yield
     parameter.requires_grad_(True)
@@ -118,7 +118,7 @@ def refused_attachments(rank: int, kind: str) -> dict[str, Told]:
 
 
 def refused_replacements(rank: int, kind: str, policy: str) -> dict[str, Told]:
-    """Replace by what differs on one rank; the old compressor must go on as if nobody had asked."""
+    """Replace by what differs on one rank; the old compressor must go on as if nothing had happened."""
     both = Mirrored(kind, make_compressor("powersgd", rank=2), policy)
     told = {}
     for step, (what, names) in enumerate(
@@ -152,7 +152,7 @@ class Particular(PowerSGD):
 
 
 def refused_by_one(rank: int, kind: str, when: str) -> list[Told]:
-    """Name a parameter that there is none of, on one rank; then attach, or go on, as if nobody had asked.
+    """Name a nonexistent parameter on one rank; then attach, or go on, as if nothing had happened.
 
     Attach also as on NCCL, where the group's own collectives carry what ranks agree on.
     """

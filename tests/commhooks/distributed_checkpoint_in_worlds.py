@@ -130,7 +130,7 @@ def distance(ours: Any, theirs: Any) -> float:
 
 
 def saved_in_passing(rank: int, kind: str, folder: str) -> None:
-    """Run everything in one piece, with two checkpoints by the way; keep what came of it."""
+    """Run everything in one piece, with two checkpoints on the way; keep the results."""
     group = dist.new_group(backend="gloo")  # the second checkpoint's own: training has collectives at the same time
     for name in ALL:
         run, path = begin(kind, name), Path(folder, name)
@@ -146,7 +146,7 @@ def saved_in_passing(rank: int, kind: str, folder: str) -> None:
 
 
 def resumed(rank: int, kind: str, folder: str, how: str, names: list[str]) -> dict[str, float]:
-    """Go on from every checkpoint in new processes; return how far the end is from that of the run in one piece."""
+    """Resume from every checkpoint in new processes; return how far the end is from that of the run in one piece."""
     distances = {}
     for name in names:
         for step in SAVED_AT:
@@ -174,7 +174,7 @@ def read_from_the_other(rank: int, folders: dict[str, str]) -> dict[str, float]:
 
 
 def refused_directly(rank: int, kind: str, attempts: list[tuple[str, str, bool]]) -> list[Told]:
-    """Let DCP load checkpoints straight into runs that they were not saved from; nothing must change."""
+    """Let DCP load checkpoints directly into runs that they do not match; nothing must change."""
     told = []
     for folder, name, bias in attempts:
         run = begin(kind, name, bias=bias)
@@ -219,7 +219,7 @@ class FailsOnOneRank(FileSystemReader):
 
 
 def refused_by_us(rank: int, kind: str, checkpoint: str, damaged: dict[str, str]) -> tuple[dict[str, Told], float]:
-    """Load what cannot be read; after each attempt the run goes on as if nobody had asked. Then load what can be."""
+    """Load what cannot be read; each time the run continues as if nothing had happened. Then load what can be."""
     run, untouched = begin(kind, "powersgd"), begin(kind, "powersgd")
     load_distributed = commhooks.load_distributed
     attempts: dict[str, Callable[[], None]] = {
@@ -253,7 +253,7 @@ def refused_before_the_first_step(rank: int, kind: str, checkpoint: str) -> tupl
 
 @dataclasses.dataclass
 class App:
-    """Be what PyTorch's tutorials save: one object for everything."""
+    """The object that PyTorch's tutorials save: one for everything."""
 
     run: Run
 

@@ -20,7 +20,7 @@ BRANCHES = {"bucket_cap_mb": 0.004}
 
 
 class Branches(nn.Module):
-    """Have parameters of which each forward pass uses some; their gradients are what it is handed."""
+    """A model of which each forward pass uses some parameters; their gradients are its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def _hooked(kind: str, how: str, case: str, **settings: Any) -> tuple[nn.Module,
 
 
 def branches_come_and_go(rank: int, kind: str, how: str, case: str) -> None:
-    """Use other branches in each step; what no rank uses keeps its state, and nothing owed is lost."""
+    """Use other branches in each step; what no rank uses keeps its state, and no residual is lost."""
     model, hooks = _hooked(kind, how, case, find_unused_parameters=True)
     wanted = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]  # the sum of the means of all gradients
     got = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -97,7 +97,7 @@ def _mean_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def uneven_inputs(rank: int, kind: str, how: str, case: str) -> None:
-    """Let rank 0 run out of inputs; it takes part with zeros, and keeps what it owes."""
+    """Let rank 0 run out of inputs; it takes part with zeros, and keeps its residual."""
     model, hooks = _hooked(kind, how, case)
     inputs = [4, 9]
     kept: dict[int, dict[str, Tensor]] = {}
@@ -123,7 +123,7 @@ def uneven_inputs(rank: int, kind: str, how: str, case: str) -> None:
 
 
 def spoilt_after_joining(rank: int, kind: str, policy: str, matrices: Any) -> None:
-    """Let rank 0 join, and bring an inf to a run whose steps are atomic: nobody's state changes any more."""
+    """Let rank 0 join, then put an inf into a run with atomic steps: no state changes any more."""
     model = wrap(kind, Branches(), **BRANCHES)
     hooks = commhooks.attach(
         model, commhooks.make_compressor("powersgd", rank=2, matrices=matrices), policy=policy, atomic=True
@@ -146,7 +146,7 @@ def spoilt_after_joining(rank: int, kind: str, policy: str, matrices: Any) -> No
 
 
 def joined_when_buckets_are_cut(rank: int, kind: str) -> None:
-    """Let rank 0 join after the first step, where residuals are laid out for other buckets: it keeps what it owes."""
+    """Let rank 0 join after the first step, where residuals are laid out for other buckets: it keeps its residual."""
     model = wrap(kind, Branches(), **BRANCHES)
     hooks = commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2, matrices="whole-bucket"))
     kept: list[Tensor] = []

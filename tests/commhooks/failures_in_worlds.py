@@ -102,7 +102,7 @@ def _text_of_another_step(model: torch.nn.Module, rank: int) -> str:
 
 
 def killed_at_any_time(rank: int, kind: str, policy: str, delay_seconds: float) -> Told:
-    """Train until rank 1 is killed, from a thread of its own, so long after the second step."""
+    """Train until a separate thread kills rank 1, this long after the second step."""
     model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
     commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2), policy=policy)
     gradients = normal(zeros(*SHAPES), 4, seed=0)[rank]
@@ -119,7 +119,7 @@ def killed_at_any_time(rank: int, kind: str, policy: str, delay_seconds: float) 
 
 
 def inf_on_one_rank(rank: int, kind: str) -> tuple[list[bool], float]:
-    """Spoil one gradient of rank 1 in step 2; say which steps were finite, and how far the end is from undisturbed."""
+    """Spoil one gradient of rank 1 in step 2; return which steps were finite, and how far the end is off."""
     models = [wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01) for _ in range(2)]
     for model in models:
         commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2))
@@ -141,7 +141,7 @@ def inf_on_one_rank(rank: int, kind: str) -> tuple[list[bool], float]:
 
 
 def forgotten(rank: int, kind: str) -> bool:
-    """Drop a model with its attachment; say whether its thread and its memory are gone."""
+    """Drop a model with its attachment; return whether its thread and its memory are gone."""
     before = threading.active_count()
     model = wrap(kind, Given(*SHAPES))
     attachment: Any = commhooks.attach(model, "powersgd")
@@ -157,7 +157,7 @@ def forgotten(rank: int, kind: str) -> bool:
 
 
 def ends_without_a_word(rank: int, how: str) -> None:
-    """End in the ways in which scripts end, with a scheduler's thread idle; the world checks the exit code."""
+    """Exit in all the ways in which scripts exit, with a scheduler's thread idle; the world checks the exit code."""
     model = wrap("core", Given(*SHAPES), bucket_cap_mb=0.01)
     global _kept
     _kept = (model, commhooks.attach(model, "powersgd"))

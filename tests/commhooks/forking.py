@@ -19,7 +19,7 @@ CHILD_SECONDS = 10
 
 
 def fork() -> int:
-    """Fork; the child is ended after a while, whatever it hangs on."""
+    """Fork; the child is ended after a while, even if it hangs."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -13,7 +13,7 @@ from tests.commhooks.workers import normal, zeros
 
 
 def counts_of_unused_parameters(rank: int) -> None:
-    """Demand messages without counts while nothing is remembered, and protection from the first state on."""
+    """Assert no counts in messages while nothing is remembered, and protection from the first state on."""
     for kind in ("core", "torch"):
         for policy in ("fifo", "fused"):
             model = wrap(kind, Branches(), find_unused_parameters=True, **BRANCHES)

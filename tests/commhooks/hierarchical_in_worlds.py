@@ -27,7 +27,7 @@ from tests.commhooks.workers import normal, zeros
 
 
 def like_lockstep(rank: int, kind: str, policy: str) -> list[str]:
-    """Run machines of two over Gloo, with several buckets and ranks that dawdle; name what differs from lockstep.
+    """Run machines of two over Gloo, with several buckets and randomly delayed ranks; list what differs from lockstep.
 
     Every group has two ranks, and a sum of two has one order.
     """
@@ -85,7 +85,7 @@ def killed(rank: int, kind: str, policy: str, dies_in: int, number: int) -> tupl
 
 
 def refused(rank: int) -> str:
-    """Attach machines of two to three ranks; return what that raises. The model still takes what fits."""
+    """Attach machines of two to three ranks; return what that raises. The model still accepts a valid compressor."""
     model = wrap("core", Given((4, 4)))
     with pytest.raises(SettingsError) as raised:
         commhooks.attach(model, Hierarchical(inner=make_compressor("powersgd"), size=2))

@@ -105,7 +105,7 @@ class Watched(Wrapper):
 
 
 class Mirrored:
-    """Train a model of `SHAPES` on every rank, and the same in lockstep, dealt out to the same buckets."""
+    """Train a model of `SHAPES` on every rank, and the same in lockstep, divided into the same buckets."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Mirrored:
 
 
 def every_case_like_lockstep(rank: int, kind: str, policy: str, names: Sequence[str]) -> list[str]:
-    """Run these cases over Gloo with several buckets and ranks that dawdle; name what differs from lockstep."""
+    """Run these cases over Gloo with several buckets and randomly delayed ranks; list what differs from lockstep."""
     differ = []
     dawdling = random.Random(rank)
     for case in map(BY_NAME.__getitem__, names):

@@ -13,7 +13,7 @@ from commhooks.scheduling.inline import SideStream
 
 
 class ToldMark:
-    """A mark that the device has come to when somebody says so."""
+    """A mark that the device has reached once a test says so."""
 
     def __init__(self, *, reached: bool) -> None:
         self.reached = reached
@@ -23,7 +23,7 @@ class ToldMark:
 
 
 class HostStream(SideStream):
-    """A stream whose work is done as it is queued; a device that is as far as it is told to be."""
+    """A stream that does its work as it is queued, on a device that advances when told to."""
 
     def __init__(self, device: torch.device | None = None, *, keeps_up: bool = True) -> None:
         self.keeps_up = keeps_up
@@ -40,14 +40,14 @@ class HostStream(SideStream):
         return self.marks[-1]
 
     def reach(self, marks: int) -> None:
-        """Let the device come to so many of the marks."""
+        """Let the device reach so many of the marks."""
         for mark in self.marks[:marks]:
             mark.reached = True
 
 
 @contextlib.contextmanager
 def as_on_nccl() -> Iterator[None]:
-    """Let what is attached here take the way that it takes on NCCL, over whatever backend there is."""
+    """Make attachments take the same path as on NCCL, over any backend."""
     backend = mock.patch.object(line, "backend_of", return_value="nccl")
     with backend, mock.patch.object(line, "SideStream", HostStream):
         yield

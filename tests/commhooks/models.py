@@ -20,7 +20,7 @@ def wrap(kind: str, module: nn.Module, **settings: Any) -> nn.Module:
 
 
 class Given(nn.Module):
-    """Have parameters of given shapes, whose gradients are whatever `forward` is handed."""
+    """A model with parameters of given shapes, whose gradients are the inputs of `forward`."""
 
     def __init__(self, *shapes: Shape, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

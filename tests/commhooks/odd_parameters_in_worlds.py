@@ -19,7 +19,7 @@ STEPS = 6
 
 
 class Odd(nn.Module):
-    """Have a 0-dim, an empty, a channels-last, a frozen, a tied, a sometimes unused and perhaps a sparse parameter."""
+    """Parameters: a 0-dim, an empty, a channels-last, a frozen, a tied, a sometimes unused and perhaps a sparse one."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the tests of registration, and of wrappers round other people's hooks, run on every rank.
+"""What the tests of registration, and of wrappers around third-party hooks, run on every rank.
 
 No postponed annotations here: PyTorch's DDP refuses a hook that has them.
 """
@@ -98,7 +98,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def late(rank: int, kind: str, name: str) -> list[str]:
-    """Attach after 1 and 2 steps, before the forward pass and after it; say where a mean was wrong then."""
+    """Attach after 1 and 2 steps, before the forward pass and after it; return where a mean was wrong."""
     wrong = []
     for label, settings in SETTINGS.items():
         for steps_before in (1, 2):
@@ -124,7 +124,7 @@ def _step_attaching(model: nn.Module, gradients: list[Tensor], name: str | None,
 
 
 def refused(rank: int, kind: str) -> None:
-    """Attach where that cannot work; what was there goes on working."""
+    """Attach where that cannot work; what was attached before keeps working."""
     gradients = integers(0)
     hooked_already = hooked(kind, stock.allreduce_hook)
     with pytest.raises(commhooks.AttachError, match=r"the hook allreduce_hook is registered on this model already"):
@@ -149,7 +149,7 @@ def _attach_inside(model: nn.Module, told: list[str], _gradient: Tensor) -> None
 
 
 class Expert(nn.Module):
-    """Have a part of its own on every rank, which the DDP is to leave alone."""
+    """A model with a part that differs between ranks, which the DDP must ignore."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Expert(nn.Module):
 
 
 def unusual_models(rank: int, kind: str) -> dict[str, bool]:
-    """Say for each unusual model or group whether attaching gives the right means."""
+    """Report for each unusual model or group whether attaching gives the right means."""
     right = {}
     for policy in ("fifo", "fused"):
         complex_model = given(kind, dtype=torch.complex64)
@@ -204,7 +204,7 @@ class WithTable(nn.Module):
 
 
 def no_end_of_a_step(rank: int) -> list[str]:
-    """Attach to what hands in several buckets at first, and does not say which is the last; return the errors."""
+    """Attach to a DDP that has several buckets at first and marks none as the last; return the errors."""
     errors = []
     dense = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     for module, settings in ((WithTable(), {}), (TwoDtypes(), {}), (dense, {"bucket_cap_mb_list": [1]})):
@@ -259,7 +259,7 @@ def _break(_gradient: Tensor) -> None:
 
 
 def attach_alone(rank: int) -> tuple[str, str]:
-    """Attach while the other rank never does; and on a group that this rank is no part of."""
+    """Attach while the other rank never does; and on a group that this rank does not belong to."""
     model = given("torch")
     told = []
     foreign, impatient = dist.new_group([1]), dist.new_group([0, 1], timeout=timedelta(seconds=3))
@@ -273,7 +273,7 @@ def attach_alone(rank: int) -> tuple[str, str]:
 
 
 def one_state_for_two_models(rank: int, kind: str, how: str) -> str:
-    """Return what is said about a state that two models share, in turns or in one backward pass."""
+    """Return the errors for a state that two models share, in turns or in one backward pass."""
     state = commhooks.PowerSGDState(None, start_powerSGD_iter=0)
     models = [hooked(kind, commhooks.powerSGD_hook, state) for _ in range(2)]
     try:
@@ -340,7 +340,7 @@ def ready_at_once(state: Any, bucket: Any) -> Any:
 
 
 class WithoutFuture(dist.Work):
-    """Be a Work that can be waited for, and nothing else."""
+    """A Work that can be waited for, and nothing else."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ class WithoutFuture(dist.Work):
 
 @dataclasses.dataclass
 class Unhashable:
-    """Be a hook that no dictionary can hold."""
+    """An unhashable hook."""
 
     divisor: int
 
@@ -394,7 +394,7 @@ WRAPPERS = {torch.float16: commhooks.fp16_compress_wrapper, torch.bfloat16: comm
 
 
 class Spy:
-    """Be two hooks: one inside a wrapper, which sees what it is handed, and one round it, which sees what is left."""
+    """Two hooks: one inside a wrapper, which sees the wrapper's input, and one around it, which sees its result."""
 
     def __init__(self, hook: Hook, dtype: torch.dtype) -> None:
         self.seen: set[torch.dtype] = set()
@@ -438,7 +438,7 @@ def noop_of_pytorchs(rank: int, kind: str) -> bool:
 
 
 def powersgd_of_pytorchs(rank: int, kind: str) -> bool:
-    """Wrap PyTorch's PowerSGD in our wrapper and in theirs, in one bucket; say whether 6 steps agree bit for bit."""
+    """Wrap PyTorch's PowerSGD in our wrapper and in theirs, in one bucket; return whether 6 steps agree bit for bit."""
     wrappers: list[Any] = [commhooks.fp16_compress_wrapper, stock.fp16_compress_wrapper]
     models = []
     for wrapper in wrappers:
@@ -471,7 +471,7 @@ def what_survives_the_wire(rank: int, kind: str) -> dict[str, list[float]]:
 
 
 def odd_dtypes(rank: int, kind: str) -> dict[str, bool]:
-    """Say for wrapped hooks and dtypes whether the mean comes back exact, in the bucket's own dtype."""
+    """Report for wrapped hooks and dtypes whether the mean comes back exact, in the bucket's own dtype."""
     exact = {}
     for name, hook in {"ours": commhooks.allreduce_hook, "theirs": stock.allreduce_hook, "mine": plain}.items():
         for wire, wrapper in WRAPPERS.items():
@@ -505,7 +505,7 @@ def _sparse_is_exact(rank: int, kind: str, hook: Hook) -> bool:
 
 
 class Failing:
-    """Go wrong in one way or another; keep the buckets, to see what became of them."""
+    """Fail in a given way; keep the buckets for inspection."""
 
     def __init__(self, how: str) -> None:
         self.how = how

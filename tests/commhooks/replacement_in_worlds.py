@@ -31,7 +31,7 @@ STEPS_OF_EACH = 3
 
 @dataclasses.dataclass(frozen=True)
 class Replaced:
-    """What a sequence of compressors came to on one rank."""
+    """The outcome of a sequence of compressors on one rank."""
 
     digests: list[bytes]
     not_lockstep: list[str]
@@ -42,7 +42,7 @@ class Replaced:
 
 
 def sequence(rank: int, kind: str, policy: str) -> Replaced:
-    """Let one compressor after another take over, and keep the books of what was sent and what is owed."""
+    """Let one compressor after another take over, and record what was sent and what is left in residuals."""
     both = Mirrored(kind, SEQUENCE[0], policy)
     ledger = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     replaced = Replaced([], [], [], [])
@@ -72,7 +72,7 @@ def _mean_residual(both: Mirrored, parameter: Tensor) -> Tensor:
 
 
 def refusals(rank: int, kind: str, policy: str) -> dict[str, Told]:
-    """Ask for replacements that cannot be; after each, the old compressor must go on as if nobody had asked."""
+    """Request impossible replacements; after each, the old compressor must go on as if nothing had happened."""
     both = Mirrored(kind, make_compressor("powersgd", rank=2), policy)
     replace, told = both.attachment.replace, {}
     step = iter(range(20))

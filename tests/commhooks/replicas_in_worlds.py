@@ -103,7 +103,7 @@ def digests_of_runs(rank: int, kind: str, chosen: list[Run], steps: int, seed: i
 
 
 def digests_of(kind: str, run: Run, steps: int, delays: random.Random) -> list[bytes]:
-    """Train on a rank that dawdles now and then, before a step and in the midst of it."""
+    """Train on a rank that is delayed at random, before and during steps."""
     of_shapes, bucket_cap_mb = MODELS[run.buckets]
     model = wrap(kind, Given(*of_shapes), bucket_cap_mb=bucket_cap_mb)
     hook = HOOKS[run.hook](model, run.policy)

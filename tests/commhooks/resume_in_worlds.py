@@ -88,7 +88,7 @@ def saved_and_whole(
     cases: list[str],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Train every case for `steps` steps, save, and train on for as many; keep what came of it."""
+    """Train every case for `steps` steps, save, and train for as many again; keep the results."""
     for case in _chosen(cases):
         run = begin(kind, policy, case.make(), dtype=dtype)
         run.train(rank, 0, steps)
@@ -172,7 +172,7 @@ def resumed_in_place(rank: int, kind: str, folder: str) -> dict[str, float]:
 
 
 class Turning(nn.Module):
-    """Have a complex parameter, and a real one."""
+    """A model with a complex parameter and a real one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ class Run:
 
 
 def resumed(rank: int, kind: str, folder: str) -> tuple[dict[str, bool], str]:
-    """Tell whether runs that were interrupted twice end as one that was not, and what another optimizer is told."""
+    """Return whether runs that were interrupted twice end as one that was not, and what another optimizer is told."""
     whole, sharded = Adam, functools.partial(ZeroRedundancyOptimizer, optimizer_class=Adam)
     first = Run(kind, rank, sharded)
     first.train(2)

@@ -62,7 +62,7 @@ def _require_plain(value: object) -> None:
 
 
 def refuses_what_does_not_fit(rank: int, kind: str) -> None:
-    """Bring wrong states, the same on both ranks or on one only: both raise, and nothing is loaded."""
+    """Load wrong states, the same on both ranks or on one only: both raise, and nothing is loaded."""
     model, attachment = _trained(kind, rank, 3)
     before = attachment.state_dict()
     backward(model, normal(zeros(*SHAPES), 2, seed=4)[rank])
@@ -141,7 +141,7 @@ def _without_weights_0(state: dict[str, Any], own: str) -> dict[str, Any]:
 
 
 def reading_changes_nothing(rank: int, kind: str) -> None:
-    """Read the state of one of two like runs, before and after another compressor's turn: they go on alike."""
+    """Read the state of one of two like runs, before and after another compressor's turn: they continue identically."""
     turns = commhooks.StartAfter(
         inner=make_compressor("powersgd", rank=2), before=make_compressor("powersgd", rank=1), steps=3
     )
@@ -155,7 +155,7 @@ def reading_changes_nothing(rank: int, kind: str) -> None:
 
 
 def replaced_after_a_refusal(rank: int, kind: str) -> None:
-    """Bring one rank a state that does not fit, then replace the compressor: nothing is left of the refused one."""
+    """Load a mismatched state on one rank, then replace the compressor: nothing is left of the rejected state."""
     model, attachment = _trained(kind, rank, 2)
     saved = attachment.state_dict()
     with pytest.raises(CheckpointError, match="nothing was loaded|damaged"):
@@ -234,7 +234,7 @@ def names_are_needed(rank: int) -> None:
 
 
 def ranks_that_unpickle_different_states(rank: int) -> None:
-    """Hear of it at the first bucket, where nothing was exchanged before."""
+    """Raise at the first bucket, if nothing was exchanged before."""
     _, attachment = _trained("core", rank, 2)
     saved = attachment.state_dict()
     state = PowerSGDState(None, 2, start_powerSGD_iter=0)
@@ -394,7 +394,7 @@ IN_FORMAT_1: dict[str, tuple[commhooks.Compressor, dict[str, str]]] = {
 
 
 def resumed_from_format_1(rank: int, kind: str) -> None:
-    """Read what version 1 would have saved; its runs go on as those that were not interrupted, bit for bit."""
+    """Read what version 1 would have saved; its runs continue like uninterrupted ones, bit for bit."""
     for name, (compressor, settings) in IN_FORMAT_1.items():
         models = [given(kind), given(kind)]
         hooks = [commhooks.attach(model, compressor) for model in models]

@@ -14,7 +14,7 @@ from commhooks.state.table import StateTable
 
 
 class Bucket:
-    """Be the one bucket of a step, with these parameters, as both hooks expect it."""
+    """The only bucket of a step, with these parameters, in the form that both hooks expect."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = [p if isinstance(p, nn.Parameter) else nn.Parameter(p) for p in parameters]

@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged, forged or of another run is refused in words, on every rank, and changes nothing.
+"""A checkpoint that is damaged, forged or of another run raises a clear error on every rank, and changes nothing.
 
 What each rank runs is in checkpoint_files_in_worlds.py.
 """

@@ -1,4 +1,4 @@
-"""Where wrappers, state and requests meet: each of these once gave a wrong number without a word."""
+"""Where wrappers, state and requests meet: each of these once silently gave a wrong number."""
 
 from __future__ import annotations
 

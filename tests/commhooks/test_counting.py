@@ -1,4 +1,4 @@
-"""What hooks count over Gloo is what a pencil counts. What each rank runs is in counting_in_worlds.py."""
+"""What hooks count over Gloo is what one counts by hand. What each rank runs is in counting_in_worlds.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that come with different things are all told so. What each rank runs is in disagreement_in_worlds.py."""
+"""Ranks with different settings all get an error. What each rank runs is in disagreement_in_worlds.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIFFERENCES = {
 
 
 def check(told: Told, difference: str) -> None:
-    """Demand that the error came soon, and says which ranks have what, and nothing that is the same on all."""
+    """Assert that the error came soon, and says which ranks have what, and nothing that is the same on all."""
     assert told.seconds < 10
     assert f"ranks disagree. {difference}" in told.text, told
 

@@ -1,4 +1,4 @@
-"""A failure on one rank reaches every rank, soon, in words. What each rank runs is in failures_in_worlds.py."""
+"""A failure on one rank soon reaches every rank, in words. What each rank runs is in failures_in_worlds.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_compressor_that_fails_on_one_rank_is_named_on_every_rank(kind: str, p
 
 
 def check_survivors(outcomes: list[Outcome], where: str) -> None:
-    """Demand that rank 1 was killed, and that the others were told so and ended by themselves."""
+    """Assert that rank 1 was killed, and that the others were told so and ended by themselves."""
     assert outcomes[1].exit_code == -signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):
         assert survived(outcome), outcome.describe()

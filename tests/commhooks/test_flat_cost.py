@@ -1,4 +1,4 @@
-"""What a rank sends by way of two hops hardly depends on how many ranks there are; gathering all codes does."""
+"""Bytes sent per rank with two hops hardly depend on the number of ranks; with gathering they do."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def means_of_machines(gradients: Sequence[Sequence[Tensor]], size: int) -> list[
 
 
 def check_alike(workers: Workers, plain: Workers, size: int, gradients: list[list[Tensor]]) -> None:
-    """Demand that machines do, bit for bit, what ranks do that are handed the machines' means."""
+    """Assert that machines do, bit for bit, what ranks do that are handed the machines' means."""
     ours, expected = workers.step(gradients), plain.step(means_of_machines(gradients, size))
     for rank, means in enumerate(ours):
         for mine, theirs in zip(means, expected[rank // size], strict=True):

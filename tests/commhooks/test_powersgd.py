@@ -108,7 +108,7 @@ def test_from_the_same_state_the_mean_is_that_of_pytorchs_hook_at_each_of_50_ste
 def test_on_noise_the_hooks_part_no_faster_than_ours_from_itself_one_bit_away(
     against_stock: dict[str, list[float]],
 ) -> None:
-    """Noise drawn anew each step makes the sequence chaotic: 1e-16 grows to 1e-8 in 50 steps, whoever computes."""
+    """Noise drawn again in each step makes the sequence chaotic: 1e-16 grows to 1e-8 in 50 steps anywhere."""
     assert max(against_stock["noise, first step"]) < bounds.IN_FLOAT64
     _check_distances(against_stock["noise"], against_stock["noise, one bit"])
 

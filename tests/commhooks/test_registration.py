@@ -1,4 +1,4 @@
-"""Hooks registered by name, late, and round other people's. What each rank runs is in registration_in_worlds.py."""
+"""Hooks registered by name, late, and around third-party hooks. What each rank runs is in registration_in_worlds.py."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_hooks_without_a_state_tell_what_they_sent(kind: str) -> None:
         }
 
 
-# --- wrappers round other people's hooks ------------------------------------------------------------------------------
+# --- wrappers around third-party hooks ------------------------------------------------------------------------------
 
 
 @both_ddps

@@ -25,7 +25,7 @@ ORDINARY = [("core", 2), ("core", 3), ("torch", 3), ("torch", 4)]
 
 
 def check(kind: str, world_size: int, steps: int, seed: int, chosen: list[on_every_rank.Run]) -> None:
-    """Demand that every rank had the same gradients in every step, and other ones in the next step."""
+    """Assert that every rank had the same gradients in every step, and other ones in the next step."""
     arguments = (kind, chosen, steps, seed)
     ranks = run_ranks(on_every_rank.digests_of_runs, world_size, *arguments, check_exit=True, timeout=50.0 + 2 * steps)
     for number, run in enumerate(chosen):

@@ -153,7 +153,7 @@ def seen(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Tensor]:
 
 
 def demand(answer: tuple[torch.dtype, torch.Size, Tensor], rows: list[Tensor]) -> None:
-    """Demand that an answer is made of these rows, bit for bit."""
+    """Assert that an answer is made of these rows, bit for bit."""
     dtype, shape, its_bytes = answer
     assert (dtype, shape) == (rows[0].dtype, (len(rows), *rows[0].shape))
     assert torch.equal(its_bytes, torch.cat([seen(row)[2] for row in rows])), dtype

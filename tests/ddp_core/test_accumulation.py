@@ -1,4 +1,4 @@
-"""Gradients accumulate with no_sync() round either pass, and are reduced right afterwards; uneven inputs are joined."""
+"""Gradients accumulate with no_sync() around either pass, and are reduced afterwards; uneven inputs are joined."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def compare_lives(rank: int, seeds: range) -> list[str]:
 
 
 def first_difference(ours: list[Any], theirs: list[Any]) -> str | None:
-    """Say where two histories part."""
+    """Return where two histories diverge."""
     for moment, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
         if isinstance(mine, str) or isinstance(other, str):
             if mine != other:

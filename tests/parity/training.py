@@ -42,7 +42,7 @@ def compare(rank: int, variants: Sequence[Variant], first: str, second: str, ste
 
 
 def first_difference(one: list[State], other: list[State]) -> str | None:
-    """Say where two histories part: the first step, and the first tensor in it, whose bits differ."""
+    """Return where two histories diverge: the first step, and the first tensor in it, whose bits differ."""
     if len(one) != len(other):
         return f"{len(one)} steps against {len(other)}"
     for step, (a, b) in enumerate(zip(one, other, strict=True)):

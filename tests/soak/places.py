@@ -23,7 +23,7 @@ from commhooks.checkpoints import files as checkpoint
 
 
 class Countdown:
-    """Say when the place is passed for the n-th time, and leave the mark."""
+    """Return whether the place is passed for the n-th time, and leave the mark."""
 
     def __init__(self, passes: int, mark: Path) -> None:
         self._left = passes

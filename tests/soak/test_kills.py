@@ -138,7 +138,7 @@ def torchrun(job: Job, folder: Path, log: Path) -> Iterator[subprocess.Popen[byt
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TMPDIR": str(folder / "tmp"),
-        # torchrun's own store outlives the ranks, and ranks that were started anew find the addresses of dead ones in
+        # torchrun's own store outlives the ranks, and ranks that were restarted find the addresses of dead ones in
         # it and cannot connect (pytorch/pytorch issues 135712 and 167288). So rank 0 has a store, which dies with it.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "KILL_AT": ",".join(job.places),

@@ -20,7 +20,7 @@ both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
 
 
 def check_survivor(outcome: Outcome, limit: float, named: str) -> None:
-    """Demand that a rank raised in time, named who is silent, and ended."""
+    """Assert that a rank raised in time, named who is silent, and ended."""
     told: Told = outcome.value
     assert outcome.returned and outcome.stack is None, outcome.describe()
     assert told.error, "the training came to its end"

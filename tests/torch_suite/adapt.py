@@ -27,12 +27,12 @@ SYNC_CHECK = "_passing_sync_batchnorm_handle"  # PyTorch's class refuses SyncBat
 
 
 def unconditional(*_args: Any, **_kwargs: Any) -> Function:
-    """Stand for a decorator that asks for a number of GPUs."""
+    """Replace a decorator that requires a number of GPUs."""
     return lambda function: function
 
 
 def one_device_each(world_size: int, backend: str) -> dict[int, list[int]]:
-    """Stand for the helper that shares the GPUs out."""
+    """Replace the helper that assigns GPUs."""
     return {rank: [rank] for rank in range(int(world_size))}
 
 
@@ -45,7 +45,7 @@ def ask_for_no_gpu() -> None:
 
 
 def is_cuda(device: object) -> bool:
-    """Tell whether an argument names a CUDA device (an int does)."""
+    """Return whether an argument names a CUDA device (an int does)."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return (isinstance(device, str) and device.startswith("cuda")) or type(device) is int

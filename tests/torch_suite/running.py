@@ -1,4 +1,4 @@
-"""Run chosen tests on a chosen class, each in a world of its own, and say what became of them."""
+"""Run selected tests on a class, each in its own world, and report the outcomes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _reason(outcome: Outcome) -> str:
 
 
 def verdict(ours: Result | None, theirs: Result | None) -> str:
-    """Say what a pair of results means: "ok", "excluded", "MISSING" (only PyTorch's passes), "-" (nothing to compare).
+    """Classify a pair of results: "ok", "excluded", "MISSING" (only PyTorch's passes), "-" (nothing to compare).
 
     An exclusion whose test passes is "STALE": it must be taken off the list.
     """

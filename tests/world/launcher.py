@@ -1,4 +1,4 @@
-"""Start the ranks, hear their reports, end them."""
+"""Start the ranks, receive their reports, end them."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Tell whether the function returned and the process then ended with exit code 0."""
+        """Return whether the function returned and the process then ended with exit code 0."""
         return self.returned and self.stack is None and self.exit_code == 0
 
     def describe(self) -> str:
-        """Say in words what went wrong with this rank."""
+        """Describe what went wrong with this rank."""
         lines = [f"--- rank {self.rank}: {self._headline()}"]
         lines += [part.rstrip() for part in (self.traceback, self.stack) if part]
         if self.output and not self.ok:
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def exit_name(code: int | None) -> str:
-    """Say an exit code in words."""
+    """Describe an exit code."""
     return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
@@ -209,7 +209,7 @@ class _World:
         theirs.close()
 
     def listen(self, timeout: float, grace: float) -> None:
-        """Hear every rank's report; kill those that have not reported in time."""
+        """Receive every rank's report; kill those that have not reported in time."""
         deadline = self.began + timeout
         silent = set(range(len(self.processes)))
         while silent and (left := deadline - time.monotonic()) > 0:
