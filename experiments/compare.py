@@ -37,7 +37,7 @@ def compare(comparison: Comparison, console: Console) -> list[Summary]:
     """Train every run, write the results, and return their summaries (under torchrun only on rank 0).
 
     Raises:
-        ValueError: The folder holds results and may not be overwritten, or something else; see `prepare_folder`.
+        ValueError: The folder holds anything that may not be overwritten; see `prepare_folder`.
 
     """
     world = torchrun_world()

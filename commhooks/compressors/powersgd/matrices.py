@@ -26,7 +26,7 @@ class MatrixForm(NamedTuple):
         return memory.view(self.m, self.n).t() if self.transposed else memory.view(self.n, self.m)
 
     def is_reduced_by(self, elements: int, rate: float) -> bool:
-        """Return whether so many elements are more than `rate` times fewer than the matrix has."""
+        """Return whether the matrix has more than `rate` · `elements` elements (`rate` at least 1)."""
         return elements * max(rate, 1.0) < self.n * self.m
 
 
