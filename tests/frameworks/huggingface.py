@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import commhooks
-from tests.frameworks.launch import QUIET
+from tests.frameworks.launch import QUIET, ROOT, torchrun
 
 
 def settle_in(rank: int, world_size: int = 2) -> None:
@@ -49,6 +51,25 @@ def raised(act: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def train_and_resume(example: str, folder: Path, pattern: str) -> str:
+    """Run an example of docs/examples, then again from the checkpoint in its middle; return what it printed.
+
+    Raises `AssertionError` unless both end with the same parameters, optimizer and hook state, bit for bit.
+    """
+    script = ROOT / "docs" / "examples" / example
+    printed = torchrun(script, str(folder / "whole"), timeout=100)
+    _, halfway, end = sorted((folder / "whole").glob(pattern), key=lambda path: int(path.name.rsplit("-", 1)[1]))
+    shutil.copytree(halfway, folder / "resumed" / halfway.name)
+    torchrun(script, str(folder / "resumed"), timeout=100)
+    assert {path.name for path in (folder / "resumed").iterdir()} == {halfway.name, end.name}
+    resumed = folder / "resumed" / end.name
+    assert (end / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
+    (optimizer,) = end.glob("optimizer.*")
+    for name in (optimizer.name, "commhooks-rank0.pt", "commhooks-rank1.pt"):
+        assert differences(torch.load(end / name), torch.load(resumed / name), name) == []
+    return printed
 
 
 def die() -> None:

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.frameworks.huggingface import die, differences, raised, settle_in, what_it_became
+from tests.frameworks.huggingface import (
+    die,
+    differences,
+    raised,
+    settle_in,
+    train_and_resume,
+    what_it_became,
+)
 from tests.world import run_world, run_world_outcomes
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(240)]
@@ -211,3 +218,7 @@ def test_metrics_are_logged_with_the_losses_and_three_ranks_may_take_over_from_t
     for told, steps in run_world(resumed_by_three, 3, str(tmp_path), timeout=100):
         assert "CheckpointError" in told and "world_size='spread'" in told
         assert steps == STEPS
+
+
+def test_the_example_resumes_bit_for_bit(tmp_path: Path) -> None:
+    assert "25,600 bytes a step instead of 433,152" in train_and_resume("trainer_ddp.py", tmp_path, "checkpoint-*")
