@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from commhooks.communicators.ranks import Ranks
-from commhooks.errors import AttachError, CheckpointError, SettingsError
+from commhooks.errors import AttachError, CheckpointError
 from commhooks.hooks.attach import Attachment
 from commhooks.integrations.common import AttachOptions, Compression, require
 from commhooks.integrations.rank_files import load_rank_files, save_rank_files
@@ -45,8 +45,8 @@ class CompressGradients(TrainerCallback):
       restores it. `world_size`, `settings` and `missing` allow differences: see `LoadRules`. To resume from a folder
       that is not in `output_dir`, pass it as `resume_from` too.
     - the optimizer is watched: a step on gradients that bypassed the compressor raises `HookDidNotRunError`.
-    - whenever the Trainer logs a loss it also logs `Attachment.metrics` (`log="by-parameter"`: those of each parameter
-      too; `log=False`: none).
+    - whenever the Trainer logs a loss, it also logs `Attachment.metrics` (`by_parameter=True`: each parameter's too),
+      unless `log=False`.
 
     `options` are those of `attach`; `scaler` is the Trainer's own by default. With `save_only_model=True`, and in the
     trials of a hyperparameter search, checkpoints hold no state of the hook.
@@ -63,15 +63,15 @@ class CompressGradients(TrainerCallback):
         settings: str = "refuse",
         missing: str = "refuse",
         resume_from: str | Path | None = None,
-        log: bool | str = True,
+        log: bool = True,
+        by_parameter: bool = False,
         **options: Unpack[AttachOptions],
     ) -> None:
-        if log not in (True, False, "by-parameter"):
-            raise SettingsError(f"{_OWNER}(log={log!r}): log must be True, False or 'by-parameter'.")
         rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
         self._compression = Compression(_OWNER, compressor, rules, **options)
         self._resume_from = resume_from
         self._log = log
+        self._by_parameter = by_parameter
         self._metrics: dict[str, float] = {}
         self._trainer: Trainer | None = None
 
@@ -152,7 +152,7 @@ class CompressGradients(TrainerCallback):
     def _taken(self) -> dict[str, float]:
         if not self._log or self.attachment is None:
             return {}
-        return self.attachment.metrics(by_parameter=self._log == "by-parameter")
+        return self.attachment.metrics(by_parameter=self._by_parameter)
 
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
         """Return the checkpoint that the Trainer resumed from; it tells its callbacks what was in it, not its path."""

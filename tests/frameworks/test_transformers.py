@@ -128,7 +128,6 @@ def refuses(rank: int, folder: str) -> dict[str, str]:
     told = {
         "no trainer": raised(lambda: callback.add_to(dense.model)),
         "callbacks=": raised(lambda: Trainer(model=dense.model, args=dense.args, callbacks=[callback])),
-        "no such log": raised(lambda: CompressGradients("powersgd", log="yes")),
         "no such policy": raised(lambda: CompressGradients("powersgd", policy="lifo")),
         "two callbacks": raised(lambda: CompressGradients("powersgd").add_to(begun("twice"))),
         "saved without": raised(lambda: begun("without", max_steps=4).train(resume_from_checkpoint=True)),
@@ -157,7 +156,6 @@ def refuses(rank: int, folder: str) -> dict[str, str]:
 REFUSALS = {
     "no trainer": "AttachError: CompressGradients.add_to: expected a transformers.Trainer (got GPT2LMHeadModel)",
     "callbacks=": "AttachError: CompressGradients does not know its Trainer",
-    "no such log": "SettingsError: CompressGradients(log='yes')",
     "no such policy": "SettingsError: CompressGradients(policy='lifo')",
     "two callbacks": "AttachError: CompressGradients.add_to: a model has one hook",
     "saved without": "CheckpointError: ",
@@ -202,7 +200,7 @@ def resumed_by_three(rank: int, folder: str) -> tuple[str, int]:
 
 def logged(rank: int, folder: str) -> list[dict[str, float]]:
     settle_in(rank)
-    options = {"log": "by-parameter"}
+    options = {"by_parameter": True}
     trainer, _ = begin(rank, folder, compressor="powersgd", options=options, max_steps=4, save_steps=4)
     trainer.train()
     return [line for line in trainer.state.log_history if "commhooks/compression_ratio" in line]
