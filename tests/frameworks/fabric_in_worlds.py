@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
@@ -154,8 +155,15 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
     ended.end()
     saved = Path(folder, "saved")
     run.until(1).fabric.save(saved, run.state)  # without the hook
-    run = Run().until(1)
+    started_anew = Run()
+    started_anew.fabric.load(saved, started_anew.state, strict=False)
+    assert started_anew.until(3).hooks.attachment is not None
+    run = Run(loggers=CSVLogger(folder, "log", flush_logs_every_n_steps=1)).until(1)
     run.fabric.save(Path(folder, "with"), run.state)
+    if rank == 0:
+        assert run.hooks.attachment is not None
+        run.hooks.attachment.log_to(run.fabric.logger, 1)
+        assert "commhooks/compression_ratio" in next(Path(folder).rglob("metrics.csv")).read_text()
 
     def train_what_is_inside() -> None:
         run.net(torch.ones(1, 32)).sum().backward()

@@ -6,14 +6,16 @@ import functools
 import hashlib
 import logging
 import os
+import runpy
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -45,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Network(pl.LightningModule):
     def __init__(self, manual: bool = False, forgets_manual_backward: bool = False) -> None:
         super().__init__()
+        self.lr = 0.05
         self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
         self.automatic_optimization = not (manual or forgets_manual_backward)
         self.backward_of: Callable[[Tensor], None] = (
@@ -62,7 +65,7 @@ class Network(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
 class BugError(Exception):
@@ -146,7 +149,9 @@ def fit_as(
 def digest(value: object) -> str:
     """Return a text that is the same for the same tensors, bit for bit."""
     if isinstance(value, Mapping):
-        value = repr([(key, digest(entry)) for key, entry in sorted(value.items())])
+        value = [(key, digest(entry)) for key, entry in sorted(value.items())]
+    elif isinstance(value, list):
+        value = [digest(entry) for entry in value]
     elif isinstance(value, Tensor):
         value = f"{value.dtype} {tuple(value.shape)} {value.detach().contiguous().view(-1).view(torch.uint8).tolist()}"
     return hashlib.blake2b(repr(value).encode()).hexdigest()
@@ -216,6 +221,13 @@ def without_state(checkpoint: Path, rank: int) -> dict[str, str]:
     callback = compress(missing="reset")
     trainer = trainer_with(callback)
     return outcome(trainer, fit(trainer, ckpt_path=stripped), callback)
+
+
+def run_script(rank: int, script: str, argument: str, folder: str) -> None:
+    """Run a script as torchrun would, without the time that it takes to import a framework."""
+    os.chdir(folder)
+    sys.argv = [script, argument]
+    runpy.run_path(script, run_name="__main__")
 
 
 def error_of(act: Callable[[], Any]) -> str:
@@ -294,6 +306,12 @@ def around_a_fit(rank: int, folder: str) -> None:
     trainer.fit_loop.max_epochs = 2 * EPOCHS
     trainer.fit(model, loader_for(trainer))  # with a new optimizer, which begins from nothing, as the hook does
     assert (trainer.global_step, callback.attachment.steps) == (24, 12)
+
+    # It trains for 5 steps and goes back to where it began, the hook's state too.
+    for callbacks in ((callback, LearningRateFinder(num_training_steps=5)),):
+        trainer = trainer_with(*callbacks, logger=True, default_root_dir=folder)
+        fit(trainer)
+        assert callback.attachment.gathered()["step"] == trainer.global_step == 12
 
     on_exception = OnExceptionCheckpoint(folder, "exception")
     caught = error_of(lambda: fit(trainer_with(compress(), InThirdEpoch(raise_a_bug), on_exception)))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.frameworks import fabric_in_worlds as worlds
-from tests.frameworks.launch import run_ranks
-from tests.frameworks.lightning_in_worlds import error_of
+from tests.frameworks.launch import ROOT, run_ranks
+from tests.frameworks.lightning_in_worlds import digest, error_of, run_script
 from tests.world import WorldError
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(150)]
 
+EXAMPLE = ROOT / "docs" / "examples" / "fabric_ddp.py"
 ERRORS = {
     "not set up": "AttachError: .*expected what fabric.setup.* returned.* \\(got Sequential and DDPStrategy\\)",
     "not DDP": "AttachError: .*\\(got _FabricModule around Sequential and Local\\); pass Fabric\\(strategy=",
@@ -61,3 +64,16 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("case", ERRORS)
 def test_what_cannot_work_says_what_to_do(errors: dict[str, str], case: str) -> None:
     assert re.match(ERRORS[case], errors[case], re.S), errors[case]
+
+
+def test_the_example_resumes_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, epochs in ((first, "4"), (second, "2"), (second, "4")):
+        folder.mkdir(exist_ok=True)
+        run_ranks(run_script, 2, str(EXAMPLE), epochs, str(folder))
+    ends = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (first, second)]
+    assert ends[0]["hooks"]["local"].keys() == {"rank0", "rank1"}
+    for part in ("model", "optimizer", "epoch"):
+        assert digest(ends[0][part]) == digest(ends[1][part]), part
+    for part in ("local", "replicated", "step"):
+        assert digest(ends[0]["hooks"][part]) == digest(ends[1]["hooks"][part]), part

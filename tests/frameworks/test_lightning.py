@@ -6,13 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.frameworks import lightning_in_worlds as worlds
-from tests.frameworks.launch import run_ranks
+from tests.frameworks.launch import ROOT, run_ranks, torchrun
 from tests.world import WorldError
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(150)]
 
+EXAMPLE = ROOT / "docs" / "examples" / "lightning_ddp.py"
 ERRORS = {
     "own argument": "SettingsError: CompressGradients: DDPStrategy\\(ddp_comm_hook=...\\) is set too",
     "own argument, ddp_core": "SettingsError: DDPCoreStrategy: ddp_comm_hook is set too",
@@ -71,3 +73,20 @@ def test_it_logs_saves_and_fits_again(tmp_path: Path) -> None:
 
 def test_a_trainer_of_the_older_package_takes_it_too() -> None:
     assert min(run_ranks(worlds.under_the_older_name, 2)) > 10
+
+
+def test_the_example_resumes_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    run_ranks(worlds.run_script, 2, str(EXAMPLE), "4", str(first))
+    for epochs in ("2", "4"):
+        printed = torchrun(EXAMPLE, epochs, cwd=second, timeout=70)
+    assert float(re.findall("([0-9.]+) times fewer", printed)[0]) > 10, printed
+    ends = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (first, second)]
+    for part in ("state_dict", "optimizer_states", "global_step"):
+        assert worlds.digest(ends[0][part]) == worlds.digest(ends[1][part]), part
+    hooks = [end["callbacks"]["commhooks.CompressGradients"] for end in ends]
+    assert hooks[0]["local"].keys() == {"rank0", "rank1"}
+    for part in ("local", "replicated", "step"):
+        assert worlds.digest(hooks[0][part]) == worlds.digest(hooks[1][part]), part
