@@ -1,0 +1,98 @@
+"""Ray Train: `compress` after `ray.train.torch.prepare_model`, and `save` before `ray.train.report`.
+
+def train_loop(config):
+    model = ray.train.torch.prepare_model(Network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = compress(model, "powersgd", optimizers=[optimizer])
+    ...
+    save(attachment, folder)  # on every worker
+    checkpoint = Checkpoint.from_directory(folder) if rank == 0 else None
+    ray.train.report({"loss": loss} | attachment.metrics(), checkpoint=checkpoint)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+import torch
+from torch.nn import Module
+
+from commhooks.errors import CheckpointError, SettingsError
+from commhooks.hooks.attach import Attachment
+from commhooks.integrations.common import AttachOptions, Compression, require
+from commhooks.language.compressor import Compressor
+from commhooks.state.snapshot import LoadRules
+
+require("ray", at_least="2.40", extra="ray")
+
+import ray.train  # noqa: E402  # only after the check of its version
+
+STATE_FILE = "commhooks.pt"
+"""The file in a Ray Train checkpoint that holds the state of all workers' hooks."""
+
+
+def compress(
+    model: Module,
+    compressor: Compressor | str,
+    *,
+    optimizers: Iterable[object] = (),
+    checkpoint: ray.train.Checkpoint | Literal["latest"] | None = "latest",
+    world_size: str = "refuse",
+    settings: str = "refuse",
+    missing: str = "refuse",
+    **options: Unpack[AttachOptions],
+) -> Attachment:
+    """Average the gradients of a model that `ray.train.torch.prepare_model` returned with `compressor`.
+
+    Call it inside the training loop, on every worker, and `detach()` what it returns when the training is done.
+
+    - `optimizers` are watched: a step on gradients that bypassed the compressor raises `HookDidNotRunError`.
+    - `checkpoint` holds the hook's state to resume from: "latest" is what `ray.train.get_checkpoint()` returns, which
+      is None in a run that begins; None starts from zero. Model and optimizer are yours to load.
+    - `world_size`, `settings` and `missing` allow differences between checkpoint and run: see `LoadRules`.
+    - All other arguments are those of `commhooks.attach`.
+
+    Raises `CheckpointError` on every worker if the checkpoint holds no state of a hook, is damaged or does not fit;
+    `AttachError` if there is one worker only, or if the model is not wrapped in DistributedDataParallel.
+    """
+    compression = Compression(
+        "compress", compressor, LoadRules(world_size=world_size, settings=settings, missing=missing), **options
+    )
+    if checkpoint == "latest":
+        checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        compression.load_state_dict(_read(checkpoint))
+    return compression.begin(model, optimizers)
+
+
+def save(attachment: Attachment, folder: str | os.PathLike[str]) -> None:
+    """Write the state of all workers' hooks into a folder, to become a Ray Train checkpoint; call it on every worker.
+
+    The worker of rank 0 writes, and must be the one that passes the folder to `ray.train.report`; what the others pass
+    as `folder` does not matter.
+    """
+    state = attachment.gathered(to=0)
+    if attachment.rank_and_world_size[0] == 0:
+        torch.save(state, Path(folder) / STATE_FILE)
+
+
+def _read(checkpoint: object) -> Mapping[str, Any] | CheckpointError:
+    """Return the state in a checkpoint, or the error that all workers are to hear of."""
+    if not isinstance(checkpoint, ray.train.Checkpoint):
+        raise SettingsError(
+            f'compress: checkpoint must be a ray.train.Checkpoint, "latest" or None (got {checkpoint!r}).'
+        )
+    try:
+        with checkpoint.as_directory() as folder:
+            if not (Path(folder) / STATE_FILE).exists():
+                return CheckpointError(
+                    f"{checkpoint.path} holds no {STATE_FILE}: it is of a run without compression, or one that did not "
+                    "call commhooks.integrations.ray.save. Pass checkpoint=None to begin with an empty state."
+                )
+            state: Mapping[str, Any] = torch.load(Path(folder) / STATE_FILE, map_location="cpu", weights_only=True)
+            return state
+    except Exception as error:  # whatever storage and damaged files do to the reader: the other workers wait for us
+        return CheckpointError(f"{checkpoint.path}/{STATE_FILE} cannot be read ({type(error).__name__}: {error}).")
