@@ -25,8 +25,14 @@ _REMEDY = (
 def name_and_store(group: dist.ProcessGroup) -> tuple[str, Store]:
     """Return the name and the store under which the ranks of `group` find each other.
 
-    Raises `AttachError` if the group has none, or only those that `torch.distributed` keeps for other ranks.
+    Raises `AttachError` if the group has none, or only those that `torch.distributed` keeps for other ranks, or if
+    it is torchft's.
     """
+    if type(group).__module__.startswith("torchft."):
+        raise AttachError(
+            f"{type(group).__qualname__} is torchft's, and its ranks come and go: give each replica a process group of "
+            "its own, and call commhooks.integrations.torchft.compress(model, compressor, manager)."
+        )
     tables = distributed_c10d._world
     name = _own_name(group) or tables.pg_names.get(group)
     store: Store | None = group.get_group_store()  # None for most groups written in Python
