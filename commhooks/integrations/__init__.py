@@ -5,7 +5,7 @@
     commhooks.integrations.accelerate    compress, after Accelerator.prepare
     commhooks.integrations.transformers  CompressGradients, a TrainerCallback
     commhooks.integrations.ray           compress, after ray.train.torch.prepare_model
-    commhooks.integrations.torchft       a communicator that goes through torchft's Manager
+    commhooks.integrations.torchft       compress, with the Manager of the replicas
 
 Each keeps the hook's state in the framework's own checkpoint, and raises `HookDidNotRunError` if the model makes a step
 whose gradients did not pass through the compressor.

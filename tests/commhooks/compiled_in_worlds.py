@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,21 @@ from tests.commhooks.models import wrap
 STEPS = 4
 
 
-def frames_of(rank: int, kind: str, settings: dict[str, Any], backend: str) -> dict[str, int]:
-    """Train a model under `torch.compile` in every way; return how many frames each traced.
+def frames_of(
+    rank: int, kind: str, settings: dict[str, Any], backend: str, ways: Sequence[str], optimize: bool = True
+) -> dict[str, int]:
+    """Train a model of which one part is under `torch.compile`; return how many frames that traced, by part.
 
-    Each way must end with the parameters of the run that compiles nothing, with one step of the hook for each of ours.
+    `optimize` lets dynamo cut the graph where PyTorch's DDP has the end of a bucket. Each way must end with the
+    parameters of the run that compiles nothing, with one step of the hook for each of ours.
     """
     expected, found = _train(kind, settings, {}), {}
     compile = functools.partial(torch.compile, backend=backend)
-    for what in ("ddp", "module", "step"):
+    for what in ways:
         torch._dynamo.reset()
         counters.clear()
-        got = _train(kind, settings, {what: compile})
+        with torch._dynamo.config.patch(optimize_ddp=optimize):
+            got = _train(kind, settings, {what: compile})
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True)), what
         found[what] = counters["frames"]["total"]
     return found
