@@ -8,6 +8,7 @@ in the tables of `torch.distributed`.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,8 @@ def name_and_store(group: dist.ProcessGroup) -> tuple[str, Store]:
         )
     tables = distributed_c10d._world
     name = _own_name(group) or tables.pg_names.get(group)
-    store: Store | None = group.get_group_store()  # None for most groups written in Python
+    own_store: Any = getattr(group, "get_group_store", None)  # torch 2.8 and older have none
+    store: Store | None = own_store() if own_store is not None else None  # None for most groups written in Python
     if store is None and group in tables.pg_map:
         store = tables.pg_map[group][1]
         known = tables.pg_group_ranks.get(group, {})
