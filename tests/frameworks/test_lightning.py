@@ -53,6 +53,13 @@ def test_a_run_resumed_without_the_state_of_the_hook_ends_otherwise(
         assert resumed["without its state"]["parameters"] != uninterrupted["plain"]["parameters"]
 
 
+def test_ddp_core_trains_to_the_parameters_that_pytorchs_ddp_trains_to(
+    runs: list[tuple[dict[str, dict[str, str]], ...]],
+) -> None:
+    for uninterrupted, _ in runs:
+        assert uninterrupted["ddp_core, manual"]["parameters"] == uninterrupted["manual"]["parameters"]
+
+
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return rank 0's error for everything that cannot work."""
