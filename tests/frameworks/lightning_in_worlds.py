@@ -244,6 +244,10 @@ class Local(DDPStrategy):
     def configure_ddp(self) -> None: ...
 
 
+def hook_that_raises(state: object, bucket: Any) -> Any:
+    raise BugError("the hook was called")
+
+
 def refusals(rank: int, folder: str) -> dict[str, str]:
     """Return the error of everything that cannot work."""
     own = {"ddp_comm_hook": commhooks.allreduce_hook}
@@ -252,6 +256,9 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
     fit(trainer)
     trainer.save_checkpoint(saved)
     return {
+        "own argument alone": error_of(
+            lambda: fit(trainer_with(strategy=lambda: DDPStrategy(ddp_comm_hook=hook_that_raises)))
+        ),
         "own argument": error_of(lambda: fit(trainer_with(compress(), strategy=lambda: DDPStrategy(**own)))),
         "own argument, ddp_core": error_of(lambda: fit(trainer_with(strategy=lambda: DDPCoreStrategy(**own)))),
         "not DDP": error_of(lambda: fit(trainer_with(compress(), strategy=Local))),

@@ -74,6 +74,10 @@ def test_what_cannot_work_says_what_to_do(errors: dict[str, str], case: str) -> 
     assert re.match(ERRORS[case], errors[case]), errors[case]
 
 
+def test_lightning_still_ignores_its_own_argument_on_the_cpu_as_the_page_says(errors: dict[str, str]) -> None:
+    assert errors["own argument alone"] == "nothing was raised"
+
+
 def test_it_logs_saves_and_fits_again(tmp_path: Path) -> None:
     run_ranks(worlds.around_a_fit, 2, str(tmp_path))
 
