@@ -39,6 +39,8 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
         lacking = [f"{where}.{key} is in one only" for key in one.keys() ^ other.keys()]
         both = one.keys() & other.keys()
         return lacking + [found for key in both for found in differences(one[key], other[key], f"{where}.{key}")]
+    if isinstance(one, list) and isinstance(other, list):
+        return differences(dict(enumerate(one)), dict(enumerate(other)), where)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return [] if torch.equal(one, other) else [where]
     return [] if one == other else [f"{where}: {one} and {other}"]

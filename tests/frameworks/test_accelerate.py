@@ -32,12 +32,26 @@ OF_DDP_CORE = {"compressor": "powersgd", "ddp_core": True, "accumulate": 2, "cli
 class Run:
     """A script that trains with Accelerate."""
 
-    def __init__(self, *, compressor: str | None, ddp_core: bool = False, accumulate: int = 1, clip: float = 0.0,
-                 precision: str = "no", kwargs: list[Any] | None = None, **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        compressor: str | None,
+        ddp_core: bool = False,
+        accumulate: int = 1,
+        clip: float = 0.0,
+        precision: str = "no",
+        dynamo: str | None = None,
+        kwargs: list[Any] | None = None,
+        **options: Any,
+    ) -> None:
         from accelerate import Accelerator
 
         self.accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=accumulate, mixed_precision=precision, kwargs_handlers=kwargs
+            cpu=True,
+            gradient_accumulation_steps=accumulate,
+            mixed_precision=precision,
+            dynamo_backend=dynamo,
+            kwargs_handlers=kwargs,
         )
         self.accumulate, self.clip = accumulate, clip
         torch.manual_seed(0)
@@ -230,6 +244,35 @@ def alone(rank: int) -> str:
 def test_one_process_is_refused() -> None:
     (told,) = run_world(alone, 1)
     assert told.startswith("AttachError: compress: Accelerate sees one process")
+
+
+def trains_two_models(rank: int, folder: str) -> None:
+    """Train two models of one accelerator; each gets its own state back."""
+    settle_in(rank)
+    from accelerate import Accelerator
+
+    from commhooks.integrations.accelerate import compress
+
+    accelerator = Accelerator(cpu=True)
+    modules = [nn.Linear(64, 64) for _ in range(2)]
+    prepared = [accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1)) for module in modules]
+    attachments = [compress(accelerator, model, "powersgd") for model, _ in prepared]
+    for model, optimizer in prepared:
+        accelerator.backward(model(torch.randn(4, 64)).square().mean())
+        optimizer.step()
+    accelerator.save_state(folder)
+    saved = [attachment.state_dict() for attachment in attachments]
+    assert differences(saved[0], saved[1]) != []
+    for model, _ in prepared:
+        accelerator.backward(model(torch.randn(4, 64)).square().mean())
+    accelerator.load_state(folder)
+    assert differences(saved, [attachment.state_dict() for attachment in attachments]) == []
+
+
+def test_each_of_two_models_has_its_own_state(tmp_path: Path) -> None:
+    run_world(trains_two_models, 2, str(tmp_path))
+    own, others = ([f"{name}-rank{rank}.pt" for rank in range(2)] for name in ("commhooks", "commhooks_1"))
+    assert sorted(path.name for path in tmp_path.glob("commhooks*")) == sorted([*own, *others])
 
 
 def loaded_by_three(rank: int, folder: str) -> tuple[str, int, float]:

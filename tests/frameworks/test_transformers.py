@@ -21,7 +21,7 @@ from tests.world import run_world, run_world_outcomes
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(240)]
 
 STEPS, SAVED_AT = 12, 6
-PLAIN: dict[str, Any] = {"compressor": "powersgd"}
+PLAIN: dict[str, Any] = {"compressor": "powersgd", "eval_strategy": "steps", "eval_steps": 3}
 AS_PEOPLE_TRAIN = {
     "compressor": "powersgd",
     "gradient_accumulation_steps": 2,
@@ -51,7 +51,10 @@ def trainer_of(folder: str, *, kind: type | None = None, **arguments: Any) -> An
         "disable_tqdm": True,
     }
     return (kind or Trainer)(
-        model=GPT2LMHeadModel(config), args=TrainingArguments(**(usual | arguments)), train_dataset=samples
+        model=GPT2LMHeadModel(config),
+        args=TrainingArguments(**(usual | arguments)),
+        train_dataset=samples,
+        eval_dataset=samples[:8],
     )
 
 
