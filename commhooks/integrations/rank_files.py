@@ -16,7 +16,7 @@ from commhooks.checkpoints.disk import write_tensors
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
 from commhooks.hooks.attach import Attachment
-from commhooks.state.snapshot import LoadRules, merge_state_dicts
+from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
 
 
 def save_rank_files(folder: Path, name: str, attachment: Attachment) -> None:
@@ -46,8 +46,8 @@ def load_rank_files(folder: Path, name: str, attachment: Attachment, rules: Load
     state: dict[str, Any] | CheckpointError
     try:
         state = _read(folder, name, ranks, rules)
-    except CheckpointError as error:
-        state = error  # the other ranks hear of it in load_state_dict
+    except CheckpointError as error:  # the other ranks hear of it in load_state_dict
+        state = error
     attachment.load_state_dict(state, world_size=rules.world_size, settings=rules.settings, missing=rules.missing)
 
 
@@ -64,20 +64,19 @@ def _write(folder: Path, name: str, attachment: Attachment, ranks: Ranks) -> Non
 
 def _read(folder: Path, name: str, ranks: Ranks, rules: LoadRules) -> dict[str, Any]:
     """Return this rank's state, or that of all ranks if another number of them saved it and it is to be spread."""
-    own = _file(folder, name, ranks.rank)
-    here = _numbers(folder, name)
-    if not here:
-        raise CheckpointError(f"{own} is missing; every rank must see the folder that it saved to.")
-    first = _load(own if ranks.rank in here else _file(folder, name, here[0]))
-    saved = first.get("world_size")
-    if saved == ranks.world_size and ranks.rank not in here:
-        raise CheckpointError(f"{own} is missing; every rank must see the folder that it saved to.")
-    if saved == ranks.world_size or not rules.spreads:
+    own, here = _file(folder, name, ranks.rank), _numbers(folder, name)
+    first = _load(_file(folder, name, here[0]) if here and ranks.rank not in here else own)
+    if first.get("world_size") == ranks.world_size:
+        if ranks.rank not in here and rules.world_size != "reset":
+            raise CheckpointError(f"{own} is missing; every rank must see the folder that it saved to.")
         return first
-    absent = [_file(folder, name, number).name for number in range(int(saved or 0)) if number not in here]
+    if not rules.spreads:
+        return first
+    saved = range(Snapshot.from_dict(first).world_size)
+    absent = [_file(folder, name, number).name for number in saved if number not in here]
     if absent:
         raise CheckpointError(f"{folder} lacks {', '.join(absent)}; every rank must see the files of all ranks.")
-    return merge_state_dicts([_load(_file(folder, name, number)) for number in here])
+    return merge_state_dicts([_load(_file(folder, name, number)) for number in saved])
 
 
 def _load(path: Path) -> dict[str, Any]:
