@@ -202,7 +202,7 @@ def join_answers_for_accumulating_ranks(rank: int) -> None:
 @facts
 def no_sync_round_the_backward_pass_alone_is_refused_in_join(rank: int) -> None:
     ddp = wrap(scale())
-    words = r"no_sync\(\) round the backward pass alone.*Put the forward pass"
+    words = r"no_sync\(\) around the backward pass alone.*Put the forward pass"
     with pytest.raises(RuntimeError, match=words), ddp.join():  # noqa: PT012 (join must see the exception pass)
         loss = ddp(ones(rank)).sum()
         with ddp.no_sync():
