@@ -25,10 +25,12 @@ def frames_of(
     """Train a model of which one part is under `torch.compile`; return how many frames that traced, by part.
 
     `optimize` lets dynamo cut the graph where PyTorch's DDP has the end of a bucket. Each way must end with the
-    parameters of the run that compiles nothing, with one step of the hook for each of ours.
+    parameters of the run that compiles nothing, with one step of the hook for each of ours. Inductor's kernels round
+    otherwise than eager ones: its parameters must be those of PyTorch's DDP around the compiled module.
     """
-    expected, found = _train(kind, settings, {}), {}
-    compile = functools.partial(torch.compile, backend=backend)
+    compile, found = functools.partial(torch.compile, backend=backend), {}
+    inductor = backend == "inductor"
+    expected = _train("torch" if inductor else kind, settings, {"module": compile} if inductor else {})
     for what in ways:
         torch._dynamo.reset()
         counters.clear()

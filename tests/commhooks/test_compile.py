@@ -25,10 +25,11 @@ def test_pytorchs_compiled_ddp_trains_to_the_same_bits(optimize: bool) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["core", "torch"])
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
-def test_a_model_compiled_by_inductor_trains_to_the_same_bits(kind: str, settings: dict[str, Any]) -> None:
-    run_ranks(on_every_rank.frames_of, 2, kind, settings, "inductor", PARTS, timeout=280)
+def test_a_model_compiled_by_inductor_trains_as_in_pytorchs_ddp(settings: dict[str, Any]) -> None:
+    run_ranks(
+        on_every_rank.frames_of, 2, "core", settings, "inductor", ["ddp", "module"], timeout=280, check_exit=False
+    )
 
 
 def test_a_ddp_that_calls_no_hook_as_hooks_are_called_is_refused() -> None:
