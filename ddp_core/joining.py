@@ -57,8 +57,7 @@ class MayRunOut(Joinable):
 
         Args:
             divide_by_initial_world_size: True divides by the number of all ranks, so that every input has the same
-            weight;
-                  False by the number of ranks that still train.
+                weight; False by the number of ranks that still train.
             enable: False makes this context have no effect.
             throw_on_early_termination: raise RuntimeError on every rank instead of continuing.
 
