@@ -279,11 +279,12 @@ def _settings_that_differ(saved: Mapping[str, str], compressor: Compressor) -> l
     """List the settings that differ from the saved ones; a setting that an older file lacks had its default."""
     now = settings_of(compressor)
     then = {**settings_of(compressor, only_defaults=True), **saved}
-    return [
+    found = [
         f"setting {name}: saved with {then.get(name, 'nothing')}, now {now.get(name, 'nothing')}"
         for name in sorted({*saved, *now})
         if then.get(name) != now.get(name)
     ]
+    return [*found[:-1], f"{found[-1]}; pass settings='change' to continue with the new ones"] if found else []
 
 
 def refuse(what: str, faults: Sequence[str]) -> CheckpointError:
