@@ -12,40 +12,44 @@ from commhooks.errors import AttachError, HookDidNotRunError
 
 
 class Watch:
-    """What one optimizer's steps are compared with: how many buckets the hook has been handed."""
+    """One optimizer's steps, each compared with how many buckets the hook has been handed until then."""
 
     def __init__(self, optimizer: Optimizer, buckets_handed_in: Callable[[], int]) -> None:
         self._buckets_handed_in = buckets_handed_in
         self._at_last_step = buckets_handed_in()
-        self._handle = optimizer.register_step_post_hook(self._after_step)
+        before = optimizer.register_step_pre_hook(self._before_step)
+        after = optimizer.register_step_post_hook(self._after_step)
+        self._handles = before, after
 
     def remove(self) -> None:
         """Watch no longer."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise `HookDidNotRunError` if nothing was handed in since the last step.
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise before anything is changed, unless the step runs the backward pass itself, in a closure."""
+        if not any(callable(given) for given in (*args, *kwargs.values())):
+            self._check(optimizer, "is about to make")
 
-        After the step, because an optimizer that is passed a closure runs the backward pass within its step.
-        """
-        handed_in = self._buckets_handed_in()
-        if handed_in == self._at_last_step:
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._check(optimizer, "made")
+        self._at_last_step = self._buckets_handed_in()
+
+    def _check(self, optimizer: Optimizer, makes: str) -> None:
+        """Raise `HookDidNotRunError` if nothing has been handed in since the last step."""
+        if self._buckets_handed_in() == self._at_last_step:
             raise HookDidNotRunError(
-                f"{type(optimizer).__name__} made a step, and no gradient has passed through the attached compressor "
-                "since its last one: this rank trains alone. Call the model that DistributedDataParallel returned, not "
-                "the module inside it; let the last backward pass before each step run outside no_sync(); and attach "
-                "to the model that is trained."
+                f"{type(optimizer).__name__} {makes} a step, and no gradient has passed through the attached "
+                "compressor since its last one: this rank trains alone. Call the model that DistributedDataParallel "
+                "returned, not the module inside it; run the last backward pass before each step outside no_sync(); "
+                "and attach to the model that is trained."
             )
-        self._at_last_step = handed_in
 
 
 def optimizer_of(parameters: Iterable[Tensor], wrapped: object) -> Optimizer:
     """Return the torch optimizer that this is or wraps; raise `AttachError` if it trains none of these parameters."""
     optimizer = wrapped
-    while not isinstance(optimizer, Optimizer) or type(optimizer).step is Optimizer.step:
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
-            break
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # where frameworks keep what they wrap
         optimizer = inner
     if not isinstance(optimizer, Optimizer):
         raise AttachError(f"watch: expected a torch.optim.Optimizer (got {type(wrapped).__name__}).")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -115,6 +116,12 @@ def _equal(one: object, other: object) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
 
 
+def backward(model: nn.Module) -> float:
+    loss = model(torch.ones(4, 16)).sum()
+    loss.backward()
+    return float(loss)
+
+
 def notices_that_the_hook_did_not_run(rank: int) -> None:
     for ddp_class in DDPS:
         model = ddp_class(build())
@@ -126,8 +133,13 @@ def notices_that_the_hook_did_not_run(rank: int) -> None:
             model(torch.ones(4, 16)).sum().backward()
         model(torch.ones(4, 16)).sum().backward()
         optimizer.step()  # after an accumulation whose last backward pass was synchronised
-        with pytest.raises(commhooks.HookDidNotRunError, match="SGD made a step, and no gradient has passed"):
+        before = [parameter.clone() for parameter in model.parameters()]
+        with pytest.raises(commhooks.HookDidNotRunError, match="SGD is about to make a step, and no gradient has"):
             step(model.module, optimizer, rank, 1)
+        assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
+        optimizer.step(functools.partial(backward, model))  # whose backward pass is part of the step
+        with pytest.raises(commhooks.HookDidNotRunError, match="SGD made a step"):
+            optimizer.step(functools.partial(backward, model.module))
         with model.no_sync(), pytest.raises(commhooks.HookDidNotRunError):
             step(model, optimizer, rank, 2)
         with pytest.raises(commhooks.AttachError, match="none of the parameters of SGD belongs to the model"):

@@ -221,7 +221,7 @@ REFUSALS = {
     "after load_state": "AttachError: compress: an optimizer has made steps",
     "twice": "AttachError: attach: ErrorFeedback",
     "saved without": "CheckpointError:",
-    "did not run": "HookDidNotRunError: SGD made a step",
+    "did not run": "HookDidNotRunError: SGD is about to make a step",
     "damaged": "CheckpointError:",
     "incomplete": "CheckpointError:",
 }
