@@ -26,7 +26,7 @@ def group_for_sparse_sums(group: dist.ProcessGroup, device: torch.device) -> Any
     """
     if group in _opened:
         return _opened[group]
-    store = group.get_group_store() if type(group) is dist.ProcessGroup else None
+    store = _store_of(group) if type(group) is dist.ProcessGroup else None
     if store is None:
         return group
     backend: Any = group._get_backend(device)
@@ -40,3 +40,10 @@ def group_for_sparse_sums(group: dist.ProcessGroup, device: torch.device) -> Any
     options._devices, options._timeout, options._threads = settings._devices, settings._timeout, 1
     _opened[group] = ProcessGroupGloo(PrefixStore("ddp_core/sparse", store), group.rank(), group.size(), options)
     return _opened[group]
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))  # torch 2.8 and older
+    return store
