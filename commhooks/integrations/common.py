@@ -110,10 +110,10 @@ def require(distribution: str, *, at_least: str, extra: str) -> None:
     try:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f"commhooks.integrations.{extra} needs {distribution}: {advice}") from None
+        raise ImportError(f"this integration of commhooks needs {distribution}: {advice}") from None
     if _numbers(version) < _numbers(at_least):
         raise ImportError(
-            f"commhooks.integrations.{extra} needs {distribution} {at_least} or newer (found {version}): {advice}"
+            f"this integration of commhooks needs {distribution} {at_least} or newer (found {version}): {advice}"
         )
 
 
