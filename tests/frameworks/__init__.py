@@ -1,1 +1,1 @@
-"""Integrations with the real frameworks on real ranks: `make test-frameworks`, in an environment of its own."""
+"""Integrations with the real frameworks on real ranks, and the wheel by itself: `make test-frameworks`."""

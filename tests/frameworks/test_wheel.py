@@ -16,7 +16,7 @@ import pytest
 from experiments.front import COMMANDS, INSTALL
 from tests.world.launcher import ROOT
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
 
 SCRIPT = """
 import torch
