@@ -5,14 +5,14 @@ averages over those.
 
 manager = Manager(pg=ProcessGroupGloo(), ..., use_async_quorum=False)
 model = DistributedDataParallel(module, find_unused_parameters=True)  # PyTorch's or ddp_core's
-attachment = compress(model, "powersgd", manager)
+attachment = compress(model, "powersgd", manager, optimizers=[optimizer])
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,7 @@ def compress(
     compressor: Compressor | str,
     manager: Manager,
     *,
+    optimizers: Iterable[object],
     policy: str = "fifo",
     hook_timeout: float | None = None,
     scaler: Scaler | None = None,
@@ -55,7 +56,8 @@ def compress(
     it, so no optimizer uses them. A replica that joins gets what all replicas share from another one, through the
     manager, and begins with an empty residual.
 
-    `policy`, `hook_timeout`, `scaler` and `residuals` are those of `attach`. Raises `SettingsError` if the manager's
+    `optimizers`, those that train the model, are watched: a step on gradients that bypassed the compressor raises
+    `HookDidNotRunError`. `policy`, `hook_timeout`, `scaler` and `residuals` are those of `attach`. Raises `SettingsError` if the manager's
     quorum is asynchronous, and `AttachError` if the model is not as described.
     """
     if manager._use_async_quorum:
@@ -79,6 +81,11 @@ def compress(
         residuals=residuals,
         atomic=True,
     )
+    try:
+        attachment.watch(*optimizers)
+    except AttachError:
+        attachment.detach()
+        raise
     manager.register_state_dict_fn(
         STATE_KEY, functools.partial(_load_shared, attachment), functools.partial(_shared_state, attachment)
     )

@@ -39,8 +39,7 @@ def main(replica: str) -> None:
         use_async_quorum=False,
         replica_id=replica,
     )
-    attachment = compress(model, "powersgd", manager)
-    attachment.watch(optimizer)
+    attachment = compress(model, "powersgd", manager, optimizers=[optimizer])
     while manager.current_step() < STEPS:
         inputs = torch.randn(128, 64)
         manager.start_quorum()

@@ -49,8 +49,7 @@ def main(lighthouse: str, name: str, folder: Path, dies: bool) -> None:
         hostname="127.0.0.1",
         replica_id=f"replica_{name}",
     )
-    attachment = compress(model, "powersgd", manager)
-    attachment.watch(optimizer)
+    attachment = compress(model, "powersgd", manager, optimizers=[optimizer])
     together, alone, undone, target = 0, 0, [], folder / "target"
     while not target.exists() or manager.current_step() < int(target.read_text()):
         manager.start_quorum()
