@@ -49,7 +49,8 @@ def compress(
 
     Call it inside the training loop, on every worker, and `detach()` what it returns when the training is done.
 
-    - `optimizers`, those that train the model, are watched: a step on gradients that bypassed the compressor raises `HookDidNotRunError`.
+    - `optimizers`, those that train the model, are watched: a step on gradients that bypassed the compressor raises
+      `HookDidNotRunError`.
     - `checkpoint` holds the hook's state to resume from: "latest" is what `ray.train.get_checkpoint()` returns, which
       is None in a run that begins; None starts from zero. Model and optimizer are yours to load.
     - `world_size`, `settings` and `missing` allow differences between checkpoint and run: see `LoadRules`.

@@ -57,8 +57,9 @@ def compress(
     manager, and begins with an empty residual.
 
     `optimizers`, those that train the model, are watched: a step on gradients that bypassed the compressor raises
-    `HookDidNotRunError`. `policy`, `hook_timeout`, `scaler` and `residuals` are those of `attach`. Raises `SettingsError` if the manager's
-    quorum is asynchronous, and `AttachError` if the model is not as described.
+    `HookDidNotRunError`. `policy`, `hook_timeout`, `scaler` and `residuals` are those of `attach`.
+
+    Raises `SettingsError` if the manager's quorum is asynchronous, and `AttachError` if the model is not as described.
     """
     if manager._use_async_quorum:
         raise SettingsError(
