@@ -7,8 +7,8 @@ largest coefficients of each tile's discrete cosine transform (DCT) are sent and
 inverse transform of all ranks' coefficients.
 Bytes on the wire: 6·k for a tile of up to 64×64 elements: k values of 4 bytes and k indices of 2. With `one_bit`,
 17/8·k, so 8.5 for k = 4, and 4 more per bucket, since bits cannot show an inf.
-Biased, ω ≤ 1 - k/4096. With `one_bit` or `sign` the mean consists of signs only, without magnitudes: no gradient scaler
-must unscale it.
+Biased, ω ≤ 1 - k/4096. With `one_bit` or `sign` the mean consists of signs only, without magnitudes: so no gradient
+scaler may unscale it.
 Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. If the ranks' processors
 differ, the sign of a mean near zero may differ too. On a CPU a step takes as long as more than 40 copies of the
 gradient: two transforms of every tile, and a selection in each.

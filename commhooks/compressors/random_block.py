@@ -4,9 +4,9 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compr
 NeurIPS 2019, where it is compared with others.
 Idea: all ranks draw the same start; the k elements from there on, wrapping around at the end, are summed. It is
 random-k with adjacent indices, which memory serves fastest.
-Bytes on the wire: 4 for each of k elements, and 4 for each parameter. Biased with ω = 1 - k/n, or unbiased with ω = n/k
-- 1, for any size, on average over the starts. Weakness: neighbouring elements are similar, so a block says less about
-the whole.
+Bytes on the wire: 4 for each of k elements, and 4 for each parameter. Biased with ω = 1 - k/n, or unbiased with
+ω = n/k - 1, for any size, on average over the starts. Weakness: neighbouring elements are similar, so a block says less
+about the whole.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, section 2; unbiased, Wangni, Wang, Liu,
 Zhang, "Gradient Sparsification for Communication-Efficient Distributed Optimization", NeurIPS 2018.
 Idea: all ranks draw the same k of n indices from a shared seed, so values are summed on the wire and no indices are
-sent. Bytes on the wire: 4 for each of k elements, and 4 for each parameter. Biased with ω = 1 - k/n, or unbiased with ω
-= n/k - 1, for any size, on average over the indices. Weakness: large elements are sent no sooner than small ones. On a
-CPU, drawing many indices takes time: at 10 % as long as 40 copies of the gradient.
+sent.
+Bytes on the wire: 4 for each of k elements, and 4 for each parameter. Biased with ω = 1 - k/n, or unbiased with
+ω = n/k - 1, for any size, on average over the indices. Weakness: large elements are sent no sooner than small ones. On
+a CPU, drawing many indices takes time: at 10 % as long as 40 copies of the gradient.
 """
 
 from __future__ import annotations

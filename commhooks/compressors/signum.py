@@ -33,7 +33,7 @@ from commhooks.language.requests import Asked, Judge
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signum(Compressor):
-    """The sign that a majority of ranks has for each element's momentum, m = beta·m + (1 - beta)·gradient."""
+    """A compressor that returns the majority's sign of each element's momentum, m = beta·m + (1 - beta)·gradient."""
 
     beta: float = 0.9
     """Higher: a longer memory. 0: signSGD with majority vote, and nothing is remembered."""

@@ -5,8 +5,9 @@ pseudo-gradients of H local steps this way; nothing here depends on what the gra
 Idea: each tile of 64×64 elements sends its 64 largest. A parameter's sent elements fall into four bins, by sign and by
 magnitude (above the mean magnitude or not); an element is sent as the number of its bin, and decoded as the bin's mean.
 Bytes on the wire: 64·12/8 + 64·2/8 = 112 for a tile of 4,096 elements, and four means of 4 bytes for each parameter.
-Biased: the residual fades, by 0.95 a step in the paper, and what has faded is never sent. ω for n elements is at most 1
-- 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above that of top-k.
+Biased: the residual fades, by a factor of 0.95 per step in the paper, and what has faded is never sent. ω for n
+elements is at most 1 - 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above that of
+top-k.
 Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. On a CPU a step takes as
 long as more than 40 copies of the gradient: a selection in every tile, and packing 14 bits at a time.
 
@@ -106,7 +107,7 @@ class SparseLoCo(Compressor):
         return means, at, bins
 
     def _mean(self, tiling: Tiling, of_ranks: Sequence[Tensor]) -> Tensor:
-        """Return the mean of the decoded values of all ranks, in rank order, 1-D."""
+        """Return the mean of what the ranks' means, packed indices and packed bins represent, in rank order, 1-D."""
         T, elements = tiling.count, tiling.a * tiling.b
         shape = T, min(self.k, elements)
         means, places, bins = of_ranks

@@ -3,9 +3,9 @@
 Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015, which sends ±τ
 for each; with the elements themselves, Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization",
 NeurIPS 2021.
-Idea: an element below the threshold τ waits in the residual until it has reached it. All ranks must send equally much,
-and comparing counts first would make the host wait for the GPU, so the k largest elements of each parameter are sent,
-with zeros in place of those below τ.
+Idea: an element below the threshold τ waits in the residual until it has reached it. All ranks must send the same
+number of elements, and comparing counts first would make the host wait for the GPU, so the k largest elements of each
+parameter are sent, with zeros in place of those below τ.
 Bytes on the wire: those of top-k, whatever τ is. Biased: for n elements at most 1 - k/n of |input|² is left, as for
 top-k, or n·τ² if that is more, whatever the size. Weakness: the same bytes are sent even if nothing is large, and the
 largest τ that training tolerates must be found by trial. It takes as long as top-k.

@@ -199,7 +199,7 @@ class TwoHop(Compressor):
                 own = slice(start, min(start + at_once, share.end))
                 of_all = [payload[:, own].flatten(0, 1) for payload in received]
                 y, *others = self._decode(of_all).unflatten(0, (context.world_size, -1))
-                for other in others:  # in rank order: a sum over a dimension may round differently
+                for other in others:  # in rank order: how a sum over a dimension rounds may depend on its length
                     y += other
                 y /= context.world_size
                 if self.server_feedback:

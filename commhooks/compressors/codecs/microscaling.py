@@ -120,8 +120,7 @@ class MXFP4(Microscaled):
         """Return 47/431 = 0.11: the worst group has one 5, which becomes 4, and 31 times 1/4, which become 0.
 
         No other element contributes as much to the error e², less 0.11·x², as these: for 1/4, e = x, and nothing from
-        1/2 on comes close; among largest elements, from 4 to 8, 5 is the worst, ahead of 4, with e = 0, and 8, with e =
-        2.
+        1/2 on comes close; among largest elements, from 4 to 8, 5 is the worst, ahead of 4 (e = 0) and 8 (e = 2).
         """
         return (1 + 31 / 16) / (25 + 31 / 16)
 

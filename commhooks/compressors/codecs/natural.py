@@ -43,7 +43,7 @@ class Natural(Codec):
         """Return the scales [B, 1], and bytes [B, block].
 
         Below 1, fp32's exponent has 7 bits. Noise of 23 bits is added to the 23 fraction bits, and carries into the
-        exponent with a probability proportional to the fraction; below 2**-126, where the exponent is 0, the choice is
+        exponent with the fraction as its probability; below 2**-126, where the exponent is 0, the choice is
         between 0 and 2**-126.
         """
         largest = blocks.abs().amax(1, keepdim=True)

@@ -6,12 +6,12 @@ Critical Learning Regime Identification", MLSys 2021, algorithm 1.
 Idea: PowerSGD's columns are nested, so one step at the highest rank shows what every lower rank would have sent of each
 layer: another |Qₖ|² for column k, as P is orthonormal. This determines which ranks leave the smallest error for the
 bytes of a uniform rank, or need the fewest bytes for its error. "accordion" uses gradient norms instead.
-Bytes on the wire: as PowerSGD at the chosen ranks. Two of every `every` steps send `max_rank`: the first updates the
+Bytes on the wire: as PowerSGD at the chosen ranks. Two steps in `every` send `max_rank`: the first updates the
 columns that were not in use, the second measures. "least-error" counts them in its budget. "accordion" has no such
-steps, but sends one extra element per matrix in one of every `every` steps. Biased: ω is at most PowerSGD's at
+steps, but sends one extra element per matrix in one step in `every`. Biased: ω is at most PowerSGD's at
 `min_rank`. Weakness: the choice is as old as the last measurement, and considers what one step leaves, not how error
 feedback makes up for it later, where "fewest-bytes" leaves more than the uniform rank; errors are compared across
-layers unweighted, which suits SGD better than Adam; and on a GPU the host waits once every `every` steps, to read the
+layers unweighted, which suits SGD better than Adam; and on a GPU the host waits once in `every` steps, to read the
 norms.
 
 Legend: M n×m a gradient plus its residual; Q its right factor, r×m; R the highest rank that pays off for a matrix.
@@ -106,7 +106,7 @@ class AdaptiveRank(Compressor):
         return error_of_rank(lowest, elements)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Run PowerSGD at the chosen ranks, and measure in the steps that do."""
+        """Run PowerSGD at the chosen ranks, and measure in the steps for which `measures` is true."""
         plans = bucket.plan(self, lambda: _Plans(bucket, self._powersgd, self._highest))
         matrices = plans.widest.matrices
         measures = self.measures(context.step)

@@ -50,7 +50,7 @@ def fewest_bytes(layers: Sequence[Layer]) -> list[int]:
 
 
 class _Table:
-    """What every fraction of a budget can buy."""
+    """What each amount up to the budget can buy."""
 
     def __init__(self, layers: Sequence[Layer], budget: int) -> None:
         self._layers = layers

@@ -99,7 +99,7 @@ class LowRankMatrix:
             tile.write(torch.mm(P_rows, Q, out=tile.room))
 
     def largest_mean(self, side: Side, mean: Tensor) -> Tensor:
-        """Return the mean's largest magnitude, 0-dim; whatever `form` returned elsewhere must be formed again."""
+        """Return the mean's largest magnitude, 0-dim; this overwrites what `form` returned, so form again."""
         P, Q = in_full(*((mean.t(), self.Q) if side == "P" else (self.P.t(), mean)))
         of_blocks = zip(P.split(self.block_rows), self.blocks, strict=True)
         return torch.stack([torch.mm(rows, Q, out=block.tile.room).abs().amax() for rows, block in of_blocks]).amax()

@@ -276,7 +276,7 @@ class PowerSGD(Compressor):
 
 
 def _key_of(bucket: BucketView) -> str:
-    """Return the seed for the bases of a bucket's matrix."""
+    """Return the text that seeds the bases of a bucket's matrix."""
     return "+".join(slot.name for slot in bucket.slots)
 
 

@@ -31,7 +31,10 @@ from commhooks.language.requests import AllReduce
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnbiasedPowerSGD(Compressor):
-    """Averages of each matrix times `rank` random vectors: one collective per bucket, no state, right on average."""
+    """A compressor that averages each matrix times `rank` random vectors: one collective per bucket, without state.
+
+    The mean is right on average.
+    """
 
     rank: int = 1
     """Lower: smaller messages, but a larger variance."""

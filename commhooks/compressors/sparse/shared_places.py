@@ -1,4 +1,4 @@
-"""What compressors share that send elements at indices drawn identically on all ranks."""
+"""The base of compressors that send elements at indices drawn identically on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from commhooks.language.requests import AllReduce, Judge
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedPlaces(Compressor):
-    """A compressor that averages elements at indices that every rank knows: one sum per bucket."""
+    """A compressor that averages `ratio` of each parameter's elements, at indices that every rank knows.
+
+    It takes one sum per bucket.
+    """
 
     ratio: float = 0.01
     """Lower: smaller messages, but more left unsent. At least one element of each parameter is sent."""
