@@ -1,6 +1,6 @@
-"""What ranks disagree about, in words: the differences between their fingerprints, and nothing that is the same.
+"""Descriptions of what ranks disagree about: only the differences between their fingerprints.
 
-A fingerprint has one fact a line, "what: value". A value that is written as a call, as compressors are, is compared
+A fingerprint has one fact per line, "what: value". A value that is written as a call, such as a compressor, is compared
 setting by setting.
 """
 
@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 Facts = dict[tuple[str, ...], str]
-"""By what they are about; settings have the way to them, as in ("compressor", "inner", "rank")."""
+"""The values, by name. The name of a setting is the path to it, such as ("compressor", "inner", "rank")."""
 
 _DIFFERENCES_TO_NAME = 8
 _RANKS_TO_NAME = 8
@@ -18,12 +18,12 @@ _REFUSAL = "refusal: "
 
 
 def refusal_as_fingerprint(reason: Exception) -> str:
-    """Return the fingerprint of a rank that cannot do what the others do: no other is like it."""
+    """Return the fingerprint of a rank that cannot do what the others do; it equals no other fingerprint."""
     return _REFUSAL + " ".join(str(reason).split())
 
 
 def describe(fingerprints: Sequence[str]) -> str:
-    """Return a sentence on what differs between the fingerprints, which are not all the same, and on which ranks."""
+    """Return a sentence that says how the fingerprints, which are not all the same, differ, and on which ranks."""
     refusals = [
         f"{_ranks([rank])} cannot take part: {text.removeprefix(_REFUSAL)}"
         for rank, text in enumerate(fingerprints)
@@ -34,7 +34,7 @@ def describe(fingerprints: Sequence[str]) -> str:
     facts = [_facts_in(text) for text in fingerprints]
     names = dict.fromkeys(name for own in facts for name in own)
     different = {name for name in names if len({own.get(name) for own in facts}) > 1}
-    # Of two compressors of different classes their names are enough: no setting can be the same.
+    # If compressors are of different classes, the classes are enough: their settings cannot be compared.
     outermost = [
         name for name in names if name in different and not any(name[:end] in different for end in range(1, len(name)))
     ]
@@ -55,10 +55,10 @@ def _facts_in(fingerprint: str) -> Facts:
 
 
 def _settings_in(value: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield every setting of a compressor as it is printed, with the way to it; any other value as it is."""
+    """Yield every setting of a compressor, given as printed, with the path to it; yield any other value unchanged."""
     try:
         tree = ast.parse(value, mode="eval").body
-    except (SyntaxError, ValueError):  # a class of the user's may print as it likes
+    except (SyntaxError, ValueError):  # a user's own class may print anything
         tree = None
     if isinstance(tree, ast.Call) and value.startswith(f"{ast.unparse(tree.func)}("):  # not "shape (2,)"
         yield from _settings_of(tree)
@@ -83,7 +83,7 @@ def _settings_of(node: ast.expr) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _by_value(values: Sequence[str]) -> str:
-    """Return what each rank has: "1 (ranks 0, 2), 4 (rank 1)"."""
+    """Return which ranks have which value: "1 (ranks 0, 2), 4 (rank 1)"."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

@@ -27,7 +27,7 @@ class Traffic:
     seconds_waiting: float = 0.0
     by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
     by_group: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
-    """Bytes sent among some of the ranks: "inner" inside machines, "outer" between them."""
+    """The traffic among some of the ranks: "inner" inside machines, "outer" between them."""
 
     def count(self, collective: Collective, world_size: int) -> None:
         """Add one collective."""

@@ -19,7 +19,7 @@ from commhooks.units import bytes_in_words, counted, in_columns, seconds_in_word
 Counts = TypeVar("Counts", "Statistics", "KindTraffic")
 
 _LAYOUTS_TO_KEEP = 1000
-"""More entries than this are divided at once, so that a bucket whose memory moves every step does not fill the
+"""If there are more, they are divided immediately, so that a bucket whose memory moves every step does not fill the
 ledger."""
 
 
@@ -52,7 +52,7 @@ class Statistics:
     hide."""
     by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
     by_group: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
-    """Bytes sent among some of the ranks: "inner" inside machines, "outer" between them; see `Hierarchical`."""
+    """The traffic among some of the ranks: "inner" inside machines, "outer" between them; see `Hierarchical`."""
 
     @property
     def ratio(self) -> float:
@@ -60,7 +60,7 @@ class Statistics:
         return self.gradient_bytes / self.payload_bytes if self.payload_bytes else 0.0
 
     def __str__(self) -> str:
-        """Return a short table: totals, and what a step took of them."""
+        """Return a short table: totals, and averages per step."""
         smaller = f"{self.ratio:.1f} times smaller" if self.ratio else ""
         rows = [
             ("gradients", bytes_in_words(self.gradient_bytes), self._a_step(self.gradient_bytes)),

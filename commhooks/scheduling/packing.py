@@ -128,7 +128,7 @@ class _Sum(_Message):
             places[0].view(part.tensor.shape) if len(places) == 1 and part.tensor.dtype == widest else None
             for part, places in zip(parts, self._of_parts, strict=True)
         ]
-        """The place of a part's answer, if it is contiguous and of the part's own dtype."""
+        """The place of a part's answer, if it is in one piece and of the part's own dtype."""
 
     def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
         pieces = [piece for part, sizes in zip(parts, self._sizes, strict=True) for piece in _split(part.tensor, sizes)]

@@ -1,4 +1,4 @@
-"""The scheduler without NCCL: a worker thread issues collectives and waits for them, not the backward pass.
+"""The scheduler without NCCL: a worker thread issues collectives and waits, so that the backward pass need not.
 
 That thread also completes the futures. It owns the connection to the other ranks, and reports its own failures and
 those of other ranks.
