@@ -148,7 +148,7 @@ def _differing_optimizers(shared: Mapping[str, Any], optimizer: Saved) -> list[s
     if theirs != ours:
         return [f"optimizer: saved from {theirs}, now {ours}"]
     saved, now = shared["optimizer"].get("param_groups", ()), getattr(optimizer, "param_groups", None)
-    if now is None:  # not asked first: a ZeroRedundancyOptimizer's state_dict raises where nothing was consolidated
+    if now is None:  # not tried first: a ZeroRedundancyOptimizer's state_dict raises if nothing was consolidated
         now = optimizer.state_dict().get("param_groups", ())
     if len(saved) != len(now):
         return [f"optimizer: saved with {len(saved)} groups of parameters, now {len(now)}"]

@@ -48,7 +48,7 @@ def load_distributed(
     `storage_reader` is for checkpoints that are not in a folder.
 
     Raises `CheckpointError` on every rank, and changes nothing, if any rank cannot read the checkpoint or finds that it
-    does not match the run; a `PowerSGDState` that has made no step informs the other ranks at their first bucket. DCP
+    does not match the run; a `PowerSGDState` that has taken no step informs the other ranks at their first bucket. DCP
     unpickles the checkpoint's table of contents, which can execute code: load only checkpoints that you trust.
     """
     rules = LoadRules(world_size=world_size, settings=settings, missing=missing)

@@ -74,7 +74,7 @@ class Run:
     def consolidate_optimizer(self) -> None:
         """Collect on rank 0 the state of an optimizer that is sharded over the ranks; every rank calls this.
 
-        PyTorch's ZeroRedundancyOptimizer returns from `state_dict` what it collected last, however old that is.
+        The `state_dict` of PyTorch's ZeroRedundancyOptimizer returns what it collected last, however old that is.
         """
         if is_sharded(self.optimizer):
             self.optimizer.consolidate_state_dict(to=0)

@@ -40,7 +40,7 @@ class MemoryReport:
         return self.residuals + self.residuals_on_host + self.bases + self.copies + self.working
 
     def __str__(self) -> str:
-        """Return a short table; of the parameters, those for which most is remembered."""
+        """Return a short table, which names only the parameters with the most state."""
         rows = [
             ("memory of the hook", bytes_in_words(self.total), f"beside {bytes_in_words(self.gradients)} of gradients")
         ]

@@ -148,7 +148,7 @@ class StateTable:
         return [state.tensors[RESIDUAL] for state in self._states.values() if RESIDUAL in state.tensors]
 
     def named_residuals(self) -> list[tuple[str, Tensor, Tensor]]:
-        """Return every residual that there is, after its parameter's name and the parameter."""
+        """Return every residual, as (name of its parameter, parameter, residual)."""
         kept = [(state.key, p, state.tensors.get(RESIDUAL)) for p, state in self._states.items()]
         return [(name, parameter, residual) for name, parameter, residual in kept if residual is not None]
 

@@ -41,7 +41,7 @@ class WireDtype(Wrapper):
         return self.inner.takes(gradient) and not gradient.is_sparse
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Run `inner` with the dtype of its requests narrowed."""
+        """Pass on `inner`'s requests with the wire dtype set."""
         narrowed = dataclasses.replace(context, wire=context.wire or self.dtype)  # if nested, the outer one decides
         return map_requests(self._carry, self.inner.compress(bucket, narrowed))
 
