@@ -20,7 +20,7 @@ class AttachError(CommHooksError, RuntimeError):
 
 
 class HookDidNotRunError(AttachError):
-    """Report an optimizer's step on gradients of which none has passed through the attached compressor."""
+    """An optimizer step on gradients that did not pass through the attached compressor."""
 
 
 class GradientError(CommHooksError, TypeError):

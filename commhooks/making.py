@@ -26,7 +26,7 @@ from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 ROOMS = ("commhooks.compressors", "commhooks.compressors.codecs", "commhooks.wrappers")
 """The modules whose classes a specification may name."""
 ENTRY_POINTS = "commhooks.compressors"
-"""The entry points under which other packages register a class, a function that returns one, or a `Registered`."""
+"""The entry-point group in which other packages register a class, a function that returns one, or a `Registered`."""
 _NAME = re.compile(
     r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"  # text is left alone
     |(?<![\w.])(?:[A-Za-z_][\w.]*:[A-Za-z_]\w*|[a-z][a-z0-9]*(?:-[a-z0-9]+)+)  # package:Class, and names with a dash
@@ -99,7 +99,7 @@ def _called(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) ->
 
 
 def _registered(name: str) -> Registered:
-    """Return how to make the compressor of this name; raise `SettingsError` if there is none."""
+    """Return how to make the compressor of this name; raise `SettingsError`, naming the nearest, if there is none."""
     if name in COMPRESSORS:
         return COMPRESSORS[name]
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}

@@ -316,7 +316,7 @@ class BucketView:
         return [Tile(self.scratch, self.memory, self.layout, residuals, self.decay)]
 
     def with_residuals(self, loses: Callable[[Slot], bool], decay: float = 1.0) -> BucketView:
-        """Return the bucket with the residuals of those slots that lose something added by `form`."""
+        """Return the bucket, with `form` adding the residuals of those slots that lose something."""
         return self._derived(self.slots, loses, decay, is_whole=self.is_whole)
 
     def subset(self, slots: Sequence[Slot]) -> BucketView:

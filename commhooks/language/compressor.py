@@ -61,7 +61,7 @@ class Context:
 
 
 class _NoSignature:
-    """The signature that both DDPs ask a hook for when it is registered: of a compressor, an error that helps."""
+    """A stand-in for the signature, which both DDPs inspect when a hook is registered: it raises a helpful error."""
 
     def __get__(self, compressor: Compressor | None, kind: type) -> NoReturn:
         if compressor is None:
@@ -70,7 +70,7 @@ class _NoSignature:
 
 
 def no_hook(given: object) -> HookTypeError:
-    """Return the error of a compressor, or a compressor's class, in the place of a hook."""
+    """Return the error for a compressor, or a compressor's class, that was given as a hook."""
     made = given if isinstance(given, Compressor) else f"commhooks.{getattr(given, '__name__', given)}(...)"
     return HookTypeError(
         f"expected a hook, a function hook(state, bucket) (got {given}, a compressor); write "
@@ -88,7 +88,7 @@ class Compressor(ABC):
     __signature__ = _NoSignature()
 
     def __call__(self, state: object, bucket: object) -> NoReturn:
-        """Raise `HookTypeError`: a compressor is attached, not called. It is callable because a DDP asks that first."""
+        """Raise `HookTypeError`: a compressor is attached, not called. It is callable because DDPs check that first."""
         raise no_hook(self)
 
     def __str__(self) -> str:
@@ -174,7 +174,7 @@ class Compressor(ABC):
 
     @property
     def is_damped(self) -> bool:
-        """Whether a damping factor was set explicitly, so that `ErrorFeedback` accepts a relative error from 1 on."""
+        """Whether a damping factor was set explicitly, so that `ErrorFeedback` accepts relative errors of 1 or more."""
         return False
 
     @abstractmethod
@@ -299,7 +299,7 @@ def _advance(number: int, exchange: Exchange, answer: Any, asked: dict[int, Aske
 
 
 def _close(exchange: Exchange, error: Exception) -> None:
-    """Throw an error into an exchange, which ends whatever it does with the error."""
+    """End an exchange by throwing an error into it, whether or not it lets the error propagate."""
     try:
         exchange.throw(error)
     except BaseException:  # its own, or the one thrown in

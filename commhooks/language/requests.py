@@ -123,7 +123,7 @@ class Request(ABC):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to send. An empty sparse tensor does not count: other ranks' may be non-empty."""
+        """Whether there is nothing to send. An empty sparse tensor is sent: other ranks' may be non-empty."""
         return not any(part.tensor.is_sparse or part.tensor.numel() for part in self.parts)
 
 
