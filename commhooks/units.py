@@ -1,4 +1,4 @@
-"""Numbers as people read them: what statistics and reports print."""
+"""Numbers in a readable form, as statistics and reports print them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def three_digits(value: float) -> str:
-    """Return the number with three digits, and no more decimals than those leave."""
+    """Return the number with three significant digits, but at most two decimals."""
     if value >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
@@ -31,6 +31,6 @@ def counted(number: int, what: str) -> str:
 
 
 def in_columns(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Return a line for each row: what it is, how much, and a remark."""
+    """Return one aligned line for each row of a label, an amount and a remark."""
     first, second = (max(len(row[place]) for row in rows) for place in (0, 1))
     return "\n".join(f"{what:{first}}  {much:>{second}}  {remark}".rstrip() for what, much, remark in rows)

@@ -1,4 +1,4 @@
-"""How to find the DistributedDataParallel within what compilers and frameworks wrap around it."""
+"""Finding the DistributedDataParallel inside the wrappers of compilers and frameworks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRAPPERS = {
     "_forward_module": "lightning.fabric's _FabricModule",
     "_orig_mod": "torch.compile's OptimizedModule",
 }
-"""Where each wrapper keeps the module that it wraps."""
+"""The attribute in which each wrapper keeps the module that it wraps."""
 _PREFIXES_OF_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -28,7 +28,7 @@ def unwrapped(model: Module) -> Module:
 
 def _inside(model: Module, places: Iterable[str]) -> Module | None:
     """Return the module in the first of these places that holds one."""
-    # Never by its truth: OptimizedModule has a length if the module that it wraps has one, and raises if not.
+    # "is not None", never truth: OptimizedModule has a length if the module that it wraps has one, else len() raises.
     return next((inner for place in places if (inner := model._modules.get(place)) is not None), None)
 
 
@@ -70,7 +70,7 @@ def find_ddp(caller: str, model: object) -> Module:
 def trained_parameters(model: Module, ddp: Module) -> list[tuple[str, Tensor]]:
     """Return the parameters whose gradients come in the buckets of `ddp`, which `find_ddp` found in `model`.
 
-    Each comes with the name that it has without any wrapper, so that a checkpoint fits with and without a compiler.
+    Each comes with its name without any wrapper, so that a checkpoint loads with and without `torch.compile`.
     """
     inner = ddp.module
     assert isinstance(inner, Module), "find_ddp returned it"
@@ -82,7 +82,7 @@ def trained_parameters(model: Module, ddp: Module) -> list[tuple[str, Tensor]]:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what compilers and activation checkpointing put into it."""
+    """Return a parameter's name without the prefixes added by compilers and activation checkpointing."""
     for prefix in _PREFIXES_OF_WRAPPERS:
         name = name.replace(prefix, "")
     return name
@@ -107,7 +107,7 @@ def _is_sharded(model: Module) -> bool:
 
 
 def _replicated(model: Module) -> Module | None:
-    """Return the DistributedDataParallel that PyTorch's `replicate` keeps for a module, making it if it has not yet."""
+    """Return the DistributedDataParallel that PyTorch's `replicate` keeps for a module, creating it if needed."""
     composable = _loaded("torch.distributed._composable.replicate")
     if composable is None or not isinstance(model, composable.DDP):
         return None
@@ -119,5 +119,5 @@ def _replicated(model: Module) -> Module | None:
 
 
 def _loaded(module: str) -> Any:
-    """Return a module if something has imported it: no model is an instance of its classes before, and it is slow."""
+    """Return a module if it was imported: before that no model has its classes, and importing it is slow."""
     return sys.modules.get(module)

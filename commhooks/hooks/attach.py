@@ -83,7 +83,7 @@ class Attachment(Handle):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The process group whose ranks average together; None once it was destroyed."""
+        """The process group whose ranks average together; None once it has been destroyed."""
         assert isinstance(self._engine.line, ProcessGroupLine), "attach makes no other"
         return self._engine.line.process_group
 
@@ -101,11 +101,12 @@ class Attachment(Handle):
         self._engine.replace(compressor, self._named[0][1].device, refusal)
 
     def watch(self, *optimizers: object) -> None:
-        """Raise `HookDidNotRunError` whenever one of these makes a step on gradients that bypassed the compressor.
+        """Raise `HookDidNotRunError` whenever one of these takes a step on gradients that bypassed the compressor.
 
-        Pass the optimizers of the attached model, or what a framework wraps around them. A model that is called by its
-        inner module, or whose backward passes all run inside `no_sync()`, trains on every rank alone, and nothing else
-        would tell. Watching ends with `detach`. Raises `AttachError` for an optimizer of other parameters.
+        Pass the optimizers of the attached model, or what a framework wraps around them. If the module inside the DDP
+        is called directly, or every backward pass runs inside `no_sync()`, each rank trains alone, and nothing else
+        reports it. The error is raised before the step changes anything, or after it if the step runs the backward pass
+        itself, in a closure. Watching ends with `detach`. Raises `AttachError` for an optimizer of other parameters.
         """
         found = [optimizer_of((p for _, p in self._named), optimizer) for optimizer in optimizers]
         self._watches += [Watch(optimizer, lambda: self._socket.buckets_handed_in) for optimizer in found]

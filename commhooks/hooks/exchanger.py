@@ -22,7 +22,7 @@ from commhooks.tensors import is_dense
 
 
 class Exchanger(Handle):
-    """Average named tensors, such as pseudo-gradients, with the state, statistics and checkpoints of a hook.
+    """Averaging of named tensors, such as pseudo-gradients, with the state, statistics and checkpoints of a hook.
 
     `tensors` names them: on every rank the same names, shapes and dtypes, dense and of floating point. Only names,
     shapes, dtypes and devices are read from it. The other arguments are those of `attach`; `line` replaces the process

@@ -53,14 +53,14 @@ def check_hook_is_called(caller: str, model: Module) -> None:
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
         raise AttachError(
             f"{caller}: _apply_optimizer_in_backward was called for parameters of this model, and PyTorch's "
-            "DistributedDataParallel then registers a hook of its own, the only one that it takes. Use "
+            "DistributedDataParallel then registers its own hook and accepts no other. Use "
             "ddp_core.DistributedDataParallel, which steps in the backward pass after any hook, or step the optimizer "
             "after it."
         )
 
 
 def check_bucket(bucket: object) -> None:
-    """Raise `AttachError` if a DDP handed its hook something else than a bucket."""
+    """Raise `AttachError` if a DDP passed its hook something other than a bucket."""
     if isinstance(bucket, tuple):
         raise AttachError(f"expected a bucket of gradients, got a tuple: {_PYTHON_REDUCER}")
 

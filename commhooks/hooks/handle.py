@@ -71,18 +71,18 @@ class Handle(ABC):
         `PowerSGDState.bind`).
         """
         # Allocate now everything that the state will ever hold: torch.distributed.checkpoint loads only into existing
-        # tensors, and may be given the state_dict of a run that has made no step.
+        # tensors, and may be given the state_dict of a run that has taken no step.
         model = self._model()
         lay_out(self._settled_engine(), sparse_parameters(model) if model is not None else set())
         state = self.snapshot().cloned().as_dict()
         return state | {"inventory": {rank: _inventory(state, rank) for rank in state["local"]}}
 
     def gathered(self, *, to: int | None = None) -> dict[str, Any]:
-        """Return `state_dict` with what every rank keeps for itself, for a checkpoint that one rank writes.
+        """Return the `state_dict` with the per-rank state of all ranks, for a checkpoint that one rank writes.
 
-        Call it on every rank, between the same two steps; the hook's own process group carries the states. With `to`
-        only that rank gets all of it, and every other rank its own `state_dict`. Every rank can load the whole with
-        `load_state_dict`. It takes as much memory as the residuals of all ranks together.
+        Call it on every rank, between the same two steps; the hook's own process group carries the states. With `to`,
+        only that rank gets all of it, and every other rank gets its own `state_dict`. Every rank can load the complete
+        state with `load_state_dict`. It takes as much memory as the residuals of all ranks together.
 
         Raises `CheckpointError` on every rank if any rank cannot return its state, or if the states differ in what
         must be the same.
@@ -100,7 +100,7 @@ class Handle(ABC):
         return merge_state_dicts(states) if states is not None else own
 
     def metrics(self, *, by_parameter: bool = False) -> dict[str, float]:
-        """Return what a logger shows, by tag, on this rank; call it after the optimizer's step, before `zero_grad`.
+        """Return this rank's metrics by tag; call it after the optimizer's step and before `zero_grad`.
 
         - commhooks/bytes_sent_total and bytes_sent_per_step: what this rank sent, since attaching and in the last step
         - commhooks/compression_ratio and collectives_per_step: of the last step

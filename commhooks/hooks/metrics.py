@@ -1,4 +1,4 @@
-"""What a hook costs and keeps back, as numbers for a logger."""
+"""Metrics of a hook, for loggers: bytes, seconds, and the size of the residuals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Writer = ScalarWriter | MetricsLogger | Callable[[dict[str, float], int], Any]
 
 
 def metrics_of(engine: Engine, *, by_parameter: bool) -> dict[str, float]:
-    """Return the metrics of the last whole step, by tag; `Handle.metrics` describes them."""
+    """Return the metrics by tag; `Handle.metrics` describes them."""
     totals, last = engine.statistics(), engine.ledger.last_step()
     found: dict[str, float] = {
         "bytes_sent_total": totals.moved_bytes,
@@ -43,7 +43,7 @@ def metrics_of(engine: Engine, *, by_parameter: bool) -> dict[str, float]:
     }
     pairs = _residuals_and_gradients(engine)
     if pairs:
-        # Residuals are multiplied by the loss scale, gradients no longer once the optimizer has made its step.
+        # Residuals are multiplied by the loss scale; gradients no longer are, once the optimizer has taken its step.
         scale = engine.loss_scale.value() if engine.loss_scale.has_scaler else 1.0
         residuals = _norms(residual for residual, _ in pairs.values()) / scale
         gradients = _norms(gradient for _, gradient in pairs.values())
@@ -58,7 +58,7 @@ def metrics_of(engine: Engine, *, by_parameter: bool) -> dict[str, float]:
 
 
 def write_to(writer: Writer, metrics: dict[str, float], step: int) -> None:
-    """Hand metrics to a writer; raise `SettingsError` if it takes none."""
+    """Pass metrics to a writer; raise `SettingsError` for anything that is not one."""
     if hasattr(writer, "add_scalar"):
         for tag, value in metrics.items():
             writer.add_scalar(tag, value, step)

@@ -12,7 +12,7 @@ from commhooks.errors import AttachError, HookDidNotRunError
 
 
 class Watch:
-    """One optimizer's steps, each compared with how many buckets the hook has been handed until then."""
+    """A check of one optimizer's steps against the number of buckets that the hook has received."""
 
     def __init__(self, optimizer: Optimizer, buckets_handed_in: Callable[[], int]) -> None:
         self._buckets_handed_in = buckets_handed_in
@@ -22,24 +22,24 @@ class Watch:
         self._handles = before, after
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         for handle in self._handles:
             handle.remove()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise before anything is changed, unless the step runs the backward pass itself, in a closure."""
+        """Check before the step changes anything, unless it runs the backward pass itself, in a closure."""
         if not any(callable(given) for given in (*args, *kwargs.values())):
-            self._check(optimizer, "is about to make")
+            self._check(optimizer, "is about to take")
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._check(optimizer, "made")
+        self._check(optimizer, "took")
         self._at_last_step = self._buckets_handed_in()
 
     def _check(self, optimizer: Optimizer, makes: str) -> None:
-        """Raise `HookDidNotRunError` if nothing has been handed in since the last step."""
+        """Raise `HookDidNotRunError` if the hook has received no bucket since the last step."""
         if self._buckets_handed_in() == self._at_last_step:
             raise HookDidNotRunError(
-                f"{type(optimizer).__name__} {makes} a step, and no gradient has passed through the attached "
+                f"{type(optimizer).__name__} {makes} a step, but no gradient has passed through the attached "
                 "compressor since its last one: this rank trains alone. Call the model that DistributedDataParallel "
                 "returned, not the module inside it; run the last backward pass before each step outside no_sync(); "
                 "and attach to the model that is trained."

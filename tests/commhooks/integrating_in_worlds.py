@@ -134,11 +134,11 @@ def notices_that_the_hook_did_not_run(rank: int) -> None:
         model(torch.ones(4, 16)).sum().backward()
         optimizer.step()  # after an accumulation whose last backward pass was synchronised
         before = [parameter.clone() for parameter in model.parameters()]
-        with pytest.raises(commhooks.HookDidNotRunError, match="SGD is about to make a step, and no gradient has"):
+        with pytest.raises(commhooks.HookDidNotRunError, match="SGD is about to take a step, but no gradient has"):
             step(model.module, optimizer, rank, 1)
         assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
         optimizer.step(functools.partial(backward, model))  # whose backward pass is part of the step
-        with pytest.raises(commhooks.HookDidNotRunError, match="SGD made a step"):
+        with pytest.raises(commhooks.HookDidNotRunError, match="SGD took a step"):
             optimizer.step(functools.partial(backward, model.module))
         with model.no_sync(), pytest.raises(commhooks.HookDidNotRunError):
             step(model, optimizer, rank, 2)

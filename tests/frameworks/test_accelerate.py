@@ -218,10 +218,10 @@ REFUSALS = {
     "no optimizer": "AttachError: compress: no prepared optimizer trains this model",
     "no such compressor": "SettingsError: compressor 'power' is not known",
     "sharded": "AttachError: compress: expected data parallelism (got FSDP)",
-    "after load_state": "AttachError: compress: an optimizer has made steps",
+    "after load_state": "AttachError: compress: an optimizer has taken steps",
     "twice": "AttachError: attach: ErrorFeedback",
     "saved without": "CheckpointError:",
-    "did not run": "HookDidNotRunError: SGD is about to make a step",
+    "did not run": "HookDidNotRunError: SGD is about to take a step",
     "damaged": "CheckpointError:",
     "incomplete": "CheckpointError:",
 }

@@ -164,7 +164,7 @@ REFUSALS = {
     "saved without": "CheckpointError: ",
     "another folder": "CheckpointError: could not find the checkpoint.",
     "other settings": "CheckpointError: rank ",
-    "did not run": "HookDidNotRunError: AdamW is about to make a step",
+    "did not run": "HookDidNotRunError: AdamW is about to take a step",
     "wrapped twice": "AttachError: attach: DistributedDataParallel around DistributedDataParallel",
     "accelerate's own hook": "SettingsError: CompressGradients: DistributedDataParallelKwargs(comm_hook=...) is set",
 }
