@@ -1,4 +1,4 @@
-"""Compression inside the frameworks that wrap models themselves; each module imports its framework when it is imported.
+"""Compression inside frameworks that wrap models themselves. Importing a module here imports its framework.
 
     commhooks.integrations.lightning     CompressGradients, a Callback for the Trainer
     commhooks.integrations.fabric        compress, after Fabric.setup
@@ -7,6 +7,6 @@
     commhooks.integrations.ray           compress, after ray.train.torch.prepare_model
     commhooks.integrations.torchft       compress, with the Manager of the replicas
 
-Each keeps the hook's state in the framework's own checkpoint, and raises `HookDidNotRunError` if the model makes a step
-whose gradients did not pass through the compressor.
+Each keeps the hook's state in the framework's own checkpoint, and raises `HookDidNotRunError` if an optimizer
+steps on gradients that did not pass through the compressor.
 """

@@ -1,4 +1,4 @@
-"""Compress the gradients of a model that Accelerate prepared: `compress`, one call after `prepare`."""
+"""Compression of a model that Accelerate prepared: `compress`, one call after `prepare`."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ def compress(
 
     - `save_state` then writes the hook's state into its folder, one file for each rank, and `load_state` restores it.
       `world_size`, `settings` and `missing` allow differences between the two: see `LoadRules`.
-    - The optimizers are watched: one that makes a step on gradients that bypassed the compressor raises
-      `HookDidNotRunError`.
+    - The optimizers are watched: a step on gradients that bypassed the compressor raises `HookDidNotRunError`.
     - `options` are those of `attach`; `scaler` is the accelerator's own by default.
 
     `model` may also be a `ddp_core.DistributedDataParallel` around what `accelerator.prepare_model(module,
-    evaluation_mode=True)` returned: that places and casts the module, and does not wrap it.
+    evaluation_mode=True)` returned: that places and casts the module without wrapping it.
 
     Raises `AttachError` if there is only one process, if the model is not prepared, is wrapped twice or is sharded, if
-    no prepared optimizer trains it, or if an optimizer's state is there already (unless `missing="reset"`);
+    no prepared optimizer trains it, or if an optimizer already has state (unless `missing="reset"`);
     `SettingsError` if `DistributedDataParallelKwargs` names a hook too; and whatever `attach` raises.
     """
     rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
@@ -58,7 +57,7 @@ def compress(
     optimizers = _optimizers_of(accelerator, inner)
     if rules.missing == "refuse" and any(optimizer.state for optimizer in optimizers):
         raise AttachError(
-            "compress: an optimizer has made steps, or its state was loaded, before the hook was attached, so the "
+            "compress: an optimizer has taken steps, or its state was loaded, before the hook was attached, so the "
             "hook's own state would be lost. Call compress before load_state; or pass missing='reset' to start the "
             "hook's state from zero."
         )
@@ -82,8 +81,8 @@ def check_accelerator(caller: str, accelerator: Accelerator) -> None:
     if accelerator.num_processes == 1:
         raise AttachError(
             f"{caller}: Accelerate sees one process, so no gradients are exchanged and there is nothing to compress. "
-            "Launch several (accelerate launch or torchrun); on machines without a GPU also say that processors are "
-            "meant, by Accelerator(cpu=True) or TrainingArguments(use_cpu=True), or each process trains alone."
+            "Launch several (accelerate launch or torchrun); on machines without a GPU, also pass "
+            "Accelerator(cpu=True) or TrainingArguments(use_cpu=True), because otherwise each process trains alone."
         )
     for argument in ("comm_hook", "comm_wrapper"):
         hook = getattr(accelerator.ddp_handler, argument, DDPCommunicationHookType.NO)
@@ -138,7 +137,7 @@ def _optimizers_of(accelerator: Accelerator, inner: Module) -> list[Optimizer]:
     found = [one for one in prepared if any(p in parameters for group in one.param_groups for p in group["params"])]
     if not found:
         raise AttachError(
-            "compress: no prepared optimizer trains this model, and without one nothing would notice a hook that does "
+            "compress: no prepared optimizer trains this model, and without one nothing would notice if the hook did "
             "not run; prepare it first: `model, optimizer = accelerator.prepare(model, optimizer)`."
         )
     return found

@@ -32,9 +32,9 @@ class AttachOptions(TypedDict, total=False):
 
 
 class Compression:
-    """A compressor and how to attach it, from before there is a model until after the training.
+    """A compressor and the options to attach it with, kept from before the model exists until training has ended.
 
-    `owner` is what errors call it. `rules` say which differences between a checkpoint and this run are allowed.
+    `owner` is its name in errors. `rules` say which differences between a checkpoint and this run are allowed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Compression:
     def begin(self, model: object, optimizers: Iterable[object] = (), *, scaler: Scaler | None = None) -> Attachment:
         """Attach to a model, load the state that waits for it, and watch its optimizers; call it on every rank.
 
-        `scaler` is the framework's own, used unless another one was passed when this was made.
+        `scaler` is the framework's own, used unless another one was passed at construction.
         """
         if self.attachment is not None:
             raise AttachError(f"{self.owner}: it is attached to a model already; use one for each model.")
@@ -105,7 +105,7 @@ def check_not_alone(owner: str) -> None:
 
 
 def require(distribution: str, *, at_least: str, extra: str) -> None:
-    """Raise `ImportError` if a framework is not installed, or older than what this package is written for."""
+    """Raise `ImportError` if a framework is not installed, or is older than this integration supports."""
     advice = f"pip install 'commhooks[{extra}]'"
     try:
         version = importlib.metadata.version(distribution)

@@ -19,7 +19,7 @@ from ddp_core import DistributedDataParallel
 
 require("lightning", at_least="2.4", extra="lightning")
 
-from lightning.fabric import Fabric  # noqa: E402  # if it is missing, say what to install
+from lightning.fabric import Fabric  # noqa: E402  # after the check, whose error says what to install
 from lightning.fabric.strategies import DDPStrategy  # noqa: E402
 from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
 
@@ -37,9 +37,9 @@ def compress(
 ) -> Compression:
     """Average the gradients of what `fabric.setup(model, optimizer)` returned with `compressor`; call it on every rank.
 
-    What it returns goes into the state that `fabric.save` and `fabric.load` are called with, `{"model": model,
-    "optimizer": optimizer, "hooks": hooks}`: it saves and restores the state of all ranks. Its `attachment` has the
-    statistics; `end()` detaches.
+    Put the result into the state that you pass to `fabric.save` and `fabric.load`, `{"model": model, "optimizer":
+    optimizer, "hooks": hooks}`: it saves and restores the state of all ranks. Its `attachment` has the statistics;
+    `end()` detaches.
 
     - `optimizer`: one or several; each of their steps raises `HookDidNotRunError` if its gradients did not pass through
       the compressor.
@@ -80,7 +80,7 @@ class DDPCoreStrategy(DDPStrategy):
         return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def get_module_state_dict(self, module: Module) -> dict[str, Tensor]:
-        """Return the state of what the DDP wraps: a checkpoint fits a model that is not wrapped."""
+        """Return the state of the module inside the DDP, which a model that is not wrapped can load."""
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         state: dict[str, Tensor] = super().get_module_state_dict(inner)
         return state

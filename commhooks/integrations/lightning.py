@@ -26,7 +26,7 @@ from ddp_core import DistributedDataParallel
 
 require("lightning", at_least="2.4", extra="lightning")
 
-from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  # if it is missing, say what to install
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  # after the check
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 OWNER = "CompressGradients"
@@ -46,8 +46,8 @@ class CompressGradients(Callback):
       the Trainer logs (`log_every_n_steps`); 0: never. `by_parameter` adds the metrics of every parameter.
 
     When training starts, it raises `AttachError` or `SettingsError` if the Trainer's strategy cannot work with a
-    compressor, and `CheckpointError` if the checkpoint does not fit; after an optimizer step whose gradients did not
-    pass through the compressor, `HookDidNotRunError`.
+    compressor, and `CheckpointError` if the checkpoint does not match the run. An optimizer step on gradients that
+    bypassed the compressor raises `HookDidNotRunError`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CompressGradients(Callback):
                 )
         elif self._attachment is None:
             self._loaded = found
-        else:  # a tuner, such as LearningRateFinder, goes back to where it began
+        else:  # a tuner, such as LearningRateFinder, returns to where it began
             self._compression.load_state_dict(found)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -122,15 +122,15 @@ class CompressGradients(Callback):
         self._attachment = self._compression.begin(strategy.model, trainer.optimizers, scaler=scaler)
         if self._loaded is not None:
             self._compression.load_state_dict(self._loaded)
-        # The attachment refers to its model weakly, and trainer.save_checkpoint() after fit() asks ddp_core's for its
-        # buckets. PyTorch's DDP is asked for nothing, and its reducer should go when the Trainer lets it go.
+        # The attachment has only a weak reference to its model, but trainer.save_checkpoint() after fit() reads the
+        # buckets of ddp_core's DDP. PyTorch's DDP has none to read, and should be freed when the Trainer drops it.
         self._model = strategy.model if hasattr(strategy.model, "bucket_plan") else None
         self._loaded, self._last_logged = None, trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Log, if a step has been made and it is time to."""
+        """Log the metrics, every `log_every` steps."""
         step, every = trainer.global_step, self._log_every
         every = trainer.log_every_n_steps if every is None else every
         if every and step % every == 0 and step != self._last_logged and trainer.is_global_zero:
@@ -154,7 +154,7 @@ class CompressGradients(Callback):
             return {_ABSENT: f"it was saved after an exception: {error}"}
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Wait for no other rank from now on."""
+        """Stop gathering from other ranks: they may be gone."""
         self._was_interrupted = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -182,8 +182,8 @@ class DDPCoreStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's `training_step` within the DDP's forward pass.
 
-        With manual optimization it is called by itself, as its backward passes come before its end; `backward` then
-        does what the forward pass does around it.
+        With manual optimization it is called outside that forward pass, because its backward passes run before it
+        returns; `backward` then does the work of the DDP's forward pass.
         """
         if self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)

@@ -1,7 +1,7 @@
 """The hook's state within a framework's checkpoint folder: one file for each rank, `<name>-rank<r>.pt`.
 
 Frameworks keep each rank's random generators in the same way. The files are written in parallel, and no rank has to
-hold the state of all others; `torch.load` reads each of them at its defaults, which executes nothing.
+hold the state of all others; `torch.load` reads each of them with its default arguments, which executes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def load_rank_files(folder: Path, name: str, attachment: Attachment, rules: Load
     """Resume from the files in a folder; call it on every rank, between two steps.
 
     Raises `CheckpointError` on every rank, and loads nothing, if the folder holds no such files (unless `rules` say
-    `missing="reset"`), if a rank's own is not there or cannot be read, or if they do not fit.
+    `missing="reset"`), if a rank's own file is missing or cannot be read, or if they do not match the run.
     """
     ranks = Ranks(attachment.process_group)
     if not any(ranks.gather("look for the hook's state", lambda: bool(_numbers(folder, name)))):
@@ -46,24 +46,24 @@ def load_rank_files(folder: Path, name: str, attachment: Attachment, rules: Load
     state: dict[str, Any] | CheckpointError
     try:
         state = _read(folder, name, ranks, rules)
-    except CheckpointError as error:  # the other ranks hear of it in load_state_dict
+    except CheckpointError as error:  # the other ranks learn of it in load_state_dict
         state = error
     attachment.load_state_dict(state, world_size=rules.world_size, settings=rules.settings, missing=rules.missing)
 
 
 def _write(folder: Path, name: str, attachment: Attachment, ranks: Ranks) -> None:
-    folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not be there yet, or may have a disk of its own
+    folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet, or may have its own disk
     part = folder / f"{name}-rank{ranks.rank}.part"
     write_tensors(part, attachment.state_dict(), flush=False)
     part.replace(_file(folder, name, ranks.rank))
-    if ranks.rank == 0:  # what more ranks left in a folder that is written to again
+    if ranks.rank == 0:  # remove what a run with more ranks left in this folder
         for number in _numbers(folder, name):
             if number >= ranks.world_size:
                 _file(folder, name, number).unlink()
 
 
 def _read(folder: Path, name: str, ranks: Ranks, rules: LoadRules) -> dict[str, Any]:
-    """Return this rank's state, or that of all ranks if another number of them saved it and it is to be spread."""
+    """Return this rank's state, or that of all ranks if a different number of ranks saved it and it is to be spread."""
     own, here = _file(folder, name, ranks.rank), _numbers(folder, name)
     first = _load(_file(folder, name, here[0]) if here and ranks.rank not in here else own)
     if first.get("world_size") == ranks.world_size:
@@ -82,7 +82,7 @@ def _read(folder: Path, name: str, ranks: Ranks, rules: LoadRules) -> dict[str, 
 def _load(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged file does to the reader
+    except Exception as error:  # whatever a damaged file causes
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {str(error)[:200]}).") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no state of a hook (got {type(content).__name__}).")

@@ -28,7 +28,7 @@ from commhooks.state.snapshot import LoadRules
 
 require("ray", at_least="2.40", extra="ray")
 
-import ray.train  # noqa: E402  # only after the check of its version
+import ray.train  # noqa: E402  # after the check, whose error says what to install
 
 STATE_FILE = "commhooks.pt"
 """The file in a Ray Train checkpoint that holds the state of all workers' hooks."""
@@ -52,12 +52,12 @@ def compress(
     - `optimizers`, those that train the model, are watched: a step on gradients that bypassed the compressor raises
       `HookDidNotRunError`.
     - `checkpoint` holds the hook's state to resume from: "latest" is what `ray.train.get_checkpoint()` returns, which
-      is None in a run that begins; None starts from zero. Model and optimizer are yours to load.
+      is None in a new run; None starts from zero. Loading the model and the optimizer is up to you.
     - `world_size`, `settings` and `missing` allow differences between checkpoint and run: see `LoadRules`.
     - All other arguments are those of `commhooks.attach`.
 
-    Raises `CheckpointError` on every worker if the checkpoint holds no state of a hook, is damaged or does not fit;
-    `AttachError` if there is one worker only, or if the model is not wrapped in DistributedDataParallel.
+    Raises `CheckpointError` on every worker if the checkpoint holds no state of a hook, is damaged or does not match
+    the run; `AttachError` if there is only one worker, or if the model is not wrapped in DistributedDataParallel.
     """
     compression = Compression(
         "compress", compressor, LoadRules(world_size=world_size, settings=settings, missing=missing), **options
@@ -81,7 +81,7 @@ def save(attachment: Attachment, folder: str | os.PathLike[str]) -> None:
 
 
 def _read(checkpoint: object) -> Mapping[str, Any] | CheckpointError:
-    """Return the state in a checkpoint, or the error that all workers are to hear of."""
+    """Return the state in a checkpoint, or the error to raise on all workers."""
     if not isinstance(checkpoint, ray.train.Checkpoint):
         raise SettingsError(
             f'compress: checkpoint must be a ray.train.Checkpoint, "latest" or None (got {checkpoint!r}).'
@@ -90,10 +90,10 @@ def _read(checkpoint: object) -> Mapping[str, Any] | CheckpointError:
         with checkpoint.as_directory() as folder:
             if not (Path(folder) / STATE_FILE).exists():
                 return CheckpointError(
-                    f"{checkpoint.path} holds no {STATE_FILE}: it is of a run without compression, or one that did not "
-                    "call commhooks.integrations.ray.save. Pass checkpoint=None to begin with an empty state."
+                    f"{checkpoint.path} holds no {STATE_FILE}: it is from a run without compression, or from one that "
+                    "did not call commhooks.integrations.ray.save. Pass checkpoint=None to begin with an empty state."
                 )
             state: Mapping[str, Any] = torch.load(Path(folder) / STATE_FILE, map_location="cpu", weights_only=True)
             return state
-    except Exception as error:  # whatever storage and damaged files do to the reader: the other workers wait for us
+    except Exception as error:  # whatever storage and damaged files cause: the other workers are waiting
         return CheckpointError(f"{checkpoint.path}/{STATE_FILE} cannot be read ({type(error).__name__}: {error}).")

@@ -1,7 +1,7 @@
 """torchft: replicas that come and go exchange compressed gradients through a `torchft.Manager`.
 
-Each replica is a run of its own, with one rank; torchft's manager knows which replicas take part in a step, and
-averages over those.
+Each replica is a separate run with one rank. torchft's manager knows which replicas take part in a step, and averages
+over those.
 
 manager = Manager(pg=ProcessGroupGloo(), ..., use_async_quorum=False)
 model = DistributedDataParallel(module, find_unused_parameters=True)  # PyTorch's or ddp_core's
@@ -29,10 +29,10 @@ from commhooks.unwrapping import find_ddp
 
 require("torchft-nightly", at_least="2026.10", extra="torchft")
 
-from torchft.manager import Manager  # noqa: E402  # only after the check of its version
+from torchft.manager import Manager  # noqa: E402  # after the check, whose error says what to install
 
 STATE_KEY = "commhooks"
-"""The key under which the manager hands a hook's state to replicas that join."""
+"""The key under which the manager passes a hook's state to replicas that join."""
 
 
 def compress(
@@ -94,7 +94,7 @@ def compress(
 
 
 def _shared_state(attachment: Attachment) -> dict[str, Any]:
-    """Return what all replicas share; what each has not sent yet stays its own."""
+    """Return what all replicas share, without residuals, which stay with their replica."""
     state = attachment.state_dict()
     return state | {"local": {}, "inventory": {}}
 
@@ -130,7 +130,7 @@ class ManagedCommunicator:
 
 
 class _ManagedPending:
-    """An average over replicas; NaN if a replica was lost on the way, so that nothing is committed."""
+    """An average over replicas; NaN if a replica was lost meanwhile, so that nothing is committed."""
 
     def __init__(self, manager: Manager, tensor: Tensor) -> None:
         self._manager = manager
@@ -138,7 +138,7 @@ class _ManagedPending:
         self.result = tensor
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when the average is there; the manager's own timeout bounds that."""
+        """Return when the average is ready; the manager's own timeout limits the wait."""
         self._work.wait()
         if self._manager.errored() is not None:
             self.result.fill_(math.nan)

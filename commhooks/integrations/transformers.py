@@ -1,4 +1,4 @@
-"""Compress the gradients of a run that Hugging Face's `Trainer` makes: `CompressGradients`, a `TrainerCallback`."""
+"""Compression in Hugging Face's `Trainer`: `CompressGradients`, a `TrainerCallback`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from commhooks.integrations.accelerate import check_accelerator  # noqa: E402  #
 _OWNER = "CompressGradients"
 _IN_FOLDER = "commhooks"
 _OF_A_MOMENT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen", "log_history")
-"""Fields of a TrainerState that tell one checkpoint from another, and that a resumed run begins with."""
+"""Fields of a TrainerState that differ between checkpoints, and that a resumed run starts with."""
 
 
 class CompressGradients(TrainerCallback):
@@ -78,8 +78,8 @@ class CompressGradients(TrainerCallback):
     def add_to(self, trainer: Trainer) -> Self:
         """Add this callback to a Trainer, and return it.
 
-        A Trainer tells its callbacks of the module, but not of the DistributedDataParallel around it, so this one has
-        to know the Trainer. Raises `AttachError` if either has been given another already.
+        A Trainer passes its callbacks the module, but not the DistributedDataParallel around it, so this one needs the
+        Trainer itself. Raises `AttachError` if the callback already has a Trainer, or the Trainer such a callback.
         """
         if not isinstance(trainer, Trainer):
             raise AttachError(f"{_OWNER}.add_to: expected a transformers.Trainer (got {type(trainer).__name__}).")
@@ -91,7 +91,7 @@ class CompressGradients(TrainerCallback):
         return self
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Raise `AttachError`: `Trainer(callbacks=[...])` does not tell this callback which Trainer it is."""
+        """Raise `AttachError`: `Trainer(callbacks=[...])` does not pass the Trainer to this callback."""
         self._known_trainer()
 
     def on_train_begin(
@@ -111,7 +111,7 @@ class CompressGradients(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Take the metrics of a step that will be logged: afterwards the Trainer drops the gradients."""
+        """Record the metrics of a step that will be logged: afterwards the Trainer drops the gradients."""
         self._metrics = {}
         if args.logging_strategy == "steps" and (state.global_step + 1) % state.logging_steps == 0:
             self._metrics = self._taken()
@@ -124,7 +124,7 @@ class CompressGradients(TrainerCallback):
         logs: dict[str, float] | None = None,
         **others: Any,
     ) -> None:
-        """Log the hook's metrics after a loss, through the Trainer, and so to wherever it logs."""
+        """Log the hook's metrics after a loss, through the Trainer and so to all its trackers."""
         if "loss" in (logs or {}) and (metrics := self._metrics or self._taken()):
             self._known_trainer().log(dict(metrics))
 
@@ -155,7 +155,7 @@ class CompressGradients(TrainerCallback):
         return self.attachment.metrics(by_parameter=self._by_parameter)
 
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
-        """Return the checkpoint that the Trainer resumed from; it tells its callbacks what was in it, not its path."""
+        """Return the checkpoint that the Trainer resumed from; callbacks are passed its content, but not its path."""
         usual = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         named = [Path(one) for one in (self._resume_from, args.resume_from_checkpoint) if isinstance(one, (str, Path))]
         for folder in [*named, usual]:
@@ -168,7 +168,7 @@ class CompressGradients(TrainerCallback):
 
 
 def _holds(folder: Path, state: TrainerState) -> bool:
-    """Return whether this is the checkpoint whose state the Trainer goes on with."""
+    """Return whether this is the checkpoint that the Trainer resumes from."""
     file = folder / TRAINER_STATE_NAME
     if not file.is_file():
         return False
