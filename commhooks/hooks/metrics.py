@@ -47,10 +47,11 @@ def metrics_of(engine: Engine, *, by_parameter: bool) -> dict[str, float]:
         scale = engine.loss_scale.value() if engine.loss_scale.has_scaler else 1.0
         residuals = _norms(residual for residual, _ in pairs.values()) / scale
         gradients = _norms(gradient for _, gradient in pairs.values())
-        found["residual_norm_over_gradient_norm"] = float(residuals.norm() / gradients.norm())
+        ratios = {"": float(residuals.norm() / gradients.norm())} if gradients.any() else {}
         if by_parameter:
-            ratios = zip(pairs, (residuals / gradients).tolist(), strict=True)
-            found |= {f"residual_norm_over_gradient_norm/{name}": ratio for name, ratio in ratios}
+            each = zip(pairs, residuals / gradients, gradients, strict=True)
+            ratios |= {f"/{name}": float(ratio) for name, ratio, gradient in each if gradient}
+        found |= {f"residual_norm_over_gradient_norm{name}": ratio for name, ratio in ratios.items()}
     if by_parameter:
         for name, traffic in engine.ledger.by_parameter().items():
             found[f"bytes_sent_total/{name}"] = traffic.moved_bytes
