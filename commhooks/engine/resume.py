@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def _agreed(engine: Engine, loaded: Snapshot | CheckpointError) -> str:
     return fingerprint
 
 
-def lay_out(engine: Engine, sparse: set[Tensor]) -> None:
+def lay_out(engine: Engine, sparse: Set[Tensor]) -> None:
     """Lay out all state that the compressor will ever keep; none for `sparse` parameters.
 
     A checkpoint that is read into existing tensors (`torch.distributed.checkpoint`) thus finds a place for everything.

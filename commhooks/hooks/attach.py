@@ -26,7 +26,7 @@ from commhooks.communicators.connection import WrapCommunicator
 from commhooks.compressors import AllReduceMean
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, SettingsError
-from commhooks.hooks.facts import check_hook_is_called, check_step_has_an_end, searches_for_unused
+from commhooks.hooks.facts import check_hook_is_called, check_step_has_an_end, searches_for_unused, sparse_parameters
 from commhooks.hooks.foreign import name_of
 from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings
 from commhooks.hooks.stateless import deliver, group_or_default, run_stateless
@@ -56,6 +56,7 @@ class Attachment(Handle):
         self._socket = socket
         self._named = named
         self._model = weakref.ref(model)
+        self._sparse = sparse_parameters(model)
         self._watches: list[Watch] = []
 
     def _made_engine(self) -> Engine:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from commhooks.communicators.ranks import Ranks
 from commhooks.engine.engine import Engine
 from commhooks.engine.resume import differences, lay_out, restore, snapshot_of
 from commhooks.errors import CheckpointError, SettingsError
-from commhooks.hooks.facts import sparse_parameters, uncut_steps
+from commhooks.hooks.facts import uncut_steps
 from commhooks.hooks.metrics import Writer, metrics_of, write_to
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
@@ -30,6 +30,8 @@ class Handle(ABC):
     """None until a process group exists."""
     _model: Callable[[], Module | None]
     """A weak reference: the handle must not keep the model alive."""
+    _sparse: Set[Tensor] = frozenset()
+    """The parameters whose gradients are sparse; they have no state."""
 
     @abstractmethod
     def _made_engine(self) -> Engine:
@@ -72,8 +74,7 @@ class Handle(ABC):
         """
         # Allocate now everything that the state will ever hold: torch.distributed.checkpoint loads only into existing
         # tensors, and may be given the state_dict of a run that has taken no step.
-        model = self._model()
-        lay_out(self._settled_engine(), sparse_parameters(model) if model is not None else set())
+        lay_out(self._settled_engine(), self._sparse)
         state = self.snapshot().cloned().as_dict()
         return state | {"inventory": {rank: _inventory(state, rank) for rank in state["local"]}}
 
@@ -106,7 +107,7 @@ class Handle(ABC):
         - commhooks/compression_ratio and collectives_per_step: of the last step
         - commhooks/seconds_compressing, seconds_waiting, seconds_exposed: of the last step, as in `Statistics`
         - commhooks/residual_norm_over_gradient_norm: this rank's residuals over the mean gradients in `.grad`, if there
-          are both; clipped gradients are smaller
+          are both and the gradients are not zero; clipped gradients are smaller
         - with `by_parameter`, also bytes_sent_total and residual_norm_over_gradient_norm of every parameter, whose name
           follows after a slash
 

@@ -18,7 +18,7 @@ from commhooks.compressors.powersgd.matrices import MatrixRule
 from commhooks.engine.engine import Engine
 from commhooks.errors import CheckpointError, HookTypeError, SettingsError
 from commhooks.hooks.default import on_wire
-from commhooks.hooks.facts import check_bucket, check_step_has_an_end, searches_for_unused
+from commhooks.hooks.facts import check_bucket, check_step_has_an_end, searches_for_unused, sparse_parameters
 from commhooks.hooks.handle import Handle, check_run_settings
 from commhooks.hooks.stateless import deliver, group_or_default
 from commhooks.language.compressor import Compressor
@@ -157,6 +157,7 @@ class PowerSGDState(Handle):
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         engine.bind(trained, may_be_unused=searches_for_unused(model))
         self._model = weakref.ref(model)
+        self._sparse = sparse_parameters(model)
         if scaler is not None:
             engine.loss_scale.follow(scaler)
         self._load_what_waits()
