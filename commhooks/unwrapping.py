@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ _WRAPPERS = {
     "_orig_mod": "torch.compile's OptimizedModule",
 }
 """The attribute in which each wrapper keeps the module that it wraps."""
-_PREFIXES_OF_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_NAMES_OF_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def unwrapped(model: Module) -> Module:
@@ -72,20 +72,40 @@ def trained_parameters(model: Module, ddp: Module) -> list[tuple[str, Tensor]]:
 
     Each comes with its name without any wrapper, so that a checkpoint loads with and without `torch.compile`.
     """
-    inner = ddp.module
-    assert isinstance(inner, Module), "find_ddp returned it"
-    ignored = getattr(ddp, "parameters_to_ignore", ())
-    in_buckets = {p for name, p in inner.named_parameters() if p.requires_grad and name not in ignored}
+    in_buckets = _in_buckets(ddp)
     # replicate() hands its DDP a bare list of parameters; their names are in the module that it was called with.
-    named = inner if unwrapped(model) is ddp else unwrapped(model)
+    named: Any = ddp.module if unwrapped(model) is ddp else unwrapped(model)
     return [(plain_name(name), p) for name, p in named.named_parameters() if p in in_buckets]
 
 
+def left_out_parameters(ddp: Module, in_buckets: Set[Tensor]) -> dict[Tensor, str]:
+    """Return, with their names, the parameters that are in no bucket although `ddp` was not told to ignore them."""
+    return {p: plain_name(name) for name, p in _managed(ddp) if p not in in_buckets}
+
+
+def _in_buckets(ddp: Module) -> set[Tensor]:
+    """Return the parameters that are in buckets: those that required a gradient when the model was wrapped."""
+    managed, plan = _managed(ddp), getattr(ddp, "bucket_plan", None)
+    if plan is not None:  # ddp_core's
+        names = {name for bucket in plan()["buckets"] for name in bucket}
+        return {p for name, p in managed if name in names}
+    if all(p.requires_grad for _, p in managed):
+        return {p for _, p in managed}
+    # They may have been frozen before or afterwards. Only this tells, and it allocates all of the buckets' gradients.
+    reducer: Any = ddp.reducer
+    return {p for bucket in reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+
+
+def _managed(ddp: Module) -> list[tuple[str, Tensor]]:
+    inner = ddp.module
+    assert isinstance(inner, Module), "find_ddp returned it"
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    return [(name, p) for name, p in inner.named_parameters() if name not in ignored]
+
+
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the prefixes added by compilers and activation checkpointing."""
-    for prefix in _PREFIXES_OF_WRAPPERS:
-        name = name.replace(prefix, "")
-    return name
+    """Return a parameter's name without what compilers and activation checkpointing put into it."""
+    return ".".join(part for part in name.split(".") if part not in _NAMES_OF_WRAPPED)
 
 
 def described(model: object) -> str:

@@ -37,7 +37,7 @@ from commhooks.making import make_compressor
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import StateTable
-from commhooks.unwrapping import find_ddp, trained_parameters
+from commhooks.unwrapping import find_ddp, left_out_parameters, trained_parameters
 
 _LITTLE = 1e-4
 """A squared relative error below this costs no accuracy worth a warning: bf16's is 1.5e-5."""
@@ -106,11 +106,19 @@ class Attachment(Handle):
 
         Pass the optimizers of the attached model, or what a framework wraps around them. If the module inside the DDP
         is called directly, or every backward pass runs inside `no_sync()`, each rank trains alone, and nothing else
-        reports it. The error is raised before the step changes anything, or after it if the step runs the backward pass
-        itself, in a closure. Watching ends with `detach`. Raises `AttachError` for an optimizer of other parameters.
+        reports it. The same holds for parameters that were frozen when the model was wrapped and are trained later. The
+        error is raised before the step changes anything, or after it if the step runs the backward pass itself, in a
+        closure. Watching ends with `detach`. Raises `AttachError` for an optimizer of other parameters.
         """
-        found = [optimizer_of((p for _, p in self._named), optimizer) for optimizer in optimizers]
-        self._watches += [Watch(optimizer, lambda: self._socket.buckets_handed_in) for optimizer in found]
+        model = self._model()
+        if not self.is_attached or model is None:
+            raise AttachError("watch: this attachment was detached, or its model is gone; call attach again.")
+        in_buckets = {parameter for _, parameter in self._named}
+        left_out = left_out_parameters(model, in_buckets)
+        found = [optimizer_of(in_buckets, optimizer) for optimizer in optimizers]
+        self._watches += [
+            Watch(optimizer, in_buckets, left_out, lambda: self._socket.buckets_handed_in) for optimizer in found
+        ]
 
     def detach(self) -> None:
         """Restore the model's plain all-reduce, and stop the scheduler. A second call does nothing.
@@ -119,8 +127,8 @@ class Attachment(Handle):
         so afterwards `attach` works again on the same model but `register_comm_hook` does not.
         """
         try:
-            for watch in self._watches:
-                watch.remove()
+            while self._watches:  # they hold parameters
+                self._watches.pop().remove()
             if self.is_attached:
                 self._socket.release()
         finally:

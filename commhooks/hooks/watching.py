@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from commhooks.errors import AttachError, HookDidNotRunError
 
 
 class Watch:
-    """A check of one optimizer's steps against the number of buckets that the hook has received."""
+    """A check of one optimizer's steps against the number of buckets that the hook has received.
 
-    def __init__(self, optimizer: Optimizer, buckets_handed_in: Callable[[], int]) -> None:
+    `in_buckets` are the parameters whose gradients the hook is handed; `left_out` are those of the same model whose
+    gradients it never is, with their names.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        in_buckets: Set[Tensor],
+        left_out: Mapping[Tensor, str],
+        buckets_handed_in: Callable[[], int],
+    ) -> None:
+        self._in_buckets = in_buckets
+        self._left_out = left_out
         self._buckets_handed_in = buckets_handed_in
         self._at_last_step = buckets_handed_in()
         before = optimizer.register_step_pre_hook(self._before_step)
@@ -26,24 +39,44 @@ class Watch:
         for handle in self._handles:
             handle.remove()
 
+    # Dynamo would compile these into a compiled step, and compile it again for every new count.
+    @_disable_dynamo
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check before the step changes anything, unless it runs the backward pass itself, in a closure."""
         if not any(callable(given) for given in (*args, *kwargs.values())):
             self._check(optimizer, "is about to take")
 
+    @_disable_dynamo
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check(optimizer, "took")
         self._at_last_step = self._buckets_handed_in()
 
     def _check(self, optimizer: Optimizer, makes: str) -> None:
-        """Raise `HookDidNotRunError` if the hook has received no bucket since the last step."""
-        if self._buckets_handed_in() == self._at_last_step:
+        """Raise `HookDidNotRunError` if the step uses gradients of the model that the hook has not been handed.
+
+        A step without any gradient of the model changes nothing in it: its turn may be another model's.
+        """
+        if self._buckets_handed_in() == self._at_last_step and any(p in self._in_buckets for p in _stepped(optimizer)):
             raise HookDidNotRunError(
                 f"{type(optimizer).__name__} {makes} a step, but no gradient has passed through the attached "
                 "compressor since its last one: this rank trains alone. Call the model that DistributedDataParallel "
                 "returned, not the module inside it; run the last backward pass before each step outside no_sync(); "
                 "and attach to the model that is trained."
             )
+        alone = [self._left_out[p] for p in _stepped(optimizer) if p in self._left_out] if self._left_out else []
+        if alone:
+            more = f" and of {len(alone) - 1} more parameters" if len(alone) > 1 else ""
+            raise HookDidNotRunError(
+                f"{type(optimizer).__name__} {makes} a step with the gradient of {alone[0]!r}{more}, which "
+                "DistributedDataParallel does not average: they required no gradient when it wrapped the model, and "
+                "each rank would train them alone. Wrap the model while they require gradients, and freeze them "
+                "afterwards if you want (with find_unused_parameters=True); or wrap it again once they do."
+            )
+
+
+def _stepped(optimizer: Optimizer) -> Iterable[Tensor]:
+    """Return the parameters that have a gradient, and that a step therefore changes."""
+    return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 def optimizer_of(parameters: Iterable[Tensor], wrapped: object) -> Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +22,7 @@ from ddp_core import DistributedDataParallel
 DDPS = (DistributedDataParallel, PyTorchDDP)
 
 
-def build() -> nn.Module:
+def build() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
 
@@ -35,6 +36,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: 
     optimizer.zero_grad()
     model(torch.randn(4, 16, generator=generator)).square().mean().backward()
     optimizer.step()
+
+
+def finds_what_is_wrapped_and_what_comes_in_buckets(rank: int) -> None:
+    finds_what_is_wrapped(rank)
+    knows_which_parameters_come_in_buckets(rank)
+    keeps_nothing_for_sparse_gradients_after_the_model_is_gone(rank)
 
 
 def finds_what_is_wrapped(rank: int) -> None:
@@ -146,8 +153,49 @@ def notices_that_the_hook_did_not_run(rank: int) -> None:
             attachment.watch(torch.optim.SGD(build().parameters(), lr=0.1))
         with pytest.raises(commhooks.AttachError, match="expected a torch.optim.Optimizer"):
             attachment.watch("sgd")
+        optimizer.zero_grad()
+        optimizer.step()  # without gradients, which changes nothing: another model's turn
         attachment.detach()
+        with pytest.raises(commhooks.AttachError, match="watch: this attachment was detached"):
+            attachment.watch(optimizer)
         step(model.module, optimizer, rank, 3)  # nobody watches any more
+
+
+def knows_which_parameters_come_in_buckets(rank: int) -> None:
+    for ddp_class in DDPS:
+        module = build()
+        module[0].requires_grad_(False)
+        model = ddp_class(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attachment = commhooks.attach(model, powersgd())
+        attachment.watch(optimizer)
+        step(model, optimizer, rank, 0)
+        module[0].requires_grad_(True)
+        with pytest.raises(commhooks.HookDidNotRunError, match=r"gradient of '0\.weight' and of 1 more parameters, wh"):
+            step(model, optimizer, rank, 1)
+        attachment.detach()
+
+        model = ddp_class(module, find_unused_parameters=True)
+        module[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attachment = commhooks.attach(model, powersgd())
+        attachment.watch(optimizer)
+        step(model, optimizer, rank, 0)
+        module[0].requires_grad_(True)
+        step(model, optimizer, rank, 1)
+        assert set(attachment.state_dict()["shapes"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+        attachment.detach()
+
+
+def keeps_nothing_for_sparse_gradients_after_the_model_is_gone(rank: int) -> None:
+    model = PyTorchDDP(nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 16)))
+    attachment = commhooks.attach(model, powersgd())
+    model(torch.arange(4)).square().mean().backward()
+    saved = attachment.state_dict()
+    attachment.detach()
+    del model
+    gc.collect()
+    assert attachment.state_dict()["local"]["rank0"].keys() == saved["local"]["rank0"].keys() == {"1.weight"}
 
 
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
@@ -177,6 +225,7 @@ def logs_what_it_costs(rank: int) -> None:
     assert written == [(attachment.metrics(), 3)]
     with pytest.raises(commhooks.SettingsError, match="log_to: expected a writer"):
         attachment.log_to("tensorboard", 3)  # type: ignore[arg-type]
-    optimizer.zero_grad()
-    assert "commhooks/residual_norm_over_gradient_norm" not in attachment.metrics()
+    for set_to_none in (False, True):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert not [name for name in attachment.metrics(by_parameter=True) if "residual_norm" in name]
     attachment.detach()

@@ -10,8 +10,8 @@ from tests.commhooks import integrating_in_worlds as ranks
 from tests.world.launcher import run_world
 
 
-def test_attach_finds_the_ddp_within_its_wrappers_and_names_what_it_found_instead() -> None:
-    run_world(ranks.finds_what_is_wrapped, 1, check_exit=False)
+def test_attach_finds_the_ddp_within_its_wrappers_and_the_parameters_in_its_buckets() -> None:
+    run_world(ranks.finds_what_is_wrapped_and_what_comes_in_buckets, 1, check_exit=False)
 
 
 def test_gathered_state_holds_all_ranks_and_resumes_bit_for_bit() -> None:
