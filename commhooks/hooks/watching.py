@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
@@ -30,6 +31,7 @@ class Watch:
         self._left_out = left_out
         self._buckets_handed_in = buckets_handed_in
         self._at_last_step = buckets_handed_in()
+        self._used: dict[Tensor, tuple[Callable[[], Tensor | None], int]] = {}
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
         self._handles = before, after
@@ -50,13 +52,22 @@ class Watch:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check(optimizer, "took")
         self._at_last_step = self._buckets_handed_in()
+        self._used = {p: (weakref.ref(p.grad), p.grad._version) for p in _stepped(optimizer) if p.grad is not None}
+
+    def _is_new(self, parameter: Tensor) -> bool:
+        """Return whether the gradient of a parameter in a bucket was made, or changed, after the last step."""
+        gradient, version = self._used.get(parameter, (_nothing, 0))
+        grad = parameter.grad
+        is_same = grad is not None and grad is gradient() and grad._version == version
+        return parameter in self._in_buckets and not is_same
 
     def _check(self, optimizer: Optimizer, makes: str) -> None:
         """Raise `HookDidNotRunError` if the step uses gradients of the model that the hook has not been handed.
 
-        A step without any gradient of the model changes nothing in it: its turn may be another model's.
+        A step without gradients of the model, or with those of the last step, is the same on every rank: one optimizer
+        may train two models in turns, and Lightning's SWA makes a step after a pass that only updates batch norms.
         """
-        if self._buckets_handed_in() == self._at_last_step and any(p in self._in_buckets for p in _stepped(optimizer)):
+        if self._buckets_handed_in() == self._at_last_step and any(map(self._is_new, _stepped(optimizer))):
             raise HookDidNotRunError(
                 f"{type(optimizer).__name__} {makes} a step, but no gradient has passed through the attached "
                 "compressor since its last one: this rank trains alone. Call the model that DistributedDataParallel "
@@ -72,6 +83,10 @@ class Watch:
                 "each rank would train them alone. Wrap the model while they require gradients, and freeze them "
                 "afterwards if you want (with find_unused_parameters=True); or wrap it again once they do."
             )
+
+
+def _nothing() -> None:
+    """Return None, as a weak reference to something that is gone does."""
 
 
 def _stepped(optimizer: Optimizer) -> Iterable[Tensor]:

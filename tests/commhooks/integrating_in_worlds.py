@@ -155,6 +155,11 @@ def notices_that_the_hook_did_not_run(rank: int) -> None:
             attachment.watch("sgd")
         optimizer.zero_grad()
         optimizer.step()  # without gradients, which changes nothing: another model's turn
+        step(model, optimizer, rank, 3)
+        optimizer.step()  # with the same mean gradients again
+        model.module(torch.ones(4, 16)).sum().backward()
+        with pytest.raises(commhooks.HookDidNotRunError, match="SGD is about to make a step, and no gradient has"):
+            optimizer.step()
         attachment.detach()
         with pytest.raises(commhooks.AttachError, match="watch: this attachment was detached"):
             attachment.watch(optimizer)
