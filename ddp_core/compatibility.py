@@ -15,7 +15,7 @@ from ddp_core.replicas import MESSAGE_BYTES
 
 
 class PyTorchNames:
-    """What ``DistributedDataParallel`` provides for compatibility; ``self`` is always one of those."""
+    """Names that ``DistributedDataParallel`` provides for compatibility; ``self`` is always a wrapped module."""
 
     broadcast_bucket_size = MESSAGE_BYTES
     buffer_hook: tuple[object, Callable[..., Any]] | None

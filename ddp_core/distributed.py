@@ -53,7 +53,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         bucket_cap_mb: size at which a bucket closes, MiB; None: 1 for the first, 25 for the others. Lower:
             communication starts earlier, in more and smaller messages. ``bucket_cap_mb_list``: one per bucket.
         find_unused_parameters: search the graph after each forward pass for parameters that no output depends on.
-        gradient_as_bucket_view: ``p.grad`` *is* the bucket's memory, which saves a copy of all gradients.
+        gradient_as_bucket_view: ``p.grad`` *is* the bucket's memory: no copy back, and no second copy of all gradients.
         static_graph: the same parameters are used equally often in every iteration. Allows several reentrant
             checkpoints and learns unused parameters once.
         delay_all_reduce_named_params: (name, parameter) pairs from ``module`` that are in no bucket. One all-reduce
@@ -293,10 +293,10 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     def load_bucket_plan(self, plan: dict[str, Any]) -> bool:
         """Use the buckets of ``bucket_plan()`` from the next iteration on, without rebuilding them.
 
-        A sum's last bits depend on where in its bucket a gradient lies (on Gloo, from three ranks on), and a run that
-        is resumed begins with different buckets. Call it between iterations, on all ranks,
-        with the same plan, and inside ``join`` only while no rank has joined. A copy or a pickle of this module does
-        not contain the buckets: load the plan into it too. If gradients stay bucket views between steps
+        A sum's last bits depend on where in its bucket a gradient lies (on Gloo, from three ranks on), and a
+        resumed run begins with different buckets than the run that it continues. Call it between iterations, on all
+        ranks, with the same plan, and inside ``join`` only while no rank has joined. A copy or a pickle of this module
+        does not contain the buckets: load the plan into it too. If gradients stay bucket views between steps
         (``gradient_as_bucket_view``, ``zero_grad(set_to_none=False)``), bit equality requires that every ``p.grad``
         is a tensor of zeros before the plan is loaded.
 

@@ -162,7 +162,7 @@ def check_hook(hook: object) -> None:
         raise TypeError(f"Communication hook must be callable. (got {type(hook).__name__})")
     try:
         names = list(inspect.signature(hook).bind(None, None).arguments)
-    except TypeError as error:  # first, because an object that tells how it is used may raise what is both
+    except TypeError as error:  # first: an object's own advice on how to use it may be raised as both types
         remedy = "; register a function, or attach a compressor with commhooks.attach" if isinstance(hook, type) else ""
         raise TypeError(f"communication hook must take (state, bucket); {hook!r} does not: {error}{remedy}") from None
     except ValueError:  # a builtin without a signature: the first call will show

@@ -36,7 +36,7 @@ class Usage:
 
 
 class UnusedParameters:
-    """Those of ``parameters`` that are not used ``here``, on this rank, or ``everywhere``, on any rank."""
+    """Those of ``parameters`` that this rank does not use (``here``), or that no rank uses (``everywhere``)."""
 
     def __init__(self, parameters: Sequence[Parameter], accumulators: Mapping[Node, int], searches: bool):
         self.parameters = parameters

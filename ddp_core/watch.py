@@ -81,8 +81,8 @@ def _before_exit(process: int) -> None:
 
     A thread that releases a finished collective needs the interpreter; if that is gone, the thread is killed inside C++
     code and the process aborts (tests/soak; PyTorch's own class does so in about 6 % of runs). A hook's collective that
-    waits for a peer that never comes cannot be ended at all: then the process exits immediately. None of this applies
-    to a process forked from ``process``.
+    waits for a live peer that never comes cannot be ended at all: then the process exits immediately. None of this
+    applies to a process forked from ``process``.
     """
     if os.getpid() != process:
         return
