@@ -105,7 +105,7 @@ class _EachOptionOnce(TyperCommand):
         _, _, given = self.make_parser(ctx).parse_args(list(args))
         for option in given:
             if given.count(option) > 1 and not getattr(option, "multiple", False):
-                ctx.fail(f"{option.opts[0]} is given {given.count(option)} times, and takes one value: give it once.")
+                ctx.fail(f"{option.opts[0]} is given {given.count(option)} times, but takes one value: give it once.")
         return super().parse_args(ctx, args)
 
 

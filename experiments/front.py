@@ -1,4 +1,4 @@
-"""The front door of the command `commhooks`: it opens with what `pip install commhooks` alone installs."""
+"""The entry point of the command `commhooks`, which needs only what `pip install commhooks` installs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NEEDED = {
     "tensorboard": "tensorboard",
     "jinja2": "jinja2",
 }
-"""What the extra `experiments` installs: by the module's name, the package's."""
+"""What the extra `experiments` installs: each module, and the package that has it."""
 
 
 def main() -> None:
-    """Run the command line; without the packages that it needs, say what to install and exit with 2."""
+    """Run the command line; if packages that it needs are missing, say what to install and exit with 2."""
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         _explain(missing)
@@ -41,12 +41,12 @@ def main() -> None:
 
 
 def version() -> str:
-    """Return what a bug report should name: the versions of commhooks, torch and Python."""
+    """Return the versions that a bug report should state: those of commhooks, torch and Python."""
     return f"commhooks {commhooks.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def _explain(missing: list[str]) -> None:
-    """Answer --help and --version; exit with 2, and one sentence, for every command."""
+    """Answer --help and --version; for every command, print one sentence and exit with 2."""
     width = max(map(len, COMMANDS)) + 2
     parser = argparse.ArgumentParser(
         "commhooks",
@@ -62,10 +62,10 @@ def _explain(missing: list[str]) -> None:
         ),
     )
     parser.add_argument("--version", action="version", version=version())
-    # Optional, so that `commhooks` alone is answered with the help, as it is when everything is installed.
+    # Optional, so that `commhooks` alone prints the help, as it does if everything is installed.
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     words = sys.argv[1:]
-    # What follows the command is its own: `commhooks compare --help` too is answered with what is missing.
+    # Options after the command are not parsed here: `commhooks compare --help` also reports what is missing.
     end = next((n for n, word in enumerate(words, start=1) if word in COMMANDS), None)
     command = parser.parse_args(words[:end]).command
     if command is None:

@@ -120,7 +120,7 @@ class StepRecord:
     payload_bytes: int  # bytes that the hook passed to collectives
     moved_bytes: int  # bytes that a rank sent for those, as a ring moves them
     dense_bytes: int  # what a rank would have sent for the plain all-reduce
-    ended: float = 0.0  # Unix time; runs take turns, so others' steps lie between. 0.0: an earlier version's result
+    ended: float = 0.0  # Unix time; other runs take their turns in between. 0.0: a result of an earlier version
 
 
 @dataclass(frozen=True, kw_only=True)

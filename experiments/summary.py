@@ -12,8 +12,8 @@ from .runs import RunResult, StepRecord
 SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, up to and including the step itself
 TARGET_SHARE = 0.95  # the default target loss is at this fraction of the first hook's decrease in loss
 TARGET_RULE = (
-    f"the loss with which the first hook has gone {100 * TARGET_SHARE:.0f} % of its way, from the training loss of its "
-    f"first step to the mean of its last {SMOOTHING_STEPS}; a run reaches it after the first {SMOOTHING_STEPS} "
+    f"the loss at {100 * TARGET_SHARE:.0f} % of the first hook's decrease, from the training loss of its first step to "
+    f"the mean of its last {SMOOTHING_STEPS}; a run reaches it after the first {SMOOTHING_STEPS} "
     "steps in a row whose mean is at or below it"
 )
 

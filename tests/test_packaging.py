@@ -117,7 +117,7 @@ def test_an_option_given_twice_is_refused(words: list[str], option: str, times: 
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 2
     said = " ".join(ended.output.replace("│", " ").split())
-    assert f"{option} is given {times} times, and takes one value: give it once." in said
+    assert f"{option} is given {times} times, but takes one value: give it once." in said
 
 
 def test_the_version_is_told() -> None:

@@ -106,7 +106,7 @@ def step_time(summaries: Sequence[Summary], theme: Theme) -> bytes:
 
 
 def _step_labels(axes: Axes, summaries: Sequence[Summary], ends: Sequence[float], theme: Theme) -> None:
-    """Write beside each bar its length, and how many times faster than the first hook's step it is."""
+    """Write beside each bar its length, and how many times as fast as the first hook's step it is."""
     for row, (summary, end) in enumerate(zip(summaries, ends, strict=True)):
         faster = f"   {times(summaries[0].typical.seconds / summary.typical.seconds)} as fast" if row else ""
         text = f"  {seconds_in_words(summary.typical.seconds)}{faster}"

@@ -56,13 +56,13 @@ def write_logs(result: RunResult, folder: Path) -> Path:
 
 
 def _against_costs(writer: SummaryWriter, which: str, loss: float, seconds: float, sent: int, ended: float) -> None:
-    """Log a loss against time and bytes: TensorBoard's only axis for that is the step, a whole number."""
+    """Log a loss against time and bytes; the only axis that TensorBoard has for these is the step, an integer."""
     writer.add_scalar(f"loss_by_training_ms/{which}", loss, round(1e3 * seconds), walltime=ended)
     writer.add_scalar(f"loss_by_kB_sent/{which}", loss, round(sent / 1e3), walltime=ended)
 
 
 def _settings_of(settings: RunSettings) -> dict[str, bool | int | float | str]:
-    """Return what TensorBoard's page of hyperparameters has a column for."""
+    """Return the columns of TensorBoard's hyperparameters page."""
     rate = settings.link.bits_per_second
     return {
         "task": settings.task,
