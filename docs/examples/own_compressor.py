@@ -1,4 +1,4 @@
-"""A compressor of your own, in a file of its own: average a few random rows of every parameter.
+"""A compressor of your own, in its own file: average a few random rows of every parameter.
 
 torchrun --nproc-per-node 2 own_compressor.py
 """

@@ -1,4 +1,4 @@
-"""Train with compressed gradients on replicas that come and go: kill one and start it again, and the others go on.
+"""Train with compressed gradients on replicas that come and go: kill one and start it again; the others continue.
 
 torchft_lighthouse --min_replicas 1 &
 export TORCHFT_LIGHTHOUSE=http://localhost:29510
