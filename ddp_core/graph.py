@@ -47,7 +47,7 @@ def unreachable(outputs: Iterable[Tensor], accumulators: Mapping[Node, int]) -> 
 class _Sink(torch.autograd.Function):
     """The identity on a module's outputs, as one node, so that backward() always enters the module through it.
 
-    If the loss does not use an output, it then passes *undefined* gradients on, and the nodes of parameters behind it
+    An output that the loss does not use then passes *undefined* gradients on, and the nodes of parameters behind it
     still fire.
     """
 

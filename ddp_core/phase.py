@@ -18,7 +18,7 @@ class Phase(Enum):
         IDLE ──> EXPECTING ─┬─> REDUCING ─┬─> REDUCED ──> EXPECTING, or IDLE
                             └─> LEARNING ─┘
 
-    A forward pass leads out of REDUCED: to EXPECTING or, if it does not synchronise, to IDLE. An error of a hook or a
+    A forward pass leads out of REDUCED: to EXPECTING or, if it does not synchronise, to IDLE. An error in a hook or a
     collective leads from any phase to FAILED. Only a new process group leads out of FAILED, to IDLE.
     """
 

@@ -137,7 +137,7 @@ def compare(
     latency: Annotated[
         str, typer.Option(help="The link's latency, per step around the ring: 0.2ms, 50us, 0.")
     ] = "0.2ms",
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps a run; default: the task's own.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")] = None,
     size: Annotated[str, typer.Option(help="The model's size: tiny, small, medium or large.")] = "medium",
     seed: Annotated[int, typer.Option(help="The same seed gives the same losses, bit for bit.")] = 0,
     ddp: Annotated[str, typer.Option(help="core: ddp_core's DistributedDataParallel; torch: PyTorch's.")] = "core",
@@ -209,7 +209,7 @@ def leaderboard(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/leaderboard"),
     tasks: Annotated[str, typer.Option(help="What to train, as a list.")] = ",".join(DEFAULT_TASKS),
     seeds: Annotated[int, typer.Option(help="Runs of each compressor; more: narrower intervals.")] = 3,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps a run; default: the task's own.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")] = None,
     workers: Annotated[int, typer.Option(help="Workers that share each batch.")] = 4,
     only: Annotated[str | None, typer.Option(help="Names of compressors, as a list; default: all.")] = None,
     overwrite: Annotated[

@@ -99,7 +99,7 @@ def contenders(names: Iterable[str] | None, task: Task) -> tuple[list[Contender]
 
 
 def _forms(spec: HookSpec, task: Task) -> tuple[list[Contender], list[LeftOut]]:
-    """Return a compressor without and with error feedback, if the two differ; in place of one that is refused, why."""
+    """Return a compressor without and with error feedback, if the two differ, and reasons for rejected ones."""
     parameters = {name: parameter.detach() for name, parameter in task.model(0).named_parameters()}
     found, refused = list[Contender](), list[LeftOut]()
     for contender in (Contender(spec, feedback=False), Contender(spec, feedback=True)):

@@ -300,7 +300,7 @@ class _Socket:
 
     @_disable_dynamo  # as run_stateless
     def run(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Run the attachment's engine, or a plain all-reduce if nothing is attached any more."""
+        """Run the attachment's engine, or a plain all-reduce if nothing is attached."""
         if self.attachment is None:
             return run_stateless(AllReduceMean(), self._group(), bucket)
         self.buckets_handed_in += 1

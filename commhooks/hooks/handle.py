@@ -111,7 +111,7 @@ class Handle(ABC):
         - with `by_parameter`, also bytes_sent_total and residual_norm_over_gradient_norm of every parameter, whose name
           follows after a slash
 
-        Reading the norms waits for a GPU; log every so many steps.
+        Reading the norms makes the host wait for a GPU, so do not log in every step.
         """
         return metrics_of(self._engine, by_parameter=by_parameter) if self._engine is not None else {}
 

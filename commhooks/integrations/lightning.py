@@ -42,8 +42,9 @@ class CompressGradients(Callback):
     - `compressor` and `options` are those of `commhooks.attach`; the gradient scaler is the Trainer's own.
     - `world_size`, `settings` and `missing` say which differences between a checkpoint and this run are allowed; see
       `LoadRules`. `missing="reset"` also accepts a checkpoint that was saved without this callback.
-    - `log_every`: write `Attachment.metrics` to the Trainer's loggers every so many optimizer steps. None: as often as
-      the Trainer logs (`log_every_n_steps`); 0: never. `by_parameter` adds the metrics of every parameter.
+    - `log_every`: how many optimizer steps lie between two writes of `Attachment.metrics` to the Trainer's loggers.
+      None: as many as between the Trainer's own (`log_every_n_steps`); 0: never write. `by_parameter` adds the metrics
+      of every parameter.
 
     When training starts, it raises `AttachError` or `SettingsError` if the Trainer's strategy cannot work with a
     compressor, and `CheckpointError` if the checkpoint does not match the run. An optimizer step on gradients that

@@ -32,7 +32,8 @@ class ErrorFeedback(Wrapper):
     """Below 1, a residual fades, and what fades is lost. If `inner` may lose ω times what it is given (squared norms),
     this must be below 1/√ω."""
     reset_every: int = 0
-    """The residual is dropped every so many steps; 0: never. Lower: less is sent late, and more is lost."""
+    """The number of steps between two drops of the residual; 0: never drop it. Lower: less is sent late, and more is
+    lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

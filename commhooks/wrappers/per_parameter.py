@@ -86,7 +86,7 @@ class PerParameter(Compressor):
 
     @property
     def fixes_wire(self) -> bool:
-        """Whether any of the compressors does."""
+        """Whether any of the compressors chooses its wire dtype."""
         return any(compressor.fixes_wire for compressor in self._compressors)
 
     @property
@@ -130,11 +130,11 @@ class PerParameter(Compressor):
         return self._of(name, parameter).state(name, parameter, world_size)
 
     def remembers(self, step: int) -> bool:
-        """Return whether any of the compressors does."""
+        """Return whether any of the compressors uses state in this step."""
         return any(compressor.remembers(step) for compressor in self._compressors)
 
     def chooses(self, step: int) -> bool:
-        """Return whether any of the compressors does."""
+        """Return whether any of the compressors chooses in this step."""
         return any(compressor.chooses(step) for compressor in self._compressors)
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
@@ -147,7 +147,7 @@ class PerParameter(Compressor):
         return chosen
 
     def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the parameter's compressor does."""
+        """Return whether the parameter's compressor may leave part of its gradient unsent."""
         return self._of(name, parameter).loses(name, parameter)
 
     def relative_error(self, elements: int) -> float:

@@ -89,7 +89,7 @@ class StartAfter(Wrapper):
         return self.before.choose(own, step)
 
     def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether either compressor does."""
+        """Return whether either compressor may leave part of the gradient unsent."""
         return self.before.loses(name, parameter) or self.inner.loses(name, parameter)
 
     def relative_error(self, elements: int) -> float:

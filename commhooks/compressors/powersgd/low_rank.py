@@ -2,7 +2,7 @@
 
 Legend: M n×m a gradient plus its residual; P r×n the left factor and Q r×m the right one, both kept transposed, since
 products along rows of M are faster; r the rank. The last bits of a product depend on where its operands lie in memory,
-differently on each processor: equal bits are promised only for buckets with the same layout.
+differently on each processor: only buckets with the same layout are promised to give the same bits.
 """
 
 from __future__ import annotations
