@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,10 @@ class Comparison:
     overwrite: bool = False  # results of an earlier comparison in that folder
     target_loss: float | None = None  # None: derived from the first hook's run
     command: str = "commhooks compare"  # the command that reproduces the report
+
+    def __post_init__(self) -> None:
+        if self.target_loss is not None and not 0 < self.target_loss < math.inf:
+            raise ValueError(f"target loss {self.target_loss:g}: expected a finite loss above zero")
 
 
 def compare(comparison: Comparison, console: Console) -> list[Summary]:

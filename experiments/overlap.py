@@ -23,6 +23,7 @@ from commhooks.communicators import Collective, Communicator, Pending, ProcessGr
 from .launch import Send, run_world
 from .link import EmulatedLink, LinkSettings, format_rate
 from .report.words import spread_in_words
+from .runs import check_ddp
 from .summary import Spread
 from .tasks import Batch, Task, make_task
 from .worker import wrap_in_ddp
@@ -48,6 +49,7 @@ class OverlapSettings:
             raise ValueError("overlap needs a rate: without a limit there is no communication time to hide")
         if self.ranks < 2 or self.rounds < 1:
             raise ValueError(f"overlap needs at least 2 ranks and 1 round (got {self.ranks} and {self.rounds})")
+        check_ddp("OverlapSettings", self.ddp, self.bucket_cap_mb)
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,14 @@ def _value(text: str) -> HookValue:
         return text
 
 
+def check_ddp(settings: str, ddp: str, bucket_cap_mb: float | None) -> None:
+    """Raise ValueError if there is no such DDP, or no bucket of that size."""
+    if ddp not in {"core", "torch"}:
+        raise ValueError(f"{settings}(ddp={ddp!r}): ddp must be 'core' or 'torch'.")
+    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
+        raise ValueError(f"{settings}(bucket_cap_mb={bucket_cap_mb}): bucket_cap_mb must be above zero, and finite.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """One training run: the same settings, versions and machine give the same losses, bit for bit."""
@@ -94,10 +102,7 @@ class RunSettings:
         for name in ("ranks", "steps", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"RunSettings({name}={getattr(self, name)}): {name} must be at least 1.")
-        if self.ddp not in {"core", "torch"}:
-            raise ValueError(f"RunSettings(ddp={self.ddp!r}): ddp must be 'core' or 'torch'.")
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
-            raise ValueError(f"RunSettings(bucket_cap_mb={self.bucket_cap_mb}): bucket_cap_mb must be above zero.")
+        check_ddp("RunSettings", self.ddp, self.bucket_cap_mb)
 
     @property
     def label(self) -> str:

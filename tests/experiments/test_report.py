@@ -119,6 +119,12 @@ def test_tensorboard_compares_runs_by_their_settings(tmp_path: Path) -> None:
     assert events.Scalars("total/MB_sent_by_a_rank")[0].value == pytest.approx(DENSE_BYTES / 20 * 40 / 1e6)
 
 
+@pytest.mark.parametrize("loss", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_target_that_no_loss_reaches_is_refused(loss: float) -> None:
+    with pytest.raises(ValueError, match="expected a finite loss above zero"):
+        Comparison(runs=(RunSettings(task="gpt"),), out=Path("runs"), target_loss=loss)
+
+
 def test_numbers_read_well() -> None:
     assert [bytes_in_words(n) for n in (12, 4_200, 72_600_000, 1.5e9)] == ["12 B", "4.20 kB", "72.6 MB", "1.50 GB"]
     assert [seconds_in_words(s) for s in (0.0981, 65.2, None)] == ["98.1 ms", "65.2 s", "—"]
