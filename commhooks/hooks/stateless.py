@@ -29,7 +29,9 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     if group is None:
         raise CommHooksError("there is no process group; call torch.distributed.init_process_group first.")
     if not isinstance(group, dist.ProcessGroup):
-        raise CommHooksError(f"expected a process group that this rank belongs to (got {group!r}).")
+        raise CommHooksError(
+            f"expected a process group that this rank belongs to, or None for the default one (got {group!r})."
+        )
     return group
 
 

@@ -101,8 +101,9 @@ def test_a_kind_that_does_not_exist_is_refused_where_it_is_declared() -> None:
         (ErrorFeedback(inner=Mean(kept=torch.zeros(2))), r"Mean.kept holds a tensor"),
         ("powersdg", "Did you mean 'powersgd'"),
         (3, "expected a Compressor or a name"),
+        (Mean, r"expected a Compressor or a name \(got .*Mean'>\); write Mean\(\.\.\.\), with its settings"),
     ],
-    ids=["a tensor", "a tensor inside", "a misspelt name", "a number"],
+    ids=["a tensor", "a tensor inside", "a misspelt name", "a number", "a class"],
 )
 def test_a_compressor_that_keeps_tensors_is_refused(compressor: Any, complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
