@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
@@ -52,7 +54,9 @@ def finds_what_is_wrapped(rank: int) -> None:
         with pytest.raises(commhooks.AttachError, match="PowerSGD.* is attached to this model already"):
             commhooks.attach(ddp, powersgd())
         attachment.detach()
-        inside = ddp_class(torch.compile(build(), backend="eager"))  # type: ignore[arg-type]
+        checkpointed = build()
+        checkpointed[0] = checkpoint_wrapper(checkpointed[0])  # type: ignore[operator, index]  # 'Module not indexable'
+        inside = ddp_class(torch.compile(checkpointed, backend="eager"))  # type: ignore[arg-type]
         attachment = commhooks.attach(inside, powersgd())
         assert set(attachment.state.named()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
         attachment.detach()
@@ -134,7 +138,7 @@ def notices_that_the_hook_did_not_run(rank: int) -> None:
         model = ddp_class(build())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         attachment = commhooks.attach(model, powersgd())
-        attachment.watch(optimizer)
+        attachment.watch(SimpleNamespace(optimizer=optimizer))  # as Accelerate and Lightning wrap theirs
         step(model, optimizer, rank, 0)
         with model.no_sync():
             model(torch.ones(4, 16)).sum().backward()
@@ -145,6 +149,7 @@ def notices_that_the_hook_did_not_run(rank: int) -> None:
             step(model.module, optimizer, rank, 1)
         assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
         optimizer.step(functools.partial(backward, model))  # whose backward pass is part of the step
+        optimizer.step(closure=functools.partial(backward, model))
         with pytest.raises(commhooks.HookDidNotRunError, match="SGD took a step"):
             optimizer.step(functools.partial(backward, model.module))
         with model.no_sync(), pytest.raises(commhooks.HookDidNotRunError):

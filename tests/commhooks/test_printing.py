@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from commhooks import MemoryReport, ParameterTraffic, Statistics
 from commhooks.communicators.traffic import KindTraffic
+from commhooks.units import bytes_in_words, seconds_in_words, three_digits
 
 
 def statistics() -> Statistics:
@@ -37,10 +38,17 @@ def test_statistics_print_as_a_table_with_units() -> None:
 
 
 def test_statistics_of_no_step_print_too() -> None:
-    assert str(Statistics()).splitlines()[:2] == [
+    assert str(Statistics()).splitlines()[:3] == [
         "0 steps, 0 buckets, 0 collectives",
         "gradients                       0 B",
+        "in messages                     0 B",
     ]
+
+
+def test_numbers_keep_three_digits_whichever_way_they_round() -> None:
+    assert [three_digits(value) for value in (9.994, 9.996, 99.94, 99.96)] == ["9.99", "10.0", "99.9", "100"]
+    assert (bytes_in_words(999), bytes_in_words(1_000)) == ("999 B", "1.00 kB")
+    assert (seconds_in_words(0.5), seconds_in_words(1)) == ("500 ms", "1.00 s")
 
 
 def test_a_parameters_traffic_prints_as_a_sentence() -> None:
