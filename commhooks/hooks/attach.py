@@ -79,8 +79,8 @@ class Attachment(Handle):
 
     @property
     def is_attached(self) -> bool:
-        """Whether the model's gradients go through this compressor: until `detach`."""
-        return self._socket.attachment is self
+        """Whether the model's gradients go through this compressor: until `detach`, or until the model is gone."""
+        return self._socket.attachment is self and self._model() is not None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -96,7 +96,7 @@ class Attachment(Handle):
         and `SettingsError` for settings that do not suit the model; in either case the old compressor stays.
         """
         if not self.is_attached:
-            raise AttachError("replace: this attachment was detached; call attach again.")
+            raise AttachError("replace: this attachment was detached, or its model is gone; call attach again.")
         compressor = _checked_compressor("replace", compressor)
         refusal = _refusal_of(compressor, self._named, self._engine.line)
         self._engine.replace(compressor, self._named[0][1].device, refusal)
@@ -111,7 +111,7 @@ class Attachment(Handle):
         closure. Watching ends with `detach`. Raises `AttachError` for an optimizer of other parameters.
         """
         model = self._model()
-        if not self.is_attached or model is None:
+        if model is None or not self.is_attached:
             raise AttachError("watch: this attachment was detached, or its model is gone; call attach again.")
         in_buckets = {parameter for _, parameter in self._named}
         left_out = left_out_parameters(model, in_buckets)
@@ -129,7 +129,7 @@ class Attachment(Handle):
         try:
             while self._watches:  # they hold parameters
                 self._watches.pop().remove()
-            if self.is_attached:
+            if self._socket.attachment is self:
                 self._socket.release()
         finally:
             self._engine.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -94,22 +95,28 @@ def check_accelerator(caller: str, accelerator: Accelerator) -> None:
 
 
 class _InFolder:
-    """An attachment's state in the folders that `save_state` writes and `load_state` reads."""
+    """An attachment's state in the folders that `save_state` writes and `load_state` reads, until its model is gone.
+
+    An accelerator outlives its models: `free_memory` makes room for others. So it must not keep them alive through
+    this, nor write and read their state. An attachment lives as long as the model that it is attached to.
+    """
 
     def __init__(self, attachment: Attachment, name: str, rules: LoadRules) -> None:
-        self._attachment = attachment
+        self._attachment = weakref.ref(attachment)
         self._name = name
         self._rules = rules
 
     def save(self, models: list[Module], weights: list[dict[str, Any]], folder: str) -> None:
         """Write this rank's file; `save_state` calls it, once the folder exists."""
-        if self._attachment.is_attached:
-            save_rank_files(Path(folder), self._name, self._attachment)
+        attachment = self._attachment()
+        if attachment is not None and attachment.is_attached:
+            save_rank_files(Path(folder), self._name, attachment)
 
     def load(self, models: list[Module], folder: str) -> None:
         """Resume; `load_state` calls it, before it loads anything."""
-        if self._attachment.is_attached:
-            load_rank_files(Path(folder), self._name, self._attachment, self._rules)
+        attachment = self._attachment()
+        if attachment is not None and attachment.is_attached:
+            load_rank_files(Path(folder), self._name, attachment, self._rules)
 
 
 def _module_of(accelerator: Accelerator, model: Module) -> Module:

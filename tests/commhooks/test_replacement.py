@@ -54,7 +54,7 @@ def test_a_replacement_that_cannot_be_is_refused_and_the_old_compressor_goes_on(
         assert "Did you mean 'powersgd'" in told["name"].text
         assert "expected a Compressor or a name (got 3)" in told["type"].text
         assert "replace: step 4 is under way; call it between two steps" in told["in mid-step"].text
-        assert told["detached"].text == "replace: this attachment was detached; call attach again."
+        assert told["detached"].text.startswith("replace: this attachment was detached")
 
 
 @both_ddps
