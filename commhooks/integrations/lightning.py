@@ -72,6 +72,7 @@ class CompressGradients(Callback):
         self._loaded: dict[str, Any] | None = None
         self._last_logged = 0
         self._was_interrupted = False
+        self._was_asked = False
 
     @property
     def attachment(self) -> Attachment:
@@ -90,20 +91,18 @@ class CompressGradients(Callback):
         if stage == "fit":
             self._compression.end()
             self._attachment = self._loaded = None
-            self._was_interrupted = False
+            self._was_interrupted = self._was_asked = False
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the hook's state from a checkpoint; raise `CheckpointError` if it has none."""
         if trainer.state.fn != "fit":
             return
+        self._was_asked = True
         absent = {_ABSENT: f"it was saved without {OWNER}"}
         found = checkpoint["callbacks"].get(self.state_key, absent)
         if _ABSENT in found:
-            if checkpoint["global_step"] and self._compression.rules.missing != "reset":
-                raise CheckpointError(
-                    f"{OWNER}: the checkpoint has no state of the hook ({found[_ABSENT]}). Pass {OWNER}(..., "
-                    'missing="reset") to start from empty residuals; the run then differs from an uninterrupted one.'
-                )
+            if checkpoint["global_step"]:
+                self._begin_without_state(found[_ABSENT])
         elif self._attachment is None:
             self._loaded = found
         else:  # a tuner, such as LearningRateFinder, returns to where it began
@@ -113,6 +112,8 @@ class CompressGradients(Callback):
         """Attach to the model that the strategy has wrapped, and restore what the checkpoint held."""
         strategy = trainer.strategy
         check_not_alone(OWNER)
+        if trainer.ckpt_path is not None and not self._was_asked:  # on_load_checkpoint was not called
+            self._begin_without_state("it holds no callback's state")
         if not is_ddp(strategy.model):
             raise AttachError(
                 f"{OWNER}: {type(strategy).__name__} does not train with a DistributedDataParallel (its model is "
@@ -127,6 +128,14 @@ class CompressGradients(Callback):
         # buckets of ddp_core's DDP. PyTorch's DDP has none to read, and should be freed when the Trainer drops it.
         self._model = strategy.model if hasattr(strategy.model, "bucket_plan") else None
         self._loaded, self._last_logged = None, trainer.global_step
+
+    def _begin_without_state(self, why: str) -> None:
+        """Raise `CheckpointError`, unless missing state is allowed."""
+        if self._compression.rules.missing != "reset":
+            raise CheckpointError(
+                f"{OWNER}: the checkpoint has no state of the hook ({why}). Pass {OWNER}(..., "
+                'missing="reset") to start from empty residuals; the run then differs from an uninterrupted one.'
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int

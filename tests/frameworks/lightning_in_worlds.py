@@ -218,6 +218,10 @@ def without_state(checkpoint: Path, rank: int) -> dict[str, str]:
     torch.save(contents, stripped)
     refused = error_of(lambda: fit(trainer_with(compress()), ckpt_path=stripped))
     assert "CheckpointError: CompressGradients: the checkpoint has no state of the hook" in refused, refused
+    del contents["callbacks"]
+    torch.save(contents, stripped)
+    refused = error_of(lambda: fit(trainer_with(compress()), ckpt_path=stripped))
+    assert "the checkpoint has no state of the hook (it holds no callback's state)" in refused, refused
     callback = compress(missing="reset")
     trainer = trainer_with(callback)
     return outcome(trainer, fit(trainer, ckpt_path=stripped), callback)
