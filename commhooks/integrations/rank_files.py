@@ -54,7 +54,11 @@ def load_rank_files(folder: Path, name: str, attachment: Attachment, rules: Load
 def _write(folder: Path, name: str, attachment: Attachment, ranks: Ranks) -> None:
     folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet, or may have its own disk
     part = folder / f"{name}-rank{ranks.rank}.part"
-    write_tensors(part, attachment.state_dict(), flush=False)
+    try:
+        write_tensors(part, attachment.state_dict(), flush=False)
+    except OSError:  # a full disk, for one
+        part.unlink(missing_ok=True)
+        raise
     part.replace(_file(folder, name, ranks.rank))
     if ranks.rank == 0:  # remove what a run with more ranks left in this folder
         for number in _numbers(folder, name):
