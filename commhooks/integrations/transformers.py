@@ -112,9 +112,10 @@ class CompressGradients(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """Record the metrics of a step that will be logged: afterwards the Trainer drops the gradients."""
-        self._metrics = {}
-        if args.logging_strategy == "steps" and (state.global_step + 1) % state.logging_steps == 0:
-            self._metrics = self._taken()
+        step = state.global_step + 1
+        is_logged = args.logging_strategy == "steps" and step % state.logging_steps == 0
+        is_logged |= args.logging_first_step and step == 1
+        self._metrics = self._taken() if is_logged else {}
 
     def on_log(
         self,
