@@ -55,7 +55,7 @@ def finds_what_is_wrapped(rank: int) -> None:
             commhooks.attach(ddp, powersgd())
         attachment.detach()
         checkpointed = build()
-        checkpointed[0] = checkpoint_wrapper(checkpointed[0])  # type: ignore[operator, index]  # 'Module not indexable'
+        checkpointed[0] = checkpoint_wrapper(checkpointed[0])  # 'Module not indexable'
         inside = ddp_class(torch.compile(checkpointed, backend="eager"))  # type: ignore[arg-type]
         attachment = commhooks.attach(inside, powersgd())
         assert set(attachment.state.named()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
