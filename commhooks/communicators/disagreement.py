@@ -73,7 +73,7 @@ def _settings_of(node: ast.expr) -> Iterator[tuple[tuple[str, ...], str]]:
         inside = [(str(n), one) for n, one in enumerate(node.args)]
         inside += [(keyword.arg or "**", keyword.value) for keyword in node.keywords]
     elif isinstance(node, ast.Tuple | ast.List) and any(isinstance(one, ast.Call) for one in ast.walk(node)):
-        yield (), f"{len(node.elts)} entries"
+        yield (), f"length {len(node.elts)}"
         inside = [(str(n), one) for n, one in enumerate(node.elts)]
     else:
         yield (), ast.unparse(node)

@@ -60,6 +60,12 @@ def finds_what_is_wrapped(rank: int) -> None:
         attachment = commhooks.attach(inside, powersgd())
         assert set(attachment.state.named()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
         attachment.detach()
+        partly = build()
+        partly[0].bias.requires_grad_(False)  # type: ignore[index]  # "Module not indexable"
+        partly._ddp_params_and_buffers_to_ignore = ["2.bias"]  # type: ignore[assignment]  # "a Tensor or a Module"
+        attachment = commhooks.attach(ddp_class(partly), powersgd())
+        assert set(attachment.state.named()) == {"0.weight", "2.weight"}
+        attachment.detach()
         with pytest.raises(commhooks.AttachError, match="contains another DistributedDataParallel, 'module'"):
             commhooks.attach(PyTorchDDP(ddp), powersgd())
     model = replicate(build())

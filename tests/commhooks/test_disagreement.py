@@ -106,6 +106,15 @@ def fingerprint(compressor: commhooks.Compressor, parameters: str = "ab") -> str
             "compressor.rules.0.1.ratio: 0.5 (rank 0), 0.25 (rank 1).",
         ),
         (
+            [fingerprint(PerParameter(rules=(("x.*", TopK()),) * n)) for n in (1, 2)],
+            "compressor.rules: length 1 (rank 0), length 2 (rank 1).",
+        ),
+        (
+            [fingerprint(PowerSGD(skip=skip)) for skip in (("a", "b"), ("a", "c"))],
+            "compressor.skip: ('a', 'b') (rank 0), ('a', 'c') (rank 1).",
+        ),
+        (["f: A(of=[B(c=1)])", "f: A(of=[B(c=2)])"], "f.of.0.c: 1 (rank 0), 2 (rank 1)."),
+        (
             [fingerprint(TopK(), "ab"), fingerprint(TopK(), "ba")],
             "the order, which first differs at parameter a (rank 0), parameter b (rank 1).",
         ),
