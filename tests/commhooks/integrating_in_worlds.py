@@ -6,7 +6,7 @@ import functools
 import gc
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -98,7 +98,16 @@ def gathers_what_every_rank_keeps(rank: int) -> None:
     attachment = commhooks.attach(DistributedDataParallel(build()), powersgd())
     with pytest.raises(commhooks.CheckpointError, match=r"gathered\(to=2\): to must be a rank from 0 to 1, or None"):
         attachment.gathered(to=2)
+    if rank == 1:
+        attachment.state_dict = fails  # type: ignore[method-assign]
+    for to in (None, 0):
+        with pytest.raises(commhooks.CheckpointError, match="no state today"):
+            attachment.gathered(to=to)
     attachment.detach()
+
+
+def fails() -> NoReturn:
+    raise commhooks.CheckpointError("no state today")
 
 
 def _train(rank: int, steps: int, to: int | None, then: int = 0) -> dict[str, Any]:
