@@ -61,7 +61,7 @@ def finds_what_is_wrapped(rank: int) -> None:
         assert set(attachment.state.named()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
         attachment.detach()
         partly = build()
-        partly[0].bias.requires_grad_(False)  # type: ignore[index]  # "Module not indexable"
+        partly[0].bias.requires_grad_(False)
         partly._ddp_params_and_buffers_to_ignore = ["2.bias"]  # type: ignore[assignment]  # "a Tensor or a Module"
         attachment = commhooks.attach(ddp_class(partly), powersgd())
         assert set(attachment.state.named()) == {"0.weight", "2.weight"}
