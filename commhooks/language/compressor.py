@@ -190,10 +190,10 @@ class Compressor(ABC):
 def check_compressor(caller: str, compressor: object) -> None:
     """Raise `SettingsError` unless this is a compressor that cannot keep tensors between steps by itself."""
     if not isinstance(compressor, Compressor):
-        remedy = ""
+        remedy = 'write for example commhooks.make_compressor("powersgd", rank=4)'
         if isinstance(compressor, type) and issubclass(compressor, Compressor):
-            remedy = f"; write {compressor.__name__}(...), with its settings"
-        raise SettingsError(f"{caller}: expected a Compressor or a name (got {compressor!r}){remedy}.")
+            remedy = f"write {compressor.__name__}(...), with its settings"
+        raise SettingsError(f"{caller}: expected a Compressor or a name (got {compressor!r}); {remedy}.")
     kind: Any = type(compressor)
     if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         raise SettingsError(f"{caller}: {kind.__name__} must be a frozen dataclass, whose fields are its settings.")

@@ -100,7 +100,7 @@ def test_a_kind_that_does_not_exist_is_refused_where_it_is_declared() -> None:
         (Mean(kept=torch.zeros(2)), r"Mean.kept holds a tensor, which no checkpoint would save"),
         (ErrorFeedback(inner=Mean(kept=torch.zeros(2))), r"Mean.kept holds a tensor"),
         ("powersdg", "Did you mean 'powersgd'"),
-        (3, "expected a Compressor or a name"),
+        (3, r"expected a Compressor or a name \(got 3\); write for example commhooks\.make_compressor\("),
         (Mean, r"expected a Compressor or a name \(got .*Mean'>\); write Mean\(\.\.\.\), with its settings"),
     ],
     ids=["a tensor", "a tensor inside", "a misspelt name", "a number", "a class"],
