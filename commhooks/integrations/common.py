@@ -40,6 +40,11 @@ class Compression:
     def __init__(
         self, owner: str, compressor: Compressor | str, rules: LoadRules, **options: Unpack[AttachOptions]
     ) -> None:
+        if unknown := options.keys() - AttachOptions.__annotations__.keys():
+            raise SettingsError(
+                f"{owner}: unknown argument {', '.join(sorted(unknown))}; settings of a compressor go to the "
+                'compressor, as in make_compressor("powersgd", rank=4).'
+            )
         self.owner = owner
         self.compressor = make_compressor(compressor) if isinstance(compressor, str) else compressor
         check_compressor(owner, self.compressor)
