@@ -56,7 +56,7 @@ def find_ddp(caller: str, model: object) -> Module:
     if not is_ddp(ddp):
         raise AttachError(
             f"{caller}: expected a DistributedDataParallel, ddp_core's or PyTorch's (got {found}); "
-            "wrap the model first."
+            "wrap the model first. If a framework wraps it, use commhooks.integrations."
         )
     within = next((name for name, module in ddp.named_modules() if module is not ddp and is_ddp(module)), None)
     if within is not None:
