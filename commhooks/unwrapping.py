@@ -56,7 +56,8 @@ def find_ddp(caller: str, model: object) -> Module:
     if not is_ddp(ddp):
         raise AttachError(
             f"{caller}: expected a DistributedDataParallel, ddp_core's or PyTorch's (got {found}); "
-            "wrap the model first. If a framework wraps it, use commhooks.integrations."
+            "wrap the model first. If a framework wraps it, pass the model that it returned, or use its module in "
+            "commhooks.integrations."
         )
     within = next((name for name, module in ddp.named_modules() if module is not ddp and is_ddp(module)), None)
     if within is not None:
