@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks.checkpoints.disk import read_tensors
 from commhooks.checkpoints.run import FORMAT_VERSION, Run, Saved, optimizer_class
 from commhooks.errors import CheckpointError
 from commhooks.state.snapshot import LoadRules, Snapshot
@@ -111,11 +111,7 @@ def _read_file(path: Path, sizes: Mapping[str, int], wanted: Mapping[str, type])
         size = path.stat().st_size
         if size != expected:
             raise CheckpointError(f"{path} has {size} bytes, but the manifest says {expected}: it was cut or changed.")
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong.")
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = read_tensors(path)
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:  # PyTorch's message would tell the user how to execute the file's content

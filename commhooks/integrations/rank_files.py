@@ -10,9 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from commhooks.checkpoints.disk import write_tensors
+from commhooks.checkpoints.disk import read_tensors, write_tensors
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
 from commhooks.hooks.attach import Attachment
@@ -85,8 +83,10 @@ def _read(folder: Path, name: str, ranks: Ranks, rules: LoadRules) -> dict[str, 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged file causes
+        content = read_tensors(path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged file does to the reader
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {str(error)[:200]}).") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no state of a hook (got {type(content).__name__}).")

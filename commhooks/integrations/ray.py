@@ -20,6 +20,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch.nn import Module
 
+from commhooks.checkpoints.disk import read_tensors
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.hooks.attach import Attachment
 from commhooks.integrations.common import AttachOptions, Compression, require
@@ -93,7 +94,7 @@ def _read(checkpoint: object) -> Mapping[str, Any] | CheckpointError:
                     f"{checkpoint.path} holds no {STATE_FILE}: it is from a run without compression, or from one that "
                     "did not call commhooks.integrations.ray.save. Pass checkpoint=None to begin with an empty state."
                 )
-            state: Mapping[str, Any] = torch.load(Path(folder) / STATE_FILE, map_location="cpu", weights_only=True)
+            state: Mapping[str, Any] = read_tensors(Path(folder) / STATE_FILE)
             return state
     except Exception as error:  # whatever storage and damaged files cause: the other workers are waiting
         return CheckpointError(f"{checkpoint.path}/{STATE_FILE} cannot be read ({type(error).__name__}: {error}).")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
 import commhooks
 from commhooks.integrations.common import Compression
+from commhooks.integrations.rank_files import load_rank_files, save_rank_files
 from ddp_core import DistributedDataParallel
 
 DDPS = (DistributedDataParallel, PyTorchDDP)
@@ -87,6 +89,12 @@ def finds_what_is_wrapped(rank: int) -> None:
             commhooks.attach(wrong, powersgd())  # type: ignore[arg-type]
 
 
+def gathers_or_raises(rank: int, folder: str) -> None:
+    gathers_what_every_rank_keeps(rank)
+    takes_no_damaged_file(rank, folder)
+    gathers_nothing_without_its_group(rank)
+
+
 def gathers_what_every_rank_keeps(rank: int) -> None:
     for to in (None, 0, 1):
         whole = _train(rank, steps=2, to=to)
@@ -108,6 +116,34 @@ def gathers_what_every_rank_keeps(rank: int) -> None:
 
 def fails() -> NoReturn:
     raise commhooks.CheckpointError("no state today")
+
+
+def takes_no_damaged_file(rank: int, folder: str) -> None:
+    model = DistributedDataParallel(build())
+    attachment = commhooks.attach(model, powersgd())
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0)
+    save_rank_files(Path(folder), "hook", attachment)
+    file = Path(folder, f"hook-rank{rank}.pt")
+    held = file.read_bytes()
+    residual = attachment.state_dict()["local"][f"rank{rank}"]["0.weight"]["residual"]
+    at = held.index(residual.numpy().tobytes())
+    if rank == 1:  # one bit of a residual
+        file.write_bytes(held[:at] + b"\x01" + held[at + 1 :])
+    with pytest.raises(commhooks.CheckpointError, match=r"hook-rank1\.pt is damaged: the checksum of .* is wrong"):
+        load_rank_files(Path(folder), "hook", attachment, commhooks.LoadRules())
+    attachment.detach()
+
+
+def gathers_nothing_without_its_group(rank: int) -> None:
+    model = DistributedDataParallel(build())
+    attachment = commhooks.attach(model, powersgd())
+    attachment.detach()
+    dist.barrier()
+    del model
+    dist.destroy_process_group()
+    gc.collect()
+    with pytest.raises(commhooks.CheckpointError, match="gathered: the process group was destroyed"):
+        attachment.gathered()
 
 
 def _train(rank: int, steps: int, to: int | None, then: int = 0) -> dict[str, Any]:
