@@ -93,6 +93,10 @@ class Handle(ABC):
             raise CheckpointError("gathered: workers of one process gather with merge_state_dicts.")
         if to is not None and not 0 <= to < line.world_size:
             raise CheckpointError(f"gathered(to={to}): to must be a rank from 0 to {line.world_size - 1}, or None.")
+        if line.process_group is None and line.world_size > 1:
+            raise CheckpointError(
+                "gathered: the process group was destroyed, so the other ranks cannot be reached; gather before that."
+            )
         ranks = Ranks(line.process_group)
         if to is None:
             return merge_state_dicts(ranks.gather("gather the hook's state", self.state_dict))
