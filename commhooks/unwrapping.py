@@ -90,9 +90,10 @@ def _in_buckets(ddp: Module) -> set[Tensor]:
     if plan is not None:  # ddp_core's
         names = {name for bucket in plan()["buckets"] for name in bucket}
         return {p for name, p in managed if name in names}
-    if all(p.requires_grad for _, p in managed):
-        return {p for _, p in managed}
-    # They may have been frozen before or afterwards. Only this tells, and it allocates all of the buckets' gradients.
+    # They may have been frozen before or afterwards. Only the reducer's own buckets tell; asking for them allocates their
+    # gradients, and fails if one is sparse (tests/commhooks/test_odd_parameters.py).
+    if all(p.requires_grad for _, p in managed) or any(getattr(module, "sparse", False) for module in ddp.modules()):
+        return {p for _, p in managed if p.requires_grad}
     reducer: Any = ddp.reducer
     return {p for bucket in reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
 
