@@ -90,8 +90,8 @@ def _in_buckets(ddp: Module) -> set[Tensor]:
     if plan is not None:  # ddp_core's
         names = {name for bucket in plan()["buckets"] for name in bucket}
         return {p for name, p in managed if name in names}
-    # They may have been frozen before or afterwards. Only the reducer's own buckets tell; asking for them allocates their
-    # gradients, and fails if one is sparse (tests/commhooks/test_odd_parameters.py).
+    # They may have been frozen before or afterwards. Only the buckets of the reducer tell; asking for them allocates
+    # their gradients, and fails if one is sparse (tests/commhooks/test_odd_parameters.py).
     if all(p.requires_grad for _, p in managed) or any(getattr(module, "sparse", False) for module in ddp.modules()):
         return {p for _, p in managed if p.requires_grad}
     reducer: Any = ddp.reducer
