@@ -181,7 +181,7 @@ def _equal(one: object, other: object) -> bool:
 def backward(model: nn.Module) -> float:
     loss = model(torch.ones(4, 16)).sum()
     loss.backward()
-    return float(loss)
+    return float(loss.detach())
 
 
 def notices_that_the_hook_did_not_run(rank: int) -> None:
@@ -214,7 +214,7 @@ def notices_that_the_hook_did_not_run(rank: int) -> None:
         step(model, optimizer, rank, 3)
         optimizer.step()  # with the same mean gradients again
         model.module(torch.ones(4, 16)).sum().backward()
-        with pytest.raises(commhooks.HookDidNotRunError, match="SGD is about to make a step, and no gradient has"):
+        with pytest.raises(commhooks.HookDidNotRunError, match="SGD is about to take a step, but no gradient has"):
             optimizer.step()
         attachment.detach()
         with pytest.raises(commhooks.AttachError, match="watch: this attachment was detached"):
