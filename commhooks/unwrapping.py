@@ -86,16 +86,16 @@ def left_out_parameters(ddp: Module, in_buckets: Set[Tensor]) -> dict[Tensor, st
 
 def _in_buckets(ddp: Module) -> set[Tensor]:
     """Return the parameters that are in buckets: those that required a gradient when the model was wrapped."""
-    managed, plan = _managed(ddp), getattr(ddp, "bucket_plan", None)
-    if plan is not None:  # ddp_core's
-        names = {name for bucket in plan()["buckets"] for name in bucket}
-        return {p for name, p in managed if name in names}
-    # They may have been frozen before or afterwards. Only the buckets of the reducer tell; asking for them allocates
-    # their gradients, and fails if one is sparse (tests/commhooks/test_odd_parameters.py).
-    if all(p.requires_grad for _, p in managed) or any(getattr(module, "sparse", False) for module in ddp.modules()):
-        return {p for _, p in managed if p.requires_grad}
-    reducer: Any = ddp.reducer
-    return {p for bucket in reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+    reducer: Any = getattr(ddp, "reducer", None)  # PyTorch's class makes none if nothing is left to reduce
+    if hasattr(reducer, "layout"):  # ddp_core's
+        return set(reducer.layout.parameters)
+    # They may have been frozen before or afterwards. Only the buckets of PyTorch's reducer tell; asking for them
+    # allocates their gradients, and fails if one is sparse (tests/commhooks/test_odd_parameters.py).
+    managed = [p for _, p in _managed(ddp)]
+    if all(p.requires_grad for p in managed) or any(getattr(module, "sparse", False) for module in ddp.modules()):
+        return {p for p in managed if p.requires_grad}
+    buckets = [] if reducer is None else reducer._get_zeros_like_grad_buckets()
+    return {p for bucket in buckets for p in bucket.parameters()}
 
 
 def _managed(ddp: Module) -> list[tuple[str, Tensor]]:

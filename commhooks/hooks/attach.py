@@ -201,7 +201,10 @@ def attach(
         hook_timeout=hook_timeout,
         may_bypass=process_group is not None or wrap_communicator is not None,
     )
-    fingerprint = "\n".join(f"parameter {name}: shape {tuple(p.shape)}, {p.dtype}" for name, p in named)
+    fingerprint = "\n".join(
+        f"parameter {name}: shape {tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
+        for name, p in named
+    )
     engine = Engine(compressor, line, fingerprint=fingerprint, residuals=residuals, atomic=atomic)
     if scaler is not None:
         engine.loss_scale.follow(scaler)

@@ -99,7 +99,7 @@ def refused_attachments(rank: int, kind: str) -> dict[str, Told]:
     spoilt = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
     weight, other = (list(one.parameters())[2] for one in (model, spoilt))
     changes: dict[str, tuple[nn.Module, Any]] = {
-        "list": (model, frozen(weight)),
+        "frozen": (model, frozen(weight)),
         "shape": (spoilt, with_data(other, other.data.t())),
         "dtype": (spoilt, with_data(other, other.data.double())),
     }

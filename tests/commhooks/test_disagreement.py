@@ -21,7 +21,7 @@ DIFFERENCES = {
     "seed": f"compressor.inner.seed: 0 {OTHERS}, 1 {ODD}.",
     "policy": f"policy: 'fifo' {OTHERS}, 'fused' {ODD}.",
     "name": f"parameter weights.2: {WEIGHT} {OTHERS}, missing {ODD}; parameter head: missing {OTHERS}, {WEIGHT} {ODD}.",
-    "list": f"parameter weights.2: {WEIGHT} {OTHERS}, missing {ODD}.",
+    "frozen": f"parameter weights.2: {WEIGHT} {OTHERS}, {WEIGHT}, frozen {ODD}.",
     "shape": f"parameter weights.2: {WEIGHT} {OTHERS}, shape (30, 40), torch.float32 {ODD}.",
     "dtype": f"parameter weights.2: {WEIGHT} {OTHERS}, shape (40, 30), torch.float64 {ODD}.",
 }
