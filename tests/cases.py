@@ -473,6 +473,16 @@ def forms_first(cases: Sequence[Case]) -> list[Any]:
     return [case if case.name in FORMS else pytest.param(case, marks=pytest.mark.soak) for case in cases]
 
 
+DDP_AND_POLICY = pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        ("core", "fifo"),
+        ("torch", "fused"),
+        pytest.param("core", "fused", marks=pytest.mark.soak),
+        pytest.param("torch", "fifo", marks=pytest.mark.soak),
+    ],
+)
+"""Each DDP and each policy occurs; the long runs have all pairs."""
 EVERY_FORM_OR_ALL = pytest.mark.parametrize(
     "names", [FORMS, pytest.param(list(BY_NAME), marks=pytest.mark.soak)], ids=["every form", "every row"]
 )

@@ -47,6 +47,6 @@ def test_a_state_of_powersgd_counts_what_a_pencil_counts(kind: str, world_size: 
                 assert of.moved_bytes == pytest.approx(2 * (world_size - 1) / world_size * of.payload_bytes, abs=6)
 
 
-@both_ddps
+@pytest.mark.parametrize("kind", ["torch", pytest.param("core", marks=pytest.mark.soak)])
 def test_powersgd_makes_one_collective_of_a_round_fused_and_one_of_a_round_and_bucket_in_fifo(kind: str) -> None:
     run_ranks(on_every_rank.collectives_of_a_step, 2, kind, check_exit=True)

@@ -37,8 +37,15 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> SavedBy:
     return save
 
 
-@both_ddps
-@pytest.mark.parametrize("how", ["dcp.load", "load_distributed"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("core", "load_distributed"),
+        ("torch", "dcp.load"),
+        pytest.param("core", "dcp.load", marks=pytest.mark.soak),
+        pytest.param("torch", "load_distributed", marks=pytest.mark.soak),
+    ],
+)
 def test_a_run_resumed_from_a_dcp_checkpoint_is_bit_for_bit_the_uninterrupted_one(
     saved_by: SavedBy, kind: str, how: str
 ) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import commhooks
 from tests import bounds
-from tests.cases import EVERY_FORM_OR_ALL
+from tests.cases import DDP_AND_POLICY, EVERY_FORM_OR_ALL
 from tests.commhooks import hooks_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 
@@ -37,8 +37,7 @@ def test_the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(kind: str)
 
 
 @pytest.mark.kernels
-@both_ddps
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@DDP_AND_POLICY
 @EVERY_FORM_OR_ALL
 def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(kind: str, policy: str, names: list[str]) -> None:
     for differ in run_ranks(on_every_rank.every_case_like_lockstep, 2, kind, policy, names):

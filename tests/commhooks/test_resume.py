@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import bounds
-from tests.cases import CASES, FORMS
+from tests.cases import CASES, DDP_AND_POLICY, FORMS
 from tests.commhooks import resume_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 
@@ -25,8 +25,7 @@ def distances(folder: Path, world_size: int, kind: str, policy: str, steps: int,
     return {name: max(one[name] for one in by_rank) for name in by_rank[0]}
 
 
-@both_ddps
-@both_policies
+@DDP_AND_POLICY
 @pytest.mark.parametrize(
     ("steps", "cases"), [(8, FORMS), pytest.param(30, [], marks=pytest.mark.soak)], ids=["8", "30"]
 )

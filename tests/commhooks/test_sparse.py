@@ -89,7 +89,7 @@ def late_for_the_first_sparse_sum(rank: int, kind: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("kind", ["core", "torch"])
+@pytest.mark.parametrize("kind", ["core", pytest.param("torch", marks=pytest.mark.soak)])
 def test_a_rank_that_is_late_for_the_first_sparse_sum_is_named_after_hook_timeout(kind: str) -> None:
     heard, _ = run_ranks(late_for_the_first_sparse_sum, 2, kind, check_exit=False)
     assert "could not connect to every rank within 1 s. Missing: rank 1" in heard

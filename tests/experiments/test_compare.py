@@ -209,6 +209,7 @@ def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
         assert not alive
 
 
+@pytest.mark.soak  # the installed command does it in tests/frameworks/test_wheel.py, which CI runs
 def test_a_torchrun_world_is_joined(tmp_path: Path, results: dict[str, RunResult]) -> None:
     torchrun = [
         sys.executable,
