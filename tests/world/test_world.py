@@ -37,6 +37,7 @@ def raise_on(rank: int, which: int) -> int:
 
 
 def die_on(rank: int, which: int) -> int:
+    dist.barrier()  # the others may still be making the process group, and would fail there
     if rank == which:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
