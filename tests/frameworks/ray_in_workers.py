@@ -81,13 +81,13 @@ def refusals() -> dict[str, tuple[str, str]]:
         except CommHooksError as error:
             told[name] = type(error).__name__, str(error)
 
-    attempt("bare", compress, network(), "powersgd", checkpoint=None)
+    attempt("bare", compress, network(), "powersgd", optimizers=[], checkpoint=None)
     model = ray.train.torch.prepare_model(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with tempfile.TemporaryDirectory() as empty:
         without = ray.train.Checkpoint.from_directory(empty)
-        attempt("without", compress, model, "powersgd", checkpoint=without)
-    attempt("no checkpoint", compress, model, "powersgd", checkpoint=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        attempt("without", compress, model, "powersgd", optimizers=[optimizer], checkpoint=without)
+    attempt("no checkpoint", compress, model, "powersgd", optimizers=[optimizer], checkpoint=True)
     attachment = compress(model, "powersgd", optimizers=[optimizer], checkpoint=None)
     model.module(torch.randn(8, 64)).square().mean().backward()
     attempt("bypassed", optimizer.step)
