@@ -11,10 +11,10 @@ from torch.nn import Module
 
 from commhooks.errors import AttachError
 
-_WRAPPERS = {
-    "_forward_module": "lightning.fabric's _FabricModule",
-    "_orig_mod": "torch.compile's OptimizedModule",
-}
+_WRAPPERS = (
+    "_forward_module",  # of lightning.fabric's _FabricModule
+    "_orig_mod",  # of torch.compile's OptimizedModule
+)
 """The attribute in which each wrapper keeps the module that it wraps."""
 _NAMES_OF_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 

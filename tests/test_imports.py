@@ -21,8 +21,8 @@ MAY_IMPORT = {
 FRAMEWORKS = {
     "lightning": {"lightning", "ddp_core"},
     "fabric": {"lightning", "ddp_core"},
-    "accelerate": {"accelerate", "ddp_core"},
-    "transformers": {"transformers", "accelerate", "ddp_core"},
+    "accelerate": {"accelerate"},
+    "transformers": {"transformers"},
     "ray": {"ray"},
     "torchft": {"torchft"},
 }

@@ -86,5 +86,6 @@ def _residuals_and_gradients(engine: Engine) -> Mapping[str, tuple[Tensor, Tenso
 
 
 def _norms(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the norm of each tensor, in fp64 on the host."""
-    return torch.stack([tensor.norm(dtype=torch.float64).cpu() for tensor in tensors])
+    """Return the norm of each tensor, in fp64 on the host, which waits for a GPU once."""
+    norms = [tensor.norm(dtype=torch.float64) for tensor in tensors]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).cpu()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import bounds
-from tests.cases import BY_NAME, EVERY_FORM_OR_ALL
+from tests.cases import BY_NAME, DDP_AND_POLICY, EVERY_FORM_OR_ALL
 from tests.commhooks import lockstep_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 
@@ -13,15 +13,7 @@ pytestmark = pytest.mark.kernels
 
 
 @EVERY_FORM_OR_ALL
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        ("core", "fifo"),
-        ("torch", "fused"),
-        pytest.param("core", "fused", marks=pytest.mark.soak),
-        pytest.param("torch", "fifo", marks=pytest.mark.soak),
-    ],
-)
+@DDP_AND_POLICY
 def test_on_four_ranks_every_step_of_every_case_is_lockstep_but_for_the_order_of_summation(
     kind: str, policy: str, names: list[str]
 ) -> None:
