@@ -12,12 +12,12 @@ from commhooks.language.compressor import Compressor
 from commhooks.making import settings_of
 from commhooks.scheduling.scheduler import POLICIES
 
-from .runs import HookSpec
+from .specs import Spec
 
 _DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
-def make_hook(spec: HookSpec, seed: int = 0) -> Compressor:
+def make_hook(spec: Spec, seed: int = 0) -> Compressor:
     """Return a fresh compressor for this hook; its random numbers follow the seed, unless it has its own.
 
     Raises ValueError if there is no hook of this name, if it has no such setting, or if a value cannot work.
@@ -41,18 +41,18 @@ def make_hook(spec: HookSpec, seed: int = 0) -> Compressor:
     return commhooks.make_compressor(spec.name, **settings)
 
 
-def policy_of(spec: HookSpec) -> str:
+def policy_of(spec: Spec) -> str:
     """Return the order of collectives that this hook requests."""
     return str(dict(spec.settings).get("policy", "fifo"))
 
 
-def _unknown(spec: HookSpec, name: str, known: list[str]) -> str:
+def _unknown(spec: Spec, name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"hook {spec.label!r}: {spec.name!r} has no setting {name!r}; it has {', '.join(known)}.{hint}"
 
 
-def _dtype(spec: HookSpec, value: object) -> torch.dtype:
+def _dtype(spec: Spec, value: object) -> torch.dtype:
     if value not in _DTYPES:
         raise ValueError(f"hook {spec.label!r}: wire must be one of {', '.join(_DTYPES)} (got {value})")
     return _DTYPES[str(value)]

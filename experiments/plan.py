@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-import difflib
+import os
 from collections.abc import Sequence
+
+import torch
 
 from .hooks import make_hook
 from .launch import torchrun_world
 from .link import LinkSettings
-from .runs import HookSpec, RunSettings
-from .tasks import make_task, task_names
+from .runs import Compute, RunSettings
+from .specs import Spec
+from .tasks import LoadedTask, load_task
 
 
 def plan(
     tasks: Sequence[str],
     hooks: Sequence[str],
     *,
-    ranks: int | None,
-    link: LinkSettings,
-    steps: int | None,
-    size: str,
-    seed: int,
-    ddp: str,
-    bucket_cap_mb: float | None,
-    evaluate_every: int,
+    links: Sequence[LinkSettings],
+    seeds: Sequence[int] = (0,),
+    optimizers: Sequence[str | None] = (None,),
+    ranks: Sequence[int | None] = (None,),
+    steps: int | None = None,
+    size: str | None = None,
+    compute: str | None = None,
+    ddp: str = "core",
+    bucket_cap_mb: float | None = None,
+    evaluate_every: int = 20,
 ) -> tuple[RunSettings, ...]:
-    """Return one run for every task and hook, in that order.
+    """Return a run for every combination; those that differ only in their hook are neighbours.
 
     Args:
-        tasks: Names of tasks.
+        tasks: Names of tasks, with settings.
         hooks: Hooks as text, such as 'powersgd:rank=4'.
-        ranks: How many ranks; None: torchrun's world size, or 2.
-        link: The link between two ranks.
+        links: The links between the ranks.
+        seeds: Of model, data and compressors.
+        optimizers: As text, such as 'sgd:lr=0.1'; None: the task's own.
+        ranks: How many; None: torchrun's world size, or 2.
         steps: Optimizer steps; None: each task's own number.
-        size: The preset of the models.
-        seed: Seed of model, data and compressors.
+        size: The preset of built-in tasks that name none; None: each task's default.
+        compute: What a step's compute takes on the user's processor; None: what it takes here.
         ddp: 'core' or 'torch'.
         bucket_cap_mb: MiB; None: the DDP's own.
         evaluate_every: Steps between two evaluations.
@@ -43,47 +50,100 @@ def plan(
         ValueError: Something requested does not exist or cannot work.
 
     """
-    if not tasks or not hooks:
-        raise ValueError("nothing to compare: name at least one task and one hook")
-    specs = _known_hooks(hooks)
-    _refuse_repeats([*tasks, *(spec.label for spec in specs)])
-    world = world_size(ranks)
-    known = [make_task(_known_task(task), size) for task in tasks]
-    for task in known:
-        task.batch(seed, 0, world - 1, world)  # raises if there is too little data for so many ranks
-        parameters = dict(task.model(seed).named_parameters())
-        for spec in specs:
-            make_hook(spec).check_parameters(parameters)
-    return tuple(
+    if not tasks or not hooks or not links or not seeds:
+        raise ValueError("nothing to run: name at least one task, one hook, one link and one seed")
+    specs = [Spec.parse(hook) for hook in hooks]
+    named = [Spec.parse(task, "task") for task in tasks]
+    if size is not None:
+        named = [spec.with_default("size", size) if ":" not in spec.name else spec for spec in named]
+    for texts in (named, specs, links, seeds, optimizers, ranks):
+        _refuse_repeats(texts)
+    own_steps = {task: load_task(task).steps for task in named} if steps is None else {}
+    runs = tuple(
         RunSettings(
-            task=task.name,
-            size=size,
-            hook=spec,
-            ranks=world,
-            steps=task.default_steps if steps is None else steps,
+            task=task,
+            hook=hook,
+            optimizer=None if optimizer is None else Spec.parse(optimizer, "optimizer"),
+            ranks=world_size(number),
+            steps=own_steps[task] if steps is None else steps,
             seed=seed,
             link=link,
+            compute=compute,
             ddp=ddp,
             bucket_cap_mb=bucket_cap_mb,
             evaluate_every=evaluate_every,
         )
-        for task in known
-        for spec in specs
+        for task in named
+        for number in ranks
+        for link in links
+        for optimizer in optimizers
+        for seed in seeds
+        for hook in specs
+    )
+    check_runs(runs)
+    return runs
+
+
+def check_runs(runs: Sequence[RunSettings]) -> None:
+    """Raise ValueError if one of the runs cannot work: each task takes a step here, and each hook sees its parameters."""
+    for settings in dict.fromkeys(runs):
+        make_hook(settings.hook)
+        _check_compute(settings)
+    seen: dict[object, LoadedTask] = {}
+    for settings in runs:
+        key = settings.task, settings.ranks, settings.optimizer
+        if key not in seen:
+            seen[key] = load_task(settings.task, settings.seed)
+            _try(seen[key], settings)
+    for settings in {(one.task, one.hook): one for one in runs}.values():
+        task = seen[settings.task, settings.ranks, settings.optimizer]
+        make_hook(settings.hook).check_parameters(dict(task.model.named_parameters()))
+
+
+def _check_compute(settings: RunSettings) -> None:
+    if settings.compute is None:
+        return
+    if settings.link.kind == "real":
+        raise ValueError(
+            "compute cannot be stated on a real network, which cannot be slowed down to match; leave it out"
+        )
+    if torchrun_world() is not None and Compute.parse(settings.compute).seconds is not None:
+        raise ValueError("under torchrun compute can only be stated as a factor, such as '0.5x'")
+
+
+def _try(task: LoadedTask, settings: RunSettings) -> None:
+    """Compute one loss and its gradients, as every rank will; raise ValueError if that fails."""
+    task.optimizer(settings.optimizer)
+    with torch.random.fork_rng(devices=[]):
+        # Raises if there is too little data for so many ranks.
+        batch = task.batch(0, settings.ranks - 1, settings.ranks)
+        try:
+            task.loss(task.model, batch).backward()
+        except Exception as error:
+            raise ValueError(
+                f"task {task.name!r}: loss(model, batch) failed on the first batch: {type(error).__name__}: {error}"
+            ) from error
+
+
+def crowded(runs: Sequence[RunSettings]) -> str | None:
+    """Return a warning if ranks share cores, so that compute looks slower than it is; None if it does not matter."""
+    if torchrun_world() is not None:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = max(settings.ranks for settings in runs)
+    if ranks <= cores or all(settings.compute is not None for settings in runs):
+        return None
+    return (
+        f"{ranks} ranks share {cores} cores: compute looks {ranks / cores:.1f} times as slow as on a machine each, so "
+        "compression looks less useful than it is. State what a step's compute takes on your processor, for example "
+        "--compute 200ms, or --compute 0.5x for half of what it takes here."
     )
 
 
-def _known_hooks(hooks: Sequence[str]) -> list[HookSpec]:
-    """Return the hooks; each is made once, so that a mistake shows before any process starts."""
-    specs = [HookSpec.parse(hook) for hook in hooks]
-    for spec in specs:
-        make_hook(spec)
-    return specs
-
-
-def _refuse_repeats(texts: Sequence[str]) -> None:
-    for text in texts:
-        if texts.count(text) > 1:
-            raise ValueError(f"{text} is given twice: each task and each hook is run once")
+def _refuse_repeats(values: Sequence[object]) -> None:
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{getattr(value, 'label', value)} is given twice: each combination is run once")
 
 
 def world_size(ranks: int | None) -> int:
@@ -101,11 +161,3 @@ def world_size(ranks: int | None) -> int:
     if ranks is not None and ranks < 1:
         raise ValueError(f"ranks must be at least 1 (got {ranks})")
     return joined[1] if joined is not None else ranks or 2
-
-
-def _known_task(task: str) -> str:
-    if task not in task_names():
-        near = difflib.get_close_matches(task, task_names(), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"task {task!r} is not known: expected one of {', '.join(task_names())}{hint}")
-    return task

@@ -1,8 +1,9 @@
-"""Settings and results of runs, as data: everything here survives a round trip through JSON unchanged."""
+"""Runs as data: what to run, and what came out. Both survive a round trip through JSON unchanged."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -12,67 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from .link import LinkSettings
+from .specs import Spec, unknown
 
-FORMAT = 1  # of the result files; increased when readers must change
+FORMAT = 2  # of the result files; increased when readers must change
 PARTIAL = ".json.part"  # suffix of a result's name while it is being written
 HEAD = '{\n "format": '  # how its text begins
-HookValue = bool | int | float | str
-
-
-@dataclass(frozen=True)
-class HookSpec:
-    """A hook by name, with the settings that differ from its defaults."""
-
-    name: str
-    settings: tuple[tuple[str, HookValue], ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> HookSpec:
-        """Return the hook described by a text such as 'powersgd:rank=4,start_after=10'.
-
-        A class of another package is 'mypackage.module:TopK:ratio=0.1'. A whole compressor as printed by `str`, such as
-        'ErrorFeedback(inner=TopK(ratio=0.1))', is a name without settings.
-
-        Raises:
-            ValueError: The text does not have that form. Whether such a hook exists is checked in `make_hook`.
-
-        """
-        if "(" in text:
-            return cls(text.strip())
-        found = re.fullmatch(r"([\w.]+:[A-Z]\w*(?=:|$)|[^:]*)(?::(.*))?", text.strip())
-        name, rest = (found[1], found[2] or "") if found else ("", "")
-        pairs = [piece.partition("=") for piece in rest.split(",")] if rest.strip() else []
-        if not name or any(not key.strip() or not equals or not value.strip() for key, equals, value in pairs):
-            raise ValueError(f"hook {text!r} does not parse: expected 'name' or 'name:setting=value,setting=value'")
-        keys = [key.strip() for key, _, _ in pairs]
-        if len(set(keys)) < len(keys):
-            raise ValueError(f"hook {text!r} does not parse: a setting is given twice")
-        return cls(name.strip(), tuple((key.strip(), _value(value.strip())) for key, _, value in pairs))
-
-    @property
-    def label(self) -> str:
-        """The hook as it is written on the command line."""
-        settings = ",".join(f"{key}={value}" for key, value in self.settings)
-        return f"{self.name}:{settings}" if settings else self.name
-
-    @property
-    def file_name(self) -> str:
-        """The label without characters that are special in file names."""
-        return re.sub(r"[^A-Za-z0-9.]+", "-", self.label).strip("-")
-
-
-def _value(text: str) -> HookValue:
-    """Read a setting as a bool, an int or a float if possible, otherwise as text."""
-    if text.lower() in {"true", "false"}:
-        return text.lower() == "true"
-    try:
-        return int(text)
-    except ValueError:
-        pass  # not an int: a float, or a word
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def check_ddp(settings: str, ddp: str, bucket_cap_mb: float | None) -> None:
@@ -83,31 +28,114 @@ def check_ddp(settings: str, ddp: str, bucket_cap_mb: float | None) -> None:
         raise ValueError(f"{settings}(bucket_cap_mb={bucket_cap_mb}): bucket_cap_mb must be above zero, and finite.")
 
 
+@dataclass(frozen=True)
+class Compute:
+    """How long a step's compute would take on the user's own processor; exactly one of the two is given."""
+
+    seconds: float | None = None  # per step
+    factor: float | None = None  # of what it takes here: 0.5 is a processor twice as fast
+
+    @classmethod
+    def parse(cls, text: str) -> Compute:
+        """Return what a text such as '200ms', '1.5s' or '0.5x' states.
+
+        Raises:
+            ValueError: The text is not a positive time or factor.
+
+        """
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(x|s|ms|us)\s*", text)
+        if match is None or float(match[1]) == 0:
+            raise ValueError(
+                f"compute {text!r} does not parse: expected the time of a step's compute on your processor, such as "
+                "'200ms', or a factor of what it takes here, such as '0.5x'"
+            )
+        if match[2] == "x":
+            return cls(factor=float(match[1]))
+        return cls(seconds=float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[match[2]])
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """One training run: the same settings, versions and machine give the same losses, bit for bit."""
 
-    task: str
-    size: str = "medium"
-    hook: HookSpec = field(default_factory=lambda: HookSpec("all-reduce"))
+    task: Spec
+    hook: Spec = field(default_factory=lambda: Spec("all-reduce"))  # its setting `policy` is the order of collectives
+    optimizer: Spec | None = None  # None: the task's own
     ranks: int = 2
     steps: int = 100  # optimizer steps
     seed: int = 0
     link: LinkSettings = field(default_factory=LinkSettings)
+    compute: str | None = None  # what a step's compute takes on the user's processor; None: what it takes here
     ddp: str = "core"  # "core": ddp_core's DistributedDataParallel; "torch": PyTorch's
     bucket_cap_mb: float | None = None  # lower: more buckets, more overlap, more collectives; None: the DDP's default
     evaluate_every: int = 20  # steps between two evaluations on held-out data; the clock is stopped meanwhile
 
     def __post_init__(self) -> None:
         for name in ("ranks", "steps", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"RunSettings({name}={getattr(self, name)}): {name} must be at least 1.")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"RunSettings({name}={value!r}): {name} must be a whole number of at least 1.")
         check_ddp("RunSettings", self.ddp, self.bucket_cap_mb)
+        if self.compute is not None:
+            Compute.parse(self.compute)
 
     @property
     def label(self) -> str:
-        """Task and hook, for messages."""
-        return f"{self.task} · {self.hook.label}"
+        """Task, hook and seed, for messages."""
+        return f"{self.task.label} · {self.hook.label} · seed {self.seed}"
+
+    @property
+    def policy(self) -> str:
+        """The order in which the collectives of a step's buckets are issued."""
+        return str(dict(self.hook.settings).get("policy", "fifo"))
+
+    @property
+    def scene(self) -> RunSettings:
+        """The same settings without a hook: runs of one scene take turns, so that their times can be compared."""
+        return dataclasses.replace(self, hook=Spec(""))
+
+    @property
+    def key(self) -> str:
+        """A short name for these settings: the same for equal settings, in every version that knows them."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    @property
+    def name(self) -> str:
+        """The name of the run's files, without a suffix."""
+        return f"{self.task.file_name}.{self.hook.file_name}.seed-{self.seed}.{self.key}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings that differ from the defaults, as text and numbers, as a sweep's YAML file has them."""
+        written: dict[str, Any] = {"task": self.task.label}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            default = each.default_factory() if callable(each.default_factory) else each.default
+            if each.name != "task" and value != default:
+                written[each.name] = value.label if isinstance(value, Spec | LinkSettings) else value
+        return written
+
+    @classmethod
+    def from_dict(cls, written: Mapping[str, Any]) -> RunSettings:
+        """Return the settings that `to_dict` wrote, or that a person did.
+
+        Raises:
+            ValueError: A key is unknown, or a value cannot work.
+
+        """
+        known = [each.name for each in dataclasses.fields(cls)]
+        for key in written:
+            if key not in known:
+                raise ValueError(unknown("setting", str(key), known))
+        if "task" not in written:
+            raise ValueError("a run needs a task")
+        values = dict(written)
+        for name in ("task", "hook", "optimizer"):
+            if isinstance(values.get(name), str):
+                values[name] = Spec.parse(values[name], name)
+        if isinstance(values.get("link"), str):
+            values["link"] = LinkSettings.parse(values["link"])
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +153,9 @@ class StepRecord:
     payload_bytes: int  # bytes that the hook passed to collectives
     moved_bytes: int  # bytes that a rank sent for those, as a ring moves them
     dense_bytes: int  # what a rank would have sent for the plain all-reduce
-    ended: float = 0.0  # Unix time; other runs take their turns in between. 0.0: a result of an earlier version
+    interface_bytes: int | None = None  # bytes that this host's network interface sent; None: not counted
+    probed: bool = False  # the step was also measured by layer, which takes time: it is not part of typical steps
+    ended: float = 0.0  # Unix time; other runs take their turns in between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +164,33 @@ class EvaluationRecord:
 
     step: int
     loss: float
-    accuracy: float
-    bits_per_byte: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)  # others: "accuracy" (0 to 1), "bits_per_byte", ...
+
+    @property
+    def accuracy(self) -> float | None:
+        """The fraction of correct answers, if the task counts them."""
+        return self.metrics.get("accuracy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRecord:
+    """One parameter in a probed step."""
+
+    name: str
+    elements: int
+    payload_bytes: float | None  # in messages, mean over the run's steps so far; None: not counted by the hook
+    error: float  # norm of (the hook's mean - the true mean) over the norm of the true mean
+    residual: float | None  # norm of rank 0's residual over that of its mean gradient; None: no residual
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRecord:
+    """The gradients of one step, measured against their true mean."""
+
+    step: int
+    error: float  # over all parameters: norm of (the hook's mean - the true mean) over the norm of the true mean
+    residual: float | None  # norm of rank 0's residuals over that of its mean gradients
+    layers: tuple[LayerRecord, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,20 +200,35 @@ class RunResult:
     settings: RunSettings
     parameters: int  # elements of the model
     description: str  # the task in a sentence
+    source: str  # hash of the file with the task's function; "": a built-in task
     steps: tuple[StepRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]  # the last is after the last step
+    probes: tuple[ProbeRecord, ...]
     replicas_identical: bool  # whether all ranks ended with the same parameters, bit for bit
+    dilation: float  # seconds here for one second in the records: above 1 if `compute` states a faster processor
+    compute_here: float | None  # seconds of a step's compute measured here before the run, if `compute` is stated
     versions: Mapping[str, str]
     machine: Mapping[str, str | int | float]
 
-    def to_json(self) -> str:
-        """Return the result as JSON text."""
-        return json.dumps(_strict({"format": FORMAT, **dataclasses.asdict(self)}), indent=1, allow_nan=False)
-
     @property
     def file_name(self) -> str:
-        """The name of its file, `<task>.<hook>.json`."""
-        return f"{self.settings.task}.{self.settings.hook.file_name}.json"
+        """The name of its file."""
+        return f"{self.settings.name}.json"
+
+    def to_json(self) -> str:
+        """Return the result as JSON text; steps are columns, so that the file stays small."""
+        raw = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        raw |= {
+            "settings": self.settings.to_dict(),
+            "steps": _columns(StepRecord, self.steps),
+            "evaluations": [dataclasses.asdict(one) for one in self.evaluations],
+            "probes": [
+                {**vars(one), "layers": _columns(LayerRecord, one.layers)}  # type: ignore[arg-type]  # "LayerRecord" is a dataclass
+                for one in self.probes
+            ],
+        }
+        lines = [f" {json.dumps(key)}: {json.dumps(_strict(value), allow_nan=False)}" for key, value in raw.items()]
+        return HEAD + f"{FORMAT},\n" + ",\n".join(lines) + "\n}"
 
     def write(self, folder: Path) -> Path:
         """Write the result under its name, completely or not at all, and return the path."""
@@ -172,17 +242,43 @@ class RunResult:
         """Read a result file.
 
         Raises:
-            ValueError: The file is of another format.
+            ValueError: The file is damaged, or of another format.
 
         """
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if raw.pop("format", None) != FORMAT:
-            raise ValueError(f"{path}: expected a result file of format {FORMAT}; run `commhooks compare` again")
-        return cls(**{**raw, **_typed(raw)})
+        try:
+            raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if raw.pop("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+            raw["settings"] = RunSettings.from_dict(raw["settings"])
+            raw["steps"] = _records(StepRecord, raw["steps"])
+            raw["evaluations"] = tuple(EvaluationRecord(**_with_nan(one)) for one in raw["evaluations"])
+            raw["probes"] = tuple(
+                ProbeRecord(**_with_nan({**one, "layers": _records(LayerRecord, one["layers"])}))
+                for one in raw["probes"]
+            )
+            return cls(**raw)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path}: expected a result file of format {FORMAT} ({error}); if it is damaged or of an earlier "
+                "version, move it away and run again"
+            ) from error
+
+
+_NAN_FOR_NULL = {"loss", "error"}
+"""Fields of type float; JSON has no NaN, so one that is not finite is written as null."""
+
+
+def _columns(kind: type, records: tuple[Any, ...]) -> dict[str, list[Any]]:
+    return {each.name: [getattr(record, each.name) for record in records] for each in dataclasses.fields(kind)}
+
+
+def _records(kind: type, columns: Mapping[str, list[Any]]) -> tuple[Any, ...]:
+    rows = zip(*columns.values(), strict=True)
+    return tuple(kind(**_with_nan(dict(zip(columns, row, strict=True)))) for row in rows)
 
 
 def _strict(value: Any) -> Any:
-    """Return the value in a form that JSON can represent: a loss that is not finite becomes null."""
+    """Return the value in a form that JSON can represent: a number that is not finite becomes null."""
     if isinstance(value, Mapping):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -190,19 +286,11 @@ def _strict(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _with_losses(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with null losses as NaN."""
-    return {**raw, "loss": math.nan if raw["loss"] is None else raw["loss"]}
+def _with_nan(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with NaN for null, in the fields that are numbers."""
+    metrics = {"metrics": _all_numbers(raw["metrics"])} if "metrics" in raw else {}
+    return {**raw, **{key: math.nan for key in _NAN_FOR_NULL & raw.keys() if raw[key] is None}, **metrics}
 
 
-def _typed(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the nested records of a result file as their dataclasses."""
-    settings = dict(raw["settings"])
-    hook = settings["hook"]
-    settings["hook"] = HookSpec(hook["name"], tuple((key, value) for key, value in hook["settings"]))
-    settings["link"] = LinkSettings(**settings["link"])
-    return {
-        "settings": RunSettings(**settings),
-        "steps": tuple(StepRecord(**_with_losses(step)) for step in raw["steps"]),
-        "evaluations": tuple(EvaluationRecord(**_with_losses(evaluation)) for evaluation in raw["evaluations"]),
-    }
+def _all_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in metrics.items()}

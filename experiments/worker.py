@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
+import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import commhooks
 import ddp_core
 
-from .hooks import make_hook, policy_of
 from .launch import Send
-from .link import EmulatedLink
 from .machine import machine, versions
-from .measure import Split, StepClock, WaitClock
-from .runs import EvaluationRecord, RunResult, RunSettings, StepRecord
-from .tasks import make_task
+from .measure import Split, StepClock
+from .probe import Probe
+from .registration import Counted, register
+from .runs import Compute, EvaluationRecord, ProbeRecord, RunResult, RunSettings, StepRecord
+from .tasks import LoadedTask, load_task
+from .tasks.task import mixed
+
+_CALIBRATION_STEPS = 7  # the first two are not counted: memory is allocated in them
+
+
+@dataclass(frozen=True)
+class Work:
+    """Runs for the ranks, and how much slower than stated this machine's compute is."""
+
+    runs: Mapping[int, RunSettings]
+    dilations: Mapping[int, float]  # of each run, seconds here for one second as reported; missing: 1.0
+    compute_here: Mapping[int, float]  # of each run whose compute is stated, as measured by `calibrate`
+
+
+@dataclass(frozen=True)
+class SceneBegun:
+    """The ranks begin to train these runs in turns."""
+
+    runs: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """Rank 0 finished a step; the loss is its own."""
+    """All ranks finished a step of a run."""
 
     run: int
-    step: int
-    loss: float
+    record: StepRecord
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A run was evaluated, and its gradients measured if the step was probed."""
+
+    run: int
+    evaluation: EvaluationRecord
+    probe: ProbeRecord | None
 
 
 @dataclass(frozen=True)
@@ -42,93 +70,142 @@ class RunDone:
     result: RunResult
 
 
-def train_all(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send) -> None:
-    """Train all runs in this rank's process; rank 0 sends a StepDone for every step and a RunDone for every run.
+def train_all(rank: int, ranks: int, argument: Work, send: Send) -> None:
+    """Train all runs in this rank's process; rank 0 sends what it measures.
 
-    The runs of one task take turns, one step each: any other load on the machine then slows all of them equally, so
-    that their times can be compared.
+    The runs of one scene, which differ only in their hooks, take turns, one step each: any other load on the machine
+    then slows all of them equally, so that their times can be compared.
     """
     torch.set_num_threads(1)
-    numbered = list(enumerate(argument))
-    for _, group in groupby(numbered, key=lambda pair: pair[1].task):
-        train_in_turns(dict(group), send if rank == 0 else _silent)
+    told = send if rank == 0 else _silent
+    for _, group in groupby(argument.runs.items(), key=lambda pair: pair[1].scene):
+        numbered = dict(group)
+        told(SceneBegun(tuple(numbered)))
+        _train_in_turns(numbered, argument, told)
         gc.collect()  # a DDP that outlives its process group may abort the process
 
 
-def train_in_turns(settings: Mapping[int, RunSettings], send: Send) -> None:
+def calibrate(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send) -> None:
+    """Measure a step's compute for each of the settings, on all ranks at once; rank 0 sends a list of seconds."""
+    torch.set_num_threads(1)
+    found = []
+    for settings in argument:
+        task = load_task(settings.task, settings.seed)
+        optimizer, times = task.optimizer(settings.optimizer), []
+        for step in range(_CALIBRATION_STEPS):
+            batch = task.batch(step, rank, ranks)
+            dist.barrier()
+            begin = time.perf_counter()
+            task.loss(task.model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - begin)
+        mean = torch.tensor(statistics.median(times[2:]), dtype=torch.float64)
+        dist.all_reduce(mean)
+        found.append(mean.item() / ranks)
+    if rank == 0:
+        send(found)
+
+
+def dilation_of(settings: RunSettings, compute_here: float | None) -> float:
+    """Return how many seconds here stand for one second on the processor that the settings state."""
+    if settings.compute is None:
+        return 1.0
+    stated = Compute.parse(settings.compute)
+    if stated.factor is not None:
+        return 1 / stated.factor
+    assert stated.seconds is not None and compute_here is not None, "a stated time is compared with a measured one"
+    return compute_here / stated.seconds
+
+
+def _train_in_turns(runs: Mapping[int, RunSettings], work: Work, send: Send) -> None:
     """Train several runs, a step of each in turn, on the default process group; every rank calls this."""
-    runs = {number: _Run(each) for number, each in settings.items()}
-    for step in range(max(each.steps for each in settings.values())):
-        for number, run in runs.items():
+    training = {
+        number: _Run(number, settings, work.dilations.get(number, 1.0), send) for number, settings in runs.items()
+    }
+    for step in range(max(settings.steps for settings in runs.values())):
+        for run in training.values():
             if step < run.settings.steps:
-                send(StepDone(number, step + 1, run.step(step)))
-    for number, run in runs.items():
-        send(RunDone(number, run.result()))
+                run.step(step)
+    for number, run in training.items():
+        send(RunDone(number, run.result(work.compute_here.get(number))))
         run.close()
 
 
 class _Run:
     """A model in training, and its measurements so far."""
 
-    def __init__(self, settings: RunSettings) -> None:
-        self.settings = settings
-        self.task = make_task(settings.task, settings.size)
-        self.model = self.task.model(settings.seed)
+    def __init__(self, number: int, settings: RunSettings, dilation: float, send: Send) -> None:
+        self.number, self.settings, self.dilation, self.send = number, settings, dilation, send
+        self.task: LoadedTask = load_task(settings.task, settings.seed)
+        self.model = self.task.model
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.ddp = wrap_in_ddp(self.model, settings.ddp, settings.bucket_cap_mb)
-        self.optimizer = self.task.optimizer(self.model)
-        waits = WaitClock()
-        self.attachment = commhooks.attach(
-            self.ddp,
-            make_hook(settings.hook, settings.seed),
-            policy=policy_of(settings.hook),
-            wrap_communicator=lambda inner: waits.around(EmulatedLink(inner, settings.link)),
-        )
-        self.clock = StepClock(self.model, waits)
+        self.registered = register(settings, self.model, wrap_in_ddp, dilation)
+        self.ddp = self.registered.ddp
+        self.optimizer = self.task.optimizer(settings.optimizer)
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self.clock = StepClock(self.model, self.registered.waits)
         self.steps: list[StepRecord] = []
         self.evaluations: list[EvaluationRecord] = []
+        self.probes: list[ProbeRecord] = []
 
-    def step(self, step: int) -> float:
-        """Take one optimizer step, record its time and bytes, and return this rank's loss."""
-        batch = self.task.batch(self.settings.seed, step, self.rank, self.ranks)
-        before = self.attachment.statistics()
+    def step(self, step: int) -> None:
+        """Take one optimizer step, and record its time and bytes."""
+        batch = self.task.batch(step, self.rank, self.ranks)
+        last = step + 1 == self.settings.steps
+        evaluated = last or (step + 1) % self.settings.evaluate_every == 0
+        # The true mean crosses the network too, uncompressed: on a network that is really slow, only once.
+        probed = last or (evaluated and self.settings.link.kind == "emulated")
+        probe = Probe(self.model) if probed else None
+        factor = self.task.schedule(step, self.settings.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.task.learning_rate(step, self.settings.steps)
+            group["lr"] = group["initial_lr"] * factor
+        torch.manual_seed(mixed(self.settings.seed, step, self.rank))  # dropout must not depend on whose turn it was
+        before = self.registered.counted()
         self.clock.begin()
-        loss = self.task.loss(self.ddp(batch.inputs), batch.targets)
+        loss = self.task.loss(self.ddp, batch)
         loss.backward()
         self.clock.backward_ended()
         self.optimizer.step()
-        self.optimizer.zero_grad()
         split, ended = self.clock.end(), time.time()
-        after = self.attachment.statistics()
-        if (step + 1) % self.settings.evaluate_every == 0 or step + 1 == self.settings.steps:
-            self._evaluate(step + 1)
-        self.steps.append(_record(step + 1, loss.item(), split, before, after, self.ranks, ended))
-        return loss.item()
+        after = self.registered.counted()
+        mean_loss = loss.detach().double().reshape(())
+        dist.all_reduce(mean_loss)
+        record = _record(step + 1, mean_loss.item() / self.ranks, split, before, after, self)
+        self.steps.append(dataclasses.replace(record, probed=probed, ended=ended))
+        found = None if probe is None else probe.finish(step + 1, self.registered)
+        self.optimizer.zero_grad()
+        self.send(StepDone(self.number, self.steps[-1]))
+        if found is not None:
+            self.probes.append(found)
+        if evaluated:
+            self._evaluate(step + 1, found)
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int, probe: ProbeRecord | None) -> None:
         """Evaluate the model on rank 0; the other ranks wait, and the clock is stopped."""
         if self.rank == 0:
-            found = self.task.evaluate(self.model)
-            self.evaluations.append(EvaluationRecord(step=step, **vars(found)))
+            metrics = self.task.evaluate()
+            loss = metrics.pop("loss")
+            self.evaluations.append(EvaluationRecord(step=step, loss=loss, metrics=metrics))
+            self.send(Evaluated(self.number, self.evaluations[-1], probe))
         dist.barrier()
 
-    def result(self) -> RunResult:
-        """Return the measurements, with the losses averaged over ranks."""
-        mean_losses = torch.tensor([record.loss for record in self.steps], dtype=torch.float64)
-        dist.all_reduce(mean_losses)
-        mean_losses /= self.ranks
+    def result(self, compute_here: float | None) -> RunResult:
+        """Return the measurements."""
         fingerprints: list[str | None] = [None] * self.ranks
         dist.all_gather_object(fingerprints, fingerprint(self.model))
-        steps = (replace(record, loss=loss) for record, loss in zip(self.steps, mean_losses.tolist(), strict=True))
         return RunResult(
             settings=self.settings,
             parameters=sum(p.numel() for p in self.model.parameters()),
             description=self.task.description,
-            steps=tuple(steps),
+            source=self.task.source,
+            steps=tuple(self.steps),
             evaluations=tuple(self.evaluations),
+            probes=tuple(self.probes),
             replicas_identical=len(set(fingerprints)) == 1,
+            dilation=self.dilation,
+            compute_here=compute_here,
             versions=versions(),
             machine=machine(),
         )
@@ -136,14 +213,16 @@ class _Run:
     def close(self) -> None:
         """Remove everything from the model; the DDP must go before the process group does."""
         self.clock.remove()
-        self.attachment.detach()
-        del self.ddp
+        self.registered.detach()
+        del self.ddp, self.registered
 
 
-def wrap_in_ddp(model: nn.Module, ddp: str, bucket_cap_mb: float | None) -> nn.Module:
+def wrap_in_ddp(
+    model: nn.Module, ddp: str, bucket_cap_mb: float | None, group: dist.ProcessGroup | None = None
+) -> nn.Module:
     """Return the model in ddp_core's class ('core') or in PyTorch's ('torch')."""
     kind = ddp_core.DistributedDataParallel if ddp == "core" else nn.parallel.DistributedDataParallel
-    wrapped: nn.Module = kind(model, bucket_cap_mb=bucket_cap_mb)
+    wrapped: nn.Module = kind(model, bucket_cap_mb=bucket_cap_mb, process_group=group)
     return wrapped
 
 
@@ -155,26 +234,19 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _record(
-    step: int,
-    loss: float,
-    split: Split,
-    before: commhooks.Statistics,
-    after: commhooks.Statistics,
-    ranks: int,
-    ended: float,
-) -> StepRecord:
-    """Return a step's split, and the bytes that it added to the attachment's statistics."""
+def _record(step: int, loss: float, split: Split, before: Counted, after: Counted, run: _Run) -> StepRecord:
+    """Return a step's split in the seconds of the stated processor, and the bytes that it added."""
     gradient_bytes = after.gradient_bytes - before.gradient_bytes
+    interface = None if after.interface_bytes is None else after.interface_bytes - (before.interface_bytes or 0)
     return StepRecord(
         step=step,
         loss=loss,
-        **vars(split),
+        **{name: seconds / run.dilation for name, seconds in vars(split).items()},
         gradient_bytes=gradient_bytes,
         payload_bytes=after.payload_bytes - before.payload_bytes,
         moved_bytes=after.moved_bytes - before.moved_bytes,
-        dense_bytes=2 * (ranks - 1) * gradient_bytes // ranks,
-        ended=ended,
+        dense_bytes=2 * (run.ranks - 1) * gradient_bytes // run.ranks,
+        interface_bytes=interface,
     )
 
 

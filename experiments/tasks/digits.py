@@ -12,8 +12,9 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from .task import Batch, Evaluation, generator_for, size_named
+from .task import Task, size_named
 
 _HELD_OUT = 360  # of 1,797: a fifth
 
@@ -62,89 +63,53 @@ class DigitsMlp(nn.Sequential):
         super().__init__(nn.Flatten(), *hidden, nn.Linear(width, 10))
 
 
-@dataclass(frozen=True)
-class Digits:
-    """Handwritten digits, SGD with momentum."""
+def digits(size: str = "medium", *, channels: int = 0, batch_size: int = 0, steps: int = 0) -> Task:
+    """Return handwritten digits with SGD and momentum.
 
-    shape: DigitsSize
-    size: str
-    name: str = "digits"
+    Args:
+        size: "tiny", "small", "medium" or "large".
+        channels: Of the first layer; 0: the size's own.
+        batch_size: Images per rank and step; 0: the size's own.
+        steps: Optimizer steps of a run; 0: the size's own.
 
-    @classmethod
-    def of_size(cls, size: str) -> Digits:
-        """Return the task in one of its presets."""
-        return cls(size_named(SIZES, size, "digits"), size)
-
-    @property
-    def default_steps(self) -> int:
-        """How many steps a run takes by default."""
-        return self.shape.steps
-
-    @property
-    def description(self) -> str:
-        """One sentence for the report."""
-        network = (
-            f"a convolutional network with batch norm ({self.shape.channels} channels in its first layer)"
-            if self.shape.convolutions
-            else f"a perceptron with two hidden layers of {self.shape.channels}"
-        )
-        return (
+    """
+    preset = size_named(SIZES, size, "digits")
+    shape = replace(
+        preset,
+        channels=channels or preset.channels,
+        batch_size=batch_size or preset.batch_size,
+        steps=steps or preset.steps,
+    )
+    network = (
+        f"a convolutional network with batch norm ({shape.channels} channels in its first layer)"
+        if shape.convolutions
+        else f"a perceptron with two hidden layers of {shape.channels}"
+    )
+    return Task(
+        model=DigitsNet(shape.channels) if shape.convolutions else DigitsMlp(shape.channels),
+        data=TensorDataset(*_data()[0]),
+        held_out=TensorDataset(*_data()[1]),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        evaluate=_evaluate,
+        optimizer=lambda model: torch.optim.SGD(
+            model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4
+        ),
+        schedule=lambda step, steps: min(1.0, (step + 1) / 5) * (0.55 + 0.45 * math.cos(math.pi * step / steps)),
+        batch_size=shape.batch_size,
+        steps=shape.steps,
+        description=(
             f"scikit-learn's handwritten digits (1,437 images to train on, 360 held out), {network}, SGD with "
-            f"momentum, {self.shape.batch_size} images per rank and step"
-        )
+            f"momentum, {shape.batch_size} images per rank and step"
+        ),
+    )
 
-    @property
-    def batch_size(self) -> int:
-        """Examples per rank and step."""
-        return self.shape.batch_size
 
-    def with_batch_size(self, batch_size: int) -> Digits:
-        """Return the same task with another batch size."""
-        return replace(self, shape=replace(self.shape, batch_size=batch_size))
-
-    def model(self, seed: int) -> nn.Module:
-        """Return a fresh network."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return DigitsNet(self.shape.channels) if self.shape.convolutions else DigitsMlp(self.shape.channels)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return SGD with Nesterov momentum."""
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
-
-    def learning_rate(self, step: int, steps: int) -> float:
-        """Return a rate that rises over five steps and falls along a cosine."""
-        return 0.05 * min(1.0, (step + 1) / 5) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-
-    def batch(self, seed: int, step: int, rank: int, world_size: int) -> Batch:
-        """Return this rank's images of one step: every epoch is one shuffle, shared by all ranks."""
-        images, labels = _data()[0]
-        together = self.shape.batch_size * world_size
-        if together > len(images):
-            raise ValueError(
-                f"digits: {world_size} ranks with {self.shape.batch_size} images each want more than the {len(images)} "
-                "there are; use fewer ranks or a smaller size"
-            )
-        epoch, position = divmod(step, len(images) // together)
-        order = torch.randperm(len(images), generator=generator_for(seed, epoch))
-        begin = position * together + rank * self.shape.batch_size
-        chosen = order[begin : begin + self.shape.batch_size]
-        return Batch(images[chosen], labels[chosen])
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy."""
-        return F.cross_entropy(outputs, targets)
-
-    def evaluate(self, model: nn.Module) -> Evaluation:
-        """Evaluate the network on the 360 images held out."""
-        images, labels = _data()[1]
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
-            outputs = model(images)
-        model.train(was_training)
-        right = (outputs.argmax(dim=1) == labels).float().mean().item()
-        return Evaluation(loss=F.cross_entropy(outputs, labels).item(), accuracy=right)
+def _evaluate(model: nn.Module) -> dict[str, float]:
+    """Return loss and accuracy on the 360 images held out."""
+    images, labels = _data()[1]
+    outputs = model(images)
+    right = (outputs.argmax(dim=1) == labels).float().mean().item()
+    return {"loss": F.cross_entropy(outputs, labels).item(), "accuracy": right}
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .task import Batch, Evaluation, generator_for, size_named
+from .task import Task, generator_for, size_named
 
 _BYTES = 256  # the vocabulary
 _HELD_OUT_EVERY = 10  # every tenth file is held out
@@ -87,89 +87,83 @@ class GptModel(nn.Module):
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]  # modules are untyped
 
 
-@dataclass(frozen=True)
-class Gpt:
-    """Next-byte prediction, AdamW."""
+def gpt(
+    size: str = "medium",
+    *,
+    width: int = 0,
+    layers: int = 0,
+    heads: int = 0,
+    context: int = 0,
+    batch_size: int = 0,
+    steps: int = 0,
+) -> Task:
+    """Return next-byte prediction with AdamW; a 0 stands for the size's own value.
 
-    shape: GptSize
-    size: str
-    name: str = "gpt"
+    Args:
+        size: "tiny", "small", "medium" or "large".
+        width: Of the model.
+        layers: Of the model.
+        heads: Attention heads; they must divide the width.
+        context: Bytes that the model sees at once.
+        batch_size: Sequences per rank and step.
+        steps: Optimizer steps of a run.
 
-    @classmethod
-    def of_size(cls, size: str) -> Gpt:
-        """Return the task in one of its presets."""
-        return cls(size_named(SIZES, size, "gpt"), size)
-
-    @property
-    def default_steps(self) -> int:
-        """How many steps a run takes by default."""
-        return self.shape.steps
-
-    @property
-    def description(self) -> str:
-        """One sentence for the report."""
-        s = self.shape
-        return (
-            f"the source of Python's standard library, byte by byte (every tenth file held out), a GPT of {s.layers} "
-            f"layer{'s' * (s.layers > 1)} and width {s.width}, AdamW, {s.batch_size} sequences of {s.context} bytes "
-            "per rank and step"
-        )
-
-    @property
-    def batch_size(self) -> int:
-        """Examples per rank and step."""
-        return self.shape.batch_size
-
-    def with_batch_size(self, batch_size: int) -> Gpt:
-        """Return the same task with another batch size."""
-        return replace(self, shape=replace(self.shape, batch_size=batch_size))
-
-    def model(self, seed: int) -> nn.Module:
-        """Return a fresh model."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return GptModel(self.shape)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return AdamW; weight decay applies only to matrices."""
-        groups = [
-            {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
-
-    def learning_rate(self, step: int, steps: int) -> float:
-        """Return a rate that rises over ten steps and falls along a cosine to a tenth."""
-        return 1e-3 * min(1.0, (step + 1) / _WARM_UP_STEPS) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-
-    def batch(self, seed: int, step: int, rank: int, world_size: int) -> Batch:
-        """Return this rank's sequences of one step, cut at random places."""
-        return _sequences(
-            _text()[0], self.shape.batch_size, self.shape.context, generator_for(seed, step, rank, world_size)
-        )
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per byte."""
-        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
-    def evaluate(self, model: nn.Module) -> Evaluation:
-        """Evaluate the model on 256 sequences of the held-out files, the same ones every time."""
-        batch = _sequences(_text()[1], 256, self.shape.context, torch.Generator().manual_seed(256))
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
-            outputs = torch.cat([model(part) for part in batch.inputs.split(64)])
-        model.train(was_training)
-        loss = self.loss(outputs, batch.targets).item()
-        right = (outputs.argmax(dim=-1) == batch.targets).float().mean().item()
-        return Evaluation(loss=loss, accuracy=right, bits_per_byte=loss / math.log(2))
+    """
+    preset = size_named(SIZES, size, "gpt")
+    asked = {"width": width, "layers": layers, "heads": heads, "context": context}
+    asked |= {"batch_size": batch_size, "steps": steps}
+    shape = replace(preset, **{name: value for name, value in asked.items() if value})
+    if shape.width % shape.heads:
+        raise ValueError(f"task 'gpt': {shape.heads} heads do not divide a width of {shape.width}")
+    return Task(
+        model=GptModel(shape),
+        data=lambda seed, step, rank, ranks: _sequences(
+            _text()[0], shape.batch_size, shape.context, generator_for(seed, step, rank, ranks)
+        ),
+        loss=lambda model, batch: _cross_entropy(model(batch[0]), batch[1]),
+        evaluate=lambda model: _evaluate(model, shape.context),
+        optimizer=_adamw,
+        schedule=lambda step, steps: (
+            min(1.0, (step + 1) / _WARM_UP_STEPS) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+        ),
+        steps=shape.steps,
+        batch_size=shape.batch_size,
+        description=(
+            f"the source of Python's standard library, byte by byte (every tenth file held out), a GPT of "
+            f"{shape.layers} layer{'s' * (shape.layers > 1)} and width {shape.width}, AdamW, {shape.batch_size} "
+            f"sequences of {shape.context} bytes per rank and step"
+        ),
+    )
 
 
-def _sequences(text: Tensor, count: int, context: int, generator: torch.Generator) -> Batch:
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW; weight decay applies only to matrices."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats per byte."""
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def _evaluate(model: nn.Module, context: int) -> dict[str, float]:
+    """Evaluate the model on 256 sequences of the held-out files, the same ones every time."""
+    inputs, targets = _sequences(_text()[1], 256, context, torch.Generator().manual_seed(256))
+    outputs = torch.cat([model(part) for part in inputs.split(64)])
+    loss = _cross_entropy(outputs, targets).item()
+    right = (outputs.argmax(dim=-1) == targets).float().mean().item()
+    return {"loss": loss, "accuracy": right, "bits_per_byte": loss / math.log(2)}
+
+
+def _sequences(text: Tensor, count: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return `count` pieces of the text, each with the piece one byte further on as its target."""
     begins = torch.randint(len(text) - context, (count, 1), generator=generator)
     windows = text[begins + torch.arange(context + 1)].long()  # count×(context + 1)
-    return Batch(windows[:, :-1], windows[:, 1:])
+    return windows[:, :-1], windows[:, 1:]
 
 
 @cache

@@ -1,0 +1,148 @@
+"""Making runs, one scene after another: what is finished stays, and one run that fails does not end the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from .cluster import hosts_for
+from .launch import WorldError, run_in_torchrun, run_world, torchrun_world
+from .runs import Compute, RunResult, RunSettings
+from .store import RESULTS
+from .tasks import load_task
+from .worker import RunDone, SceneBegun, Work, calibrate, dilation_of, train_all
+
+Listener = Callable[[RunSettings, object], None]
+"""Called with the run that a message of `experiments.worker` is about, and the message."""
+
+
+@dataclass
+class Made:
+    """What came of some runs."""
+
+    results: dict[RunSettings, RunResult] = field(default_factory=dict)
+    failures: dict[RunSettings, str] = field(default_factory=dict)  # the traceback of each run that failed
+
+
+def execute(runs: Sequence[RunSettings], out: Path, listener: Listener) -> Made:
+    """Make the runs in order, and write the result of each into `out`/results as soon as it is known.
+
+    Runs that differ only in their hooks take turns. If a rank fails, the runs of that scene are made again, one by one,
+    and only those that fail alone count as failed.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; the ranks are ended, and every finished result is written.
+        WorldError: A rank failed under torchrun, which ends the ranks of all runs.
+
+    """
+    made = Made()
+    (out / RESULTS).mkdir(parents=True, exist_ok=True)
+    if torchrun_world() is not None:
+        _Attempt(runs, out, listener, made).in_torchrun()
+        return made
+    for world in _worlds(runs):
+        left = list(world)
+        while left:
+            attempt = _Attempt(left, out, listener, made)
+            try:
+                attempt.in_new_processes()
+            except WorldError as error:
+                _after_failure(attempt, out, listener, made, error)
+            left = [settings for settings in left if settings not in made.results and settings not in made.failures]
+    return made
+
+
+def _worlds(runs: Sequence[RunSettings]) -> Iterator[list[RunSettings]]:
+    """Yield runs that can be made by the same processes: as many ranks, and on hosts of their own, one scene."""
+    for _, group in groupby(runs, lambda one: (one.ranks, one.scene if one.link.kind == "hosts" else one.link.kind)):
+        yield list(group)
+
+
+def _after_failure(attempt: _Attempt, out: Path, listener: Listener, made: Made, error: WorldError) -> None:
+    """Make each unfinished run of the scene that failed alone; record those that fail again."""
+    suspects = [settings for settings in attempt.scene if settings not in made.results]
+    if len(suspects) == 1:
+        made.failures[suspects[0]] = str(error)
+        return
+    for settings in suspects:
+        try:
+            _Attempt([settings], out, listener, made).in_new_processes()
+        except WorldError as alone:
+            made.failures[settings] = str(alone)
+
+
+class _Attempt:
+    """Some runs, made by one set of processes."""
+
+    def __init__(self, runs: Sequence[RunSettings], out: Path, listener: Listener, made: Made) -> None:
+        self._runs = list(runs)
+        self._out = out
+        self._listener = listener
+        self._made = made
+        self.scene: list[RunSettings] = self._runs  # in which the processes are, if they fail
+
+    def in_new_processes(self) -> None:
+        """Start ranks for the runs, on the hosts of a cluster if their link asks for it."""
+        first = self._runs[0]
+        work = self._work(self._calibrate())
+        with ExitStack() as stack:
+            cluster = None
+            if first.link.kind == "hosts":
+                link = first.link.slowed(work.dilations[0])
+                cluster = stack.enter_context(hosts_for(link, first.ranks))
+            run_world(
+                train_all, first.ranks, work, self._hear, timeout=silence_allowed(self._runs, work), cluster=cluster
+            )
+
+    def in_torchrun(self) -> None:
+        """Make the runs in the world that torchrun started."""
+        work = self._work({})
+        run_in_torchrun(train_all, work, self._hear, timeout=silence_allowed(self._runs, work))
+
+    def _calibrate(self) -> dict[int, float]:
+        """Return the seconds of a step's compute here, for the runs that state what it takes elsewhere."""
+        asked = {
+            number: settings
+            for number, settings in enumerate(self._runs)
+            if settings.compute is not None and Compute.parse(settings.compute).seconds is not None
+        }
+        if not asked:
+            return {}
+        scenes = list(dict.fromkeys(settings.scene for settings in asked.values()))
+        found: list[object] = []
+        run_world(calibrate, scenes[0].ranks, scenes, found.append, timeout=120)
+        (seconds,) = found
+        assert isinstance(seconds, list), "rank 0 sends one list"
+        by_scene = dict(zip(scenes, seconds, strict=True))
+        return {number: by_scene[settings.scene] for number, settings in asked.items()}
+
+    def _work(self, compute_here: dict[int, float]) -> Work:
+        dilations = {
+            number: dilation_of(settings, compute_here.get(number)) for number, settings in enumerate(self._runs)
+        }
+        return Work(dict(enumerate(self._runs)), dilations, compute_here)
+
+    def _hear(self, message: object) -> None:
+        if isinstance(message, SceneBegun):
+            self.scene = [self._runs[number] for number in message.runs]
+            return
+        if isinstance(message, RunDone):
+            message.result.write(self._out / RESULTS)
+            self._made.results[message.result.settings] = message.result
+        self._listener(self._runs[message.run], message)  # type: ignore[attr-defined]  # every other message is about a run
+
+
+def silence_allowed(runs: Sequence[RunSettings], work: Work) -> float:
+    """Return how many seconds of silence mean that a world is stuck: 20 of the slowest steps, and two minutes."""
+    slowest = [_dense_seconds(settings) * work.dilations[number] for number, settings in enumerate(runs)]
+    return 120 + 20 * max(slowest)
+
+
+def _dense_seconds(settings: RunSettings) -> float:
+    """Return how long the plain all-reduce of all gradients takes on the link at its slowest."""
+    elements = sum(p.numel() for p in load_task(settings.task, settings.seed).model.parameters())
+    rate = settings.link.slowest
+    return 2 * 32 * elements / rate if rate else 0.0
