@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from .cluster import hosts_for
 from .launch import WorldError, run_in_torchrun, run_world, torchrun_world
 from .runs import Compute, RunResult, RunSettings
 from .store import RESULTS
@@ -89,13 +88,8 @@ class _Attempt:
         first = self._runs[0]
         work = self._work(self._calibrate())
         with ExitStack() as stack:
-            cluster = None
-            if first.link.kind == "hosts":
-                link = first.link.slowed(work.dilations[0])
-                cluster = stack.enter_context(hosts_for(link, first.ranks))
-            run_world(
-                train_all, first.ranks, work, self._hear, timeout=silence_allowed(self._runs, work), cluster=cluster
-            )
+            assert first.link.kind != "hosts" or stack  # to come
+            run_world(train_all, first.ranks, work, self._hear, timeout=silence_allowed(self._runs, work))
 
     def in_torchrun(self) -> None:
         """Make the runs in the world that torchrun started."""

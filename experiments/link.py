@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -90,6 +90,7 @@ def _bits_of(unit: str) -> int | None:
 class LinkSettings:
     """The link between one rank and the next in the ring."""
 
+    kind: str = "emulated"  # or "hosts" (network namespaces), or "real" (whatever network there is)
     bits_per_second: float | None = None  # lower: every collective takes longer; None: no limit
     latency_seconds: float = 0.0  # higher: many small collectives cost more
 
@@ -102,6 +103,36 @@ class LinkSettings:
             raise ValueError(
                 f"LinkSettings(latency_seconds={self.latency_seconds}): latency_seconds must be in [0, inf)."
             )
+
+    @classmethod
+    def parse(cls, text: str) -> LinkSettings:
+        """Return the link described by a text such as '100Mbit/s' or 'hosts:rate=100Mbit/s,latency=1ms'."""
+        kind, colon, rest = text.partition(":")
+        if not colon:
+            kind, rest = ("real", "") if text == "real" else ("emulated", f"rate={text}")
+        values = dict(piece.split("=") for piece in rest.split(",") if piece)
+        return cls(
+            kind=kind,
+            bits_per_second=parse_rate(values.get("rate", "unlimited")),
+            latency_seconds=parse_latency(values.get("latency", "0")),
+        )
+
+    @property
+    def label(self) -> str:
+        """The shortest text that parses to this link."""
+        rate = format_rate(self.bits_per_second).replace(" ", "")
+        latency = f",latency={1e3 * self.latency_seconds:g}ms" if self.latency_seconds else ""
+        return "real" if self.kind == "real" else f"{self.kind}:rate={rate}{latency}"
+
+    @property
+    def slowest(self) -> float | None:
+        """The lowest rate that the link ever has, in bits per second; None: no limit."""
+        return self.bits_per_second
+
+    def slowed(self, factor: float) -> LinkSettings:
+        """Return the link with every rate divided and every latency multiplied by the factor."""
+        rate = None if self.bits_per_second is None else self.bits_per_second / factor
+        return replace(self, bits_per_second=rate, latency_seconds=self.latency_seconds * factor)
 
     def seconds_for(self, collective: Collective, world_size: int) -> float:
         """Return the minimum time for the ring of those of `world_size` ranks that take part, over this link.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .runs import PARTIAL, RunResult, RunSettings
+from .summary import smoothed_losses, total_bytes, total_seconds
 
 if TYPE_CHECKING:
     import pandas
@@ -101,9 +104,20 @@ def _plain(value: object) -> object:
 
 
 def _outcome(result: RunResult) -> dict[str, object]:
-    from .summary import summarise_alone
-
-    return summarise_alone(result)
+    steps, last = result.steps, result.evaluations[-1]
+    seconds, moved = total_seconds(steps), total_bytes(steps)
+    return {
+        "held_out_loss": last.loss,
+        **{f"held_out_{name}": value for name, value in last.metrics.items()},
+        "train_loss": smoothed_losses(steps)[-1],
+        "seconds": seconds,
+        "median_step_seconds": statistics.median(step.seconds for step in steps),
+        "moved_bytes": moved,
+        "ratio": sum(step.dense_bytes for step in steps) / moved if moved else math.inf,
+        "replicas_identical": result.replicas_identical,
+        "parameters": result.parameters,
+        "dilation": result.dilation,
+    }
 
 
 def remove_partial(out: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .runs import RunResult, StepRecord
+from .runs import RunResult, RunSettings, StepRecord
 
 SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, up to and including the step itself
 TARGET_SHARE = 0.95  # the default target loss is at this fraction of the first hook's decrease in loss
@@ -66,8 +66,7 @@ class Summary:
     steps: int
     train_loss: float  # mean of the last steps
     held_out_loss: float
-    accuracy: float
-    bits_per_byte: float | None
+    metrics: Mapping[str, float]  # on held-out data, besides the loss: "accuracy" (0 to 1), "bits_per_byte", ...
     seconds: float  # the whole run, warm-up included
     moved_bytes: int
     ratio: float  # dense bytes over moved bytes, the whole run, warm-up included
@@ -93,10 +92,10 @@ def summarise(results: Sequence[RunResult], target_loss: float | None = None) ->
         target_loss: The loss to reach; None: by TARGET_RULE, for each task.
 
     """
-    firsts: dict[str, RunResult] = {}
+    firsts: dict[RunSettings, RunResult] = {}
     for result in results:
-        firsts.setdefault(result.settings.task, result)
-    return [_summary(result, firsts[result.settings.task], target_loss) for result in results]
+        firsts.setdefault(result.settings.scene, result)
+    return [_summary(result, firsts[result.settings.scene], target_loss) for result in results]
 
 
 def smoothed_losses(steps: Sequence[StepRecord]) -> list[float]:
@@ -124,13 +123,12 @@ def _summary(result: RunResult, first: RunResult, target_loss: float | None) -> 
     step = Spread.of([s.seconds for s in steps])
     moved = total_bytes(steps)
     return Summary(
-        task=result.settings.task,
+        task=result.settings.task.label,
         hook=result.settings.hook.label,
         steps=len(steps),
         train_loss=smoothed_losses(steps)[-1],
         held_out_loss=evaluation.loss,
-        accuracy=evaluation.accuracy,
-        bits_per_byte=evaluation.bits_per_byte,
+        metrics=evaluation.metrics,
         seconds=total_seconds(steps),
         moved_bytes=moved,
         ratio=sum(s.dense_bytes for s in steps) / moved if moved else float("inf"),
