@@ -34,7 +34,7 @@ def execute(runs: Sequence[RunSettings], out: Path, listener: Listener) -> Made:
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the ranks are ended, and every finished result is written.
-        WorldError: A rank failed under torchrun, which ends the ranks of all runs.
+        WorldError: The ranks did not start; or one failed under torchrun, which ends the ranks of all runs.
 
     """
     made = Made()
@@ -62,6 +62,8 @@ def _worlds(runs: Sequence[RunSettings]) -> Iterator[list[RunSettings]]:
 
 def _after_failure(attempt: _Attempt, out: Path, listener: Listener, made: Made, error: WorldError) -> None:
     """Make each unfinished run of the scene that failed alone; record those that fail again."""
+    if not attempt.scene:  # the ranks did not even start, for which no run is to blame
+        raise error
     suspects = [settings for settings in attempt.scene if settings not in made.results]
     if len(suspects) == 1:
         made.failures[suspects[0]] = str(error)
@@ -81,7 +83,7 @@ class _Attempt:
         self._out = out
         self._listener = listener
         self._made = made
-        self.scene: list[RunSettings] = self._runs  # in which the processes are, if they fail
+        self.scene: list[RunSettings] = []  # the runs that the processes are making
 
     def in_new_processes(self) -> None:
         """Start ranks for the runs, on the hosts of a cluster if their link asks for it."""

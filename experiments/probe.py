@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ class Probe:
         self._own: dict[str, Tensor] = {}
         self._handles = [parameter.register_hook(self._keeper(name)) for name, parameter in self._named.items()]
 
-    def _keeper(self, name: str):  # type: ignore[no-untyped-def]  # the signature of a tensor hook
+    def _keeper(self, name: str) -> Callable[[Tensor], None]:
         def keep(gradient: Tensor) -> None:
             self._own[name] = gradient.detach().to_dense().clone()
 

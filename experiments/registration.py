@@ -39,10 +39,10 @@ class Registered(Protocol):
         """Return the bytes so far."""
 
     def payload_by_parameter(self) -> dict[str, float]:
-        """Return each parameter's bytes in messages, mean over the steps so far; empty if the hook does not count them."""
+        """Return each parameter's bytes in messages, mean over the steps so far; empty if they are not counted."""
 
     def residual_ratios(self) -> dict[str, float]:
-        """Return the norm of this rank's residuals over its gradients' norm, for each parameter, and under "" for all."""
+        """Return the norm of this rank's residuals over its gradients', for each parameter, and under "" for all."""
 
     def detach(self) -> None:
         """Remove the hook."""

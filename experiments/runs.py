@@ -222,10 +222,7 @@ class RunResult:
             "settings": self.settings.to_dict(),
             "steps": _columns(StepRecord, self.steps),
             "evaluations": [dataclasses.asdict(one) for one in self.evaluations],
-            "probes": [
-                {**vars(one), "layers": _columns(LayerRecord, one.layers)}  # type: ignore[arg-type]  # "LayerRecord" is a dataclass
-                for one in self.probes
-            ],
+            "probes": [{**vars(one), "layers": _columns(LayerRecord, one.layers)} for one in self.probes],
         }
         lines = [f" {json.dumps(key)}: {json.dumps(_strict(value), allow_nan=False)}" for key, value in raw.items()]
         return HEAD + f"{FORMAT},\n" + ",\n".join(lines) + "\n}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from experiments.link import LinkSettings
-from experiments.runs import EvaluationRecord, HookSpec, RunResult, RunSettings, StepRecord
+from experiments.runs import EvaluationRecord, RunResult, RunSettings, StepRecord
+from experiments.specs import Spec
 
 DENSE_BYTES = 4_000_000
 STARTED = 1_800_000_000.0  # Unix time
@@ -34,18 +35,24 @@ def result(
         for n in range(1, steps + 1)
     )
     evaluations = tuple(
-        EvaluationRecord(step=n, loss=records[n - 1].loss + 0.05, accuracy=0.3 + n / 1000, bits_per_byte=3.0)
+        EvaluationRecord(
+            step=n, loss=records[n - 1].loss + 0.05, metrics={"accuracy": 0.3 + n / 1000, "bits_per_byte": 3.0}
+        )
         for n in range(10, steps + 1, 10)
     )
     return RunResult(
         settings=RunSettings(
-            task=task,
-            hook=HookSpec.parse(hook),
+            task=Spec.parse(task, "task"),
+            hook=Spec.parse(hook),
             steps=steps,
             link=LinkSettings(bits_per_second=100e6, latency_seconds=2e-4),
         ),
         parameters=DENSE_BYTES // 4,
         description="a task that is not one",
+        source="",
+        probes=(),
+        dilation=1.0,
+        compute_here=None,
         steps=records,
         evaluations=evaluations,
         replicas_identical=True,
@@ -57,7 +64,7 @@ def result(
 def results() -> list[RunResult]:
     """Return two tasks under three hooks each."""
     return [
-        result(hook, task=task, ratio=ratio, slower=slower)
+        result(hook, task=Spec.parse(task, "task"), ratio=ratio, slower=slower)
         for task in ("digits", "gpt")
         for hook, ratio, slower in (("all-reduce", 1, 1.0), ("fp16", 2, 1.0), ("powersgd:rank=4", 20, 1.1))
     ]

@@ -1,0 +1,99 @@
+"""Scenes, what is kept of runs that fail, and time dilation; the processes are played by a function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import execute
+from experiments.launch import WorldError
+from experiments.link import LinkSettings
+from experiments.runs import RunResult, RunSettings
+from experiments.specs import Spec
+from experiments.worker import RunDone, SceneBegun, Work, dilation_of
+from tests.experiments.synthetic import result
+
+HOOKS = ("all-reduce", "breaks", "fp16")
+World = Callable[..., None]
+
+
+def settings(hook: str = "all-reduce", seed: int = 0, link: str = "100Mbit/s", **others: Any) -> RunSettings:
+    return RunSettings(task=Spec("digits"), hook=Spec(hook), seed=seed, link=LinkSettings.parse(link), **others)
+
+
+def played(breaks: Iterable[str], worlds: list[list[str]]) -> World:
+    """Return what stands for a world: it makes all runs, scene by scene, and fails in a scene with a hook that breaks."""
+
+    def world(function: object, ranks: int, work: Work, hear: Callable[[object], None], **_: object) -> None:
+        worlds.append([one.label for one in work.runs.values()])
+        scenes: dict[RunSettings, list[int]] = {}
+        for number, one in work.runs.items():
+            scenes.setdefault(one.scene, []).append(number)
+        for numbers in scenes.values():
+            hear(SceneBegun(tuple(numbers)))
+            for number in numbers:
+                if work.runs[number].hook.name in breaks:
+                    raise WorldError(f"rank 1 failed: {work.runs[number].hook.name}")
+            for number in numbers:
+                hear(RunDone(number, dataclasses.replace(result(), settings=work.runs[number])))
+
+    return world
+
+
+@pytest.fixture
+def worlds(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return the runs of every world that was started, in order."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(execute, "run_world", played({"breaks"}, started))
+    return started
+
+
+def test_a_run_that_fails_ends_neither_its_scene_nor_the_sweep(worlds: list[list[str]], tmp_path: Path) -> None:
+    runs = [settings(hook, seed) for seed in (0, 1) for hook in HOOKS]
+    made = execute.execute(runs, tmp_path, lambda *_: None)
+    assert {one.hook.name for one in made.failures} == {"breaks"}
+    assert set(made.results) | set(made.failures) == set(runs)
+    assert "rank 1 failed: breaks" in next(iter(made.failures.values()))
+    written = {RunResult.read(path).settings for path in (tmp_path / "results").iterdir()}
+    assert written == set(made.results)
+
+
+def test_runs_that_succeed_share_one_world(worlds: list[list[str]], tmp_path: Path) -> None:
+    runs = [
+        settings(hook, seed, link) for link in ("100Mbit/s", "1Gbit/s") for seed in (0, 1) for hook in ("fp16", "x")
+    ]
+    execute.execute(runs, tmp_path, lambda *_: None)
+    assert len(worlds) == 1
+
+
+def test_messages_reach_the_listener_with_their_run(worlds: list[list[str]], tmp_path: Path) -> None:
+    heard: list[RunSettings] = []
+    runs = [settings("fp16"), settings("int8")]
+    execute.execute(runs, tmp_path, lambda run, message: heard.append(run))
+    assert heard == runs
+
+
+def test_ranks_that_do_not_start_end_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def world(*_: object, **__: object) -> None:
+        raise WorldError("rank 0 died")
+
+    monkeypatch.setattr(execute, "run_world", world)
+    with pytest.raises(WorldError, match="rank 0 died"):
+        execute.execute([settings("fp16"), settings("int8")], tmp_path, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("compute", "here", "dilation"), [(None, None, 1.0), ("0.5x", None, 2.0), ("2x", None, 0.5), ("200ms", 0.5, 2.5)]
+)
+def test_time_runs_as_much_slower_as_compute_does(compute: str | None, here: float | None, dilation: float) -> None:
+    assert dilation_of(settings(compute=compute), here) == dilation
+
+
+@pytest.mark.parametrize("compute", ["", "fast", "200", "0ms", "0x", "-1s", "200ms2"])
+def test_a_compute_that_does_not_parse_is_refused(compute: str) -> None:
+    with pytest.raises(ValueError, match="compute .* does not parse"):
+        settings(compute=compute)
