@@ -3,4 +3,4 @@
 from .loading import TASKS, load_task
 from .task import LoadedTask, Task
 
-__all__ = ["TASKS", "LoadedTask", "Task", "load_task"]
+__all__ = ["LoadedTask", "TASKS", "Task", "load_task"]

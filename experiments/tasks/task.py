@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
 
-from ..specs import Spec, unknown
+from ..specs import Spec
+from .optimizers import make_optimizer
 
 SizeType = TypeVar("SizeType")
 Draw = Callable[[int, int, int, int], Any]
@@ -42,7 +43,7 @@ class Task:
     """Data that is never trained on. None: every tenth example of the dataset is held out; or, if the data is a
     function, batches of a seed that no run has."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
-    """Metrics of the model on held-out data; "loss" must be among them, "accuracy" (0 to 1) may be. None: the mean loss."""
+    """Metrics of the model on held-out data: "loss", and others such as "accuracy" (0 to 1). None: the mean loss."""
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     """Returns the optimizer for the model. None: SGD with a learning rate of 0.1 and momentum 0.9."""
     schedule: Callable[[int, int], float] | None = None
@@ -102,6 +103,12 @@ class LoadedTask:
     def schedule(self, step: int, steps: int) -> float:
         """Return what the learning rate is multiplied by in one step of `steps`."""
         return 1.0 if self.task.schedule is None else self.task.schedule(step, steps)
+
+    def set_learning_rate(self, optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
+        """Give each group of the optimizer its learning rate for one step of `steps`."""
+        factor = self.schedule(step, steps)
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
     def batch(self, step: int, rank: int, ranks: int) -> Any:
         """Return this rank's batch of one step: a function of its arguments and the seed alone.
@@ -176,28 +183,6 @@ class LoadedTask:
         places = range(_length(data))
         kept = [place for place in places if (place + 1) % _HELD_OUT_EVERY]
         return Subset(data, kept), Subset(data, list(places[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]))
-
-
-def make_optimizer(spec: Spec, model: nn.Module) -> torch.optim.Optimizer:
-    """Return torch's optimizer of this name, such as 'sgd:lr=0.1,momentum=0.9' or 'adamw:lr=1e-3'.
-
-    Raises:
-        ValueError: There is no such optimizer, or it does not accept these settings.
-
-    """
-    known = {
-        name.lower(): kind
-        for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    }
-    if spec.name.lower() not in known:
-        raise ValueError(unknown("optimizer", spec.name, known))
-    try:
-        return known[spec.name.lower()](model.parameters(), **dict(spec.settings))  # type: ignore[call-arg]  # any optimizer's
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer {spec.label!r}: {error}") from error
-
-    return unknown("optimizer", spec.name, known)
 
 
 def _length(data: Any) -> int:
