@@ -11,8 +11,8 @@ from commhooks import COMPRESSORS, Compressor, ErrorFeedback
 from commhooks.errors import CommHooksError
 
 from .hooks import make_hook
-from .runs import HookSpec
-from .tasks import Task
+from .specs import Spec
+from .tasks import LoadedTask
 
 DENSE = "all-reduce"
 """The baseline for all others."""
@@ -34,7 +34,7 @@ SKIPPED: Mapping[str, str] = {"noop": "it exchanges nothing, so there is no comm
 class Contender:
     """A compressor at one setting, with or without error feedback."""
 
-    spec: HookSpec
+    spec: Spec
     feedback: bool
 
     @property
@@ -50,7 +50,7 @@ class Contender:
     def make(self, seed: int = 0) -> Compressor:
         """Return a fresh compressor; raise ValueError if there is none of that kind."""
         settings = (*self.spec.settings, ("error_feedback", self.feedback))
-        return make_hook(HookSpec(self.spec.name, settings), seed)
+        return make_hook(Spec(self.spec.name, settings), seed)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def known_names(names: Iterable[str], known: Sequence[str], what: str) -> list[s
     return found
 
 
-def contenders(names: Iterable[str] | None, task: Task) -> tuple[list[Contender], list[LeftOut]]:
+def contenders(names: Iterable[str] | None, task: LoadedTask) -> tuple[list[Contender], list[LeftOut]]:
     """Return all forms of the compressors of these names that can train the task, dense first, and what cannot.
 
     Args:
@@ -86,21 +86,21 @@ def contenders(names: Iterable[str] | None, task: Task) -> tuple[list[Contender]
 
     """
     chosen = sorted(COMPRESSORS) if names is None else known_names(names, sorted(COMPRESSORS), "compressor")
-    forms, left_out = [Contender(HookSpec(DENSE), feedback=False)], list[LeftOut]()
+    forms, left_out = [Contender(Spec(DENSE), feedback=False)], list[LeftOut]()
     for name in (name for name in chosen if name != DENSE):
         if name in SKIPPED:
             left_out.append(LeftOut(name, SKIPPED[name]))
             continue
         for text in USUAL.get(name, (name,)):
-            found, refused = _forms(HookSpec.parse(text), task)
+            found, refused = _forms(Spec.parse(text), task)
             forms += found
             left_out += refused
     return forms, left_out
 
 
-def _forms(spec: HookSpec, task: Task) -> tuple[list[Contender], list[LeftOut]]:
+def _forms(spec: Spec, task: LoadedTask) -> tuple[list[Contender], list[LeftOut]]:
     """Return a compressor without and with error feedback, if the two differ, and reasons for rejected ones."""
-    parameters = {name: parameter.detach() for name, parameter in task.model(0).named_parameters()}
+    parameters = {name: parameter.detach() for name, parameter in task.model.named_parameters()}
     found, refused = list[Contender](), list[LeftOut]()
     for contender in (Contender(spec, feedback=False), Contender(spec, feedback=True)):
         try:
@@ -115,8 +115,8 @@ def _forms(spec: HookSpec, task: Task) -> tuple[list[Contender], list[LeftOut]]:
     return found, refused
 
 
-def relative_error(contender: Contender, task: Task) -> float:
+def relative_error(contender: Contender, task: LoadedTask) -> float:
     """Return the largest relative error ω that the compressor declares for a parameter of the task's model."""
     compressor = contender.make()
-    sizes = {parameter.numel() for parameter in task.model(0).parameters()}
+    sizes = {parameter.numel() for parameter in task.model.parameters()}
     return max(compressor.relative_error(size) for size in sizes)

@@ -19,9 +19,10 @@ from .grace import compare_with_grace
 from .launch import Send, run_world
 from .lockstep import time_in_lockstep, train_in_lockstep
 from .report.board import Results, RunsFile, prepare_board, print_board, write_board
+from .specs import Spec
 from .standings import SCORES, Run, Standing, standings
 from .summary import Spread
-from .tasks import make_task
+from .tasks import LoadedTask, load_task
 
 SIZE = "tiny"
 """The size of the models that are trained: a compressor's bytes and error can be measured at any size, and hundreds of
@@ -57,7 +58,7 @@ class Leaderboard:
 
     def steps_of(self, task: str) -> int:
         """Return how many steps a run of the task takes."""
-        return make_task(task, SIZE).default_steps if self.steps is None else self.steps
+        return load_sized(task, SIZE).steps if self.steps is None else self.steps
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,11 @@ def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
     return results.standings
 
 
+def load_sized(task: str, size: str, seed: int = 0) -> LoadedTask:
+    """Return a built-in task with a model of this size."""
+    return load_task(Spec(task, (("size", size),)), seed)
+
+
 def train_jobs(jobs: Sequence[Job], processes: int, on_message: Callable[[object], None]) -> None:
     """Make the runs, without timing, and pass on each `Run` or `Failed`."""
     run_world(_share, processes, _Work(jobs, (), ("", ""), 0, 0), on_message, timeout=_SILENCE_SECONDS)
@@ -141,7 +147,7 @@ def train_jobs(jobs: Sequence[Job], processes: int, on_message: Callable[[object
 def _plan(board: Leaderboard) -> tuple[list[Job], list[LeftOut]]:
     jobs, left_out = list[Job](), list[LeftOut]()
     for task in board.tasks:
-        found, refused = contenders(board.only, make_task(task, SIZE))
+        found, refused = contenders(board.only, load_sized(task, SIZE))
         left_out += refused
         steps = board.steps_of(task)
         jobs += [Job(task, one, seed, steps, board.workers) for one in found for seed in range(board.seeds)]
@@ -152,10 +158,10 @@ def _share(process: int, processes: int, work: _Work, send: Send) -> None:
     """Make this process's share of the runs; when all are done, one process times all contenders."""
     torch.set_num_threads(1)
     for job in work.jobs[process::processes]:
-        task = make_task(job.task, SIZE)
+        task = load_sized(job.task, SIZE, job.seed)
         try:
             compressor = job.contender.make(job.seed)
-            trained = train_in_lockstep(task, compressor, seed=job.seed, steps=job.steps, workers=job.workers)
+            trained = train_in_lockstep(task, compressor, steps=job.steps, workers=job.workers)
         except (CommHooksError, ValueError) as error:  # of one contender: the others continue
             send(Failed(job.task, job.contender, str(error)))
         else:
@@ -163,8 +169,8 @@ def _share(process: int, processes: int, work: _Work, send: Send) -> None:
     dist.barrier()
     for contender in work.timed if process == 0 else ():
         try:
-            task = make_task(*work.task)
-            times = time_in_lockstep(task, contender.make(), seed=0, workers=work.workers, rounds=work.rounds)
+            task = load_sized(*work.task)
+            times = time_in_lockstep(task, contender.make(), workers=work.workers, rounds=work.rounds)
         except (CommHooksError, ValueError) as error:
             send(Failed(None, contender, str(error)))
         else:

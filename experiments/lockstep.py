@@ -20,7 +20,7 @@ from commhooks import Compressor, Exchanger
 from commhooks.language.entries import RESIDUAL
 
 from .summary import Spread
-from .tasks import Task
+from .tasks import LoadedTask
 
 Gradients = dict[str, Tensor]
 
@@ -32,7 +32,7 @@ class Trained:
     """The outcome of one run; bytes are per worker and step, averaged over the run."""
 
     loss: float  # on held-out data, after the last step
-    accuracy: float  # on held-out data, after the last step
+    accuracy: float | None  # on held-out data, after the last step; None: the task does not count right answers
     payload_bytes: float  # bytes that the worker passed to collectives
     moved_bytes: float  # bytes that it sent for those, as a ring moves them
     gradient_bytes: float
@@ -40,22 +40,21 @@ class Trained:
     diverged: int | None  # the first step whose loss was not finite, which ends the run; None if all were
 
 
-def train_in_lockstep(task: Task, compressor: Compressor, *, seed: int, steps: int, workers: int) -> Trained:
-    """Train the task's model for `steps` steps, and return the outcome.
+def train_in_lockstep(task: LoadedTask, compressor: Compressor, *, steps: int, workers: int) -> Trained:
+    """Train the task's model, in place, for `steps` steps, and return the outcome.
 
     Raises:
         CommHooksError: The compressor does not accept the model's parameters, or fails.
         ValueError: The workers do not end a step with the same mean, so that one model cannot represent all.
 
     """
-    model = task.model(seed)
+    model = task.model
     exchangers = join_workers(model, compressor, workers)
-    optimizer = task.optimizer(model)
+    optimizer = task.optimizer()
     gradients, diverged = list[Gradients](), None
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = task.learning_rate(step, steps)
-        losses, gradients = own_gradients(task, model, seed, step, workers)
+        task.set_learning_rate(optimizer, step, steps)
+        losses, gradients = own_gradients(task, step, workers)
         means = gradients if step < steps - 1 else [_copies(own) for own in gradients]
         commhooks.average_in_lockstep(exchangers, means)
         if step in {0, steps - 1}:
@@ -66,10 +65,10 @@ def train_in_lockstep(task: Task, compressor: Compressor, *, seed: int, steps: i
         if not math.isfinite(sum(losses)):
             diverged = step + 1
             break
-    judged, sent = task.evaluate(model), exchangers[0].statistics()
+    judged, sent = task.evaluate(), exchangers[0].statistics()
     return Trained(
-        loss=judged.loss,
-        accuracy=judged.accuracy,
+        loss=judged["loss"],
+        accuracy=judged.get("accuracy"),
         payload_bytes=sent.payload_bytes / sent.steps,
         moved_bytes=sent.moved_bytes / sent.steps,
         gradient_bytes=sent.gradient_bytes / sent.steps,
@@ -84,30 +83,26 @@ def join_workers(model: nn.Module, compressor: Compressor, workers: int) -> list
     return [Exchanger(like, compressor, line=line) for line in commhooks.lockstep_lines(workers)]
 
 
-def own_gradients(
-    task: Task, model: nn.Module, seed: int, step: int, workers: int
-) -> tuple[list[float], list[Gradients]]:
+def own_gradients(task: LoadedTask, step: int, workers: int) -> tuple[list[float], list[Gradients]]:
     """Return each worker's loss and gradients, on its own share of the step's batch."""
-    named = dict(model.named_parameters())
+    named = dict(task.model.named_parameters())
     losses, gradients = [], []
     for worker in range(workers):
-        batch = task.batch(seed, step, worker, workers)
-        loss = task.loss(model(batch.inputs), batch.targets)
+        loss = task.loss(task.model, task.batch(step, worker, workers))
         gradients.append(dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)))
         losses.append(loss.item())
     return losses, gradients
 
 
 def time_in_lockstep(
-    task: Task, compressor: Compressor, *, seed: int, workers: int, rounds: int, warm_up: int = 2
+    task: LoadedTask, compressor: Compressor, *, workers: int, rounds: int, warm_up: int = 2
 ) -> Spread:
     """Return the time for one worker to compress and decompress a gradient, relative to copying it.
 
     In every round the workers average the gradients of the untrained model, and the copy is timed right afterwards.
     """
-    model = task.model(seed)
-    exchangers = join_workers(model, compressor, workers)
-    _, gradients = own_gradients(task, model, seed, 0, workers)
+    exchangers = join_workers(task.model, compressor, workers)
+    _, gradients = own_gradients(task, 0, workers)
     whole = torch.cat([gradient.flatten() for gradient in gradients[0].values()])
     room, ratios = torch.empty_like(whole), []
     for _ in range(warm_up + rounds):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from .launch import Send, run_world
 from .link import EmulatedLink, LinkSettings, format_rate
 from .report.words import spread_in_words
 from .runs import check_ddp
+from .specs import Spec
 from .summary import Spread
-from .tasks import Batch, Task, make_task
+from .tasks import LoadedTask, load_task
 from .worker import wrap_in_ddp
 
 _TIMEOUT_SECONDS = 120.0
@@ -35,8 +37,7 @@ _TIMEOUT_SECONDS = 120.0
 class OverlapSettings:
     """What to time."""
 
-    task: str = "gpt"
-    size: str = "medium"
+    task: Spec = field(default_factory=lambda: Spec("gpt"))  # with a setting `batch_size`, which is chosen here
     ranks: int = 2
     link: LinkSettings
     rounds: int = 9  # higher: a steadier median
@@ -83,7 +84,7 @@ class OverlapResult:
 
 def measure_overlap(settings: OverlapSettings) -> OverlapResult:
     """Start the ranks, time the three in turns, and return the result."""
-    make_task(settings.task, settings.size)
+    _with_batch_size(settings, 1)
     found: list[object] = []
     run_world(_rank, settings.ranks, settings, found.append, timeout=_TIMEOUT_SECONDS)
     result = found[-1]
@@ -95,7 +96,7 @@ def overlap_table(result: OverlapResult) -> Table:
     """Return the result as a table."""
     settings = result.settings
     title = (
-        f"{settings.task}, {settings.ranks} ranks at {format_rate(settings.link.bits_per_second)}, "
+        f"{settings.task.label}, {settings.ranks} ranks at {format_rate(settings.link.bits_per_second)}, "
         f"{result.buckets} buckets, batch {result.batch_size}, {len(result.rounds)} turns"
     )
     table = Table("", "median (quartiles)", title=title, title_justify="left", title_style="bold")
@@ -124,9 +125,9 @@ class _Noting:
 def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
     """Time the three on one rank; rank 0 sends the result."""
     torch.set_num_threads(1)
-    task = _balanced(make_task(settings.task, settings.size), settings)
-    batch = task.batch(settings.seed, 0, rank, ranks)
-    local = task.model(settings.seed)
+    task = _balanced(settings)
+    batch = task.batch(0, rank, ranks)
+    local = task.model
     noting: list[_Noting] = []
     ddp = wrap_in_ddp(copy.deepcopy(local), settings.ddp, settings.bucket_cap_mb)
 
@@ -150,12 +151,12 @@ def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
     finally:
         attachment.detach()
     if rank == 0:
-        send(OverlapResult(settings, task.batch_size, len(sizes), rounds))
+        send(OverlapResult(settings, task.task.batch_size, len(sizes), rounds))
 
 
-def _step(task: Task, model: nn.Module, batch: Batch) -> None:
+def _step(task: LoadedTask, model: nn.Module, batch: Any) -> None:
     """Run the forward and the backward pass; gradients are kept, as between two steps of accumulation."""
-    task.loss(model(batch.inputs), batch.targets).backward()
+    task.loss(model, batch).backward()
     model.zero_grad()
 
 
@@ -175,15 +176,21 @@ def _longest(action: Callable[[], Any]) -> float:
     return seconds.item()
 
 
-def _balanced(task: Task, settings: OverlapSettings) -> Task:
+def _balanced(settings: OverlapSettings) -> LoadedTask:
     """Return the task with the batch size for which compute takes as long as the link takes for the gradients."""
-    model = task.model(settings.seed)
+    task = load_task(settings.task, settings.seed)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    gradients = Collective("all-reduce", torch.empty(sum(p.numel() for p in model.parameters())))
+    gradients = Collective("all-reduce", torch.empty(sum(p.numel() for p in task.model.parameters())))
     wanted = settings.link.seconds_for(gradients, ranks)
     for _ in range(3):  # the resulting batch is timed again: a step's cost is not quite linear in it
-        batch = task.batch(settings.seed, 0, rank, ranks)
-        _step(task, model, batch)
-        seconds = sorted(_longest(lambda: _step(task, model, batch)) for _ in range(3))[1]  # noqa: B023  # called at once
-        task = task.with_batch_size(max(1, round(task.batch_size * wanted / seconds)))
+        step = partial(_step, task, task.model, task.batch(0, rank, ranks))
+        step()
+        seconds = sorted(_longest(step) for _ in range(3))[1]
+        task = _with_batch_size(settings, max(1, round(task.task.batch_size * wanted / seconds)))
     return task
+
+
+def _with_batch_size(settings: OverlapSettings, batch_size: int) -> LoadedTask:
+    """Return the task with this batch size; raise ValueError if its function has no parameter `batch_size`."""
+    others = [pair for pair in settings.task.settings if pair[0] != "batch_size"]
+    return load_task(Spec(settings.task.name, (*others, ("batch_size", batch_size))), settings.seed)

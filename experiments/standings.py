@@ -32,10 +32,10 @@ class Score:
         return float(getattr(run, self.field))
 
 
-SCORES = {
-    "digits": Score("accuracy", "accuracy", higher_is_better=True, scale=100, unit="points"),
-    "gpt": Score("validation loss", "loss", higher_is_better=False, scale=1, unit="nats"),
-}
+_ACCURACY = Score("accuracy", "accuracy", higher_is_better=True, scale=100, unit="points")
+_LOSS = Score("validation loss", "loss", higher_is_better=False, scale=1, unit="nats")
+SCORES = {"digits": _ACCURACY, "gpt": _LOSS, "lstm": _LOSS}
+"""How each task of the leaderboard is judged: next bytes can be predicted well without being guessed right."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from ..grace import Comparison
 from ..lockstep import Trained
 from ..machine import machine, versions
 from ..output import Contents, prepare_folder
+from ..specs import Spec
 from ..standings import SCORES, Run, Standing
-from ..tasks import make_task
+from ..tasks import load_task
 from .board_plots import PICTURES, score_against_bytes, score_against_compute
 from .page import data_uri, head, template
 from .plots import THEMES
@@ -155,7 +156,7 @@ def _page(results: Results, plots: Mapping[tuple[str, str, str], bytes]) -> str:
 def _section(results: Results, task: str, plots: Mapping[tuple[str, str, str], bytes]) -> dict[str, object]:
     rows = results.of(task)
     pictures = [{theme.name: data_uri(plots[task, picture, theme.name]) for theme in THEMES} for picture in PICTURES]
-    description = make_task(task, results.size).description
+    description = _description(task, results.size)
     return {
         "task": task,
         "description": description[0].upper() + description[1:],
@@ -165,6 +166,10 @@ def _section(results: Results, task: str, plots: Mapping[tuple[str, str, str], b
         "front": [(row.contender.label, score_in_words(row), standing_row(row)[4]) for row in rows if row.on_front],
         "plots": pictures,
     }
+
+
+def _description(task: str, size: str) -> str:
+    return load_task(Spec(task, (("size", size),))).description
 
 
 def _facts() -> dict[str, str]:
@@ -183,7 +188,7 @@ def _markdown(results: Results, folder: str) -> str:
     lines = [f"`{results.command}`: {results.workers} workers, {results.seeds} seeds. {facts}.", ""]
     for task, steps in results.steps.items():
         rows = results.of(task)
-        lines += [f"### {task}", "", f"{make_task(task, results.size).description}; {steps} steps.", ""]
+        lines += [f"### {task}", "", f"{_description(task, results.size)}; {steps} steps.", ""]
         lines += [f"![{task}: {picture}]({folder}/{task}.{picture}.png)" for picture in PICTURES]
         lines += ["", f"Pareto front, from few bytes to many: {front_in_words(rows, code=True)}.", ""]
         cells = map(standing_row, rows)

@@ -14,7 +14,7 @@ from torch import Tensor
 from commhooks import AdaptiveRank, Compressor, ErrorFeedback, PerParameter, PowerSGD, SettingsError, StartAfter
 from commhooks.compressors.powersgd.adaptive_rank import _norms_of_rows
 from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
-from experiments.tasks import make_task
+from experiments.tasks import load_task
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 
 SHAPES = ((24, 40), (40,), (30, 36), (48, 20))
@@ -213,17 +213,15 @@ def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any],
 
 def gradients_of(name: str, steps: int, seed: int) -> tuple[list[Tensor], list[list[list[Tensor]]]]:
     """Train a small model with the exact mean of 2 ranks; return its parameters, and every step's gradients."""
-    task = make_task(name, "small")
-    model = task.model(seed)
-    optimizer = task.optimizer(model)
-    parameters = list(model.parameters())
+    task = load_task(f"{name}:size=small", seed)
+    optimizer = task.optimizer()
+    parameters = list(task.model.parameters())
     found = []
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = task.learning_rate(step, steps)
+        task.set_learning_rate(optimizer, step, steps)
         of_ranks = []
         for rank in range(2):
-            batch = task.batch(seed, step, rank, 2)
-            loss = task.loss(model(batch.inputs), batch.targets)
+            loss = task.loss(task.model, task.batch(step, rank, 2))
             of_ranks.append([gradient.detach() for gradient in torch.autograd.grad(loss, parameters)])
         for index, parameter in enumerate(parameters):
             parameter.grad = mean_of(of_ranks, index).float()

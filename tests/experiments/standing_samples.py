@@ -6,7 +6,7 @@ import math
 
 from experiments.contenders import Contender
 from experiments.lockstep import Trained
-from experiments.runs import HookSpec
+from experiments.specs import Spec
 from experiments.standings import Run, Standing, standings
 from experiments.summary import Spread
 
@@ -41,7 +41,7 @@ def trained(accuracy: float, ratio: float, seed: int = 0, *, feedback: bool = Fa
 
 def runs(seeds: int = 3) -> list[Run]:
     return [
-        Run(task, Contender(HookSpec.parse(name), feedback), seed, trained(accuracy, ratio, seed, feedback=feedback))
+        Run(task, Contender(Spec.parse(name), feedback), seed, trained(accuracy, ratio, seed, feedback=feedback))
         for task in ("digits", "gpt")
         for name, feedback, accuracy, ratio in FORMS
         for seed in range(seeds)

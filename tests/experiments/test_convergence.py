@@ -9,17 +9,16 @@ import pytest
 from rich.console import Console
 
 from experiments.contenders import DENSE, Contender, contenders, relative_error
-from experiments.leaderboard import SIZE, Failed, Job, train_jobs
+from experiments.leaderboard import SIZE, Failed, Job, load_sized, train_jobs
 from experiments.lockstep import train_in_lockstep
 from experiments.report.standing_rows import headings, standing_row
 from experiments.report.table import plain_table
-from experiments.runs import HookSpec
+from experiments.specs import Spec
 from experiments.standings import SCORES, Interval, Run, paired, standings
-from experiments.tasks import make_task
 
 pytestmark = pytest.mark.timeout(120)  # ten seconds of work, on a machine that may have much else to do
 
-TASK = make_task("digits", SIZE)
+TASK = load_sized("digits", SIZE)
 SCORE = SCORES["digits"]
 WORKERS = 4
 MARGIN = 2.0
@@ -40,7 +39,7 @@ NO_WORSE: dict[str, str] = {
 
 
 def named(text: str, *, feedback: bool) -> Contender:
-    return Contender(HookSpec.parse(text), feedback)
+    return Contender(Spec.parse(text), feedback)
 
 
 def gain(runs: Sequence[Run], others: Sequence[Run]) -> Interval:
@@ -52,9 +51,10 @@ def gain(runs: Sequence[Run], others: Sequence[Run]) -> Interval:
 def short_runs(text: str, feedback: bool = False) -> list[Run]:
     """Train with three seeds for a hundred steps: enough for effects of many points."""
     one = named(text, feedback=feedback)
+    tasks = [load_sized("digits", SIZE, seed) for seed in range(3)]
     return [
-        Run("digits", one, seed, train_in_lockstep(TASK, one.make(seed), seed=seed, steps=100, workers=WORKERS))
-        for seed in range(3)
+        Run("digits", one, task.seed, train_in_lockstep(task, one.make(task.seed), steps=100, workers=WORKERS))
+        for task in tasks
     ]
 
 
@@ -73,7 +73,7 @@ def test_without_error_feedback_low_rank_is_measurably_worse() -> None:
 def long_runs() -> dict[Contender, list[Run]]:
     """Train every contender with ten seeds, and print the table."""
     found, _ = contenders(None, TASK)
-    jobs = [Job("digits", one, seed, TASK.default_steps, WORKERS) for one in found for seed in range(10)]
+    jobs = [Job("digits", one, seed, TASK.steps, WORKERS) for one in found for seed in range(10)]
     runs: list[Run] = []
 
     def keep(message: object) -> None:

@@ -16,12 +16,12 @@ from experiments import contenders as module
 from experiments.contenders import SKIPPED, USUAL, Contender, LeftOut, contenders, relative_error
 from experiments.grace import PUBLISHED, compare_with_grace
 from experiments.hooks import make_hook
-from experiments.runs import HookSpec
+from experiments.specs import Spec
 from experiments.standings import SCORES, Interval, Run, Standing, is_better, standings
-from experiments.tasks import make_task
+from experiments.tasks import load_task
 from tests.experiments.standing_samples import rows, runs, trained
 
-DIGITS = make_task("digits", "tiny")
+DIGITS = load_task("digits:size=tiny")
 
 
 class TestInterval:
@@ -109,12 +109,12 @@ class TestContenders:
 
     def test_every_usual_setting_of_a_registered_name_exists(self) -> None:
         for name, texts in module.USUAL.items():
-            assert all(HookSpec.parse(text).name == name for text in texts)
+            assert all(Spec.parse(text).name == name for text in texts)
             if name in COMPRESSORS:
-                assert [make_hook(HookSpec.parse(text)) for text in texts]
+                assert [make_hook(Spec.parse(text)) for text in texts]
 
     def test_the_relative_error_is_that_of_the_largest_loss(self) -> None:
-        one = Contender(HookSpec.parse("top-k:ratio=0.1"), feedback=True)
+        one = Contender(Spec.parse("top-k:ratio=0.1"), feedback=True)
         assert relative_error(one, DIGITS) == pytest.approx(0.9, abs=0.01)
 
 
@@ -132,7 +132,7 @@ class TestGrace:
         own = [
             Run(
                 "digits",
-                Contender(HookSpec.parse("top-k:ratio=0.01"), feedback),
+                Contender(Spec.parse("top-k:ratio=0.01"), feedback),
                 seed,
                 trained(0.8 + feedback * gain, 9),
             )
@@ -157,5 +157,5 @@ class TestGrace:
 
     def test_the_published_settings_are_those_that_run(self) -> None:
         for published in PUBLISHED:
-            name = HookSpec.parse(published.ours).name
+            name = Spec.parse(published.ours).name
             assert published.ours in USUAL.get(name, (name,))
