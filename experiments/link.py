@@ -1,178 +1,208 @@
-"""A link with a given rate, emulated on one machine without root.
+"""The link between ranks: what it is, and its emulation on one machine, without root.
 
-A real collective runs between the ranks; in addition, the rank waits until the bytes that a ring would have moved could
-have passed a link of the given rate and latency. The link is a serial resource: a transfer starts when the previous one
-is through. So a transfer may overlap with compute, but two transfers never share the rate.
+Emulated, a real collective runs between the ranks; in addition, the rank waits until a link of the given rate and
+latency could have carried what Gloo sends for it (`experiments.gloo`), with the headers of its packets. The link is a
+serial resource: a transfer starts when the previous one is through. So a transfer may overlap with compute, but two
+transfers never share the rate. Everything that a rank sends passes one `Wire`, whoever starts it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .gloo import MESSAGE_BYTES, NOTHING, Course, course_of
+from .link_text import LINK_KINDS, Schedule, fields_in, format_rate, parse_latency, parse_rate, text_of
+
 if TYPE_CHECKING:
     from commhooks.communicators import Collective, Communicator, Pending
 
-_QUANTITY = re.compile(r"\s*(?P<number>\d+\.?\d*|\.\d+)\s*(?P<prefix>[kKmMgGtT]?)(?P<unit>\S+)\s*")
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BITS = {"bit/s", "bits/s", "bit", "bps", "b/s"}
-_BYTES = {"Byte/s", "Bytes/s", "byte/s", "bytes/s", "Bps", "B/s"}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_NO_LIMIT = {"unlimited", "none", "inf"}
-
-
-def parse_rate(text: str) -> float | None:
-    """Return the bits per second in a text such as '100Mbit/s', '1.5 Gbps' or '12.5 MB/s'.
-
-    'unlimited' is None. Units are decimal: 1 kbit is 1,000 bit. A small b is a bit, a capital B a byte.
-
-    Raises:
-        ValueError: The text is not a positive number followed by a unit of rate.
-
-    """
-    if text.strip().lower() in _NO_LIMIT:
-        return None
-    match = _QUANTITY.fullmatch(text)
-    bits = _bits_of(match["unit"]) if match else None
-    if match is None or bits is None:
-        raise ValueError(
-            f"rate {text!r} does not parse: expected a number and a unit, such as '100Mbit/s', '1.5 Gbps', '12.5 MB/s' "
-            "or 'unlimited' (units are decimal; b is a bit, B a byte)"
-        )
-    rate = float(match["number"]) * _PREFIXES[match["prefix"].lower()] * bits
-    if rate <= 0:
-        raise ValueError(f"rate {text!r} must be above zero; for a link without a limit write 'unlimited'")
-    return rate
-
-
-def parse_latency(text: str) -> float:
-    """Return the seconds in a text such as '0.2ms', '50us', '1s' or '0'.
-
-    Raises:
-        ValueError: The text is not a number of at least zero followed by a unit of time.
-
-    """
-    if text.strip() == "0":
-        return 0.0
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(s|ms|us|µs|ns)\s*", text)
-    if match is None:
-        raise ValueError(
-            f"latency {text!r} does not parse: expected a number and a unit, such as '0.2ms', '50us', '1s' or '0'"
-        )
-    return float(match[1]) * _SECONDS[match[2]]
-
-
-def format_rate(bits_per_second: float | None) -> str:
-    """Return the rate in a readable form: '100 Mbit/s'."""
-    if bits_per_second is None:
-        return "unlimited"
-    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if bits_per_second >= factor:
-            return f"{bits_per_second / factor:g} {prefix}bit/s"
-    return f"{bits_per_second:g} bit/s"
-
-
-def _bits_of(unit: str) -> int | None:
-    """Return the number of bits in this unit; None for an unknown unit."""
-    if unit in _BYTES:
-        return 8
-    return 1 if unit in _BITS or unit.lower() in {"bit/s", "bits/s", "bit"} else None
+__all__ = ["EmulatedLink", "LinkSettings", "Wire", "format_rate", "parse_latency", "parse_rate"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSettings:
-    """The link between one rank and the next in the ring."""
+    """The link of every rank: how fast it sends and receives, and what carries it.
 
-    kind: str = "emulated"  # or "hosts" (network namespaces), or "real" (whatever network there is)
+    "emulated": this machine, without root. "hosts": network namespaces of this machine, whose links are shaped; needs
+    root. "real": whatever network there is between the ranks, whose rate is not ours to set.
+    """
+
+    kind: str = "emulated"
     bits_per_second: float | None = None  # lower: every collective takes longer; None: no limit
+    down_bits_per_second: float | None = None  # what a rank can receive; None: as much as it can send
     latency_seconds: float = 0.0  # higher: many small collectives cost more
+    schedule: Schedule = ()  # (seconds since the run began, the rate in both directions from then on), in order
+    framing: bool = True  # False: rates count data alone, without the headers of packets and of Gloo's messages
 
     def __post_init__(self) -> None:
-        if self.bits_per_second is not None and not 0 < self.bits_per_second < math.inf:
-            raise ValueError(
-                f"LinkSettings(bits_per_second={self.bits_per_second}): bits_per_second must be in (0, inf), or None."
-            )
+        # JSON has neither tuples nor a difference between 30 and 30.0.
+        schedule = tuple((float(seconds), rate) for seconds, rate in self.schedule)
+        object.__setattr__(self, "schedule", schedule)
+        if self.kind not in LINK_KINDS:
+            raise ValueError(f"LinkSettings(kind={self.kind!r}): kind must be one of {', '.join(LINK_KINDS)}.")
+        for name in ("bits_per_second", "down_bits_per_second"):
+            if not _is_rate(getattr(self, name)):
+                raise ValueError(f"LinkSettings({name}={getattr(self, name)}): {name} must be in (0, inf), or None.")
         if not 0 <= self.latency_seconds < math.inf:
             raise ValueError(
                 f"LinkSettings(latency_seconds={self.latency_seconds}): latency_seconds must be in [0, inf)."
             )
+        times = [0.0, *(seconds for seconds, _ in schedule)]
+        in_order = all(earlier < later < math.inf for earlier, later in itertools.pairwise(times))
+        if not in_order or not all(_is_rate(rate) for _, rate in schedule):
+            raise ValueError(
+                f"LinkSettings(schedule={self.schedule}): schedule must list (seconds, bits per second), with seconds "
+                "above zero and ascending, and rates in (0, inf), or None."
+            )
+        if schedule and self.down_bits_per_second is not None:
+            raise ValueError(
+                "LinkSettings: rates that change over time hold for both directions; leave out down_bits_per_second "
+                f"(got {self.down_bits_per_second}) or the schedule (got {self.schedule})."
+            )
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        """Raise ValueError if this kind of link cannot have what is asked of it."""
+        refused: dict[str, object] = {}
+        if self.kind == "real":
+            why = "a real link is as fast as it is"
+            refused["rate"] = self.bits_per_second or self.down_bits_per_second or self.schedule
+        if self.kind == "hosts":
+            why = "tc limits the rates of hosts, and for delays it needs netem, which many kernels lack"
+        if self.kind != "emulated":
+            refused |= {"latency": self.latency_seconds, "framing": not self.framing}
+        for what, asked in refused.items():
+            if asked:
+                raise ValueError(f"a link of kind {self.kind!r} takes no {what}: {why}. Use kind 'emulated' for that.")
 
     @classmethod
     def parse(cls, text: str) -> LinkSettings:
-        """Return the link described by a text such as '100Mbit/s' or 'hosts:rate=100Mbit/s,latency=1ms'."""
-        kind, colon, rest = text.partition(":")
-        if not colon:
-            kind, rest = ("real", "") if text == "real" else ("emulated", f"rate={text}")
-        values = dict(piece.split("=") for piece in rest.split(",") if piece)
-        return cls(
-            kind=kind,
-            bits_per_second=parse_rate(values.get("rate", "unlimited")),
-            latency_seconds=parse_latency(values.get("latency", "0")),
-        )
+        """Return the link described by a text such as '20Mbit/s,down=100Mbit/s,latency=5ms'.
+
+        The text is a kind and a colon, unless the link is emulated, and then `key=value` pieces, separated by commas:
+        rate, down, latency, framing. A rate in the first place needs no key. '100Mbit/s+10Mbit/s@30s' is 10 Mbit/s from
+        the 30th second of the run on. 'unlimited', 'hosts' and 'real' are links without a limit of ours.
+
+        Raises:
+            ValueError: The text does not have that form, or that kind of link cannot have these settings.
+
+        """
+        return cls(**fields_in(text))
 
     @property
     def label(self) -> str:
-        """The shortest text that parses to this link."""
-        rate = format_rate(self.bits_per_second).replace(" ", "")
-        latency = f",latency={1e3 * self.latency_seconds:g}ms" if self.latency_seconds else ""
-        return "real" if self.kind == "real" else f"{self.kind}:rate={rate}{latency}"
-
-    @property
-    def slowest(self) -> float | None:
-        """The lowest rate that the link ever has, in bits per second; None: no limit."""
-        return self.bits_per_second
+        """The shortest text that `parse` reads as this link."""
+        return text_of(vars(self))
 
     def slowed(self, factor: float) -> LinkSettings:
-        """Return the link with every rate divided and every latency multiplied by the factor."""
-        rate = None if self.bits_per_second is None else self.bits_per_second / factor
-        return replace(self, bits_per_second=rate, latency_seconds=self.latency_seconds * factor)
+        """Return this link in slow motion: what took a second takes `factor` seconds.
 
-    def seconds_for(self, collective: Collective, world_size: int) -> float:
-        """Return the minimum time for the ring of those of `world_size` ranks that take part, over this link.
-
-        The link connects machines: transfers inside a machine take no time on it.
+        Its rates are divided, and its latency and the times of its schedule multiplied.
         """
-        ranks = collective.ranks_in(world_size)
-        if ranks == 1 or (collective.group is not None and collective.group.kind == "inner"):
-            return 0.0
-        for_bytes = 8 * collective.ring_bytes(world_size) / self.bits_per_second if self.bits_per_second else 0.0
-        return for_bytes + ring_steps(collective, ranks) * self.latency_seconds
+        if not 0 < factor < math.inf:
+            raise ValueError(f"LinkSettings.slowed({factor}): the factor must be in (0, inf).")
+        return dataclasses.replace(
+            self,
+            bits_per_second=_divided(self.bits_per_second, factor),
+            down_bits_per_second=_divided(self.down_bits_per_second, factor),
+            latency_seconds=self.latency_seconds * factor,
+            schedule=tuple((seconds * factor, _divided(rate, factor)) for seconds, rate in self.schedule),
+        )
+
+    def seconds_for(self, collective: Collective, world_size: int, *, at: float = 0.0) -> float:
+        """Return the least time that Gloo needs over this link, among those of `world_size` ranks that take part.
+
+        `at` is the second of the run at which the collective begins. The link connects machines: transfers inside a
+        machine take no time on it.
+        """
+        return self.seconds_of(_course_of(collective, world_size), at=at)
+
+    def seconds_of(self, course: Course, *, at: float = 0.0) -> float:
+        """Return the least time for such a course over this link, if it begins `at` seconds after the run did."""
+        overhead, for_messages = (course.overhead, MESSAGE_BYTES * course.messages) if self.framing else (1.0, 0)
+        up_bits = 8 * (course.up_bytes * overhead + for_messages)
+        down_bits = 8 * (course.down_bytes * overhead + for_messages)
+        pieces = ((0.0, self.bits_per_second), *self.schedule)
+        now, left = at, 1.0  # of the course
+        for (_, up), (end, _) in zip(pieces, (*pieces[1:], (math.inf, None)), strict=True):
+            down = self.down_bits_per_second or up
+            seconds = max(up_bits / up if up else 0.0, down_bits / down if down else 0.0)  # for the whole course
+            if now + left * seconds <= end:
+                return now + left * seconds - at + course.steps * self.latency_seconds
+            if now < end:
+                now, left = end, left - (end - now) / seconds
+        raise AssertionError("the last piece has no end")
 
 
-def ring_steps(collective: Collective, world_size: int) -> int:
-    """Return how many times a ring passes a message on for this collective: an all-reduce goes around twice."""
-    rounds = 2 if collective.kind == "all-reduce" else 1
-    return rounds * (world_size - 1)
+class Wire:
+    """One rank's end of an emulated link: everything that the rank sends queues here.
 
-
-class EmulatedLink:
-    """A wrapper of a communicator that makes every collective last at least as long as its bytes take on the link.
-
-    Transfers queue: each begins when it has been requested and the link is free. Waiting sleeps, and so leaves the
-    processor to the backward pass. A real collective that is slower than the link stays slower.
+    A link of another kind takes its time by itself, so here it takes none.
     """
 
     def __init__(
         self,
-        inner: Communicator,
         link: LinkSettings,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._inner = inner
-        self._link = link
-        self._clock = clock
-        self._sleep = sleep
+        self.link = link
+        self.clock = clock
+        self.sleep = sleep
         self._lock = threading.Lock()
+        self._began: float | None = None
         self._free_at = -math.inf
+
+    def start_clock(self) -> None:
+        """Begin the run to which the link's schedule refers; without this call, the first transfer begins it."""
+        with self._lock:
+            self._began = self.clock()
+
+    def carry(self, course: Course) -> float:
+        """Queue a collective's course, and return the time on the clock at which it will be through."""
+        with self._lock:
+            now = self.clock()
+            if self._began is None:
+                self._began = now
+            if self.link.kind != "emulated" or course == NOTHING:
+                return now
+            begin = max(now, self._free_at)
+            self._free_at = begin + self.link.seconds_of(course, at=begin - self._began)
+            return self._free_at
+
+    def sleep_until(self, moment: float) -> None:
+        """Return at this time on the clock, or at once if it is past."""
+        self.sleep(max(0.0, moment - self.clock()))
+
+
+class EmulatedLink:
+    """A wrapper of a communicator that makes every collective last at least as long as it takes on the link.
+
+    Transfers queue: each begins when it has been requested and the link is free. Waiting sleeps, and so leaves the
+    processor to the backward pass. A real collective that is slower than the link stays slower. `link` is the link's
+    settings, or the `Wire` through which this rank sends other things too.
+    """
+
+    def __init__(
+        self,
+        inner: Communicator,
+        link: LinkSettings | Wire,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._inner = inner
+        self._wire = link if isinstance(link, Wire) else Wire(link, clock=clock, sleep=sleep)
 
     @property
     def world_size(self) -> int:
@@ -184,25 +214,23 @@ class EmulatedLink:
         """The number of this rank."""
         return self._inner.rank
 
+    def start_clock(self) -> None:
+        """Begin the run to which the link's schedule refers; see `Wire.start_clock`."""
+        self._wire.start_clock()
+
     def start(self, collective: Collective) -> Pending:
-        """Start the collective, and queue its bytes on the link."""
-        with self._lock:
-            begin = max(self._clock(), self._free_at)
-            self._free_at = begin + self._link.seconds_for(collective, self.world_size)
-            arrival = self._free_at
-        return _InTransit(self._inner.start(collective), arrival, self._clock, self._sleep)
+        """Start the collective, and queue what it sends on the link."""
+        arrival = self._wire.carry(_course_of(collective, self.world_size))
+        return _InTransit(self._inner.start(collective), arrival, self._wire)
 
 
 class _InTransit:
     """A collective that is complete once the real one is done and the link has carried its bytes."""
 
-    def __init__(
-        self, inner: Pending, arrival: float, clock: Callable[[], float], sleep: Callable[[float], None]
-    ) -> None:
+    def __init__(self, inner: Pending, arrival: float, wire: Wire) -> None:
         self._inner = inner
         self._arrival = arrival
-        self._clock = clock
-        self._sleep = sleep
+        self._wire = wire
 
     @property
     def result(self) -> Tensor:
@@ -211,9 +239,24 @@ class _InTransit:
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Return when both are done; raise TimeoutError if the timeout passes first, as every Pending does."""
-        deadline = math.inf if timeout_seconds is None else self._clock() + timeout_seconds
+        deadline = math.inf if timeout_seconds is None else self._wire.clock() + timeout_seconds
         self._inner.wait(timeout_seconds)
         if self._arrival > deadline:
-            self._sleep(max(0.0, deadline - self._clock()))
+            self._wire.sleep_until(deadline)
             raise TimeoutError(f"the emulated link has not carried the collective's bytes after {timeout_seconds} s")
-        self._sleep(max(0.0, self._arrival - self._clock()))
+        self._wire.sleep_until(self._arrival)
+
+
+def _course_of(collective: Collective, world_size: int) -> Course:
+    if collective.group is not None and collective.group.kind == "inner":
+        return NOTHING
+    ranks = collective.ranks_in(world_size)
+    return course_of(collective.kind, collective.payload_bytes, ranks, is_sparse=collective.tensor.is_sparse)
+
+
+def _is_rate(rate: float | None) -> bool:
+    return rate is None or 0 < rate < math.inf
+
+
+def _divided(rate: float | None, factor: float) -> float | None:
+    return None if rate is None else rate / factor

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commhooks import Collective, Group
-from experiments.link import EmulatedLink, LinkSettings, format_rate, parse_latency, parse_rate
+from experiments.gloo import Course, course_of
+from experiments.link import EmulatedLink, LinkSettings, Wire, format_rate, parse_latency, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -62,28 +67,164 @@ def test_a_latency_that_does_not_parse_is_an_error(text: str) -> None:
         parse_latency(text)
 
 
-@pytest.mark.parametrize("settings", [{"bits_per_second": 0.0}, {"bits_per_second": -1.0}, {"latency_seconds": -1.0}])
-def test_link_settings_that_cannot_be_are_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"must be in"):
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"bits_per_second": 0.0}, "bits_per_second must be in"),
+        ({"down_bits_per_second": -1.0}, "down_bits_per_second must be in"),
+        ({"latency_seconds": -1.0}, "latency_seconds must be in"),
+        ({"kind": "host"}, "kind must be one of emulated, hosts, real"),
+        ({"schedule": ((30.0, 1e6), (20.0, 1e6))}, "above zero and ascending"),
+        ({"schedule": ((0.0, 1e6),)}, "above zero and ascending"),
+        ({"schedule": ((1.0, 0.0),)}, "above zero and ascending"),
+        ({"schedule": ((1.0, 1e6),), "down_bits_per_second": 1e6}, "leave out down_bits_per_second"),
+        ({"kind": "hosts", "latency_seconds": 0.1}, "'hosts' takes no latency: tc .*Use kind 'emulated'"),
+        ({"kind": "real", "bits_per_second": 1e6}, "'real' takes no rate: a real link is as fast as it is"),
+        ({"kind": "real", "framing": False}, "'real' takes no framing"),
+    ],
+)
+def test_link_settings_that_cannot_be_are_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
         LinkSettings(**settings)
 
 
 @pytest.mark.parametrize(
-    ("collective", "bytes_sent", "hops"),
+    ("text", "settings", "label"),
     [
-        (Collective("all-reduce", torch.zeros(1000)), 2 * 3 * 4000 // 4, 6),
-        (Collective("all-gather", torch.zeros(1000)), 3 * 4000, 3),
-        (Collective("all-to-all", torch.zeros(4, 250)), 3 * 4000 // 4, 3),
-        (Collective("reduce-scatter", torch.zeros(4, 250)), 3 * 4000 // 4, 3),
+        ("1Gbit/s", {"bits_per_second": 1e9}, "1Gbit/s"),
+        ("unlimited", {}, "unlimited"),
+        ("emulated:", {}, "unlimited"),
+        ("real", {"kind": "real"}, "real"),
+        ("hosts:rate=100Mbit/s", {"kind": "hosts", "bits_per_second": 1e8}, "hosts:100Mbit/s"),
+        (
+            "emulated:rate=20Mbit/s, down=100Mbit/s, latency=5ms",
+            {"bits_per_second": 2e7, "down_bits_per_second": 1e8, "latency_seconds": 5e-3},
+            "20Mbit/s,down=100Mbit/s,latency=5ms",
+        ),
+        (
+            "rate=100Mbit/s+10Mbit/s@30s+unlimited@60s,framing=off",
+            {"bits_per_second": 1e8, "schedule": ((30.0, 1e7), (60.0, None)), "framing": False},
+            "100Mbit/s+10Mbit/s@30s+unlimited@60s,framing=off",
+        ),
+    ],
+)
+def test_a_link_is_read_and_written(text: str, settings: dict[str, Any], label: str) -> None:
+    assert LinkSettings.parse(text) == LinkSettings(**settings)
+    assert LinkSettings(**settings).label == label
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "empty text; expected '100Mbit/s'"),
+        ("host:1Mbit/s", "no kind 'host' .did you mean 'hosts'"),
+        ("1Mbit/s,latncy=5ms", "no key 'latncy' .did you mean 'latency'"),
+        ("1Mbit/s,rate=1Mbit/s", "rate is given twice"),
+        ("1Mbit/s+2Mbit/s", "says when it begins"),
+        ("1Mbit/s+2Mbit/s@soon", "time 'soon' does not parse"),
+        ("framing=of", "framing must be on or off"),
+        ("fast", "rate 'fast' does not parse"),
+    ],
+)
+def test_a_link_that_does_not_parse_is_an_error_that_shows_how(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        LinkSettings.parse(text)
+
+
+rates = st.none() | st.floats(1e-3, 1e15)
+times = st.floats(1e-9, 1e6)
+
+
+@given(rates, rates, st.just(0.0) | times, st.lists(st.tuples(times, rates), unique_by=lambda pair: pair[0]))
+def test_every_link_survives_being_written_and_read(
+    rate: float | None, down: float | None, latency: float, schedule: list[tuple[float, float | None]]
+) -> None:
+    link = LinkSettings(
+        bits_per_second=rate,
+        down_bits_per_second=None if schedule else down,
+        latency_seconds=latency,
+        schedule=tuple(sorted(schedule)),
+    )
+    assert LinkSettings.parse(link.label) == link
+    as_json = json.loads(json.dumps(dataclasses.asdict(link)))
+    assert LinkSettings(**as_json) == link
+
+
+RING = 3 * 4000 // 4  # once around a ring of four, of 4,000 bytes
+
+
+@pytest.mark.parametrize(
+    ("collective", "of_two", "of_four"),
+    [
+        (Collective("all-reduce", torch.zeros(1000)), (4000, 2), (2 * RING, 6)),
+        (Collective("all-gather", torch.zeros(1000)), (1.5 * 4000, 1), (4 * RING, 3)),  # two wait for each other's half
+        (Collective("all-to-all", torch.zeros(4, 250)), (2 * 2000, 2), (1.5 * RING, 1)),  # two exchange in turns
+        (Collective("reduce-scatter", torch.zeros(4, 250)), (4000, 4), (2 * RING, 24)),  # an all-reduce of every row
     ],
     ids=lambda value: value.kind if isinstance(value, Collective) else "",
 )
-def test_a_ring_of_four_needs_the_time_of_its_bytes_and_of_its_hops(
-    collective: Collective, bytes_sent: int, hops: int
+def test_a_collective_needs_the_time_of_its_bytes_and_of_its_hops(
+    collective: Collective, of_two: tuple[float, int], of_four: tuple[float, int]
 ) -> None:
-    link = LinkSettings(bits_per_second=8e6, latency_seconds=0.01)
-    assert link.seconds_for(collective, 4) == pytest.approx(bytes_sent / 1e6 + hops * 0.01)
+    link = LinkSettings(bits_per_second=8e6, latency_seconds=0.01, framing=False)
+    for ranks, (bytes_sent, hops) in ((2, of_two), (4, of_four)):
+        assert link.seconds_for(collective, ranks) == pytest.approx(bytes_sent / 1e6 + hops * 0.01)
     assert link.seconds_for(collective, 1) == 0.0
+
+
+@pytest.mark.parametrize(("ranks", "transfers"), [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4), (8, 6)])
+def test_a_broadcast_passes_the_link_once_for_every_branch_and_level_of_its_tree(ranks: int, transfers: int) -> None:
+    link = LinkSettings(bits_per_second=8e6, framing=False)
+    assert link.seconds_of(course_of("broadcast", 1000, ranks)) == pytest.approx(transfers * 1e-3)
+
+
+def test_packets_add_their_headers_and_acknowledgements_and_messages_their_own() -> None:
+    link = LinkSettings(bits_per_second=8e6)
+    packets = 1_448_000 / 1448
+    broadcast = link.seconds_of(course_of("broadcast", 1_448_000, 2))
+    assert broadcast == pytest.approx((packets * 1514 + 390) / 1e6)
+    all_reduce = link.seconds_of(course_of("all-reduce", 1_448_000, 2))
+    assert all_reduce == pytest.approx((packets * (1514 + 66 / 2) + 4 * 390) / 1e6)
+
+
+def test_the_slower_direction_sets_the_time() -> None:
+    collective = megabytes(1)
+    for up, down in ((8e6, 80e6), (80e6, 8e6), (None, 8e6)):
+        link = LinkSettings(bits_per_second=up, down_bits_per_second=down, framing=False)
+        assert link.seconds_for(collective, 2) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("at", "seconds"),
+    [
+        (0.0, 1.0),  # 2 MB at 16 Mbit/s, through as the rate falls
+        (2.0, 2.0),  # at 8 Mbit/s
+        (0.5, 1.5),  # half of it at either
+        (3.5, 0.5),  # half a megabyte, and the rest without a limit
+        (9.0, 0.0),
+    ],
+)
+def test_the_rate_of_every_moment_of_a_transfer_counts(at: float, seconds: float) -> None:
+    link = LinkSettings(bits_per_second=16e6, schedule=((1.0, 8e6), (4.0, None)), framing=False)
+    assert link.seconds_for(megabytes(2), 2, at=at) == pytest.approx(seconds)
+
+
+@given(st.floats(0, 10), st.floats(0.01, 5), st.floats(0.01, 0.99))
+def test_a_transfer_takes_as_long_as_its_two_parts_in_turn(at: float, size: float, part: float) -> None:
+    link = LinkSettings(bits_per_second=16e6, schedule=((1.0, 2e6), (4.0, 1e9)), framing=False)
+    whole, first = (Course(1e6 * size * share, 1e6 * size * share, 1, 1) for share in (1.0, part))
+    second = Course(whole.up_bytes - first.up_bytes, whole.down_bytes - first.down_bytes, 1, 1)
+    until = link.seconds_of(first, at=at)
+    assert until + link.seconds_of(second, at=at + until) == pytest.approx(link.seconds_of(whole, at=at))
+
+
+def test_in_slow_motion_everything_takes_so_many_times_as_long() -> None:
+    link = LinkSettings.parse("16Mbit/s+8Mbit/s@1s,latency=5ms")
+    for at in (0.0, 0.5, 2.0):
+        normal = link.seconds_for(megabytes(2), 2, at=at)
+        assert link.slowed(3).seconds_for(megabytes(2), 2, at=3 * at) == pytest.approx(3 * normal)
+    with pytest.raises(ValueError, match="factor must be in"):
+        link.slowed(0)
 
 
 def test_the_link_is_between_machines() -> None:
@@ -125,7 +266,7 @@ class Instant:
 
 
 def emulated(time: FakeTime, *, inner_seconds: float = 0.0) -> EmulatedLink:
-    link = LinkSettings(bits_per_second=8e6)
+    link = LinkSettings(bits_per_second=8e6, framing=False)
     return EmulatedLink(Instant(time, inner_seconds), link, clock=time.clock, sleep=time.sleep)
 
 
@@ -197,7 +338,30 @@ def test_a_wait_that_runs_out_raises_and_may_be_repeated() -> None:
     assert time.now == pytest.approx(1.0)
 
 
-def test_an_unlimited_link_adds_nothing() -> None:
+@pytest.mark.parametrize("text", ["unlimited", "hosts:1Mbit/s", "real"])
+def test_a_link_without_a_limit_and_one_of_another_kind_add_nothing(text: str) -> None:
     time = FakeTime()
-    EmulatedLink(Instant(time), LinkSettings(), clock=time.clock, sleep=time.sleep).start(megabytes(9)).wait()
+    link = LinkSettings.parse(text)
+    EmulatedLink(Instant(time), link, clock=time.clock, sleep=time.sleep).start(megabytes(9)).wait()
     assert time.now == 0.0
+
+
+def test_everything_that_shares_a_wire_queues_on_it() -> None:
+    time = FakeTime()
+    wire = Wire(LinkSettings(bits_per_second=8e6, framing=False), clock=time.clock, sleep=time.sleep)
+    one, other = (EmulatedLink(Instant(time), wire) for _ in range(2))
+    one.start(megabytes(1))
+    other.start(megabytes(1)).wait()
+    assert time.now == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("start_clock", "end"), [(True, 11.0), (False, 10.5)])
+def test_the_schedule_begins_with_the_clock_or_the_first_transfer(start_clock: bool, end: float) -> None:
+    time = FakeTime()
+    settings = LinkSettings(bits_per_second=16e6, schedule=((10.0, 8e6),), framing=False)
+    link = EmulatedLink(Instant(time), settings, clock=time.clock, sleep=time.sleep)
+    if start_clock:
+        link.start_clock()
+    time.sleep(10)
+    link.start(megabytes(1)).wait()
+    assert time.now == pytest.approx(end)

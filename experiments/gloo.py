@@ -1,0 +1,101 @@
+"""How Gloo moves the data of its collectives: what a rank sends, in how many messages and hops.
+
+Gloo's algorithms, as PyTorch 2.13 calls them:
+
+- all-reduce: around a ring, as a reduce-scatter and an all-gather. Each rank's share travels in two halves, so that one
+  is sent while the other is added up.
+- all-gather: around a ring, in halves too.
+- reduce-scatter: an all-reduce of every rank's row, of which a rank keeps its own: twice the bytes of a ring.
+- all-to-all: every rank sends its rows to all others at once, in one hop.
+- barrier: empty messages, in log2(ranks) hops.
+- broadcast: down a tree. The root sends to log2(ranks) others, which share its link; those pass it on.
+
+Two ranks that exchange data over one connection hinder each other unless both announced beforehand that they are
+ready to receive. Gloo's all-to-all and all-gather send first: the announcement of the rank that is late waits behind
+its own data, and the other rank can send only after that. So between two ranks an all-to-all takes the time of both
+directions, one after the other, and an all-gather (in halves) that of three halves. In a longer ring the neighbour that
+sends is not the one that receives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commhooks.communicators.collective import ring_bytes
+
+MTU = 1500  # bytes of an Ethernet frame's content
+_HEADERS = 20 + 20 + 12  # bytes of it that IP, TCP and TCP's timestamps take
+_ETHERNET = 14  # bytes of the frame's own header, as interfaces and tc count
+FRAMING = (MTU + _ETHERNET) / (MTU - _HEADERS)  # 1,514 bytes carry 1,448
+ACKNOWLEDGEMENT = (_ETHERNET + _HEADERS) / (MTU - _HEADERS) / 2  # 66 bytes for every second frame, towards the sender
+MESSAGE_BYTES = 390
+"""Bytes of a message besides its data: its header and two announcements (ready to send, ready to receive), three frames
+of 48 bytes and 66 bytes of headers, and part of an acknowledgement. Measured: 380 to 413."""
+_UNFAIR_SHARES = 1.5  # an all-to-all of more than two ranks: some pairs exchange in turns; measured: 1.4 to 1.6 times
+
+
+@dataclass(frozen=True)
+class Course:
+    """What one collective costs the rank whose link is busiest.
+
+    The bytes of data count as often as the link is busy with them, or idle because of them: a broadcast's, for example,
+    for every level of its tree.
+    """
+
+    up_bytes: float
+    down_bytes: float
+    messages: int  # of the rank that sends most
+    steps: int  # messages that wait for one another: each takes the latency
+    both_ways: bool = True  # data flows in both directions, and shares the link with its acknowledgements
+
+    @property
+    def overhead(self) -> float:
+        """Bytes on the link for each byte of data."""
+        return FRAMING + ACKNOWLEDGEMENT if self.both_ways else FRAMING
+
+
+NOTHING = Course(0, 0, 0, 0)
+
+
+def course_of(kind: str, payload: int, ranks: int, *, is_sparse: bool = False) -> Course:
+    """Return what a collective of this payload costs; an unknown kind is an error of ours."""
+    if ranks == 1:
+        return NOTHING
+    others = ranks - 1
+    if kind == "all-reduce" and is_sparse:  # three all-gathers: of sizes, indices and values
+        return _ring(others * payload, 6 * others, 3 * others)
+    if kind == "all-reduce":
+        return _ring(2 * others / ranks * payload, 4 * others, 2 * others)
+    if kind == "reduce-scatter":
+        return _ring(2 * others / ranks * payload, 4 * others * ranks, 2 * others * ranks)
+    if kind == "all-gather":
+        return _ring(others * payload * (1.5 if ranks == 2 else 1.0), 2 * others, others)
+    if kind == "all-to-all":
+        turns, hops = (2.0, 2) if ranks == 2 else (_UNFAIR_SHARES, 1)
+        return _ring(others / ranks * payload * turns, others, hops)
+    depth = (ranks - 1).bit_length()
+    if kind == "barrier":
+        return Course(0, 0, depth, depth)
+    assert kind == "broadcast", f"no course for {kind!r}"
+    return Course(_tree(0, ranks) * payload, depth * payload, depth, depth, both_ways=False)
+
+
+def moved_bytes(kind: str, payload: int, ranks: int, *, is_sparse: bool = False) -> int:
+    """Return the bytes of data sent per rank, on average over the ranks: `ring_bytes`, for a broadcast too."""
+    if kind == "broadcast":  # every rank but the root receives it once
+        return (ranks - 1) * payload // ranks
+    return ring_bytes(kind, payload, ranks, is_sparse=is_sparse)
+
+
+def _ring(data: float, messages: int, steps: int) -> Course:
+    return Course(data, data, messages, steps)
+
+
+def _tree(place: int, ranks: int) -> int:
+    """Return how many times the data passes a link until all below this place of the broadcast's tree have it.
+
+    A place's sends share its link, and so end together; then each of those that received it does the same.
+    """
+    below = [place | bit for bit in (1 << level for level in range((ranks - 1).bit_length())) if bit > place]
+    below = [each for each in below if each < ranks]
+    return len(below) + max((_tree(each, ranks) for each in below), default=0)
