@@ -15,7 +15,14 @@ from .tasks import load_task
 from .worker import RunDone, SceneBegun, Work, calibrate, dilation_of, train_all
 
 Listener = Callable[[RunSettings, object], None]
-"""Called with the run that a message of `experiments.worker` is about, and the message."""
+"""Called with a run and a message about it: `RunFailed`, or one of `experiments.worker`."""
+
+
+@dataclass(frozen=True)
+class RunFailed:
+    """A run failed while no other was in progress; it is not tried again."""
+
+    traceback: str
 
 
 @dataclass
@@ -66,13 +73,18 @@ def _after_failure(attempt: _Attempt, out: Path, listener: Listener, made: Made,
         raise error
     suspects = [settings for settings in attempt.scene if settings not in made.results]
     if len(suspects) == 1:
-        made.failures[suspects[0]] = str(error)
+        _give_up(suspects[0], error, listener, made)
         return
     for settings in suspects:
         try:
             _Attempt([settings], out, listener, made).in_new_processes()
         except WorldError as alone:
-            made.failures[settings] = str(alone)
+            _give_up(settings, alone, listener, made)
+
+
+def _give_up(settings: RunSettings, error: WorldError, listener: Listener, made: Made) -> None:
+    made.failures[settings] = str(error)
+    listener(settings, RunFailed(str(error)))
 
 
 class _Attempt:

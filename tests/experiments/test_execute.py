@@ -54,8 +54,11 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def test_a_run_that_fails_ends_neither_its_scene_nor_the_sweep(worlds: list[list[str]], tmp_path: Path) -> None:
     runs = [settings(hook, seed) for seed in (0, 1) for hook in HOOKS]
-    made = execute.execute(runs, tmp_path, lambda *_: None)
+    heard: list[tuple[RunSettings, object]] = []
+    made = execute.execute(runs, tmp_path, lambda *message: heard.append(message))
     assert {one.hook.name for one in made.failures} == {"breaks"}
+    told = {one: message.traceback for one, message in heard if isinstance(message, execute.RunFailed)}
+    assert told == made.failures
     assert set(made.results) | set(made.failures) == set(runs)
     assert "rank 1 failed: breaks" in next(iter(made.failures.values()))
     written = {RunResult.read(path).settings for path in (tmp_path / "results").iterdir()}
