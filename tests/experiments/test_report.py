@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]  # ships no types
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[import-untyped]  # the same
 
 from commhooks.units import bytes_in_words
 from experiments.compare import Comparison, write_report
@@ -21,7 +19,7 @@ from experiments.report.tensorboard import write_logs
 from experiments.report.words import percent, seconds_in_words, times
 from experiments.runs import RunSettings
 from experiments.summary import summarise
-from tests.experiments.synthetic import DENSE_BYTES, STARTED, result, results
+from tests.experiments.synthetic import results
 
 
 @pytest.fixture(scope="module")
@@ -90,33 +88,6 @@ def test_the_tables_hold_what_was_asked_for_and_fit_a_terminal() -> None:
     assert "…" not in text
     for cell in ("2.129 (+1.1 %)", "2.65 s", "8.00 MB", "20.0×", "52.0 / 10.0 / 16.0"):
         assert cell in rows
-
-
-def test_tensorboard_shows_when_each_step_was_and_what_it_sent(tmp_path: Path) -> None:
-    run = result()
-    events = EventAccumulator(str(write_logs(run, tmp_path)))
-    events.Reload()
-    losses = events.Scalars("loss/train")
-    assert [(event.step, event.wall_time) for event in losses] == [(n, STARTED + n) for n in range(1, 41)]
-    assert losses[-1].value == pytest.approx(run.steps[-1].loss)
-    by_bytes = events.Scalars("loss_by_kB_sent/train")
-    assert [event.step for event in by_bytes] == [DENSE_BYTES // 1_000 * n for n in range(1, 41)]
-    assert [event.value for event in by_bytes] == [event.value for event in losses]
-    by_time = events.Scalars("loss_by_training_ms/train")
-    assert by_time[-1].step == round(1e3 * sum(step.seconds for step in run.steps))
-    assert [event.step for event in events.Scalars("loss/held_out")] == [10, 20, 30, 40]
-    assert len(events.Scalars("loss_by_kB_sent/held_out")) == 4
-
-
-def test_tensorboard_compares_runs_by_their_settings(tmp_path: Path) -> None:
-    events = EventAccumulator(str(write_logs(result("powersgd:rank=4", ratio=20), tmp_path)))
-    events.Reload()
-    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    settings = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert settings["hook"].string_value == "powersgd:rank=4"
-    assert settings["link_Mbit_per_s"].number_value == 100
-    assert settings["ranks"].number_value == 2
-    assert events.Scalars("total/MB_sent_by_a_rank")[0].value == pytest.approx(DENSE_BYTES / 20 * 40 / 1e6)
 
 
 @pytest.mark.parametrize("loss", [0.0, -1.0, float("nan"), float("inf")])
