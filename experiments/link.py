@@ -103,6 +103,12 @@ class LinkSettings:
         """The shortest text that `parse` reads as this link."""
         return text_of(vars(self))
 
+    @property
+    def slowest(self) -> float | None:
+        """The lowest rate that the link ever has in either direction, in bits per second; None: it has no limit."""
+        rates = [self.bits_per_second, self.down_bits_per_second, *(rate for _, rate in self.schedule)]
+        return min((rate for rate in rates if rate is not None), default=None)
+
     def slowed(self, factor: float) -> LinkSettings:
         """Return this link in slow motion: what took a second takes `factor` seconds.
 
