@@ -7,7 +7,6 @@ Gloo's algorithms, as PyTorch 2.13 calls them:
 - all-gather: around a ring, in halves too.
 - reduce-scatter: an all-reduce of every rank's row, of which a rank keeps its own: twice the bytes of a ring.
 - all-to-all: every rank sends its rows to all others at once, in one hop.
-- barrier: empty messages, in log2(ranks) hops.
 - broadcast: down a tree. The root sends to log2(ranks) others, which share its link; those pass it on.
 
 Two ranks that exchange data over one connection hinder each other unless both announced beforehand that they are
@@ -73,10 +72,8 @@ def course_of(kind: str, payload: int, ranks: int, *, is_sparse: bool = False) -
     if kind == "all-to-all":
         turns, hops = (2.0, 2) if ranks == 2 else (_UNFAIR_SHARES, 1)
         return _ring(others / ranks * payload * turns, others, hops)
-    depth = (ranks - 1).bit_length()
-    if kind == "barrier":
-        return Course(0, 0, depth, depth)
     assert kind == "broadcast", f"no course for {kind!r}"
+    depth = (ranks - 1).bit_length()
     return Course(_tree(0, ranks) * payload, depth * payload, depth, depth, both_ways=False)
 
 
