@@ -1,0 +1,122 @@
+"""A process group whose collectives pass an emulated link: for what does not use a communicator of ours.
+
+PyTorch's own communication hooks, the all-reduce of a DistributedDataParallel without a hook, and the broadcasts of
+parameters and buffers call the process group of their DDP.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.futures import Future
+
+from commhooks.communicators.traffic import KindTraffic
+from commhooks.tensors import tensor_bytes
+from ddp_core.collectives import result_of
+
+from .gloo import course_of, moved_bytes
+from .link import Wire
+
+NO_TIMEOUT = timedelta(0)  # as in PyTorch: wait as long as the process group does
+
+
+class LinkedGroup(dist.ProcessGroup):
+    """A process group that runs collectives on `inner`, and completes each when the link has carried it as well.
+
+    Pass it as a DDP's `process_group=`, and as the state of PyTorch's hooks; `torch.distributed` need not know it.
+    Several works may wait at once, in threads of their own, because PyTorch's hooks wait for further collectives in the
+    callbacks that run when one is done. It has the collectives that DDPs and their hooks call (all-reduce, broadcast,
+    all-gather); PyTorch refuses the others ("No backend type associated"). Call `close` before `inner` is destroyed.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, wire: Wire) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # 'Missing "store"': the stub has one constructor of two
+        self.inner = inner
+        self.wire = wire
+        self.traffic: dict[str, KindTraffic] = {}
+        """What this rank has sent, by kind of collective, as `Collective.ring_bytes` counts it."""
+        self._lock = threading.Lock()  # callbacks start collectives from several threads
+        self._threads: list[threading.Thread] = []
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]  # 'Signature incompatible' with an overload
+        """Start to sum a tensor over the ranks, in place."""
+        options = options or dist.AllreduceOptions()
+        return self._start("all-reduce", tensors, "allreduce", tensors, options)
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]  # as above
+        """Start to overwrite a tensor with that of one rank."""
+        return self._start("broadcast", tensors, "broadcast", tensors, options)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]  # as above
+        """Start to collect every rank's tensor."""
+        options = options or AllgatherOptions()
+        return self._start("all-gather", inputs, "allgather", outputs, inputs, options)
+
+    def getBackendName(self) -> str:  # noqa: N802  # PyTorch's name
+        """Return the name under which PyTorch's messages know this group."""
+        return "linked"
+
+    def close(self) -> None:
+        """Return when all works are done, successfully or not."""
+        while self._threads:
+            self._threads.pop().join()
+
+    def _start(self, kind: str, sent: list[Tensor], method: str, *arguments: Any) -> dist.Work:
+        """Start a collective of `inner`, count it, and queue it on the link."""
+        ranks, payload = self.size(), sum(tensor_bytes(tensor) for tensor in sent)
+        is_sparse = any(tensor.is_sparse for tensor in sent)
+        with self._lock:
+            counts = self.traffic.setdefault(kind, KindTraffic())
+            counts.collectives += 1
+            counts.payload_bytes += payload
+            counts.moved_bytes += moved_bytes(kind, payload, ranks, is_sparse=is_sparse)
+            arrival = self.wire.carry(course_of(kind, payload, ranks, is_sparse=is_sparse))
+            work = LinkedWork(getattr(self.inner, method)(*arguments), arrival, self.wire)
+            self._threads = [*(thread for thread in self._threads if thread.is_alive()), work.thread]
+        return work
+
+
+class LinkedWork(dist.Work):
+    """A work that is done when another one is and the link has carried its bytes."""
+
+    def __init__(self, inner: dist.Work, arrival: float, wire: Wire) -> None:
+        super().__init__()
+        self._future: Future[Any] = torch.futures.Future()
+        self._ended = threading.Event()
+        # A daemon, so that a link of a few bits per second does not hold a process back that wants to end.
+        self.thread = threading.Thread(
+            target=self._finish, args=(inner, arrival, wire), name="linked work", daemon=True
+        )
+        self.thread.start()
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Return when the work is done; raise its error, or RuntimeError if it takes longer than a timeout."""
+        if not self._ended.wait(timeout.total_seconds() or None):
+            raise RuntimeError(f"a collective over the emulated link is not done after {timeout.total_seconds():g} s")
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the work has ended, successfully or not."""
+        return self._ended.is_set()
+
+    def get_future(self) -> Future[Any]:
+        """Return the future of the inner work's result."""
+        return self._future
+
+    def _finish(self, inner: dist.Work, arrival: float, wire: Wire) -> None:
+        try:
+            result = result_of(inner)
+        except Exception as error:  # whoever waits gets it
+            self._ended.set()
+            self._future.set_exception(error)
+            return
+        wire.sleep_until(arrival)
+        self._ended.set()  # first: callbacks run within set_result, and may take long
+        self._future.set_result(result)
