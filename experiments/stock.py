@@ -1,0 +1,102 @@
+"""PyTorch's own communication hooks, as contenders: 'torch.fp16', 'torch.powersgd:matrix_approximation_rank=4'.
+
+They call the process group of their DDP, so a `LinkedGroup` puts the link under them. PyTorch accepts a hook only if
+its annotations are types rather than strings, so this file has no `from __future__ import annotations`.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
+
+from .runs import HookSpec
+
+PREFIX = "torch."
+_NONE = "torch.none"  # DDP's own all-reduce, without any hook
+_POWERSGD = "torch.powersgd"
+_BF16 = "torch.bf16"
+_FRACTIONS = {"min_compression_rate", "orthogonalization_epsilon"}  # their defaults are ints, and they need not be
+_STATELESS: dict[str, Callable[..., Any]] = {
+    "torch.all-reduce": default_hooks.allreduce_hook,
+    "torch.fp16": default_hooks.fp16_compress_hook,
+}
+
+
+def stock_names() -> tuple[str, ...]:
+    """Return the names of PyTorch's hooks that can run here."""
+    return (_NONE, *_STATELESS, _POWERSGD)
+
+
+def is_stock(spec: HookSpec) -> bool:
+    """Return whether this hook is one of PyTorch's, by its name."""
+    return spec.name.startswith(PREFIX) and ":" not in spec.name and "(" not in spec.name
+
+
+def check_stock(spec: HookSpec) -> None:
+    """Raise ValueError, before any process starts, if PyTorch has no such hook for Gloo, or no such setting."""
+    if spec.name == _BF16:
+        raise ValueError(
+            f"hook {spec.label!r}: PyTorch's DistributedDataParallel accepts bf16_compress_hook, by its name, only "
+            "with NCCL, and these runs use Gloo; 'torch.fp16' runs, and so does 'bf16', which is ours."
+        )
+    if spec.name not in stock_names():
+        raise ValueError(f"hook {spec.label!r}: PyTorch's hooks here are {_list_of(stock_names(), spec.name)}")
+    known = _powersgd_defaults() if spec.name == _POWERSGD else {}
+    for name, value in spec.settings:
+        if name not in known:
+            has = _list_of(tuple(known), name) if known else "no settings."
+            raise ValueError(f"hook {spec.label!r}: there is no setting {name!r}; {spec.name!r} has {has}")
+        kind = type(known[name])
+        if type(value) is not kind and not (name in _FRACTIONS and type(value) is float):
+            raise ValueError(f"hook {spec.label!r}: {name} must be of type {kind.__name__} (got {value!r})")
+        if name == "matrix_approximation_rank" and value < 1:  # type: ignore[operator]  # '"str" and "int"': it is an int
+            raise ValueError(f"hook {spec.label!r}: {name} must be at least 1 (got {value})")
+    if spec.name == _POWERSGD:
+        try:
+            _powersgd_state(spec, None)
+        except ValueError as error:
+            raise ValueError(f"hook {spec.label!r}: {error}") from error
+
+
+def register_stock(ddp: Any, spec: HookSpec, group: dist.ProcessGroup) -> None:
+    """Register one of PyTorch's hooks with a DDP of either class; it communicates over `group`, the DDP's own."""
+    check_stock(spec)
+    if spec.name == _POWERSGD:
+        ddp.register_comm_hook(_powersgd_state(spec, group), _powersgd_of_one_bucket)
+    elif spec.name != _NONE:
+        ddp.register_comm_hook(group, _STATELESS[spec.name])
+
+
+def _powersgd_of_one_bucket(state: powerSGD_hook.PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
+    """Run PyTorch's hook, unless there are several buckets: then it aborts the process, or hangs.
+
+    Callbacks of its collectives start further ones, so that ranks start those of several buckets in different orders.
+    """
+    if bucket.index() > 0 or not bucket.is_last():
+        raise RuntimeError(
+            "PyTorch's powerSGD_hook fails over Gloo if the gradients are in several buckets: the ranks start its "
+            "collectives in different orders, and the process aborts or hangs. Choose buckets large enough for all "
+            "gradients together (--bucket-cap-mb), or compare with 'powersgd', which is ours."
+        )
+    return powerSGD_hook.powerSGD_hook(state, bucket)
+
+
+def _powersgd_state(spec: HookSpec, group: dist.ProcessGroup | None) -> powerSGD_hook.PowerSGDState:
+    settings: dict[str, Any] = dict(spec.settings)
+    return powerSGD_hook.PowerSGDState(group, **settings)
+
+
+def _powersgd_defaults() -> dict[str, object]:
+    parameters = inspect.signature(powerSGD_hook.PowerSGDState).parameters
+    return {name: each.default for name, each in parameters.items() if name != "process_group"}
+
+
+def _list_of(names: tuple[str, ...], wrong: str) -> str:
+    near = difflib.get_close_matches(wrong, names, 1)
+    return ", ".join(names) + "." + (f" Did you mean {near[0]!r}?" if near else "")

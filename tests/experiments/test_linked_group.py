@@ -1,0 +1,190 @@
+"""PyTorch's hooks and broadcasts over the emulated link: they take its time, and fail in words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.futures import Future
+
+import commhooks
+from experiments.gloo import course_of
+from experiments.link import EmulatedLink, LinkSettings, Wire
+from experiments.linked_group import LinkedGroup, LinkedWork
+from experiments.runs import HookSpec
+from experiments.stock import check_stock, is_stock, register_stock, stock_names
+from tests.ddp_core.facts import Facts
+from tests.parity.training import ddp_class
+
+facts = Facts(check_exit=False)  # PyTorch's DDP aborts in about 6 % of exits
+LINK = LinkSettings(bits_per_second=4e6)
+WEIGHTS = 60 * 60 + 60  # of the linear layer
+BYTES = 4 * WEIGHTS
+
+
+def linked() -> LinkedGroup:
+    assert dist.group.WORLD is not None
+    return LinkedGroup(dist.group.WORLD, Wire(LINK))
+
+
+def ddp_over(group: LinkedGroup, which: str = "torch", **settings: Any) -> Any:
+    model = nn.Sequential(nn.Linear(60, 60), nn.BatchNorm1d(60, affine=False))
+    return ddp_class(which)(model, process_group=group, **settings)
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """Return the shortest of three times: other load on the machine only adds to it."""
+    times = []
+    for _ in range(3):
+        dist.barrier()
+        begin = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def step(ddp: Any) -> None:
+    torch.manual_seed(0)
+    ddp(torch.randn(4, 60)).square().mean().backward()
+
+
+@facts
+def a_step_takes_the_links_time_whoever_compresses(rank: int) -> None:
+    def hooked(hook: str) -> Any:
+        group = linked()
+        ddp = ddp_over(group)
+        if hook.startswith("torch."):
+            register_stock(ddp, HookSpec(hook), group)
+        else:
+            commhooks.attach(
+                ddp, hook, process_group=group.inner, wrap_communicator=lambda inner: EmulatedLink(inner, group.wire)
+            )
+        return ddp
+
+    buffers = LINK.seconds_of(course_of("broadcast", 4 * 60 + 4 * 60 + 8, 2))
+    for names, bytes_each in ((("torch.none", "torch.all-reduce", "all-reduce"), 4), (("torch.fp16", "fp16"), 2)):
+        least = buffers + LINK.seconds_of(course_of("all-reduce", bytes_each * WEIGHTS, 2))
+        for name in names:
+            ddp = hooked(name)
+            seconds = seconds_of(lambda: step(ddp))  # noqa: B023  # called at once
+            # A step sleeps until the link is through: no less, and 20 ms for computing and for waking up.
+            assert least <= seconds < least + 0.02, (name, seconds, least)
+
+
+@facts
+def parameters_and_buffers_pass_the_link(rank: int) -> None:
+    for which in ("torch", "ours"):
+        group = linked()
+        begin = time.perf_counter()
+        ddp = ddp_over(group, which)
+        assert time.perf_counter() - begin >= LINK.seconds_of(course_of("broadcast", BYTES, 2))
+        before = group.traffic["broadcast"].payload_bytes
+        ddp(torch.randn(4, 60))
+        sent = group.traffic["broadcast"].payload_bytes - before
+        assert sent == 4 * 60 + 4 * 60 + 8  # running mean, running variance, and the count of batches
+
+
+@facts
+def what_a_group_counts_is_what_a_ring_moves(rank: int) -> None:
+    group = linked()
+    ddp = ddp_over(group)
+    register_stock(ddp, HookSpec("torch.fp16"), group)
+    step(ddp)
+    counted = group.traffic["all-reduce"]
+    assert (counted.collectives, counted.payload_bytes, counted.moved_bytes) == (1, 2 * WEIGHTS, 2 * WEIGHTS)
+
+
+@facts
+def powersgd_of_one_bucket_sends_less_after_its_start(rank: int) -> None:
+    group = linked()
+    ddp = ddp_over(group, bucket_cap_mb=25)
+    register_stock(ddp, HookSpec.parse("torch.powersgd:start_powerSGD_iter=2"), group)
+    sent = []
+    for _ in range(4):
+        before = group.traffic["all-reduce"].payload_bytes if group.traffic.get("all-reduce") else 0
+        step(ddp)
+        sent.append(group.traffic["all-reduce"].payload_bytes - before)
+    assert sent[:2] == [BYTES, BYTES]
+    assert sent[2] == sent[3] == 4 * (60 + 60 + 60)  # P, Q and the bias
+
+
+@facts
+def powersgd_of_several_buckets_is_refused_before_it_can_abort(rank: int) -> None:
+    for which in ("torch", "ours"):
+        group = linked()
+        ddp = ddp_over(group, which, bucket_cap_mb=0.0001)
+        register_stock(ddp, HookSpec("torch.powersgd"), group)
+        step(ddp)  # the first step of either class has one bucket
+        with pytest.raises(RuntimeError, match=r"fails over Gloo if the gradients are in several buckets"):
+            step(ddp)
+
+
+@facts
+def collectives_of_torch_distributed_work_on_the_group(rank: int) -> None:
+    group: Any = linked()
+    gathered = [torch.zeros(3), torch.zeros(3)]
+    dist.all_gather(gathered, torch.full((3,), float(rank)), group=group)
+    assert [row.tolist() for row in gathered] == [[0.0] * 3, [1.0] * 3]
+    total = torch.tensor(1.0 + rank)
+    work = dist.all_reduce(total, group=group, async_op=True)
+    assert work is not None
+    with pytest.raises(RuntimeError, match=r"not done after 0\.0001 s"):
+        work.wait(timedelta(seconds=1e-4))
+    work.wait()
+    assert total.item() == 3.0
+    assert work.is_completed()
+    group.close()
+
+
+test = facts.tests()
+
+
+class Failing(dist.Work):
+    """A work whose collective fails, as Gloo's does if another rank dies."""
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(ConnectionError("connection closed by peer"))
+        return future
+
+
+def test_a_collective_that_fails_raises_for_whoever_waits_and_does_not_wait_for_the_link() -> None:
+    wire = Wire(LINK)
+    work = LinkedWork(Failing(), wire.clock() + 600, wire)
+    for wait in (work.wait, work.get_future().wait):
+        with pytest.raises(ConnectionError, match="closed by peer"):
+            wait()
+    assert work.is_completed()
+    work.thread.join(10)
+    assert not work.thread.is_alive()
+
+
+def test_names_of_pytorchs_hooks_are_told_from_ours() -> None:
+    for name in stock_names():
+        assert is_stock(HookSpec.parse(name))
+        check_stock(HookSpec(name))
+    for other in ("fp16", "torch.package:TopK:ratio=0.1", "torchlike"):
+        assert not is_stock(HookSpec.parse(other))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("torch.bf16", "by its name, only with NCCL.*'torch.fp16' runs"),
+        ("torch.fp61", "Did you mean 'torch.fp16'"),
+        ("torch.fp16:rank=4", "'torch.fp16' has no settings"),
+        ("torch.powersgd:rank=4", "there is no setting 'rank'.*matrix_approximation_rank"),
+        ("torch.powersgd:matrix_approximation_rank=4.5", "must be of type int"),
+        ("torch.powersgd:matrix_approximation_rank=0", "must be at least 1"),
+        ("torch.powersgd:start_powerSGD_iter=1", "Expect `start_powerSGD_iter` > 1"),
+    ],
+)
+def test_what_pytorchs_hooks_cannot_do_is_refused_before_any_process_starts(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check_stock(HookSpec.parse(text))
