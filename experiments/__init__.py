@@ -3,3 +3,7 @@
 A checkout has this package as `experiments`, an installation as `commhooks.experiments`, so that no top-level name is
 taken. Its modules import each other relatively, and are the same under both names.
 """
+
+from .tasks import Task, load_task
+
+__all__ = ["Task", "load_task"]

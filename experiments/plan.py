@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import torch
-
 from .hooks import make_hook
 from .launch import torchrun_world
 from .link import LinkSettings
@@ -94,7 +92,8 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
         key = settings.task, settings.ranks, settings.optimizer
         if key not in seen:
             seen[key] = load_task(settings.task, settings.seed)
-            _try(seen[key], settings)
+            seen[key].optimizer(settings.optimizer)
+            seen[key].check(settings.ranks)
     for settings in {(one.task, one.hook): one for one in runs}.values():
         task = seen[settings.task, settings.ranks, settings.optimizer]
         make_hook(settings.hook).check_parameters(dict(task.model.named_parameters()))
@@ -109,20 +108,6 @@ def _check_compute(settings: RunSettings) -> None:
         )
     if torchrun_world() is not None and Compute.parse(settings.compute).seconds is not None:
         raise ValueError("under torchrun compute can only be stated as a factor, such as '0.5x'")
-
-
-def _try(task: LoadedTask, settings: RunSettings) -> None:
-    """Compute one loss and its gradients, as every rank will; raise ValueError if that fails."""
-    task.optimizer(settings.optimizer)
-    with torch.random.fork_rng(devices=[]):
-        # Raises if there is too little data for so many ranks.
-        batch = task.batch(0, settings.ranks - 1, settings.ranks)
-        try:
-            task.loss(task.model, batch).backward()
-        except Exception as error:
-            raise ValueError(
-                f"task {task.name!r}: loss(model, batch) failed on the first batch: {type(error).__name__}: {error}"
-            ) from error
 
 
 def crowded(runs: Sequence[RunSettings]) -> str | None:

@@ -13,7 +13,7 @@ SettingValue = bool | int | float | str
 # 'folder/file.py:function' (a task). A hook's class begins with a capital, so that 'powersgd:rank' is a mistake.
 _NAMES = {
     "hook": re.compile(r"([\w.]+:[A-Z]\w*(?=:|$)|[^:]*)(?::(.*))?", re.DOTALL),
-    "task": re.compile(r"([\w./\\ -]+:[A-Za-z_]\w*(?=:|$)|[^:]*)(?::(.*))?", re.DOTALL),
+    "task": re.compile(r"(.+?\.py:[A-Za-z_]\w*(?=:|$)|[\w.]+:[A-Za-z_]\w*(?=:|$)|[^:]*)(?::(.*))?", re.DOTALL),
     "optimizer": re.compile(r"([^:]*)(?::(.*))?", re.DOTALL),
 }
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
@@ -19,27 +24,32 @@ SizeType = TypeVar("SizeType")
 Draw = Callable[[int, int, int, int], Any]
 """(seed, step, rank, ranks) -> this rank's batch of one step: a function of its arguments alone."""
 
-_HELD_OUT_EVERY = 10  # every tenth example, if the task names no held-out data
+HELD_OUT_EVERY = 10  # every tenth example, if the task names no held-out data
+_NOT_THEIRS = str(Path(__file__).parent), str(Path(torch.__file__).parent)  # whose lines explain nothing to a user
 _HELD_OUT_BATCHES = 8  # if the data is a function
 _HELD_OUT_SEED = 2**31 - 1  # larger than the seed of any run
+
+
+class _NotALossError(TypeError):
+    """What a loss function returned cannot be minimised."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A model, its data and its loss: everything except how gradients are communicated.
 
-    A task is made by a function, which is called in every rank under the run's seed: random numbers drawn from torch
-    while it builds the model are the same on every rank.
+    A task is made by a function, which is called in every rank under the run's seed: random numbers drawn from torch,
+    numpy or Python's `random` while it builds the model and splits the data are the same on every rank.
     """
 
     model: nn.Module
     """A fresh model, on the CPU."""
-    data: Dataset[Any] | Draw
+    data: Dataset[Any] | Sequence[Any] | Draw
     """A dataset with a length, which is shuffled once per epoch and divided among the ranks; or a function
     `(seed, step, rank, ranks) -> batch`."""
     loss: Callable[[nn.Module, Any], Tensor]
     """`loss(model, batch)` calls the model and returns the mean loss over the batch, a scalar."""
-    held_out: Dataset[Any] | None = None
+    held_out: Dataset[Any] | Sequence[Any] | None = None
     """Data that is never trained on. None: every tenth example of the dataset is held out; or, if the data is a
     function, batches of a seed that no run has."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
@@ -117,19 +127,60 @@ class LoadedTask:
             ValueError: There are fewer examples than one step of all ranks takes.
 
         """
-        if not isinstance(self.task.data, Dataset):
-            return self.task.data(self.seed, step, rank, ranks)
-        training, size = self._split[0], self.task.batch_size
-        together = size * ranks
-        if together > _length(training):
-            raise ValueError(
-                f"task {self.name!r}: {ranks} ranks with {size} examples each want more than the {_length(training)} "
-                "there are; use fewer ranks or a smaller batch size"
+        # Random crops and the like draw from the global generators: what they draw must depend on nothing else.
+        with seeded(mixed(self.seed, step, rank, ranks)):
+            if not is_dataset(self.task.data):
+                return self.task.data(self.seed, step, rank, ranks)  # type: ignore[operator]  # it is a function
+            training, size = self._split[0], self.task.batch_size
+            count, together = len(training), size * ranks
+            if together > count:
+                raise ValueError(
+                    f"task {self.name!r}: {ranks} ranks with {size} examples each want more than the {count} there "
+                    "are; use fewer ranks or a smaller batch size"
+                )
+            epoch, position = divmod(step, count // together)
+            begin = position * together + rank * size
+            return self._collate([training[n] for n in _order(count, self.seed, epoch)[begin : begin + size]])
+
+    def fingerprint(self, ranks: int) -> str:
+        """Return a hash of the first batch of rank 0: ranks that find different ones do not train on the same data."""
+        digest = hashlib.sha256()
+        for part in _leaves(self.batch(0, 0, ranks)):
+            digest.update(
+                part.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                if isinstance(part, Tensor)
+                else repr(part).encode()
             )
-        epoch, position = divmod(step, _length(training) // together)
-        order = torch.randperm(_length(training), generator=generator_for(self.seed, epoch))
-        begin = position * together + rank * size
-        return self.task.collate([training[int(n)] for n in order[begin : begin + size]])
+        return digest.hexdigest()[:16]
+
+    def check(self, ranks: int) -> None:
+        """Compute the loss of the last rank's first batch, and its gradients, as a run will.
+
+        This changes the model's buffers, so load the task again to train it.
+
+        Raises:
+            ValueError: There is too little data for so many ranks, the loss fails or has no gradient, or a parameter
+                does not take part in it.
+
+        """
+        with seeded(self.seed):
+            batch = self.batch(0, ranks - 1, ranks)
+            try:
+                loss = self._scalar(self.task.loss(self.model, batch))
+                loss.backward()
+            except Exception as error:  # whatever somebody else's code raises
+                raise ValueError(
+                    f"task {self.name!r}: loss(model, batch) failed on the first batch, {_in_words(batch)}: "
+                    f"{type(error).__name__}: {error}{place_of(error)}"
+                ) from error
+        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        self.model.zero_grad()
+        if unused:
+            raise ValueError(
+                f"task {self.name!r}: the loss does not depend on {len(unused)} of the model's parameters "
+                f"({', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}); use them, remove them, or call "
+                "requires_grad_(False) on them"
+            )
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss over the batch, a scalar.
@@ -138,10 +189,18 @@ class LoadedTask:
             TypeError: The task's function returned something else.
 
         """
-        loss = self.task.loss(model, batch)
+        try:
+            return self._scalar(self.task.loss(model, batch))
+        except _NotALossError as error:
+            raise TypeError(f"task {self.name!r}: loss(model, batch) failed: {error}") from None
+
+    @staticmethod
+    def _scalar(loss: object) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(f"task {self.name!r}: loss(model, batch) must return a scalar tensor (got {got})")
+            raise _NotALossError(f"it must return a scalar tensor, the mean over the batch (got {got})")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise _NotALossError("what it returned has no gradient: compute it from the model's output, not detached")
         return loss
 
     def evaluate(self) -> dict[str, float]:
@@ -165,36 +224,89 @@ class LoadedTask:
 
     def _held_out_batches(self) -> Iterator[tuple[int, Any]]:
         """Yield every batch of held-out data, with the weight of its mean."""
-        if not isinstance(self.task.data, Dataset) and self.task.held_out is None:
+        if not is_dataset(self.task.data) and self.task.held_out is None:
             for number in range(_HELD_OUT_BATCHES):
-                yield 1, self.task.data(_HELD_OUT_SEED, number, 0, 1)
+                yield 1, self.task.data(_HELD_OUT_SEED, number, 0, 1)  # type: ignore[operator]  # it is a function
             return
         held_out, size = self._split[1], self.task.batch_size
-        for begin in range(0, _length(held_out), size):
-            examples = [held_out[n] for n in range(begin, min(begin + size, _length(held_out)))]
-            yield len(examples), self.task.collate(examples)
+        for begin in range(0, len(held_out), size):
+            examples = [held_out[n] for n in range(begin, min(begin + size, len(held_out)))]
+            yield len(examples), self._collate(examples)
+
+    def _collate(self, examples: list[Any]) -> Any:
+        try:
+            return self.task.collate(examples)
+        except (TypeError, RuntimeError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"task {self.name!r}: examples cannot be made into a batch ({error}); return a Task with `collate`, a "
+                "function from a list of examples to a batch"
+            ) from error
 
     @cached_property
     def _split(self) -> tuple[Any, Any]:
         """The dataset to train on, and the one held out."""
         data, held_out = self.task.data, self.task.held_out
-        if held_out is not None or not isinstance(data, Dataset):
+        if held_out is not None or not is_dataset(data):
             return data, held_out
-        places = range(_length(data))
-        kept = [place for place in places if (place + 1) % _HELD_OUT_EVERY]
-        return Subset(data, kept), Subset(data, list(places[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]))
+        whole: Any = data  # PyTorch's Subset accepts whatever can be indexed
+        places = range(len(whole))
+        kept = [place for place in places if (place + 1) % HELD_OUT_EVERY]
+        return Subset(whole, kept), Subset(whole, list(places[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]))
 
 
-def _length(data: Any) -> int:
-    return len(data)
+def is_dataset(data: object) -> bool:
+    """Return whether the data can be indexed: a torch Dataset, a list, or a dataset of another library."""
+    return hasattr(data, "__getitem__")
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file and line that raised the error, for the end of a message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(("<", *_NOT_THEIRS))]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """Yield the tensors and other values in a batch, however nested."""
+    if isinstance(batch, Mapping):
+        batch = [part for pair in batch.items() for part in pair]
+    if isinstance(batch, list | tuple):
+        for part in batch:
+            yield from _leaves(part)
+    elif isinstance(batch, Tensor | str | bytes | int | float):  # the text of other objects may hold their addresses
+        yield batch
+
+
+def _in_words(batch: Any) -> str:
+    """Return what a batch is made of: 'a list of (32, 10) float32, (32,) int64'."""
+    if isinstance(batch, Tensor):
+        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping):
+        return "a dict of " + ", ".join(f"{key!r}: {_in_words(value)}" for key, value in batch.items())
+    if isinstance(batch, list | tuple):
+        return f"a {type(batch).__name__} of " + ", ".join(map(_in_words, batch))
+    return type(batch).__name__
+
+
+@lru_cache(maxsize=8)  # the runs of a scene take turns in the same epoch
+def _order(count: int, seed: int, epoch: int) -> list[int]:
+    """Return the order of a dataset's examples in an epoch."""
+    return torch.randperm(count, generator=generator_for(seed, epoch)).tolist()
 
 
 @contextmanager
-def seeded(*numbers: int) -> Iterator[None]:
-    """Draw torch's random numbers from these numbers alone, and restore the generator afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(mixed(*numbers))
-        yield
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of torch, numpy and Python, and restore them afterwards."""
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  # the one that others' code draws from
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002  # the same
+            random.seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)  # noqa: NPY002  # the same
 
 
 def size_named(sizes: Mapping[str, SizeType], size: str, task: str) -> SizeType:

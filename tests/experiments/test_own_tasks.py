@@ -1,0 +1,294 @@
+"""A task of one's own: what a function may return, and that a mistake is an error in words."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from experiments.specs import Spec
+from experiments.tasks import load_task
+from experiments.tasks.optimizers import make_optimizer
+
+ROOT = Path(__file__).parent.parent.parent
+HEAD = """
+import random
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from experiments import Task
+
+model = nn.Linear(4, 2)
+data = TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+def adam(model):
+    return torch.optim.Adam(model.parameters())
+
+class Endless(IterableDataset):
+    def __iter__(self): ...
+
+class Unmeasured(Dataset):
+    def __getitem__(self, place): ...
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+    def forward(self, x):
+        return self.used(x)
+
+"""
+
+
+@pytest.fixture(autouse=True)
+def search_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    known = set(sys.modules)
+    yield
+    for name in sys.modules.keys() - known:
+        if name.startswith(("commhooks_task_", "neighbour", "mine")):
+            del sys.modules[name]
+
+
+def write(folder: Path, body: str, name: str = "mine.py") -> str:
+    """Write a file with a function `task`, and return the task's name."""
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(HEAD + body, encoding="utf-8")
+    return f"{folder / name}:task"
+
+
+def returning(expression: str) -> str:
+    return f"def task():\n    return {expression}\n"
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("model, data", r"expected a Task, or a tuple \(model, data, loss\) to be returned \(got a tuple of 2\)"),
+        ("None", "got NoneType"),
+        ("nn.Linear, data, loss", r"model is the class Linear; return an object, Linear\(...\)"),
+        ("len, data, loss", "model must be a torch.nn.Module"),
+        ("nn.LazyLinear(2), data, loss", "'weight' has no shape yet; pass one batch"),
+        ("nn.ReLU(), data, loss", "ReLU has no parameter that requires a gradient"),
+        ("nn.Linear(2, 2, device='meta'), data, loss", "is on meta; return the model on the CPU"),
+        ("model, DataLoader(data), loss", "is a DataLoader; return its dataset"),
+        ("model, Endless(), loss", "is an IterableDataset, which cannot be divided"),
+        ("model, Unmeasured(), loss", "define __len__ in Unmeasured"),
+        ("model, TensorDataset, loss", "data is the class TensorDataset"),
+        ("model, 7, loss", r"must be a torch.utils.data.Dataset, or a function .* \(got int\)"),
+        ("model, data.tensors, loss", r"return torch.utils.data.TensorDataset\(\*tensors\)"),
+        ("model, {'x': 1}, loss", r"\(got dict\)"),
+        ("model, TensorDataset(torch.zeros(9)), loss", "data has 9 examples; expected at least 10"),
+        ("model, TensorDataset(torch.zeros(0)), loss", "data has 0 examples"),
+        ("Task(model=model, data=data, loss=loss, held_out=data.tensors)", "held_out is a tuple of tensors"),
+        ("Task(model=model, data=data, loss=loss, held_out=[])", "held_out has no examples"),
+        ("Task(model=model, data=data, loss=loss, batch_size=0)", "batch_size must be a whole number of at least 1"),
+        ("model, data, nn.CrossEntropyLoss()", r"loss is called as loss\(model, batch\), which CrossEntropyLoss"),
+        ("model, data, F.cross_entropy", "which cross_entropy does not accept"),
+        ("model, data, 0.5", r"must be a function loss\(model, batch\) \(got float\)"),
+        ("model, data, undefined", r"its function failed: NameError: .*mine.py, line \d+\)"),
+    ],
+    ids=lambda value: value if "(" not in value else re.sub(r"\W+", "-", value)[:40],
+)
+def test_what_cannot_be_a_task_is_refused_when_it_is_loaded(expression: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_task(write(tmp_path, returning(expression)))
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("model, data, lambda outputs, targets: F.cross_entropy(outputs, targets)", "a list of .32, 4. float32.*int64"),
+        ("model, data, lambda model, batch: model(batch[0])", r"a scalar tensor.*\(got a tensor of shape \(32, 2\)\)"),
+        ("model, data, lambda model, batch: loss(model, batch).item()", r"a scalar tensor.*\(got float\)"),
+        ("model, data, lambda model, batch: loss(model, batch).detach()", "has no gradient"),
+        ("model, data, lambda batch: 1.0", r"takes 1 positional argument.*mine.py|TypeError"),
+        ("Half(), data, loss", "does not depend on 2 of the model's parameters .unused.weight, unused.bias."),
+        (
+            "Task(model=model, data=data, loss=loss, batch_size=33)",
+            "2 ranks with 33 examples each want more than the 36",
+        ),
+        (
+            "model, [torch.zeros(n) for n in range(40)], loss",
+            "cannot be made into a batch .*return a Task with `collate`",
+        ),
+    ],
+    ids=lambda value: re.sub(r"\W+", "-", value)[:40],
+)
+def test_what_fails_on_the_first_batch_is_refused_before_anything_starts(
+    expression: str, message: str, tmp_path: Path
+) -> None:
+    task = load_task(write(tmp_path, returning(expression)))
+    with pytest.raises(ValueError, match=message):
+        task.check(1 if "33" not in expression else 2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        returning("model, data, loss"),
+        returning("Task(model=model, data=data, loss=loss, held_out=data, optimizer=adam)"),
+        returning("model, list(data), loss"),
+        returning("model, [{'x': x, 'y': y} for x, y in data], lambda m, b: F.cross_entropy(m(b['x']), b['y'])"),
+        returning("model, lambda seed, step, rank, ranks: (torch.randn(3, 4), torch.zeros(3).long()), loss"),
+        returning("nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Dropout(0.5)), data, loss"),
+        "def task(width: int = 4):\n"
+        "    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4), nn.Linear(4, 2))\n"
+        "    model[1].weight = model[0].weight\n"
+        "    return model, data, loss\n",
+    ],
+    ids=["a tuple", "a Task", "a list", "dicts", "a function", "batch norm and dropout", "tied weights"],
+)  # fmt: skip
+def test_what_works_trains(body: str, tmp_path: Path) -> None:
+    task = load_task(write(tmp_path, body))
+    task.check(1)
+    assert task.evaluate()["loss"] > 0
+    assert task.optimizer().param_groups
+    assert task.model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("mine.py", "from . import other", "relative import.*import its neighbours by name"),
+        ("mine.py", "import not_there", r"ModuleNotFoundError: No module named 'not_there' \(.*mine.py, line 1\)"),
+        ("mine.py", "x = 1\ny = x / 0", r"ZeroDivisionError: division by zero \(.*mine.py, line 2\)"),
+        ("mine.py", "def task(:", "SyntaxError"),
+        ("mine.py", "raise SystemExit(3)", r"ended the program \(exit code 3\); put what a script runs under"),
+        ("mine.py", "def other(): ...", "function 'task' is not known: expected one of other"),
+        ("mine.py", "def task(width): ...", "needs width; write '.*mine.py:task:width=...'"),
+        ("mine.py", "def task(x, /): ...", "must accept its arguments by name"),
+        ("mine.txt", "def task(): ...", "does not parse|is not known"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why_and_where(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_task(f"{tmp_path / name}:task")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.py:task", r"there is no file nowhere.py \(the current folder is"),
+        ("no_such_module:task", "no module 'no_such_module'.*or a file"),
+        ("no.such.module:task", "no module 'no.such.module'"),
+        ("json:nothing", "function 'nothing' is not known"),
+        ("digits:small", "settings of a built-in task have names, such as 'digits:size=small'"),
+        ("digits:size=small,chanels=3", "has no parameter 'chanels'; it has .*channels"),
+        ("digits:channels=many", "channels must be a whole number .got many."),
+        ("digit", "did you mean 'digits'"),
+    ],
+)
+def test_a_name_that_is_none_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_task(name)
+
+
+@pytest.mark.parametrize("name", ["with space.py", "a=b.py", "a:b.py", "a,b (1).py", "x.py/mine.py", "neighbour's.py"])
+def test_a_file_may_have_any_name(name: str, tmp_path: Path) -> None:
+    text = write(tmp_path, "def task(width: int = 4):\n    return nn.Linear(4, width), data, loss\n", name)
+    task = load_task(f"{text}:width=3")
+    assert task.model.out_features == 3
+    assert Spec.parse(task.spec.label, "task") == task.spec
+
+
+def test_neighbours_of_a_file_are_found_in_its_functions_too(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_mine.py").write_text("width = 2\n")
+    body = "def task():\n    import neighbour_of_mine\n    return nn.Linear(4, neighbour_of_mine.width), data, loss\n"
+    assert load_task(write(tmp_path, body)).model.out_features == 2
+
+
+def test_a_seed_decides_about_every_generator_and_leaves_them_as_they_were(tmp_path: Path) -> None:
+    body = (
+        "class Noisy(TensorDataset):\n"
+        "    def __getitem__(self, place):\n"
+        "        x, y = super().__getitem__(place)\n"
+        "        return x + torch.rand(4) + random.random() + np.random.rand(), y\n"
+        "def task():\n"
+        "    kept = [*random.sample(range(40), 10), *np.random.permutation(40)[:10].tolist()]\n"
+        "    noisy = Noisy(*(part[kept] for part in data.tensors))\n"
+        "    return Task(model=nn.Linear(4, 2), data=noisy, loss=loss, batch_size=4)\n"
+    )
+    name = write(tmp_path, body)
+    torch.manual_seed(9)
+    expected = torch.rand(1)
+    torch.manual_seed(9)
+    tasks = [load_task(name, seed) for seed in (1, 1, 2)]
+    found = [[*task.model.parameters(), task.batch(0, 0, 1)[0]] for task in tasks]
+    assert torch.equal(torch.rand(1), expected)
+    assert all(torch.equal(*pair) for pair in zip(found[0], found[1], strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(found[0], found[2], strict=True))
+    prints = [task.fingerprint(1) for task in tasks]
+    assert prints[0] == prints[1] != prints[2]  # ranks that would train on other data can be told apart
+
+
+def test_what_a_module_draws_while_it_is_imported_is_the_same_in_every_process(tmp_path: Path) -> None:
+    found = []
+    for seed, folder in enumerate(("one", "other")):
+        task = load_task(write(tmp_path / folder, returning("nn.Linear(4, 2), data, loss")), seed)
+        found.append(task.task.data[0][0])  # type: ignore[index]  # a dataset
+    assert torch.equal(*found)
+
+
+def test_a_model_that_is_not_made_anew_is_refused(tmp_path: Path) -> None:
+    name = write(tmp_path, returning("model, data, loss"))
+    load_task(name)
+    with pytest.raises(ValueError, match="returned a model that it has returned before; make it in the function"):
+        load_task(name)
+
+
+def test_a_task_in_a_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    with pytest.raises(ValueError, match="new processes, which do not see a notebook; write it into a file"):
+        load_task("__main__:task")
+
+
+def test_the_example_in_the_documentation_learns() -> None:
+    path = ROOT / "docs/examples/own_task.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 25
+    task = load_task(f"{path}:task:width=32")
+    task.check(2)
+    optimizer, before = task.optimizer(), task.evaluate()["loss"]
+    for step in range(60):
+        task.loss(task.model, task.batch(step, 0, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert task.evaluate()["loss"] < 0.8 * before
+    assert task.source
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sgdd", "did you mean 'sgd'"),
+        ("lbfgs", "cannot be used here"),
+        ("adam:beta=0.9", "did you mean 'betas'"),
+        ("adam:betas=0.9", r"must be 2 numbers joined by '\+', such as 0.9\+0.999"),
+        ("sgd:lr=fast", "lr must be a finite number, such as 0.001 .got fast."),
+        ("sgd:lr=nan", "must be a finite number"),
+        ("sgd:lr=true", "must be a finite number"),
+        ("sgd:lr=-1", "Invalid learning rate"),
+        ("sgd:nesterov=1", "must be true or false"),
+        ("muon", "only supports 2D"),
+    ],
+)
+def test_an_optimizer_that_cannot_work_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(Spec.parse(text, "optimizer"), nn.Linear(2, 2))
+
+
+def test_an_optimizers_settings_arrive() -> None:
+    spec = Spec.parse("adamw:lr=1e-3,betas=0.8+0.95,fused=true", "optimizer")
+    found = make_optimizer(spec, nn.Linear(2, 2)).defaults
+    assert (found["lr"], found["betas"], found["fused"]) == (1e-3, (0.8, 0.95), True)
