@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperCommand
 
+from .cluster import commands as cluster_commands
 from .front import COMMANDS, PURPOSE, version
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(cluster_commands.app, name="cluster")
 
 _COMPARE_HELP = f"""
 {COMMANDS["compare"]}

@@ -16,6 +16,7 @@ COMMANDS = {
     "compare": "Train one model under several hooks, and write a table, plots and a report.",
     "overlap": "Measure how much of the communication hides behind the backward pass.",
     "leaderboard": "Train two small tasks under every compressor, and rank them by accuracy, bytes and compute.",
+    "cluster": "Make a slow cluster on this machine: hosts in network namespaces, links with a real rate.",
 }
 INSTALL = "pip install 'commhooks[experiments]'"
 NEEDED = {

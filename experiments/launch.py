@@ -1,11 +1,13 @@
 """Starting the ranks of a run on this machine, or joining a world that torchrun started.
 
 Nothing is left behind: the ranks end with this process, the port belongs to a store that this process holds, and no
-file is written.
+file is written. With a cluster, each rank starts on a host of its own (`experiments.cluster`).
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import multiprocessing
 import os
 import signal
@@ -25,6 +27,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
+
+from .cluster import INTERFACE, Cluster
 
 Send = Callable[[object], None]
 RankFunction = Callable[[int, int, Any, Send], None]  # (rank, ranks, argument, send)
@@ -74,8 +78,12 @@ def run_world(
     on_message: Send,
     *,
     timeout: float,
+    cluster: Cluster | None = None,
+    ranks_per_host: int = 1,
 ) -> None:
     """Call `function(rank, ranks, argument, send)` in new processes with a Gloo group, and pass on what they send.
+
+    Each rank has the environment that torchrun would give it.
 
     Args:
         function: Importable by name.
@@ -83,30 +91,57 @@ def run_world(
         argument: Picklable; passed to every rank.
         on_message: Called here with every object that a rank sends, in order of arrival.
         timeout: Seconds of silence from all ranks after which the world counts as stuck; also the group's timeout.
+        cluster: The ranks run on its hosts, from the first one on, where the group's store is too; None: beside this
+            process.
+        ranks_per_host: How many ranks share a host of the cluster, and its link.
 
     Raises:
+        ValueError: The cluster has too few hosts.
         WorldError: A rank raised, died or all fell silent. The ranks are ended before it is raised.
         KeyboardInterrupt: Ctrl-C; the ranks are ended first.
 
     """
+    if cluster is not None and ranks > cluster.hosts * ranks_per_host:
+        raise ValueError(
+            f"{ranks} ranks need {math.ceil(ranks / ranks_per_host)} hosts with {ranks_per_host} on each, but cluster "
+            f"{cluster.name!r} has {cluster.hosts}: start fewer ranks, or more of them on each host (ranks_per_host)"
+        )
     context = multiprocessing.get_context("spawn")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if cluster is None:
+        store = _make_store("127.0.0.1")
+    else:
+        # Its sockets stay on that host, though the store is this process's.
+        store = cluster.inside(0, functools.partial(_make_store, cluster.address(0)))
     world: dict[connection.Connection, tuple[int, SpawnProcess]] = {}
     try:
-        with _environment(_rank_environment()):
-            for rank in range(ranks):
-                receiving, sending = context.Pipe(duplex=False)
-                arguments = (function, rank, ranks, store.port, argument, sending, timeout)
-                process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=True)
+        for rank in range(ranks):
+            host, local_rank = (0, rank) if cluster is None else divmod(rank, ranks_per_host)
+            receiving, sending = context.Pipe(duplex=False)
+            place = None if cluster is None else (cluster, host)
+            arguments = (function, rank, ranks, argument, sending, timeout, place)
+            process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=True)
+            torchruns = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(ranks if cluster is None else min(ranks_per_host, ranks - rank + local_rank)),
+                "MASTER_ADDR": store.host,
+                "MASTER_PORT": str(store.port),
+            }
+            with _environment(_rank_environment(cluster) | torchruns):
                 process.start()
-                sending.close()
-                world[receiving] = (rank, process)
+            sending.close()
+            world[receiving] = (rank, process)
         _listen(world, on_message, timeout)
         for _, process in world.values():
             process.join(_EXIT_SECONDS)
         _check_exit_codes(world)
     finally:
         _end(world)
+
+
+def _make_store(address: str) -> TCPStore:
+    return TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
 
 def _listen(world: Mapping[connection.Connection, tuple[int, SpawnProcess]], on_message: Send, timeout: float) -> None:
@@ -191,17 +226,24 @@ def _rank_main(
     function: RankFunction,
     rank: int,
     ranks: int,
-    port: int,
     argument: object,
     pipe: connection.Connection,
     timeout: float,
+    place: tuple[Cluster, int] | None,
 ) -> None:
-    """Run one rank; a failure is reported before the group ends, so that the cause comes before its effects."""
+    """Run one rank, on its host if there is a cluster.
+
+    A failure is reported before the group ends, so that the cause comes before its effects.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     threading.Thread(target=_die_with_parent, daemon=True).start()
     last_word: _Ended | _Failed
     try:
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
+        if place is not None:
+            cluster, host = place
+            cluster.enter(host)  # before Gloo starts threads, which inherit it
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
         function(rank, ranks, argument, pipe.send)
         dist.barrier()
@@ -225,17 +267,21 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _rank_environment() -> dict[str, str]:
+def _rank_environment(cluster: Cluster | None) -> dict[str, str]:
     """Return variables that ranks need before they import torch; those already set are kept.
 
     One thread per rank. A loopback device: Gloo otherwise looks up this machine's own name, which may fail. A cache
-    folder that exists: torch.optim otherwise creates one on import, for compiled code, and leaves it behind.
+    folder that exists: torch.optim otherwise creates one on import, for compiled code, and leaves it behind. On a
+    cluster the interface is always the host's, and PyTorch does not warn at each connection that hosts have no names.
     """
     names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
     wanted = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir()}
     if names:
         wanted["GLOO_SOCKET_IFNAME"] = names[0]
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+    if cluster is not None:
+        wanted["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    found = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    return found if cluster is None else found | {"GLOO_SOCKET_IFNAME": INTERFACE}
 
 
 @contextmanager

@@ -1,0 +1,153 @@
+"""The commands `commhooks cluster ...`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..front import COMMANDS
+from ..link import format_rate, parse_rate
+from .iproute import ClusterError
+from .namespaces import INTERFACE, Cluster, Direction, clusters
+from .preflight import require
+from .records import record_of
+
+_HELP = f"""
+{COMMANDS["cluster"]}
+
+A host is a network namespace: it has an address and a cable to a switch, with a rate in each direction. \
+What runs in it reaches only the other hosts. All of this needs root, and iproute2.
+
+[bold]A cluster of four hosts[/bold], at 100 Mbit/s in both directions; it stays until it is removed.
+
+    commhooks cluster create demo --hosts 4 --rate 100Mbit/s
+    commhooks cluster list
+    commhooks cluster remove demo
+
+[bold]Change a link[/bold], also while a run uses it: the cluster of a run is in the list too.
+
+    commhooks cluster set-rate demo 10Mbit/s
+    commhooks cluster set-rate demo 1Gbit/s --host 2 --direction up
+    commhooks cluster unplug demo 3
+    commhooks cluster plug-in demo 3
+
+[bold]Run anything[/bold] on a host, as on a machine of that network. \
+Host 0 has the address 10.77.0.1, host 1 has 10.77.0.2.
+
+    commhooks cluster exec demo 0 -- torchrun --nnodes 2 --node-rank 0 --master-addr 10.77.0.1 train.py
+    commhooks cluster exec demo 1 -- torchrun --nnodes 2 --node-rank 1 --master-addr 10.77.0.1 train.py
+"""
+
+app = typer.Typer(help=_HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+Name = Annotated[str, typer.Argument(help="The cluster's name.")]
+Host = Annotated[int, typer.Argument(help="The host's number, from 0.")]
+
+
+@app.command()
+def create(
+    name: Annotated[str, typer.Argument(help="Lower-case letters, digits and hyphens.")],
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 4,
+    rate: Annotated[str, typer.Option(help="The rate of every link: 100Mbit/s, 12.5MB/s, unlimited.")] = "100Mbit/s",
+    up: Annotated[str | None, typer.Option(help="What hosts send, if other than --rate.")] = None,
+    down: Annotated[str | None, typer.Option(help="What hosts receive, if other than --rate.")] = None,
+) -> None:
+    """Make a cluster that stays until it is removed."""
+    with _errors_in_words():
+        made = Cluster.create(hosts, up=parse_rate(up or rate), down=parse_rate(down or rate), name=name, kept=True)
+        last = hosts - 1
+        typer.echo(f"cluster {name}: hosts 0 to {last}, addresses {made.address(0)} to {made.address(last)}")
+
+
+@app.command("list")
+def list_clusters() -> None:
+    """Print the clusters of this machine, with their hosts and links."""
+    with _errors_in_words():
+        require()
+        found = clusters()
+        if not found:
+            typer.echo("no cluster; make one with: commhooks cluster create demo --hosts 4 --rate 100Mbit/s")
+            return
+        table = Table("cluster", "host", "address", "up", "down", "sent", "received", "cable")
+        for cluster in found:
+            for state in cluster.state():
+                rates = format_rate(state.up), format_rate(state.down)
+                traffic = f"{state.sent / 1e6:,.1f} MB", f"{state.received / 1e6:,.1f} MB"
+                cable = "plugged in" if state.plugged_in else "unplugged"
+                table.add_row(cluster.name, str(state.host), state.address, *rates, *traffic, cable)
+        (Console() if sys.stdout.isatty() else Console(width=110)).print(table)
+
+
+@app.command()
+def set_rate(
+    name: Name,
+    rate: Annotated[str, typer.Argument(help="The new rate: 10Mbit/s, unlimited.")],
+    host: Annotated[int | None, typer.Option(help="Only this host's link; default: all.")] = None,
+    direction: Annotated[Direction, typer.Option(help="up: what hosts send; down: what they receive.")] = "both",
+) -> None:
+    """Change the rate of links; they may be in use, and lose no packet."""
+    with _errors_in_words():
+        require()
+        Cluster.find(name).set_rate(parse_rate(rate), direction=direction, host=host)
+
+
+@app.command()
+def unplug(name: Name, host: Host) -> None:
+    """Pull a host's cable: it reaches nobody until it is plugged in again."""
+    with _errors_in_words():
+        require()
+        Cluster.find(name).unplug(host)
+
+
+@app.command()
+def plug_in(name: Name, host: Host) -> None:
+    """Plug a host's cable in again."""
+    with _errors_in_words():
+        require()
+        Cluster.find(name).plug_in(host)
+
+
+@app.command("exec")
+def execute(
+    name: Name, host: Host, command: Annotated[list[str], typer.Argument(help="The command and its arguments.")]
+) -> None:
+    """Run a command on a host, with Gloo and NCCL told which interface to use; exit as it does."""
+    with _errors_in_words():
+        require()
+        Cluster.find(name).enter(host)
+        interfaces = {f"{library}_SOCKET_IFNAME": INTERFACE for library in ("GLOO", "NCCL", "TP")}
+        try:
+            os.execvpe(command[0], command, {**os.environ, **interfaces})
+        except OSError as error:
+            raise ValueError(f"cannot run {command[0]!r}: {error.strerror}") from error
+
+
+@app.command()
+def remove(name: Name) -> None:
+    """Remove a cluster; what still runs on its hosts goes on without a network."""
+    with _errors_in_words():
+        require()
+        cluster = Cluster.find(name)
+        record = record_of(name)
+        if record is not None and record.owner is not None and record.owner.is_alive:
+            raise ValueError(
+                f"cluster {name!r} belongs to process {record.owner.pid}, which removes it when it ends: end that one"
+            )
+        cluster.remove()
+
+
+@contextmanager
+def _errors_in_words() -> Iterator[None]:
+    """Exit with 2 if what was asked for is not possible, and say why."""
+    try:
+        yield
+    except (ValueError, ClusterError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
