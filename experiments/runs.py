@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -71,11 +72,13 @@ class RunSettings:
     evaluate_every: int = 20  # steps between two evaluations on held-out data; the clock is stopped meanwhile
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "steps", "evaluate_every"):
+        for name, least in {"ranks": 1, "steps": 1, "evaluate_every": 1, "seed": 0}.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"RunSettings({name}={value!r}): {name} must be a whole number of at least 1.")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"RunSettings({name}={value!r}): {name} must be a whole number of at least {least}.")
         check_ddp("RunSettings", self.ddp, self.bucket_cap_mb)
+        if self.bucket_cap_mb is not None:  # 4 and 4.0 are one run, with one name
+            object.__setattr__(self, "bucket_cap_mb", float(self.bucket_cap_mb))
         if self.compute is not None:
             Compute.parse(self.compute)
 
@@ -129,13 +132,33 @@ class RunSettings:
                 raise ValueError(unknown("setting", str(key), known))
         if "task" not in written:
             raise ValueError("a run needs a task")
-        values = dict(written)
-        for name in ("task", "hook", "optimizer"):
-            if isinstance(values.get(name), str):
-                values[name] = Spec.parse(values[name], name)
-        if isinstance(values.get("link"), str):
-            values["link"] = LinkSettings.parse(values["link"])
-        return cls(**values)
+        return cls(**{name: read_setting(name, value) for name, value in written.items()})
+
+
+_TEXTS = {"task", "hook", "optimizer", "link", "compute", "ddp"}
+_MAY_BE_NONE = {"optimizer", "compute", "bucket_cap_mb"}
+
+
+def read_setting(name: str, value: Any) -> Any:
+    """Return the value of one of `RunSettings`' fields, given as in a YAML file: as text or as a number.
+
+    Raises:
+        ValueError: The value is of the wrong type, or its text does not parse.
+
+    """
+    if isinstance(value, Spec | LinkSettings) or (value is None and name in _MAY_BE_NONE):
+        return value
+    if name in _TEXTS and isinstance(value, str):
+        if name == "compute":
+            Compute.parse(value)
+        if name in {"task", "hook", "optimizer"}:
+            return Spec.parse(value, name)
+        return LinkSettings.parse(value) if name == "link" else value
+    number = int if name != "bucket_cap_mb" else (int, float)
+    if name in _TEXTS or not isinstance(value, number) or isinstance(value, bool):
+        wanted = "text" if name in _TEXTS else "a number" if name == "bucket_cap_mb" else "a whole number"
+        raise ValueError(f"{name} must be {wanted} (got {value!r})")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +254,10 @@ class RunResult:
         """Write the result under its name, completely or not at all, and return the path."""
         path = folder / self.file_name
         partial = path.with_suffix(PARTIAL)
-        partial.write_text(self.to_json() + "\n", encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(self.to_json() + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # the name must not reach the disk before the text, should the power fail
         return partial.replace(path)
 
     @classmethod
@@ -244,8 +270,8 @@ class RunResult:
         """
         try:
             raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if raw.pop("format") != FORMAT:
-                raise ValueError(f"its format is not {FORMAT}")
+            if (number := raw.pop("format")) != FORMAT:
+                raise ValueError(f"it is of format {number}, which another version of commhooks wrote")
             raw["settings"] = RunSettings.from_dict(raw["settings"])
             raw["steps"] = _records(StepRecord, raw["steps"])
             raw["evaluations"] = tuple(EvaluationRecord(**_with_nan(one)) for one in raw["evaluations"])
@@ -256,8 +282,7 @@ class RunResult:
             return cls(**raw)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path}: expected a result file of format {FORMAT} ({error}); if it is damaged or of an earlier "
-                "version, move it away and run again"
+                f"{path}: expected a result file of format {FORMAT} ({error}); move it away, and run again"
             ) from error
 
 
