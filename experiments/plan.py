@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
 
 from .hooks import make_hook
 from .launch import torchrun_world
 from .link import LinkSettings
-from .runs import Compute, RunSettings
+from .runs import Compute, RunSettings, read_setting
 from .specs import Spec
 from .tasks import LoadedTask, load_task
+
+_OUTERMOST_FIRST = (
+    "task",
+    "ranks",
+    "link",
+    "optimizer",
+    "compute",
+    "ddp",
+    "bucket_cap_mb",
+    "evaluate_every",
+    "steps",
+    "seed",
+    "hook",
+)
 
 
 def plan(
     tasks: Sequence[str],
     hooks: Sequence[str],
     *,
-    links: Sequence[LinkSettings],
+    links: Sequence[str | LinkSettings],
     seeds: Sequence[int] = (0,),
     optimizers: Sequence[str | None] = (None,),
     ranks: Sequence[int | None] = (None,),
@@ -33,7 +50,7 @@ def plan(
     Args:
         tasks: Names of tasks, with settings.
         hooks: Hooks as text, such as 'powersgd:rank=4'.
-        links: The links between the ranks.
+        links: The links between the ranks, as text or settings.
         seeds: Of model, data and compressors.
         optimizers: As text, such as 'sgd:lr=0.1'; None: the task's own.
         ranks: How many; None: torchrun's world size, or 2.
@@ -50,40 +67,79 @@ def plan(
     """
     if not tasks or not hooks or not links or not seeds:
         raise ValueError("nothing to run: name at least one task, one hook, one link and one seed")
-    specs = [Spec.parse(hook) for hook in hooks]
     named = [Spec.parse(task, "task") for task in tasks]
     if size is not None:
         named = [spec.with_default("size", size) if ":" not in spec.name else spec for spec in named]
-    for texts in (named, specs, links, seeds, optimizers, ranks):
-        _refuse_repeats(texts)
-    own_steps = {task: load_task(task).steps for task in named} if steps is None else {}
-    runs = tuple(
-        RunSettings(
-            task=task,
-            hook=hook,
-            optimizer=None if optimizer is None else Spec.parse(optimizer, "optimizer"),
-            ranks=world_size(number),
-            steps=own_steps[task] if steps is None else steps,
-            seed=seed,
-            link=link,
-            compute=compute,
-            ddp=ddp,
-            bucket_cap_mb=bucket_cap_mb,
-            evaluate_every=evaluate_every,
-        )
-        for task in named
-        for number in ranks
-        for link in links
-        for optimizer in optimizers
-        for seed in seeds
-        for hook in specs
-    )
+    chosen: dict[str, Sequence[Any]] = {
+        "task": named,
+        "hook": hooks,
+        "link": links,
+        "seed": seeds,
+        "optimizer": optimizers,
+        "ranks": ranks,
+        "steps": [steps],
+        "compute": [compute],
+        "ddp": [ddp],
+        "bucket_cap_mb": [bucket_cap_mb],
+        "evaluate_every": [evaluate_every],
+    }
+    runs = combinations(chosen)
     check_runs(runs)
     return runs
 
 
+def combinations(chosen: Mapping[str, Sequence[Any]]) -> tuple[RunSettings, ...]:
+    """Return a run for every combination of values, each as `RunSettings` has it or as text.
+
+    Of what is missing there is one value: the default of `RunSettings`, but torchrun's world size for `ranks` (2
+    without torchrun), and the task's own number for `steps`.
+
+    Raises:
+        ValueError: A value does not parse, is listed twice, or cannot work.
+
+    """
+    columns = [
+        [(name, value) for value in _values_of(name, chosen[name])] for name in _OUTERMOST_FIRST if name in chosen
+    ]
+    runs = []
+    for pairs in product(*columns):
+        settings = dict(pairs)
+        settings["ranks"] = world_size(settings.get("ranks"))
+        if settings.get("steps") is None:
+            settings["steps"] = _own_steps(settings["task"])
+        runs.append(RunSettings(**settings))
+    return tuple(runs)
+
+
+def in_turn(runs: Sequence[RunSettings]) -> tuple[RunSettings, ...]:
+    """Return the runs in an order in which those that differ only in their hook are neighbours, and take turns.
+
+    Raises:
+        ValueError: A run is listed twice.
+
+    """
+    for settings in runs:
+        if runs.count(settings) > 1:
+            raise ValueError(f"{settings.label} is listed twice with the same settings: list it once")
+    scenes: dict[RunSettings, list[RunSettings]] = {}
+    for settings in runs:
+        scenes.setdefault(settings.scene, []).append(settings)
+    return tuple(settings for scene in scenes.values() for settings in scene)
+
+
+def _values_of(name: str, values: Sequence[Any]) -> list[Any]:
+    found = [value if value is None and name in {"ranks", "steps"} else read_setting(name, value) for value in values]
+    _refuse_repeats(found)
+    return found
+
+
+@cache
+def _own_steps(task: Spec) -> int:
+    return load_task(task).steps
+
+
 def check_runs(runs: Sequence[RunSettings]) -> None:
-    """Raise ValueError if one of the runs cannot work: each task takes a step here, and each hook sees its parameters."""
+    """Raise ValueError if one of the runs cannot work: each task takes a step, each hook sees its parameters."""
     for settings in dict.fromkeys(runs):
         make_hook(settings.hook)
         _check_compute(settings)

@@ -1,0 +1,206 @@
+"""A sweep as a YAML file: settings of runs, each with a value or a list of values, in all combinations."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .plan import check_runs, combinations, in_turn
+from .runs import RunSettings, read_setting
+from .specs import unknown
+
+EXAMPLE = """\
+# A sweep for `commhooks sweep FILE.yaml`. Every setting takes a value, or a list of values; all combinations are run.
+# A value with a comma must be quoted inside [ ]. Runs whose result is in the folder already are not run again.
+
+out: runs/example            # folder of the results; without it: runs/<name of this file>
+
+task: digits:size=small      # or gpt, or a function of yours: my_task.py:task
+hook:                        # the first is the baseline of the others
+  - all-reduce
+  - fp16
+  - powersgd:rank=2,start_after=5
+link: [100Mbit/s, 1Gbit/s]   # what connects the ranks; "100Mbit/s,latency=1ms" has latency too
+seeds: 2                     # 0 and 1; or seed: [0, 7]
+ranks: 2
+steps: 30                    # without it: each task's own number
+
+# Other settings, with their defaults:
+# optimizer: sgd:lr=0.1,momentum=0.9   # without it: the task's own
+# compute: 200ms             # what a step's compute takes on your processor; or 0.5x of what it takes here
+# ddp: core                  # or torch
+# bucket_cap_mb: 25
+# evaluate_every: 20
+
+# Runs listed one by one, or in groups. What is written above holds for each of them, unless it says otherwise:
+# runs:
+#   - {hook: all-reduce, optimizer: "sgd:lr=0.1,momentum=0.9"}
+#   - {hook: top-k, optimizer: ["sgd:lr=0.03", "sgd:lr=0.1"]}
+
+# For the report:
+# baseline: all-reduce
+# target_loss: 0.5
+"""
+"""A file that works, with every key explained."""
+
+_SETTINGS = [each.name for each in dataclasses.fields(RunSettings)]
+_REPORT: dict[str, Any] = {"out": str, "baseline": str, "target_loss": (int, float)}
+_ELSEWHERE = {
+    "rate": "the rate belongs to the link: 'link: 100Mbit/s'",
+    "latency": "the latency belongs to the link: 'link: \"100Mbit/s,latency=1ms\"'",
+    "size": "the size belongs to the task: 'task: gpt:size=small'",
+    "policy": "the policy belongs to the hook: 'hook: powersgd:rank=4,policy=fused'",
+    "name": "a sweep is named by its folder: 'out: runs/name'",
+}
+_CUT_OFF = re.compile(r"(?!rate=)[a-z_]+=[^:]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFile:
+    """What a file asks for."""
+
+    runs: tuple[RunSettings, ...]
+    out: Path
+    baseline: str | None = None
+    target_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A key's value, and where it stands."""
+
+    value: Any
+    line: int  # from 1
+
+
+def read_sweep(path: Path) -> SweepFile:
+    """Return the runs that a YAML file describes, and its folder.
+
+    Raises:
+        ValueError: The file is no YAML, a key is unknown, or a value cannot work; the error names file, line and key.
+
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); `commhooks sweep --example > {path}` writes one that works"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    try:
+        return _sweep_of(_block(node, "the file"), path)
+    except ValueError as error:
+        raise ValueError(f"{path}{'' if str(error).startswith(', line') else ': '}{error}") from error
+
+
+def _sweep_of(top: dict[str, _Entry], path: Path) -> SweepFile:
+    _check_keys(top, [*_SETTINGS, "seeds", "runs", *_REPORT])
+    report = {name: top.pop(name) for name in _REPORT if name in top}
+    for name, entry in report.items():
+        if not isinstance(entry.value, _REPORT[name]) or isinstance(entry.value, bool):
+            wanted = "a number" if name == "target_loss" else "text"
+            raise ValueError(f", line {entry.line}: {name} must be {wanted} (got {entry.value!r})")
+    runs = in_turn([settings for entries in _entries(top) for settings in _runs_of(entries)])
+    check_runs(runs)
+    values: dict[str, Any] = {name: entry.value for name, entry in report.items()}
+    return SweepFile(**{**values, "runs": runs, "out": Path(values.get("out", Path("runs") / path.stem))})
+
+
+def _entries(top: dict[str, _Entry]) -> Iterator[Mapping[str, _Entry]]:
+    """Yield the settings of the file, or those of each entry of `runs` with the file's as defaults."""
+    listed = top.pop("runs", None)
+    if listed is None:
+        yield top
+        return
+    if not isinstance(listed.value, list) or not listed.value:
+        raise ValueError(f", line {listed.line}: runs must be a list of settings, such as '- hook: fp16'")
+    for own in listed.value:
+        _check_keys(own, [*_SETTINGS, "seeds"])
+        # `seed` and `seeds` set the same: an entry's one replaces the file's other.
+        replaced = {"seed", "seeds"} if {"seed", "seeds"} & own.keys() else set()
+        yield {name: entry for name, entry in top.items() if name not in replaced} | own
+
+
+def _runs_of(entries: Mapping[str, _Entry]) -> tuple[RunSettings, ...]:
+    """Return all combinations of the values."""
+    if "task" not in entries:
+        raise ValueError("a run needs a task, such as 'task: digits'; `commhooks sweep --example` shows a file")
+    if {"seed", "seeds"} <= entries.keys():
+        raise ValueError(f", line {entries['seeds'].line}: give seed or seeds, not both")
+    chosen: dict[str, Sequence[Any]] = {}
+    for name, entry in entries.items():
+        try:
+            if name == "seeds":
+                chosen["seed"] = seeds_of(entry.value)
+            else:
+                chosen[name] = [_checked(name, value) for value in _listed(name, entry.value)]
+        except ValueError as error:
+            raise ValueError(f", line {entry.line}: {error}") from error
+    return combinations(chosen)
+
+
+def seeds_of(count: Any) -> range:
+    """Return the seeds 0 to count - 1.
+
+    Raises:
+        ValueError: The count is not a whole number of at least 1.
+
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(
+            f"seeds must be a whole number of at least 1: 3 stands for the seeds 0, 1 and 2 (got {count!r}); for "
+            "certain seeds write 'seed: [0, 7]'"
+        )
+    return range(count)
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise ValueError(f"{name} is an empty list: name at least one value, or leave the key out")
+    return values
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return a value in the form of `RunSettings`; raise ValueError if it is none."""
+    if isinstance(value, str) and name in {"task", "hook", "optimizer", "link"} and _CUT_OFF.fullmatch(value):
+        raise ValueError(
+            f"{name} {value!r} has settings but no name: inside [ ] and {{ }} a comma separates values, so put quotes "
+            'around one that has a comma, such as "powersgd:rank=4,start_after=5"'
+        )
+    return read_setting(name, value)
+
+
+def _check_keys(block: Mapping[str, _Entry], known: list[str]) -> None:
+    for name, entry in block.items():
+        if name not in known:
+            said = _ELSEWHERE.get(name) or unknown("key", name, known)
+            raise ValueError(f", line {entry.line}: {said}")
+
+
+def _block(node: yaml.Node | None, what: str) -> dict[str, _Entry]:
+    """Return a mapping's keys, each with its value and its line; the entries of `runs` are such mappings too."""
+    if not isinstance(node, yaml.MappingNode) or not node.value:
+        raise ValueError(f"{what} must have settings, such as 'task: digits'; `commhooks sweep --example` shows a file")
+    loader, found = yaml.SafeLoader(""), dict[str, _Entry]()
+    for key_node, value_node in node.value:
+        name, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
+        if name in found:
+            raise ValueError(
+                f", line {line}: {name} is given twice (first on line {found[name].line}); for several values "
+                f"write '{name}: [first, second]'"
+            )
+        if name == "runs" and isinstance(value_node, yaml.SequenceNode):
+            value: Any = [_block(each, "each of runs") for each in value_node.value]
+        else:
+            value = loader.construct_object(value_node, deep=True)
+        found[name] = _Entry(value, line)
+    return found
