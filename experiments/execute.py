@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+from .cluster import Cluster, follow
 from .launch import WorldError, run_in_torchrun, run_world, torchrun_world
 from .runs import Compute, RunResult, RunSettings
 from .store import RESULTS
@@ -62,9 +64,16 @@ def execute(runs: Sequence[RunSettings], out: Path, listener: Listener) -> Made:
 
 
 def _worlds(runs: Sequence[RunSettings]) -> Iterator[list[RunSettings]]:
-    """Yield runs that can be made by the same processes: as many ranks, and on hosts of their own, one scene."""
-    for _, group in groupby(runs, lambda one: (one.ranks, one.scene if one.link.kind == "hosts" else one.link.kind)):
+    """Yield runs that can be made by the same processes: as many ranks, and the same hosts."""
+    for _, group in groupby(runs, lambda one: (one.ranks, _hosts_of(one))):
         yield list(group)
+
+
+def _hosts_of(settings: RunSettings) -> object:
+    """Return what runs must have in common to run on the same hosts."""
+    if settings.link.kind != "hosts":
+        return settings.link.kind
+    return settings.scene if settings.compute is not None or settings.link.schedule else settings.link
 
 
 def _after_failure(attempt: _Attempt, out: Path, listener: Listener, made: Made, error: WorldError) -> None:
@@ -101,9 +110,17 @@ class _Attempt:
         """Start ranks for the runs, on the hosts of a cluster if their link asks for it."""
         first = self._runs[0]
         work = self._work(self._calibrate())
+        timeout = silence_allowed(self._runs, work)
         with ExitStack() as stack:
-            assert first.link.kind != "hosts" or stack  # to come
-            run_world(train_all, first.ranks, work, self._hear, timeout=silence_allowed(self._runs, work))
+            cluster, hear = None, self._hear
+            if first.link.kind == "hosts":
+                link = first.link.slowed(work.dilations[0])
+                up, down = link.bits_per_second, link.down_bits_per_second or link.bits_per_second
+                cluster = stack.enter_context(Cluster.create(first.ranks, up=up, down=down))
+                hear = functools.partial(
+                    self._hear, on_begin=lambda: stack.enter_context(follow(cluster, link.schedule))
+                )
+            run_world(train_all, first.ranks, work, hear, timeout=timeout, cluster=cluster)
 
     def in_torchrun(self) -> None:
         """Make the runs in the world that torchrun started."""
@@ -133,9 +150,10 @@ class _Attempt:
         }
         return Work(dict(enumerate(self._runs)), dilations, compute_here)
 
-    def _hear(self, message: object) -> None:
+    def _hear(self, message: object, on_begin: Callable[[], object] = lambda: None) -> None:
         if isinstance(message, SceneBegun):
             self.scene = [self._runs[number] for number in message.runs]
+            on_begin()
             return
         if isinstance(message, RunDone):
             message.result.write(self._out / RESULTS)

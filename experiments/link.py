@@ -167,12 +167,25 @@ class Wire:
         self.sleep = sleep
         self._lock = threading.Lock()
         self._began: float | None = None
+        self._paused_at: float | None = None
         self._free_at = -math.inf
 
     def start_clock(self) -> None:
         """Begin the run to which the link's schedule refers; without this call, the first transfer begins it."""
         with self._lock:
             self._began = self.clock()
+
+    def pause(self) -> None:
+        """Stop the run's clock until `resume`: other runs take their turns."""
+        with self._lock:
+            self._paused_at = self.clock()
+
+    def resume(self) -> None:
+        """Let the run's clock go on."""
+        with self._lock:
+            if self._paused_at is not None and self._began is not None:
+                self._began += self.clock() - self._paused_at
+            self._paused_at = None
 
     def carry(self, course: Course) -> float:
         """Queue a collective's course, and return the time on the clock at which it will be through."""

@@ -7,6 +7,7 @@ parameters and buffers call the process group of their DDP.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,8 @@ from ddp_core.collectives import result_of
 from .gloo import course_of, moved_bytes
 from .link import Wire
 
+OnTransfer = Callable[[float, float], None]
+"""Called with the times on the link's clock at which a transfer began and ended."""
 NO_TIMEOUT = timedelta(0)  # as in PyTorch: wait as long as the process group does
 
 
@@ -33,12 +36,14 @@ class LinkedGroup(dist.ProcessGroup):
     Several works may wait at once, in threads of their own, because PyTorch's hooks wait for further collectives in the
     callbacks that run when one is done. It has the collectives that DDPs and their hooks call (all-reduce, broadcast,
     all-gather); PyTorch refuses the others ("No backend type associated"). Call `close` before `inner` is destroyed.
+    `on_transfer` is told of each collective, in the thread of its work.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, wire: Wire) -> None:
+    def __init__(self, inner: dist.ProcessGroup, wire: Wire, on_transfer: OnTransfer | None = None) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # 'Missing "store"': the stub has one constructor of two
         self.inner = inner
         self.wire = wire
+        self._on_transfer = on_transfer
         self.traffic: dict[str, KindTraffic] = {}
         """What this rank has sent, by kind of collective, as `Collective.ring_bytes` counts it."""
         self._lock = threading.Lock()  # callbacks start collectives from several threads
@@ -77,7 +82,7 @@ class LinkedGroup(dist.ProcessGroup):
             counts.payload_bytes += payload
             counts.moved_bytes += moved_bytes(kind, payload, ranks, is_sparse=is_sparse)
             arrival = self.wire.carry(course_of(kind, payload, ranks, is_sparse=is_sparse))
-            work = LinkedWork(getattr(self.inner, method)(*arguments), arrival, self.wire)
+            work = LinkedWork(getattr(self.inner, method)(*arguments), arrival, self.wire, self._on_transfer)
             self._threads = [*(thread for thread in self._threads if thread.is_alive()), work.thread]
         return work
 
@@ -85,8 +90,9 @@ class LinkedGroup(dist.ProcessGroup):
 class LinkedWork(dist.Work):
     """A work that is done when another one is and the link has carried its bytes."""
 
-    def __init__(self, inner: dist.Work, arrival: float, wire: Wire) -> None:
+    def __init__(self, inner: dist.Work, arrival: float, wire: Wire, on_transfer: OnTransfer | None = None) -> None:
         super().__init__()
+        self._begun, self._on_transfer = wire.clock(), on_transfer
         self._future: Future[Any] = torch.futures.Future()
         self._ended = threading.Event()
         # A daemon, so that a link of a few bits per second does not hold a process back that wants to end.
@@ -118,5 +124,7 @@ class LinkedWork(dist.Work):
             self._future.set_exception(error)
             return
         wire.sleep_until(arrival)
+        if self._on_transfer is not None:
+            self._on_transfer(self._begun, wire.clock())
         self._ended.set()  # first: callbacks run within set_result, and may take long
         self._future.set_result(result)

@@ -8,9 +8,10 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from .hooks import make_hook
+from .cluster import why_not
 from .launch import torchrun_world
 from .link import LinkSettings
+from .registration import check_hook
 from .runs import Compute, RunSettings, read_setting
 from .specs import Spec
 from .tasks import LoadedTask, load_task
@@ -141,7 +142,8 @@ def _own_steps(task: Spec) -> int:
 def check_runs(runs: Sequence[RunSettings]) -> None:
     """Raise ValueError if one of the runs cannot work: each task takes a step, each hook sees its parameters."""
     for settings in dict.fromkeys(runs):
-        make_hook(settings.hook)
+        check_hook(settings.hook)
+        _check_link(settings)
         _check_compute(settings)
     seen: dict[object, LoadedTask] = {}
     for settings in runs:
@@ -152,7 +154,17 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
             seen[key].check(settings.ranks)
     for settings in {(one.task, one.hook): one for one in runs}.values():
         task = seen[settings.task, settings.ranks, settings.optimizer]
-        make_hook(settings.hook).check_parameters(dict(task.model.named_parameters()))
+        check_hook(settings.hook, dict(task.model.named_parameters()))
+
+
+def _check_link(settings: RunSettings) -> None:
+    """Raise ValueError if this machine cannot have the link."""
+    if settings.link.kind != "hosts":
+        return
+    if torchrun_world() is not None:
+        raise ValueError("under torchrun the ranks have their hosts already; use --link real, or an emulated link")
+    if reason := why_not():
+        raise ValueError(f"link {settings.link.label!r}: {reason}")
 
 
 def _check_compute(settings: RunSettings) -> None:

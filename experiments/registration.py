@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 import commhooks
+import ddp_core
+from commhooks.tensors import tensor_bytes
 
+from .cluster import gloo_interface, interface_bytes
 from .hooks import make_hook, policy_of
-from .link import EmulatedLink
+from .link import EmulatedLink, Wire
+from .linked_group import LinkedGroup
 from .measure import WaitClock
 from .runs import RunSettings
+from .specs import Spec
+from .stock import check_stock, is_stock, register_stock
 
-Wrap = Callable[..., nn.Module]
 _RESIDUAL = "commhooks/residual_norm_over_gradient_norm"
 
 
@@ -26,65 +32,129 @@ class Counted:
     gradient_bytes: int
     payload_bytes: int
     moved_bytes: int
-    interface_bytes: int | None = None
 
 
-class Registered(Protocol):
-    """A model in its DDP, with a hook."""
+class Registered:
+    """A model in its DDP, with one of our hooks. All that the DDP sends passes the run's link, buffers too."""
 
-    ddp: nn.Module
-    waits: WaitClock
-
-    def counted(self) -> Counted:
-        """Return the bytes so far."""
-
-    def payload_by_parameter(self) -> dict[str, float]:
-        """Return each parameter's bytes in messages, mean over the steps so far; empty if they are not counted."""
-
-    def residual_ratios(self) -> dict[str, float]:
-        """Return the norm of this rank's residuals over its gradients', for each parameter, and under "" for all."""
-
-    def detach(self) -> None:
-        """Remove the hook."""
-
-
-class AttachedHook:
-    """One of our compressors, attached."""
-
-    def __init__(self, settings: RunSettings, model: nn.Module, wrap: Wrap, dilation: float) -> None:
+    def __init__(self, settings: RunSettings, model: nn.Module, dilation: float) -> None:
         self.waits = WaitClock()
-        self.ddp = wrap(model, settings.ddp, settings.bucket_cap_mb)
-        around: Callable[[Any], Any] = self.waits.around
-        if settings.link.kind == "emulated":
-            link = settings.link.slowed(dilation)
-            around = lambda inner: self.waits.around(EmulatedLink(inner, link))
-        self.attachment = commhooks.attach(
-            self.ddp, make_hook(settings.hook, settings.seed), policy=policy_of(settings.hook), wrap_communicator=around
+        self.wire = Wire(settings.link.slowed(dilation), clock=self.waits.clock)
+        self._group = self._make_group(settings)
+        self.ddp = wrap_in_ddp(model, settings.ddp, settings.bucket_cap_mb, self._group)
+        self._register(settings)
+
+    def _make_group(self, settings: RunSettings) -> LinkedGroup | None:
+        """Return the group of the DDP; None: the default group, on a link that takes its time by itself."""
+        return LinkedGroup(_world(), self.wire) if settings.link.kind == "emulated" else None
+
+    def _register(self, settings: RunSettings) -> None:
+        self._attachment = commhooks.attach(
+            self.ddp,
+            make_hook(settings.hook, settings.seed),
+            policy=policy_of(settings.hook),
+            process_group=_world(),
+            wrap_communicator=lambda inner: self.waits.around(EmulatedLink(inner, self.wire)),
         )
 
     def counted(self) -> Counted:
-        """Return the attachment's counts."""
-        counts = self.attachment.statistics()
+        """Return the bytes so far."""
+        counts = self._attachment.statistics()
         return Counted(counts.gradient_bytes, counts.payload_bytes, counts.moved_bytes)
 
     def payload_by_parameter(self) -> dict[str, float]:
-        """Return the attachment's counts by parameter."""
+        """Return each parameter's bytes in messages, mean over the steps so far; empty if they are not counted."""
         return {
             name: traffic.payload_bytes / max(traffic.steps, 1)
-            for name, traffic in self.attachment.by_parameter().items()
+            for name, traffic in self._attachment.by_parameter().items()
         }
 
     def residual_ratios(self) -> dict[str, float]:
-        """Return the attachment's metrics."""
-        found = self.attachment.metrics(by_parameter=True)
+        """Return the norm of this rank's residuals over its gradients', for each parameter, and under "" for all."""
+        found = self._attachment.metrics(by_parameter=True)
         return {tag[len(_RESIDUAL) :].lstrip("/"): value for tag, value in found.items() if tag.startswith(_RESIDUAL)}
 
     def detach(self) -> None:
-        """Detach the compressor."""
-        self.attachment.detach()
-        del self.ddp
+        """Remove the hook, and end what belongs to the DDP."""
+        self._attachment.detach()
+        self._close()
+
+    def _close(self) -> None:
+        del self.ddp  # a DDP must go before its process group does
+        if self._group is not None:
+            self._group.close()
 
 
-def register(settings: RunSettings, model: nn.Module, wrap: Wrap, dilation: float) -> Registered:
+class StockHook(Registered):
+    """One of PyTorch's hooks, which is counted by its process group: not by parameter, and without its residuals."""
+
+    def _make_group(self, settings: RunSettings) -> LinkedGroup:
+        # Its threads do not show when they wait: while a transfer is in progress counts as waiting.
+        return LinkedGroup(_world(), self.wire, self.waits.note)
+
+    def _register(self, settings: RunSettings) -> None:
+        assert self._group is not None, "a stock hook always has one"
+        register_stock(self.ddp, settings.hook, self._group)
+        self._gradient_bytes = sum(tensor_bytes(p) for p in self.ddp.parameters() if p.requires_grad)
+        self._steps = 0
+        self.ddp.register_forward_pre_hook(self._count_step)
+
+    def _count_step(self, module: nn.Module, inputs: object) -> None:
+        self._steps += 1
+
+    def counted(self) -> Counted:
+        """Return the bytes so far, without those of broadcasts."""
+        assert self._group is not None, "a stock hook always has one"
+        traffic = [counts for kind, counts in self._group.traffic.items() if kind != "broadcast"]
+        return Counted(
+            self._gradient_bytes * self._steps,
+            sum(counts.payload_bytes for counts in traffic),
+            sum(counts.moved_bytes for counts in traffic),
+        )
+
+    def payload_by_parameter(self) -> dict[str, float]:
+        """Return nothing: PyTorch's hooks do not count."""
+        return {}
+
+    def residual_ratios(self) -> dict[str, float]:
+        """Return nothing: PyTorch's hooks keep their residuals to themselves."""
+        return {}
+
+    def detach(self) -> None:
+        """End what belongs to the DDP; PyTorch has no way to remove a hook."""
+        self._close()
+
+
+def register(settings: RunSettings, model: nn.Module, dilation: float) -> Registered:
     """Wrap the model in its DDP, and put the run's hook on it."""
-    return AttachedHook(settings, model, wrap, dilation)
+    return (StockHook if is_stock(settings.hook) else Registered)(settings, model, dilation)
+
+
+def check_hook(hook: Spec, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
+    """Raise an error if there is no such hook, if a setting cannot work, or if it does not accept the parameters."""
+    if is_stock(hook):
+        check_stock(hook)
+    else:
+        make_hook(hook).check_parameters(parameters or {})
+
+
+def wrap_in_ddp(
+    model: nn.Module, ddp: str, bucket_cap_mb: float | None, group: dist.ProcessGroup | None = None
+) -> nn.Module:
+    """Return the model in ddp_core's class ('core') or in PyTorch's ('torch')."""
+    kind = ddp_core.DistributedDataParallel if ddp == "core" else nn.parallel.DistributedDataParallel
+    wrapped: nn.Module = kind(model, bucket_cap_mb=bucket_cap_mb, process_group=group)
+    return wrapped
+
+
+def sent_by_interface(settings: RunSettings) -> int | None:
+    """Return the bytes sent so far by the network interface that Gloo was told to use.
+
+    None if it was told none, or if the link is emulated: then the ranks share one interface.
+    """
+    name = gloo_interface()
+    return None if settings.link.kind == "emulated" or name is None else interface_bytes(name)[0]
+
+
+def _world() -> Any:
+    return dist.group.WORLD

@@ -94,8 +94,12 @@ class RunSettings:
 
     @property
     def scene(self) -> RunSettings:
-        """The same settings without a hook: runs of one scene take turns, so that their times can be compared."""
-        return dataclasses.replace(self, hook=Spec(""))
+        """The same settings without a hook: runs of one scene take turns, so that their times can be compared.
+
+        Hosts whose rates change as time passes cannot serve several runs in turns.
+        """
+        alone = self.link.kind == "hosts" and self.link.schedule
+        return self if alone else dataclasses.replace(self, hook=Spec(""))
 
     @property
     def key(self) -> str:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
-from .runs import HookSpec
+from .specs import Spec
 
 PREFIX = "torch."
 _NONE = "torch.none"  # DDP's own all-reduce, without any hook
@@ -33,12 +33,12 @@ def stock_names() -> tuple[str, ...]:
     return (_NONE, *_STATELESS, _POWERSGD)
 
 
-def is_stock(spec: HookSpec) -> bool:
+def is_stock(spec: Spec) -> bool:
     """Return whether this hook is one of PyTorch's, by its name."""
     return spec.name.startswith(PREFIX) and ":" not in spec.name and "(" not in spec.name
 
 
-def check_stock(spec: HookSpec) -> None:
+def check_stock(spec: Spec) -> None:
     """Raise ValueError, before any process starts, if PyTorch has no such hook for Gloo, or no such setting."""
     if spec.name == _BF16:
         raise ValueError(
@@ -64,7 +64,7 @@ def check_stock(spec: HookSpec) -> None:
             raise ValueError(f"hook {spec.label!r}: {error}") from error
 
 
-def register_stock(ddp: Any, spec: HookSpec, group: dist.ProcessGroup) -> None:
+def register_stock(ddp: Any, spec: Spec, group: dist.ProcessGroup) -> None:
     """Register one of PyTorch's hooks with a DDP of either class; it communicates over `group`, the DDP's own."""
     check_stock(spec)
     if spec.name == _POWERSGD:
@@ -87,7 +87,7 @@ def _powersgd_of_one_bucket(state: powerSGD_hook.PowerSGDState, bucket: GradBuck
     return powerSGD_hook.powerSGD_hook(state, bucket)
 
 
-def _powersgd_state(spec: HookSpec, group: dist.ProcessGroup | None) -> powerSGD_hook.PowerSGDState:
+def _powersgd_state(spec: Spec, group: dist.ProcessGroup | None) -> powerSGD_hook.PowerSGDState:
     settings: dict[str, Any] = dict(spec.settings)
     return powerSGD_hook.PowerSGDState(group, **settings)
 

@@ -15,13 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ddp_core
-
 from .launch import Send
 from .machine import machine, versions
 from .measure import Split, StepClock
 from .probe import Probe
-from .registration import Counted, register
+from .registration import Counted, register, sent_by_interface
 from .runs import Compute, EvaluationRecord, ProbeRecord, RunResult, RunSettings, StepRecord
 from .tasks import LoadedTask, load_task
 from .tasks.task import mixed
@@ -140,8 +138,7 @@ class _Run:
         self.task: LoadedTask = load_task(settings.task, settings.seed)
         self.model = self.task.model
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.registered = register(settings, self.model, wrap_in_ddp, dilation)
-        self.ddp = self.registered.ddp
+        self.registered = register(settings, self.model, dilation)
         self.optimizer = self.task.optimizer(settings.optimizer)
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -162,18 +159,20 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         torch.manual_seed(mixed(self.settings.seed, step, self.rank))  # dropout must not depend on whose turn it was
-        before = self.registered.counted()
+        before, sent = self.registered.counted(), sent_by_interface(self.settings)
+        self.registered.wire.resume()
         self.clock.begin()
-        loss = self.task.loss(self.ddp, batch)
+        loss = self.task.loss(self.registered.ddp, batch)
         loss.backward()
         self.clock.backward_ended()
         self.optimizer.step()
         split, ended = self.clock.end(), time.time()
-        after = self.registered.counted()
+        self.registered.wire.pause()
+        after, interface = self.registered.counted(), _difference(sent, sent_by_interface(self.settings))
         mean_loss = loss.detach().double().reshape(())
         dist.all_reduce(mean_loss)
         record = _record(step + 1, mean_loss.item() / self.ranks, split, before, after, self)
-        self.steps.append(dataclasses.replace(record, probed=probed, ended=ended))
+        self.steps.append(dataclasses.replace(record, probed=probed, ended=ended, interface_bytes=interface))
         found = None if probe is None else probe.finish(step + 1, self.registered)
         self.optimizer.zero_grad()
         self.send(StepDone(self.number, self.steps[-1]))
@@ -214,16 +213,7 @@ class _Run:
         """Remove everything from the model; the DDP must go before the process group does."""
         self.clock.remove()
         self.registered.detach()
-        del self.ddp, self.registered
-
-
-def wrap_in_ddp(
-    model: nn.Module, ddp: str, bucket_cap_mb: float | None, group: dist.ProcessGroup | None = None
-) -> nn.Module:
-    """Return the model in ddp_core's class ('core') or in PyTorch's ('torch')."""
-    kind = ddp_core.DistributedDataParallel if ddp == "core" else nn.parallel.DistributedDataParallel
-    wrapped: nn.Module = kind(model, bucket_cap_mb=bucket_cap_mb, process_group=group)
-    return wrapped
+        del self.registered
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -237,7 +227,6 @@ def fingerprint(model: nn.Module) -> str:
 def _record(step: int, loss: float, split: Split, before: Counted, after: Counted, run: _Run) -> StepRecord:
     """Return a step's split in the seconds of the stated processor, and the bytes that it added."""
     gradient_bytes = after.gradient_bytes - before.gradient_bytes
-    interface = None if after.interface_bytes is None else after.interface_bytes - (before.interface_bytes or 0)
     return StepRecord(
         step=step,
         loss=loss,
@@ -246,8 +235,11 @@ def _record(step: int, loss: float, split: Split, before: Counted, after: Counte
         payload_bytes=after.payload_bytes - before.payload_bytes,
         moved_bytes=after.moved_bytes - before.moved_bytes,
         dense_bytes=2 * (run.ranks - 1) * gradient_bytes // run.ranks,
-        interface_bytes=interface,
     )
+
+
+def _difference(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
 
 
 def _silent(message: object) -> None:

@@ -17,7 +17,7 @@ import commhooks
 from experiments.gloo import course_of
 from experiments.link import EmulatedLink, LinkSettings, Wire
 from experiments.linked_group import LinkedGroup, LinkedWork
-from experiments.runs import HookSpec
+from experiments.specs import Spec
 from experiments.stock import check_stock, is_stock, register_stock, stock_names
 from tests.ddp_core.facts import Facts
 from tests.parity.training import ddp_class
@@ -60,7 +60,7 @@ def a_step_takes_the_links_time_whoever_compresses(rank: int) -> None:
         group = linked()
         ddp = ddp_over(group)
         if hook.startswith("torch."):
-            register_stock(ddp, HookSpec(hook), group)
+            register_stock(ddp, Spec(hook), group)
         else:
             commhooks.attach(
                 ddp, hook, process_group=group.inner, wrap_communicator=lambda inner: EmulatedLink(inner, group.wire)
@@ -94,7 +94,7 @@ def parameters_and_buffers_pass_the_link(rank: int) -> None:
 def what_a_group_counts_is_what_a_ring_moves(rank: int) -> None:
     group = linked()
     ddp = ddp_over(group)
-    register_stock(ddp, HookSpec("torch.fp16"), group)
+    register_stock(ddp, Spec("torch.fp16"), group)
     step(ddp)
     counted = group.traffic["all-reduce"]
     assert (counted.collectives, counted.payload_bytes, counted.moved_bytes) == (1, 2 * WEIGHTS, 2 * WEIGHTS)
@@ -104,7 +104,7 @@ def what_a_group_counts_is_what_a_ring_moves(rank: int) -> None:
 def powersgd_of_one_bucket_sends_less_after_its_start(rank: int) -> None:
     group = linked()
     ddp = ddp_over(group, bucket_cap_mb=25)
-    register_stock(ddp, HookSpec.parse("torch.powersgd:start_powerSGD_iter=2"), group)
+    register_stock(ddp, Spec.parse("torch.powersgd:start_powerSGD_iter=2"), group)
     sent = []
     for _ in range(4):
         before = group.traffic["all-reduce"].payload_bytes if group.traffic.get("all-reduce") else 0
@@ -119,7 +119,7 @@ def powersgd_of_several_buckets_is_refused_before_it_can_abort(rank: int) -> Non
     for which in ("torch", "ours"):
         group = linked()
         ddp = ddp_over(group, which, bucket_cap_mb=0.0001)
-        register_stock(ddp, HookSpec("torch.powersgd"), group)
+        register_stock(ddp, Spec("torch.powersgd"), group)
         step(ddp)  # the first step of either class has one bucket
         with pytest.raises(RuntimeError, match=r"fails over Gloo if the gradients are in several buckets"):
             step(ddp)
@@ -167,10 +167,10 @@ def test_a_collective_that_fails_raises_for_whoever_waits_and_does_not_wait_for_
 
 def test_names_of_pytorchs_hooks_are_told_from_ours() -> None:
     for name in stock_names():
-        assert is_stock(HookSpec.parse(name))
-        check_stock(HookSpec(name))
+        assert is_stock(Spec.parse(name))
+        check_stock(Spec(name))
     for other in ("fp16", "torch.package:TopK:ratio=0.1", "torchlike"):
-        assert not is_stock(HookSpec.parse(other))
+        assert not is_stock(Spec.parse(other))
 
 
 @pytest.mark.parametrize(
@@ -187,4 +187,4 @@ def test_names_of_pytorchs_hooks_are_told_from_ours() -> None:
 )
 def test_what_pytorchs_hooks_cannot_do_is_refused_before_any_process_starts(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        check_stock(HookSpec.parse(text))
+        check_stock(Spec.parse(text))
