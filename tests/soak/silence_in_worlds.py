@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import subprocess
+import threading
 import time
 from datetime import timedelta
 
@@ -15,9 +16,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import commhooks
+from experiments.cluster import INTERFACE, Cluster
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
-from tests.soak import network
 
 SHAPES: list[Shape] = [(40, 40)] * 6
 STEP = 10
@@ -35,7 +36,7 @@ class Fault:
     seconds: float | None = None
     """How long; None: for ever."""
 
-    def strike(self) -> None:
+    def strike(self, cluster: Cluster | None) -> None:
         """Begin it; a process that is stopped returns when it runs again."""
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -45,9 +46,10 @@ class Fault:
                 subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; {again}"])
             os.kill(os.getpid(), signal.SIGSTOP)
             return
-        pull = f"ip link set {network.INTERFACE} down"
-        plug_in = "" if self.seconds is None else f"; sleep {self.seconds}; ip link set {network.INTERFACE} up"
-        subprocess.Popen(["sh", "-c", pull + plug_in])
+        assert cluster is not None, "only a host has a cable"
+        cluster.unplug(self.rank)
+        if self.seconds is not None:
+            threading.Timer(self.seconds, cluster.plug_in, [self.rank]).start()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ class Told:
 
 def train_on_a_host(
     rank: int,
-    namespaces: list[str],
+    cluster: Cluster,
     kind: str,
     policy: str,
     fault: Fault,
@@ -70,13 +72,13 @@ def train_on_a_host(
     group_timeout: float,
 ) -> Told:
     """Join a group from a host of this rank's own, and train; rank 0's process holds the store."""
-    network.move_to(namespaces[rank])
-    os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE
-    store = TCPStore(network.address(0), PORT, len(namespaces), is_master=rank == 0)
+    cluster.enter(rank)
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    store = TCPStore(cluster.address(0), PORT, cluster.hosts, is_master=rank == 0)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=len(namespaces), timeout=timedelta(seconds=group_timeout)
+        "gloo", store=store, rank=rank, world_size=cluster.hosts, timeout=timedelta(seconds=group_timeout)
     )
-    return train(rank, kind, policy, fault, hook_timeout)
+    return train(rank, kind, policy, fault, hook_timeout, cluster)
 
 
 def train_and_end_what_is_stopped(rank: int, kind: str, policy: str, fault: Fault, hook_timeout: float) -> Told:
@@ -89,7 +91,14 @@ def train_and_end_what_is_stopped(rank: int, kind: str, policy: str, fault: Faul
     return told
 
 
-def train(rank: int, kind: str, policy: str, fault: Fault, hook_timeout: float | None = None) -> Told:
+def train(
+    rank: int,
+    kind: str,
+    policy: str,
+    fault: Fault,
+    hook_timeout: float | None = None,
+    cluster: Cluster | None = None,
+) -> Told:
     """Train to the end, or until something fails."""
     model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
     commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2), policy=policy, hook_timeout=hook_timeout)
@@ -99,7 +108,7 @@ def train(rank: int, kind: str, policy: str, fault: Fault, hook_timeout: float |
             time.sleep(0.1)  # a fault that passes must not find the training over
         begun = time.monotonic()
         if (rank, step) == (fault.rank, STEP):
-            fault.strike()
+            fault.strike(cluster)
         try:
             model(*normal(zeros(*SHAPES), world_size, seed=step)[rank]).backward()
         except Exception as error:

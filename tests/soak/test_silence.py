@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.soak import network, silence_in_worlds
+from experiments.cluster import Cluster, why_not
+from tests.soak import silence_in_worlds
 from tests.soak.silence_in_worlds import Fault, Told
 from tests.world import Outcome, run_world, run_world_outcomes
 
@@ -55,17 +56,17 @@ def test_ranks_raise_in_time_when_the_host_of_the_store_stops_answering_or_dies(
 
 
 @pytest.fixture(scope="module")
-def namespaces() -> Iterator[list[str]]:
-    reason = network.why_not()
+def cluster() -> Iterator[Cluster]:
+    reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    with network.hosts(3) as made:
+    with Cluster.create(3) as made:
         yield made
 
 
-def plug_everything_in(namespaces: list[str]) -> None:
-    for name in namespaces:
-        network.set_cable(name, plugged_in=True)
+def plug_everything_in(cluster: Cluster) -> None:
+    for host in range(cluster.hosts):
+        cluster.plug_in(host)
 
 
 FAULTS = [("stop", 0), ("pull", 0), ("pull", 2)]
@@ -78,15 +79,15 @@ FAULTS = [("stop", 0), ("pull", 0), ("pull", 2)]
 @pytest.mark.parametrize("limited_by", ["hook_timeout", "group"])
 @pytest.mark.parametrize(("how", "rank"), FAULTS)
 def test_every_running_rank_raises_in_time_and_ends(
-    namespaces: list[str], how: str, rank: int, limited_by: str, policy: str, kind: str
+    cluster: Cluster, how: str, rank: int, limited_by: str, policy: str, kind: str
 ) -> None:
-    plug_everything_in(namespaces)
+    plug_everything_in(cluster)
     hook_timeout, group_timeout = (5.0, 1800.0) if limited_by == "hook_timeout" else (None, 15.0)
     limit = hook_timeout or group_timeout
     outcomes = run_world_outcomes(
         silence_in_worlds.train_on_a_host,
         3,
-        namespaces,
+        cluster,
         kind,
         policy,
         Fault(rank=rank, how=how),
@@ -95,7 +96,7 @@ def test_every_running_rank_raises_in_time_and_ends(
         backend=None,
         timeout=limit + 25,
     )
-    store = f"the store at {network.address(0)}:{silence_in_worlds.PORT}"
+    store = f"the store at {cluster.address(0)}:{silence_in_worlds.PORT}"
     for outcome in outcomes:
         if how == "stop" and outcome.rank == rank:
             continue
@@ -112,13 +113,13 @@ def test_every_running_rank_raises_in_time_and_ends(
 @both_policies
 @pytest.mark.parametrize(("how", "rank"), FAULTS)
 def test_training_goes_on_after_two_seconds_of_silence(
-    namespaces: list[str], how: str, rank: int, policy: str, kind: str
+    cluster: Cluster, how: str, rank: int, policy: str, kind: str
 ) -> None:
-    plug_everything_in(namespaces)
+    plug_everything_in(cluster)
     told: list[Told] = run_world(
         silence_in_worlds.train_on_a_host,
         3,
-        namespaces,
+        cluster,
         kind,
         policy,
         Fault(rank=rank, how=how, seconds=2.0),
