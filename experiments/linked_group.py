@@ -93,7 +93,8 @@ class LinkedWork(dist.Work):
     def __init__(self, inner: dist.Work, arrival: float, wire: Wire, on_transfer: OnTransfer | None = None) -> None:
         super().__init__()
         self._begun, self._on_transfer = wire.clock(), on_transfer
-        self._future: Future[Any] = torch.futures.Future()
+        self._outcome: Future[Any] = torch.futures.Future()
+        self._future: Future[Any] = self._outcome.then(_result)
         self._ended = threading.Event()
         # A daemon, so that a link of a few bits per second does not hold a process back that wants to end.
         self.thread = threading.Thread(
@@ -117,14 +118,24 @@ class LinkedWork(dist.Work):
         return self._future
 
     def _finish(self, inner: dist.Work, arrival: float, wire: Wire) -> None:
+        outcome: object
         try:
-            result = result_of(inner)
+            outcome = result_of(inner)
+            wire.sleep_until(arrival)
         except Exception as error:  # whoever waits gets it
-            self._ended.set()
-            self._future.set_exception(error)
-            return
-        wire.sleep_until(arrival)
+            outcome = error
         if self._on_transfer is not None:
             self._on_transfer(self._begun, wire.clock())
         self._ended.set()  # first: callbacks run within set_result, and may take long
-        self._future.set_result(result)
+        self._outcome.set_result(outcome)
+
+
+def _result(outcome: Future[Any]) -> Any:
+    """Return the result, or raise the error.
+
+    `Future.set_exception` would not do: C++ then takes the exception for the result, and PyTorch's DDP ends the process
+    with a segmentation fault.
+    """
+    if isinstance(outcome.value(), Exception):
+        raise outcome.value()
+    return outcome.value()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tests.ddp_core.facts import Facts
 from tests.parity.training import ddp_class
 
 facts = Facts(check_exit=False)  # PyTorch's DDP aborts in about 6 % of exits
-LINK = LinkSettings(bits_per_second=4e6)
+LINK = LinkSettings(bits_per_second=2e6)
 WEIGHTS = 60 * 60 + 60  # of the linear layer
 BYTES = 4 * WEIGHTS
 
@@ -54,6 +55,15 @@ def step(ddp: Any) -> None:
     ddp(torch.randn(4, 60)).square().mean().backward()
 
 
+class Failing(dist.Work):
+    """A work whose collective fails, as Gloo's does if another rank dies."""
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(ConnectionError("connection closed by peer"))
+        return future
+
+
 @facts
 def a_step_takes_the_links_time_whoever_compresses(rank: int) -> None:
     def hooked(hook: str) -> Any:
@@ -68,13 +78,14 @@ def a_step_takes_the_links_time_whoever_compresses(rank: int) -> None:
         return ddp
 
     buffers = LINK.seconds_of(course_of("broadcast", 4 * 60 + 4 * 60 + 8, 2))
-    for names, bytes_each in ((("torch.none", "torch.all-reduce", "all-reduce"), 4), (("torch.fp16", "fp16"), 2)):
+    for names, bytes_each in ((("torch.none", "all-reduce"), 4), (("torch.fp16", "fp16"), 2)):
         least = buffers + LINK.seconds_of(course_of("all-reduce", bytes_each * WEIGHTS, 2))
         for name in names:
             ddp = hooked(name)
             seconds = seconds_of(lambda: step(ddp))  # noqa: B023  # called at once
-            # A step sleeps until the link is through: no less, and 20 ms for computing and for waking up.
-            assert least <= seconds < least + 0.02, (name, seconds, least)
+            # A step sleeps until the link is through: no less, and 30 ms for computing and for waking up. To pass the
+            # link twice would take longer than that.
+            assert least <= seconds < least + 0.03, (name, seconds, least)
 
 
 @facts
@@ -142,23 +153,24 @@ def collectives_of_torch_distributed_work_on_the_group(rank: int) -> None:
     group.close()
 
 
+@facts
+def a_collective_that_fails_is_an_error_in_either_ddp(rank: int) -> None:
+    for which in ("torch", "ours"):
+        group = linked()
+        ddp = ddp_over(group, which, broadcast_buffers=False)
+        group.inner = SimpleNamespace(allreduce=lambda *_: Failing())  # type: ignore[assignment]  # 'has type "SimpleNamespace"': as a group's
+        with pytest.raises(RuntimeError, match="ConnectionError: connection closed by peer"):
+            step(ddp)
+
+
 test = facts.tests()
-
-
-class Failing(dist.Work):
-    """A work whose collective fails, as Gloo's does if another rank dies."""
-
-    def get_future(self) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_exception(ConnectionError("connection closed by peer"))
-        return future
 
 
 def test_a_collective_that_fails_raises_for_whoever_waits_and_does_not_wait_for_the_link() -> None:
     wire = Wire(LINK)
     work = LinkedWork(Failing(), wire.clock() + 600, wire)
     for wait in (work.wait, work.get_future().wait):
-        with pytest.raises(ConnectionError, match="closed by peer"):
+        with pytest.raises(RuntimeError, match="ConnectionError: connection closed by peer"):
             wait()
     assert work.is_completed()
     work.thread.join(10)
