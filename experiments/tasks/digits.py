@@ -1,20 +1,20 @@
-"""scikit-learn's handwritten digits with a small network.
+"""scikit-learn's handwritten digits with a small network, or with ResNet-18.
 
 1,797 grey images of 8×8 pixels that ship with scikit-learn: real handwriting, nothing to download.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from .task import Task, size_named
+from .images import ResNet18, SmallCnn, classification_loss, evaluate_in_parts, sgd, warm_up_and_cosine
+from .task import Task, asked_for, size_named
 
 _HELD_OUT = 360  # of 1,797: a fifth
 
@@ -26,33 +26,15 @@ class DigitsSize:
     channels: int  # higher: a larger model
     batch_size: int  # images per rank and step
     steps: int
-    convolutions: bool = True  # False: two hidden layers with `channels` units, which take a tenth of the time
+    network: str = "cnn"  # "mlp": two hidden layers with `channels` units, which take a tenth of the time
 
 
 SIZES = {
-    "tiny": DigitsSize(channels=128, batch_size=16, steps=160, convolutions=False),
+    "tiny": DigitsSize(channels=128, batch_size=16, steps=160, network="mlp"),
     "small": DigitsSize(channels=8, batch_size=16, steps=40),
     "medium": DigitsSize(channels=32, batch_size=32, steps=80),
     "large": DigitsSize(channels=64, batch_size=64, steps=200),
 }
-
-
-class DigitsNet(nn.Module):
-    """Three convolutions with batch norm, then a linear layer."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        c = channels
-        self.features = nn.Sequential(
-            *(nn.Conv2d(1, c, 3, padding=1, bias=False), nn.BatchNorm2d(c), nn.ReLU()),
-            *(nn.Conv2d(c, 2 * c, 3, padding=1, bias=False), nn.BatchNorm2d(2 * c), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(2 * c, 4 * c, 3, padding=1, bias=False), nn.BatchNorm2d(4 * c), nn.ReLU(), nn.MaxPool2d(2)),
-        )
-        self.classify = nn.Sequential(nn.Flatten(), nn.Linear(16 * c, 4 * c), nn.ReLU(), nn.Linear(4 * c, 10))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return scores, N×10, for images, N×1×8×8."""
-        return self.classify(self.features(images))  # type: ignore[no-any-return]  # Sequential is untyped
 
 
 class DigitsMlp(nn.Sequential):
@@ -63,53 +45,48 @@ class DigitsMlp(nn.Sequential):
         super().__init__(nn.Flatten(), *hidden, nn.Linear(width, 10))
 
 
-def digits(size: str = "medium", *, channels: int = 0, batch_size: int = 0, steps: int = 0) -> Task:
-    """Return handwritten digits with SGD and momentum.
+_NETWORKS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
+    "cnn": (SmallCnn, "a convolutional network with batch norm ({} channels in its first layer)"),
+    "mlp": (DigitsMlp, "a perceptron with two hidden layers of {}"),
+    "resnet18": (lambda channels: ResNet18(inputs=1), "ResNet-18 in its CIFAR form"),
+}
+
+
+def digits(size: str = "medium", *, network: str = "", channels: int = 0, batch_size: int = 0, steps: int = 0) -> Task:
+    """Return handwritten digits with SGD and momentum; a 0 stands for the size's own value.
 
     Args:
         size: "tiny", "small", "medium" or "large".
-        channels: Of the first layer; 0: the size's own.
-        batch_size: Images per rank and step; 0: the size's own.
-        steps: Optimizer steps of a run; 0: the size's own.
+        network: "cnn" (three convolutions), "mlp" (a perceptron) or "resnet18", which has 11 million parameters in
+            every size; empty: the size's own.
+        channels: Of the first layer; resnet18 has its own.
+        batch_size: Images per rank and step.
+        steps: Optimizer steps of a run.
 
     """
-    preset = size_named(SIZES, size, "digits")
-    shape = replace(
-        preset,
-        channels=channels or preset.channels,
-        batch_size=batch_size or preset.batch_size,
-        steps=steps or preset.steps,
-    )
-    network = (
-        f"a convolutional network with batch norm ({shape.channels} channels in its first layer)"
-        if shape.convolutions
-        else f"a perceptron with two hidden layers of {shape.channels}"
-    )
+    preset = size_named(SIZES, size)
+    shape = replace(preset, **asked_for(network=network, channels=channels, batch_size=batch_size, steps=steps))
+    if shape.network == "resnet18" and channels:
+        raise ValueError("channels cannot be chosen for resnet18, which has 64 in its first layer")
+    if shape.network not in _NETWORKS:
+        raise ValueError(f"network must be one of {', '.join(_NETWORKS)} (got {shape.network!r})")
+    make, words = _NETWORKS[shape.network]
+    training, held_out = _data()
     return Task(
-        model=DigitsNet(shape.channels) if shape.convolutions else DigitsMlp(shape.channels),
-        data=TensorDataset(*_data()[0]),
-        held_out=TensorDataset(*_data()[1]),
-        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=_evaluate,
-        optimizer=lambda model: torch.optim.SGD(
-            model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4
-        ),
-        schedule=lambda step, steps: min(1.0, (step + 1) / 5) * (0.55 + 0.45 * math.cos(math.pi * step / steps)),
+        model=make(shape.channels),
+        data=TensorDataset(*training),
+        held_out=TensorDataset(*held_out),
+        loss=classification_loss,
+        evaluate=lambda model: evaluate_in_parts([held_out], model),
+        optimizer=sgd,
+        schedule=warm_up_and_cosine,
         batch_size=shape.batch_size,
         steps=shape.steps,
         description=(
-            f"scikit-learn's handwritten digits (1,437 images to train on, 360 held out), {network}, SGD with "
-            f"momentum, {shape.batch_size} images per rank and step"
+            "scikit-learn's handwritten digits (1,437 images to train on, 360 held out), "
+            f"{words.format(shape.channels)}, SGD with momentum, {shape.batch_size} images per rank and step"
         ),
     )
-
-
-def _evaluate(model: nn.Module) -> dict[str, float]:
-    """Return loss and accuracy on the 360 images held out."""
-    images, labels = _data()[1]
-    outputs = model(images)
-    right = (outputs.argmax(dim=1) == labels).float().mean().item()
-    return {"loss": F.cross_entropy(outputs, labels).item(), "accuracy": right}
 
 
 @cache

@@ -10,12 +10,14 @@ from typing import Any
 
 from ..specs import SettingValue, Spec, unknown
 from .checks import task_of
+from .cifar10 import cifar10
 from .digits import digits
 from .gpt import gpt
 from .importing import import_module
+from .lstm import lstm
 from .task import LoadedTask, Task, place_of, seeded
 
-TASKS: dict[str, Callable[..., Task]] = {"digits": digits, "gpt": gpt}
+TASKS: dict[str, Callable[..., Task]] = {"cifar10": cifar10, "digits": digits, "gpt": gpt, "lstm": lstm}
 """The built-in tasks: each is a function like a user's own."""
 
 _SEED_OF_IMPORTS = 0
@@ -40,9 +42,9 @@ def load_task(spec: Spec | str, seed: int = 0) -> LoadedTask:
     with seeded(seed):
         try:
             returned = function(**settings)
-        except Exception as error:
+        except Exception as error:  # whatever somebody else's code raises
             if function in TASKS.values() and isinstance(error, ValueError | FileNotFoundError):
-                raise  # it says what is wrong
+                raise ValueError(f"task {spec.label!r}: {error}") from error
             raise ValueError(
                 f"task {spec.label!r}: its function failed: {type(error).__name__}: {error}{place_of(error)}"
             ) from error

@@ -309,7 +309,7 @@ def seeded(seed: int) -> Iterator[None]:
         np.random.set_state(arrays)  # noqa: NPY002  # the same
 
 
-def size_named(sizes: Mapping[str, SizeType], size: str, task: str) -> SizeType:
+def size_named(sizes: Mapping[str, SizeType], size: str) -> SizeType:
     """Return the preset of this name.
 
     Raises:
@@ -317,8 +317,21 @@ def size_named(sizes: Mapping[str, SizeType], size: str, task: str) -> SizeType:
 
     """
     if size not in sizes:
-        raise ValueError(f"size {size!r} of task {task!r} is not known: expected one of {', '.join(sizes)}")
+        raise ValueError(f"size {size!r} is not known: expected one of {', '.join(sizes)}")
     return sizes[size]
+
+
+def asked_for(**settings: Any) -> dict[str, Any]:
+    """Return the settings of a built-in task that replace its size's own: those that are not 0 or empty.
+
+    Raises:
+        ValueError: One is negative.
+
+    """
+    for name, value in settings.items():
+        if isinstance(value, int) and value < 0:
+            raise ValueError(f"{name} must be at least 1 (got {value})")
+    return {name: value for name, value in settings.items() if value}
 
 
 def generator_for(*numbers: int) -> torch.Generator:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import ddp_core
+from experiments.tasks.images import ResNet18
+from experiments.tasks.lstm import LstmModel
 
 Shape = tuple[int, ...]
 
@@ -38,19 +40,12 @@ def gradients_of(module: nn.Module) -> list[Tensor]:
 
 def resnet18_shapes() -> list[Shape]:
     """Return the parameter shapes of the CIFAR form of ResNet-18."""
-    shapes: list[Shape] = [(64, 3, 3, 3), (64,), (64,)]
-    inputs = 64
-    for channels in (64, 128, 256, 512):
-        for block in range(2):
-            shapes += [(channels, inputs, 3, 3), (channels,), (channels,)]
-            shapes += [(channels, channels, 3, 3), (channels,), (channels,)]
-            if block == 0 and inputs != channels:
-                shapes += [(channels, inputs, 1, 1), (channels,), (channels,)]
-            inputs = channels
-    return [*shapes, (10, 512), (10,)]
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in ResNet18().parameters()]
 
 
 def lstm_shapes() -> list[Shape]:
     """Return the parameter shapes of a three-layer LSTM of 650 for WikiText-2, encoder tied to decoder."""
-    layer: list[Shape] = [(2600, 650), (2600, 650), (2600,), (2600,)]
-    return [(28869, 650), *layer, *layer, *layer, (28869,)]
+    with torch.device("meta"):
+        model = LstmModel(650, 3, vocabulary=28869)
+    return [tuple(p.shape) for p in (model.symbols, *model.layers.parameters(), model.bias)]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from experiments.tasks import load_task
-from experiments.tasks.gpt import source_files
 from experiments.tasks.task import LoadedTask
+from experiments.tasks.text import source_files
 
-SMALL = ["digits:size=small", "gpt:size=small"]
+SMALL = ["digits:size=small", "gpt:size=small", "lstm:size=small"]
 
 
 def inputs(task: LoadedTask, step: int, rank: int, ranks: int = 2) -> torch.Tensor:
@@ -59,7 +59,7 @@ class TestEveryTask:
         assert task.model.training
 
     def test_a_size_that_does_not_exist_is_refused(self, name: str) -> None:
-        with pytest.raises(ValueError, match="size 'huge' .* expected one of tiny, small, medium, large"):
+        with pytest.raises(ValueError, match="size 'huge' .* expected one of tiny, small, medium,( base,)? large"):
             load_task(name.replace("small", "huge"))
 
 
@@ -100,5 +100,41 @@ def test_a_library_without_sources_is_refused(tmp_path: Path) -> None:
         source_files(tmp_path)
 
 
-def test_the_medium_gpt_has_a_few_million_parameters() -> None:
-    assert 1.5e6 < sum(p.numel() for p in load_task("gpt").model.parameters()) < 5e6
+def gpt_parameters(width: int, layers: int, context: int) -> int:
+    """Return how many there are: in the blocks, in the two embeddings, in the last norm and in the head."""
+    return layers * (12 * width**2 + 13 * width) + (256 + context) * width + 2 * width + 256 * width
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt", gpt_parameters(width=192, layers=4, context=64)),
+        ("gpt:size=base", 4_096_768),
+        ("gpt:width=256,layers=5,heads=8,context=64", gpt_parameters(width=256, layers=5, context=64)),
+        ("lstm:width=40,layers=3", 3 * (8 * 40**2 + 8 * 40) + 256 * 40 + 256),
+        ("digits:network=resnet18", 11_173_962 - 2 * 64 * 9),  # one input channel instead of three
+    ],
+)
+def test_sizes_and_settings_decide_about_the_model(name: str, parameters: int) -> None:
+    assert sum(p.numel() for p in load_task(name).model.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpt:width=100,heads=8", "8 heads do not divide a width of 100"),
+        ("gpt:layers=-1", "task 'gpt:layers=-1': layers must be at least 1"),
+        ("digits:network=vgg", "network must be one of cnn, mlp, resnet18"),
+        ("digits:network=resnet18,channels=8", "channels cannot be chosen for resnet18"),
+        ("cifar10", "needs the folder of the unpacked archive.*the task 'digits' needs no files"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_task(name)
+
+
+def test_resnet18_takes_a_step_on_digits() -> None:
+    task = load_task("digits:network=resnet18,batch_size=2")
+    task.check(1)
+    assert task.model(inputs(task, 0, 0)).shape == (2, 10)
