@@ -30,6 +30,12 @@ def task_of(returned: Any, where: str) -> Task:
     if isinstance(returned, tuple) and len(returned) == 3:
         model, data, loss = returned
         returned = Task(model=model, data=data, loss=loss)
+    if type(returned).__name__ == Task.__name__ and not isinstance(returned, Task):
+        package = Task.__module__.removesuffix(".tasks.task")
+        raise ValueError(
+            f"{where}: its Task comes from {type(returned).__module__}; this command uses that of {package}: write "
+            f"`from {package} import Task`"
+        )
     if not isinstance(returned, Task):
         raise ValueError(f"{where}: {_SHAPES} to be returned (got {_kind(returned)})")
     _check_model(returned.model, where)
