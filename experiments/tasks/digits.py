@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from .images import ResNet18, SmallCnn, classification_loss, evaluate_in_parts, sgd, warm_up_and_cosine
-from .task import Task, asked_for, size_named
+from .sizes import asked_for, size_named
+from .task import Task
 
 _HELD_OUT = 360  # of 1,797: a fifth
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..specs import SettingValue, Spec, unknown
+from .batches import place_of
 from .checks import task_of
 from .cifar10 import cifar10
 from .digits import digits
 from .gpt import gpt
 from .importing import import_module
 from .lstm import lstm
-from .task import LoadedTask, Task, place_of, seeded
+from .task import LoadedTask, Task, seeded
 
 TASKS: dict[str, Callable[..., Task]] = {"cifar10": cifar10, "digits": digits, "gpt": gpt, "lstm": lstm}
 """The built-in tasks: each is a function like a user's own."""

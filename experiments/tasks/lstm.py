@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .task import Task, asked_for, size_named
+from .sizes import asked_for, size_named
+from .task import Task
 from .text import BYTES, language_task
 
 

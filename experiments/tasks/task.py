@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,20 +16,23 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
 
 from ..specs import Spec
+from .batches import batch_in_words, leaves_of, place_of
 from .optimizers import make_optimizer
 
-SizeType = TypeVar("SizeType")
 Draw = Callable[[int, int, int, int], Any]
 """(seed, step, rank, ranks) -> this rank's batch of one step: a function of its arguments alone."""
 
 HELD_OUT_EVERY = 10  # every tenth example, if the task names no held-out data
-_NOT_THEIRS = str(Path(__file__).parent), str(Path(torch.__file__).parent)  # whose lines explain nothing to a user
 _HELD_OUT_BATCHES = 8  # if the data is a function
 _HELD_OUT_SEED = 2**31 - 1  # larger than the seed of any run
 
 
 class _NotALossError(TypeError):
     """What a loss function returned cannot be minimised."""
+
+
+class _TaskError(ValueError):
+    """A message that names the task already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ class LoadedTask:
             training, size = self._split[0], self.task.batch_size
             count, together = len(training), size * ranks
             if together > count:
-                raise ValueError(
+                raise _TaskError(
                     f"task {self.name!r}: {ranks} ranks with {size} examples each want more than the {count} there "
                     "are; use fewer ranks or a smaller batch size"
                 )
@@ -145,7 +146,7 @@ class LoadedTask:
     def fingerprint(self, ranks: int) -> str:
         """Return a hash of the first batch of rank 0: ranks that find different ones do not train on the same data."""
         digest = hashlib.sha256()
-        for part in _leaves(self.batch(0, 0, ranks)):
+        for part in leaves_of(self.batch(0, 0, ranks)):
             digest.update(
                 part.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                 if isinstance(part, Tensor)
@@ -154,25 +155,20 @@ class LoadedTask:
         return digest.hexdigest()[:16]
 
     def check(self, ranks: int) -> None:
-        """Compute the loss of the last rank's first batch, and its gradients, as a run will.
+        """Take the last rank's first batch, its loss and its gradients, as a run will, and evaluate a user's model.
 
         This changes the model's buffers, so load the task again to train it.
 
         Raises:
-            ValueError: There is too little data for so many ranks, the loss fails or has no gradient, or a parameter
-                does not take part in it.
+            ValueError: There is too little data for so many ranks, something fails, or a parameter does not take part
+                in the loss.
 
         """
         with seeded(self.seed):
-            batch = self.batch(0, ranks - 1, ranks)
-            try:
-                loss = self._scalar(self.task.loss(self.model, batch))
-                loss.backward()
-            except Exception as error:  # whatever somebody else's code raises
-                raise ValueError(
-                    f"task {self.name!r}: loss(model, batch) failed on the first batch, {_in_words(batch)}: "
-                    f"{type(error).__name__}: {error}{place_of(error)}"
-                ) from error
+            with self._failing("its first batch"):
+                batch = self.batch(0, ranks - 1, ranks)
+            with self._failing(f"loss(model, batch) on the first batch, {batch_in_words(batch)},"):
+                self._scalar(self.task.loss(self.model, batch)).backward()
         unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         self.model.zero_grad()
         if unused:
@@ -181,6 +177,21 @@ class LoadedTask:
                 f"({', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}); use them, remove them, or call "
                 "requires_grad_(False) on them"
             )
+        if self.source:  # the built-in ones are known to work, and some take seconds
+            with self._failing("its evaluation"):
+                self.evaluate()
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Raise ValueError in words for whatever the user's code raises."""
+        try:
+            yield
+        except _TaskError:
+            raise
+        except Exception as error:
+            raise _TaskError(
+                f"task {self.name!r}: {what} failed: {type(error).__name__}: {error}{place_of(error)}"
+            ) from error
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss over the batch, a scalar.
@@ -204,17 +215,25 @@ class LoadedTask:
         return loss
 
     def evaluate(self) -> dict[str, float]:
-        """Return the model's metrics on held-out data, "loss" among them; the model's mode is left unchanged."""
+        """Return the model's metrics on held-out data, "loss" among them; the model's mode is left unchanged.
+
+        Raises:
+            ValueError: The task's own function returned something else.
+
+        """
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), seeded(self.seed):
                 own = self.task.evaluate
-                found = {"loss": self._held_out_loss()} if own is None else dict(own(self.model))
+                found = {"loss": self._held_out_loss()} if own is None else own(self.model)
         finally:
             self.model.train(was_training)
-        if "loss" not in found:
-            raise ValueError(f"task {self.name!r}: evaluate(model) must return 'loss' (got {', '.join(found)})")
+        if not isinstance(found, Mapping) or "loss" not in found:
+            got = ", ".join(found) if isinstance(found, Mapping) else type(found).__name__
+            raise _TaskError(
+                f"task {self.name!r}: evaluate(model) must return a dict of numbers with 'loss' (got {got})"
+            )
         return {name: float(value) for name, value in found.items()}
 
     def _held_out_loss(self) -> float:
@@ -237,7 +256,7 @@ class LoadedTask:
         try:
             return self.task.collate(examples)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
-            raise ValueError(
+            raise _TaskError(
                 f"task {self.name!r}: examples cannot be made into a batch ({error}); return a Task with `collate`, a "
                 "function from a list of examples to a batch"
             ) from error
@@ -259,35 +278,6 @@ def is_dataset(data: object) -> bool:
     return hasattr(data, "__getitem__")
 
 
-def place_of(error: BaseException) -> str:
-    """Return the file and line that raised the error, for the end of a message."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<", *_NOT_THEIRS))]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-
-
-def _leaves(batch: Any) -> Iterator[Any]:
-    """Yield the tensors and other values in a batch, however nested."""
-    if isinstance(batch, Mapping):
-        batch = [part for pair in batch.items() for part in pair]
-    if isinstance(batch, list | tuple):
-        for part in batch:
-            yield from _leaves(part)
-    elif isinstance(batch, Tensor | str | bytes | int | float):  # the text of other objects may hold their addresses
-        yield batch
-
-
-def _in_words(batch: Any) -> str:
-    """Return what a batch is made of: 'a list of (32, 10) float32, (32,) int64'."""
-    if isinstance(batch, Tensor):
-        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
-    if isinstance(batch, Mapping):
-        return "a dict of " + ", ".join(f"{key!r}: {_in_words(value)}" for key, value in batch.items())
-    if isinstance(batch, list | tuple):
-        return f"a {type(batch).__name__} of " + ", ".join(map(_in_words, batch))
-    return type(batch).__name__
-
-
 @lru_cache(maxsize=8)  # the runs of a scene take turns in the same epoch
 def _order(count: int, seed: int, epoch: int) -> list[int]:
     """Return the order of a dataset's examples in an epoch."""
@@ -307,31 +297,6 @@ def seeded(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(arrays)  # noqa: NPY002  # the same
-
-
-def size_named(sizes: Mapping[str, SizeType], size: str) -> SizeType:
-    """Return the preset of this name.
-
-    Raises:
-        ValueError: There is no such preset.
-
-    """
-    if size not in sizes:
-        raise ValueError(f"size {size!r} is not known: expected one of {', '.join(sizes)}")
-    return sizes[size]
-
-
-def asked_for(**settings: Any) -> dict[str, Any]:
-    """Return the settings of a built-in task that replace its size's own: those that are not 0 or empty.
-
-    Raises:
-        ValueError: One is negative.
-
-    """
-    for name, value in settings.items():
-        if isinstance(value, int) and value < 0:
-            raise ValueError(f"{name} must be at least 1 (got {value})")
-    return {name: value for name, value in settings.items() if value}
 
 
 def generator_for(*numbers: int) -> torch.Generator:

@@ -37,6 +37,12 @@ def adam(model):
 class Endless(IterableDataset):
     def __iter__(self): ...
 
+class Broken(TensorDataset):
+    def __init__(self, inner):
+        super().__init__(*inner.tensors)
+    def __getitem__(self, place):
+        return {}["pixels"]
+
 class Unmeasured(Dataset):
     def __getitem__(self, place): ...
 
@@ -113,6 +119,10 @@ def test_what_cannot_be_a_task_is_refused_when_it_is_loaded(expression: str, mes
         ("model, data, lambda model, batch: loss(model, batch).item()", r"a scalar tensor.*\(got float\)"),
         ("model, data, lambda model, batch: loss(model, batch).detach()", "has no gradient"),
         ("model, data, lambda batch: 1.0", r"takes 1 positional argument.*mine.py|TypeError"),
+        ("Task(model=model, data=data, loss=loss, evaluate=lambda m: 0.5)", "dict of numbers with 'loss' .got float."),
+        ("Task(model=model, data=data, loss=loss, evaluate=lambda m: {'acc': 1})", "with 'loss' .got acc."),
+        ("Task(model=model, data=data, loss=loss, evaluate=lambda m: 1 / 0)", "its evaluation failed: ZeroDivision"),
+        ("model, Broken(data), loss", "its first batch failed: KeyError: 'pixels' .*mine.py, line"),
         ("Half(), data, loss", "does not depend on 2 of the model's parameters .unused.weight, unused.bias."),
         (
             "Task(model=model, data=data, loss=loss, batch_size=33)",
