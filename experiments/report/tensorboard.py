@@ -186,7 +186,10 @@ def _probed(probe: ProbeRecord) -> dict[str, float]:
 
 
 def _settings_of(settings: RunSettings) -> dict[str, bool | int | float | str]:
-    """Return the columns of TensorBoard's hyperparameters page."""
+    """Return the columns of TensorBoard's hyperparameters page.
+
+    It sorts them by name and at first shows five: hence "with" before what runs seldom differ in.
+    """
     return {
         "task": settings.task.label,
         "hook": settings.hook.label,
@@ -195,7 +198,7 @@ def _settings_of(settings: RunSettings) -> dict[str, bool | int | float | str]:
         "steps": settings.steps,
         "seed": settings.seed,
         "link": settings.link.label,
-        "compute": settings.compute or "as measured",
-        "ddp": settings.ddp,
-        "bucket_cap_MiB": "the DDP's own" if settings.bucket_cap_mb is None else f"{settings.bucket_cap_mb:g}",
+        "with_compute": settings.compute or "as measured",
+        "with_ddp": settings.ddp,
+        "with_bucket_cap_MiB": "the DDP's own" if settings.bucket_cap_mb is None else f"{settings.bucket_cap_mb:g}",
     }
