@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,26 +29,20 @@ from .worker import Evaluated, RunDone, StepDone
 
 _NONE = "–"
 _OTHER_LINES = 4  # of the terminal: progress, scene, the table's header, hooks that are not shown
-_COLUMNS = {
-    "step": 7,
-    "loss": 6,
-    "step time": 9,
-    "sent/s": 9,
-    "link": 5,
-    "held-out": 8,
-}  # beside the hook; in characters
+# Beside the hook, and their least width in characters.
+_COLUMNS = {"step": 7, "loss": 6, "step time": 9, "sent/s": 9, "link": 5, "held-out": 8}
 _NARROW = 72  # characters; a terminal with fewer shows only these columns:
 _IF_NARROW = {"step", "loss", "step time", "held-out"}
 
 
 def listeners(*each: Listener) -> Listener:
     """Return one listener that passes every message to each of these, in order."""
+    return functools.partial(_tell, each)
 
-    def listener(settings: RunSettings, message: object) -> None:
-        for one in each:
-            one(settings, message)
 
-    return listener
+def _tell(each: Sequence[Listener], settings: RunSettings, message: object) -> None:
+    for one in each:
+        one(settings, message)
 
 
 @dataclass
@@ -185,6 +180,7 @@ class Live:
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
         narrow = self._console.width < _NARROW
         columns = {name: width for name, width in _COLUMNS.items() if not narrow or name in _IF_NARROW}
+        columns["step"] = max(columns["step"], *(2 * len(str(row.settings.steps)) + 1 for row in rows))
         room = max(1, self._console.width - sum(width + 2 for width in columns.values()))
         table.add_column("hook", no_wrap=True, overflow="ellipsis", max_width=room)
         for name, width in columns.items():

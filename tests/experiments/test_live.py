@@ -52,9 +52,10 @@ def drawn(live: Live, width: int, height: int = 24) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def after_ten_steps(width: int, height: int = 24) -> list[str]:
+def after_ten_steps(width: int, height: int = 24, *, steps: int = 40) -> list[str]:
     """Return what is shown after ten steps and an evaluation of every hook but the last, which has not begun."""
     results = [made(hook) for hook in HOOKS]
+    results = [dataclasses.replace(one, settings=dataclasses.replace(one.settings, steps=steps)) for one in results]
     runs = [one.settings for one in results]
     live = Live(runs, {}, console(width, height)[0], clock=Clock())
     for one in results[:-1]:
@@ -92,6 +93,13 @@ def test_a_name_too_long_for_its_column_loses_what_it_shares_with_others() -> No
     hooks = [Spec.parse(hook) for hook in HOOKS]
     assert short_labels(hooks, room=100) == list(HOOKS)
     assert len(set(short_labels(hooks, room=0))) == len(HOOKS)
+
+
+def test_many_steps_take_their_room_from_the_names_only() -> None:
+    lines = after_ten_steps(80, steps=100_000)
+    assert max(map(len, lines)) <= 80
+    assert "10/100000" in lines[3].split()
+    assert lines[3].endswith(f"{result().evaluations[0].loss:.3f}")
 
 
 def test_a_terminal_with_fewer_lines_than_hooks_shows_those_in_progress() -> None:
