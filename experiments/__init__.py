@@ -4,6 +4,25 @@ A checkout has this package as `experiments`, an installation as `commhooks.expe
 taken. Its modules import each other relatively, and are the same under both names.
 """
 
-from .tasks import Task, load_task
+from __future__ import annotations
 
-__all__ = ["Task", "load_task"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import compare
+    from .runs import RunResult, RunSettings
+    from .store import load_table
+    from .tasks import Task, load_task
+
+__all__ = ["RunResult", "RunSettings", "Task", "compare", "load_table", "load_task"]
+
+_HOMES = {"RunResult": ".runs", "RunSettings": ".runs", "compare": ".api", "load_table": ".store"}
+_HOMES |= {"Task": ".tasks", "load_task": ".tasks"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name from its module when it is first used: importing the package costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)

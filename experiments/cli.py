@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
+from . import help_texts
 from .cluster import commands as cluster_commands
-from .front import COMMANDS, PURPOSE, version
+from .front import PURPOSE, version
+from .options import (
+    Baseline,
+    BucketCap,
+    ComputeOption,
+    Ddp,
+    EvalEvery,
+    Hooks,
+    Latency,
+    Links,
+    Optimizers,
+    Out,
+    Overwrite,
+    Quiet,
+    Ranks,
+    Rates,
+    Seed,
+    Seeds,
+    Size,
+    Steps,
+    Target,
+    Tasks,
+)
+from .terminal import EachOptionOnce, errors_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .link import LinkSettings
-
-DEFAULT_TASKS = ["digits", "gpt"]
-DEFAULT_HOOKS = ["all-reduce", "fp16", "bf16", "powersgd:rank=1,start_after=5", "powersgd:rank=4,start_after=5"]
+    from .runs import RunResult, RunSettings
+    from .sweep import Sweep
 
 app = typer.Typer(
     help=PURPOSE,
@@ -33,82 +53,6 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(cluster_commands.app, name="cluster")
-
-_COMPARE_HELP = f"""
-{COMMANDS["compare"]}
-
-Every run has the same seed, data and number of steps; only the communication hook differs. \
-The runs of a task take turns, one step each, so that their times can be compared. \
-Ranks are processes on this machine, connected by an emulated link whose rate you choose; it does not need root.
-
-[bold]The demo[/bold]: two tasks under five hooks on 2 ranks at 100 Mbit/s, about four minutes.
-
-    commhooks compare
-
-[bold]Choose[/bold] the task, the hooks, the link and the ranks.
-
-    commhooks compare --task gpt --hook all-reduce --hook powersgd:rank=8 --rate 1Gbit/s --ranks 3
-
-[bold]A quick look[/bold], on a small model.
-
-    commhooks compare --task digits --size small --steps 30
-
-[bold]Several machines[/bold], over their own network: torchrun starts the ranks.
-
-    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks compare --rate unlimited
-
-[bold]A hook[/bold] is a name, or a name with settings: fp16, powersgd:rank=4,start_after=10. \
-The first hook is the baseline for the others. \
-An unknown name or setting is reported before anything starts, with the names that exist.
-
-[bold]The folder[/bold] given by --out receives report.html (one self-contained file), \
-results/*.json (settings, versions, machine and every step of each run), plots/*.png and tensorboard/. \
-A folder that already holds results raises an error before anything runs. --overwrite removes those results, \
-and nothing that compare did not write.
-"""
-
-_OVERLAP_HELP = f"""
-{COMMANDS["overlap"]}
-
-Times three things in turns: a local step (compute), the collectives of a step with nothing to compute \
-(communication), and a step that does both. The batch size is chosen so that the first two take about equally long. \
-Prints step / (compute + communication): 1.0 would mean no overlap; about 0.67 is the best possible, because the \
-forward pass, a third of the compute, has nothing to send.
-
-    commhooks overlap --rate 100Mbit/s --rounds 9
-"""
-
-_LEADERBOARD_HELP = f"""
-{COMMANDS["leaderboard"]}
-
-The workers live in one process, and all runs have the same steps and data: only how gradients are averaged differs. \
-The results are accuracy against bytes and against compute, with the Pareto front, \
-differences from dense for each seed, and the effect of error feedback beside the one published by GRACE.
-
-[bold]All of them[/bold], about a quarter of an hour on two cores.
-
-    commhooks leaderboard --out runs/leaderboard
-
-[bold]A few[/bold], on one task, with more seeds.
-
-    commhooks leaderboard --only top-k,powersgd --tasks digits --seeds 10 --out runs/few
-
-[bold]The folder[/bold] receives leaderboard.html (one self-contained file), runs.csv, standings.csv, \
-grace.csv and plots/*.png. Existing results are replaced only with --overwrite.
-"""
-
-
-class _EachOptionOnce(TyperCommand):
-    """A command that rejects an option given twice; Typer would silently take the last one."""
-
-    # "supertype defines the argument type as Context", a class that only a private module of Typer has
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the arguments; options that are lists may be repeated."""
-        _, _, given = self.make_parser(ctx).parse_args(list(args))
-        for option in given:
-            if given.count(option) > 1 and not getattr(option, "multiple", False):
-                ctx.fail(f"{option.opts[0]} is given {given.count(option)} times, but takes one value: give it once.")
-        return super().parse_args(ctx, args)
 
 
 def _print_version(asked: bool) -> None:
@@ -126,58 +70,155 @@ def commhooks(
     """Run before every command; do nothing except for --version."""
 
 
-@app.command(help=_COMPARE_HELP, cls=_EachOptionOnce)
+@app.command(help=help_texts.COMPARE, cls=EachOptionOnce)
 def compare(
-    task: Annotated[list[str], typer.Option(help="What to train: digits or gpt. Repeat for both.")] = DEFAULT_TASKS,
-    hook: Annotated[
-        list[str], typer.Option(help="A hook, name:setting=value,... Repeat; the first is the baseline.")
-    ] = DEFAULT_HOOKS,
-    ranks: Annotated[
-        int | None, typer.Option(help="Processes on this machine (2); under torchrun its world size.")
-    ] = None,
-    rate: Annotated[str, typer.Option(help="The link's rate: 100Mbit/s, 1.5Gbps, 12.5MB/s, unlimited.")] = "100Mbit/s",
-    latency: Annotated[
-        str, typer.Option(help="The link's latency, per step around the ring: 0.2ms, 50us, 0.")
-    ] = "0.2ms",
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")] = None,
-    size: Annotated[str, typer.Option(help="The model's size: tiny, small, medium or large.")] = "medium",
-    seed: Annotated[int, typer.Option(help="The same seed gives the same losses, bit for bit.")] = 0,
-    ddp: Annotated[str, typer.Option(help="core: ddp_core's DistributedDataParallel; torch: PyTorch's.")] = "core",
-    bucket_cap_mb: Annotated[float | None, typer.Option(help="Bucket size in MiB; default: the DDP's own.")] = None,
-    target_loss: Annotated[
-        float | None, typer.Option(help="Training loss to reach; default: 95 % of the baseline's progress.")
-    ] = None,
-    eval_every: Annotated[int, typer.Option(help="Steps between two evaluations on held-out data.")] = 20,
-    out: Annotated[Path | None, typer.Option(help="Folder for the report; default: runs/<date-time>.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the results of an earlier comparison in that folder.")
-    ] = False,
+    task: Tasks = None,
+    hook: Hooks = None,
+    optimizer: Optimizers = None,
+    ranks: Ranks = None,
+    link: Links = None,
+    rate: Rates = None,
+    latency: Latency = "0.2ms",
+    compute: ComputeOption = None,
+    steps: Steps = None,
+    size: Size = None,
+    seed: Seed = None,
+    seeds: Seeds = None,
+    ddp: Ddp = "core",
+    bucket_cap_mb: BucketCap = None,
+    baseline: Baseline = None,
+    target_loss: Target = None,
+    eval_every: EvalEvery = 20,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train one model under several hooks."""
-    with _errors_in_words() as console:
-        from .compare import Comparison
-        from .compare import compare as run_comparison
+    with errors_in_words() as console:
         from .plan import plan
+        from .presets import DEFAULT_HOOKS, DEFAULT_TASKS
+        from .sweep import Sweep
 
         runs = plan(
-            task,
-            hook,
-            ranks=ranks,
-            link=_link(rate, latency),
+            task or DEFAULT_TASKS,
+            hook or DEFAULT_HOOKS,
+            optimizers=optimizer or [None],
+            ranks=ranks or [None],
+            links=_links(link, rate, latency),
+            compute=compute,
             steps=steps,
             size=size,
-            seed=seed,
+            seeds=_seeds(seed, seeds),
             ddp=ddp,
             bucket_cap_mb=bucket_cap_mb,
             evaluate_every=eval_every,
         )
-        folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
-        command = shlex.join(["commhooks", *sys.argv[1:]])
-        comparison = Comparison(runs=runs, out=folder, overwrite=overwrite, target_loss=target_loss, command=command)
-        run_comparison(comparison, console)
+        sweep = Sweep(
+            runs=runs,
+            out=out or _dated(),
+            overwrite=overwrite,
+            baseline=baseline,
+            target_loss=target_loss,
+            command=_command(),
+            quiet=quiet,
+        )
+        _make(sweep, console)
 
 
-@app.command(help=_OVERLAP_HELP, cls=_EachOptionOnce)
+@app.command(help=help_texts.RUN, cls=EachOptionOnce)
+def run(
+    task: Annotated[str, typer.Option(help="What to train: digits, gpt, or your own function, file.py:function.")],
+    hook: Annotated[str, typer.Option(help="The hook, name:setting=value,...")] = "all-reduce",
+    optimizer: Annotated[str | None, typer.Option(help="sgd:lr=0.1,momentum=0.9; default: the task's own.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes on this machine (2).")] = None,
+    link: Annotated[str, typer.Option(help="The link: 100Mbit/s,latency=1ms.")] = "100Mbit/s",
+    compute: ComputeOption = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    seeds: Seeds = None,
+    ddp: Ddp = "core",
+    bucket_cap_mb: BucketCap = None,
+    eval_every: EvalEvery = 20,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train one model under one hook."""
+    with errors_in_words() as console:
+        from .plan import plan
+        from .sweep import Sweep
+
+        runs = plan(
+            [task],
+            [hook],
+            optimizers=[optimizer],
+            ranks=[ranks],
+            links=[link],
+            compute=compute,
+            steps=steps,
+            seeds=_seeds(seed, seeds),
+            ddp=ddp,
+            bucket_cap_mb=bucket_cap_mb,
+            evaluate_every=eval_every,
+        )
+        folder = out or _dated()
+        _make(Sweep(runs=runs, out=folder, overwrite=overwrite, command=_command(), report=False, quiet=quiet), console)
+
+
+@app.command(help=help_texts.SWEEP, cls=EachOptionOnce)
+def sweep(
+    file: Annotated[Path | None, typer.Argument(help="A YAML file with runs.", show_default=False)] = None,
+    preset: Annotated[str | None, typer.Option(help="Instead of a file: demo, quick or slow-links.")] = None,
+    example: Annotated[bool, typer.Option("--example", help="Print a file that works, with comments.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and the time they take; run none.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results; default: the file's, or runs/<name>.")
+    ] = None,
+    overwrite: Overwrite = False,
+    baseline: Baseline = None,
+    target_loss: Target = None,
+    quiet: Quiet = False,
+) -> None:
+    """Make all the runs of a YAML file."""
+    with errors_in_words() as console:
+        from .sweep_file import EXAMPLE
+
+        if example:
+            typer.echo(EXAMPLE, nl=False)
+            return
+        asked = _asked_sweep(file, preset)
+        asked = dataclasses.replace(
+            asked,
+            out=out or asked.out,
+            overwrite=overwrite,
+            baseline=baseline or asked.baseline,
+            target_loss=asked.target_loss if target_loss is None else target_loss,
+            command=_command(),
+            quiet=quiet,
+        )
+        if dry_run:
+            _print_forecast(asked, console)
+        else:
+            _make(asked, console)
+
+
+@app.command(help=help_texts.REPORT, cls=EachOptionOnce)
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders written by compare, sweep or run.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the report; default: the first of the folders.")] = None,
+    baseline: Baseline = None,
+    target_loss: Target = None,
+) -> None:
+    """Write tables and the report again."""
+    with errors_in_words() as console:
+        from .sweep import report_again
+
+        report_again(
+            folders, out or folders[0], console, baseline=baseline, target_loss=target_loss, command=_command()
+        )
+
+
+@app.command(help=help_texts.OVERLAP, cls=EachOptionOnce)
 def overlap(
     task: Annotated[str, typer.Option(help="Whose model to train: digits or gpt.")] = "gpt",
     size: Annotated[str, typer.Option(help="The model's size: tiny, small, medium or large.")] = "medium",
@@ -191,14 +232,15 @@ def overlap(
     ] = 0.5,
 ) -> None:
     """Measure how much of the communication hides behind the backward pass."""
-    with _errors_in_words() as console:
+    with errors_in_words() as console:
+        from .link import LinkSettings
         from .overlap import OverlapSettings, measure_overlap, overlap_table
 
         settings = OverlapSettings(
             task=task,
             size=size,
             ranks=ranks,
-            link=_link(rate, latency),
+            link=LinkSettings.parse(f"{rate},latency={latency}"),
             rounds=rounds,
             ddp=ddp,
             bucket_cap_mb=bucket_cap_mb,
@@ -206,10 +248,10 @@ def overlap(
         console.print(overlap_table(measure_overlap(settings)))
 
 
-@app.command(help=_LEADERBOARD_HELP, cls=_EachOptionOnce)
+@app.command(help=help_texts.LEADERBOARD, cls=EachOptionOnce)
 def leaderboard(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/leaderboard"),
-    tasks: Annotated[str, typer.Option(help="What to train, as a list.")] = ",".join(DEFAULT_TASKS),
+    tasks: Annotated[str, typer.Option(help="What to train, as a list.")] = "digits,gpt",
     seeds: Annotated[int, typer.Option(help="Runs of each compressor; more: narrower intervals.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")] = None,
     workers: Annotated[int, typer.Option(help="Workers that share each batch.")] = 4,
@@ -221,7 +263,7 @@ def leaderboard(
     processes: Annotated[int | None, typer.Option(help="How many runs at a time; default: one per core.")] = None,
 ) -> None:
     """Train under every compressor, and report what each costs."""
-    with _errors_in_words() as console:
+    with errors_in_words() as console:
         from .leaderboard import Leaderboard, run_leaderboard
 
         board = Leaderboard(
@@ -234,7 +276,7 @@ def leaderboard(
             overwrite=overwrite,
             docs=docs,
             processes=processes,
-            command=shlex.join(["commhooks", *sys.argv[1:]]),
+            command=_command(),
         )
         run_leaderboard(board, console)
 
@@ -243,35 +285,60 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _link(rate: str, latency: str) -> LinkSettings:
-    from .link import LinkSettings, parse_latency, parse_rate
+def _asked_sweep(file: Path | None, preset: str | None) -> Sweep:
+    """Return the sweep of a file or of a preset."""
+    from .presets import preset as runs_of_preset
+    from .sweep import Sweep
+    from .sweep_file import read_sweep
 
-    return LinkSettings(bits_per_second=parse_rate(rate), latency_seconds=parse_latency(latency))
-
-
-@contextmanager
-def _errors_in_words() -> Iterator[Console]:
-    """Provide a console; exit with 2 on a user's mistake, 1 on a rank's failure, 130 on Ctrl-C, and say why."""
-    from rich.console import Console
-
-    from .launch import WorldError
-
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        yield Console() if sys.stdout.isatty() else Console(width=110)
-    except (ValueError, FileNotFoundError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
-    except WorldError as error:
-        typer.echo(f"\n{error}", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt as error:
-        typer.echo("\nstopped; the ranks are ended", err=True)
-        raise typer.Exit(130) from error
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    if (file is None) == (preset is None):
+        raise ValueError(
+            "name a YAML file or a preset: 'commhooks sweep FILE.yaml' or 'commhooks sweep --preset quick'; "
+            "'commhooks sweep --example > FILE.yaml' writes a file that works"
+        )
+    if preset is not None:
+        return Sweep(runs=runs_of_preset(preset), out=Path("runs") / preset)
+    assert file is not None, "one of the two is there"
+    return Sweep(**vars(read_sweep(file)))
 
 
-def _leave(number: int, frame: object) -> None:
-    """Turn a termination request into an orderly exit, so that the ranks are ended first."""
-    raise SystemExit(128 + number)
+def _make(sweep: Sweep, console: Console) -> None:
+    """Make the runs; exit with 1 if some failed."""
+    from .sweep import make
+
+    if make(sweep, console).failures:
+        raise typer.Exit(1)
+
+
+def _print_forecast(sweep: Sweep, console: Console) -> None:
+    from .forecast import forecast
+    from .store import finished, sources_of
+
+    done: dict[RunSettings, RunResult] = {}
+    if not sweep.overwrite:
+        done = finished(sweep.out, sweep.runs, sources_of(sweep.runs))
+    for line in forecast(sweep.runs, done):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _links(links: Sequence[str] | None, rates: Sequence[str] | None, latency: str) -> list[str]:
+    """Return the links in full: those given so, and one for each rate."""
+    if not links and not rates:
+        rates = ["100Mbit/s"]
+    return [*(links or []), *(f"{rate},latency={latency}" for rate in rates or [])]
+
+
+def _seeds(seed: int | None, seeds: int | None) -> Sequence[int]:
+    from .sweep_file import seeds_of
+
+    if seed is not None and seeds is not None:
+        raise ValueError("give --seed for one seed or --seeds for several, not both")
+    return [seed or 0] if seeds is None else seeds_of(seeds)
+
+
+def _dated() -> Path:
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _command() -> str:
+    return shlex.join(["commhooks", *sys.argv[1:]])

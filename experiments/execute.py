@@ -47,8 +47,9 @@ def execute(runs: Sequence[RunSettings], out: Path, listener: Listener) -> Made:
 
     """
     made = Made()
-    (out / RESULTS).mkdir(parents=True, exist_ok=True)
-    if torchrun_world() is not None:
+    if (torchrun_world() or (0,))[0] == 0:
+        (out / RESULTS).mkdir(parents=True, exist_ok=True)
+    if torchrun_world() is not None:  # rank 0 says what there is to do, and no rank may stay away
         _Attempt(runs, out, listener, made).in_torchrun()
         return made
     for world in _worlds(runs):
@@ -164,7 +165,7 @@ class _Attempt:
 def silence_allowed(runs: Sequence[RunSettings], work: Work) -> float:
     """Return how many seconds of silence mean that a world is stuck: 20 of the slowest steps, and two minutes."""
     slowest = [_dense_seconds(settings) * work.dilations[number] for number, settings in enumerate(runs)]
-    return 120 + 20 * max(slowest)
+    return 120 + 20 * max(slowest, default=0.0)
 
 
 def _dense_seconds(settings: RunSettings) -> float:

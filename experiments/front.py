@@ -14,6 +14,9 @@ import commhooks
 PURPOSE = "Train models over several ranks under several gradient-compression hooks, and see what each one costs."
 COMMANDS = {
     "compare": "Train one model under several hooks, and write a table, plots and a report.",
+    "run": "Train one model under one hook, and print what came out.",
+    "sweep": "Make all the runs of a YAML file or of a preset; what is finished already is not run again.",
+    "report": "Write tables and the report again from the results in folders, without training.",
     "overlap": "Measure how much of the communication hides behind the backward pass.",
     "leaderboard": "Train two small tasks under every compressor, and rank them by accuracy, bytes and compute.",
     "cluster": "Make a slow cluster on this machine: hosts in network namespaces, links with a real rate.",
@@ -26,6 +29,8 @@ NEEDED = {
     "sklearn": "scikit-learn",
     "tensorboard": "tensorboard",
     "jinja2": "jinja2",
+    "pandas": "pandas",
+    "yaml": "pyyaml",
 }
 """What the extra `experiments` installs: each module, and the package that has it."""
 

@@ -62,10 +62,12 @@ def torchrun_world() -> tuple[int, int] | None:
 
 
 def run_in_torchrun(function: RankFunction, argument: object, on_message: Send, *, timeout: float) -> None:
-    """Call the function in the world that torchrun created; what it sends arrives immediately."""
+    """Call the function in torchrun's world, with rank 0's argument; what it sends arrives at once."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
-        function(dist.get_rank(), dist.get_world_size(), argument, on_message)
+        shared = [argument]
+        dist.broadcast_object_list(shared, src=0)
+        function(dist.get_rank(), dist.get_world_size(), shared[0], on_message)
         dist.barrier()
     finally:
         dist.destroy_process_group()

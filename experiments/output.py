@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from .report.page import HEAD as TITLE
 from .report.page import PICTURES
 from .runs import HEAD, PARTIAL, RunResult
+from .specs import Spec
+from .store import FAILURES, RESULTS
+from .store import HEAD as FAILURE
 
 REPORT = "report.html"
+LOCK = ".commhooks.lock"
+_OWNER = '{"pid": '  # how the lock file begins
 _EVENTS = "events.out.tfevents."  # how TensorBoard's writer names its files
+_RUN = re.compile(r".+\.seed-\d+\.[0-9a-f]{8}")  # how the files of a run are named, without a suffix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,19 +34,26 @@ class Contents:
 
     files: Mapping[str, str]  # the beginning of each file's text, by name
     folders: tuple[str, ...]
-    pictures: tuple[str, ...]  # in plots/, for each task: <task>.<picture>.png
-    tasks: tuple[str, ...] = ()  # tasks that may have pictures, besides those of the existing results
+    pictures: tuple[str, ...]  # in plots/: <task>.<picture>.png
+    tasks: tuple[str, ...] = ()  # that may have pictures
+    grows: bool = False  # whether results are added to those of an earlier command
 
 
-COMPARISON = Contents(files={REPORT: TITLE}, folders=("results", "tensorboard", "plots"), pictures=PICTURES)
+COMPARISON = Contents(
+    files={REPORT: TITLE, LOCK: _OWNER},
+    folders=(RESULTS, FAILURES, "tensorboard", "plots"),
+    pictures=PICTURES,
+    grows=True,
+)
 
 
 def prepare_folder(out: Path, contents: Contents = COMPARISON, *, overwrite: bool = False) -> None:
     """Create the folder; with `overwrite`, remove what the same command wrote there earlier, and nothing else.
 
     Raises:
-        ValueError: The folder holds results and `overwrite` is off, or it holds anything that this command has not
-            written, or it cannot be read or written.
+        ValueError: With `overwrite`, the folder holds anything that this command has not written. Without it, the
+            folder holds results, or, if results are added to those that are there, anything that would be replaced and
+            that this command has not written. Or the folder cannot be read or written.
 
     """
     try:
@@ -41,21 +62,114 @@ def prepare_folder(out: Path, contents: Contents = COMPARISON, *, overwrite: boo
         raise ValueError(f"out: {out} cannot be used as a folder for results ({error}); name another one") from error
 
 
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Keep the folder for this process, so that no other one writes results there at the same time.
+
+    The kernel holds the lock on behalf of the process, and so releases it however the process ends.
+
+    Raises:
+        ValueError: Another process has the folder, or it cannot be written.
+
+    """
+    try:
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"out: {out} is a file; name a folder")
+        out.mkdir(parents=True, exist_ok=True)
+        lock = _take(out)
+    except OSError as error:
+        raise ValueError(f"out: {out} cannot be used as a folder for results ({error}); name another one") from error
+    try:
+        yield
+    finally:
+        (out / LOCK).unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _take(out: Path) -> int:
+    """Return the file that is open, locked, and still the one of its name: its last owner may just have removed it."""
+    path = out / LOCK
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            text = os.read(lock, 1000).decode(errors="replace")
+            if text and not text.startswith(_OWNER):
+                raise ValueError(f"out: {path} is not this program's lock file; name another folder")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+                mine = {
+                    "pid": os.getpid(),
+                    "host": socket.gethostname(),
+                    "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+                }
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, json.dumps(mine).encode(), 0)
+                return lock
+        except OSError as error:
+            os.close(lock)
+            if error.errno not in {errno.EAGAIN, errno.EACCES}:
+                raise
+            raise ValueError(
+                f"out: {out} is in use by {_owner(text)}; wait until it has ended, or name another folder with --out"
+            ) from error
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _owner(text: str) -> str:
+    try:
+        owner = json.loads(text)
+        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+    except (ValueError, KeyError, TypeError):  # it is being written
+        return "another process"
+
+
 def _prepare(out: Path, contents: Contents, overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: {out} is a file; name a folder")
+    if contents.grows and not overwrite:
+        _refuse_to_replace(out, contents)
+    else:
+        _remove_earlier(out, contents, overwrite)
+    for name in contents.folders:
+        if name != FAILURES:  # made by the first one
+            (out / name).mkdir(parents=True, exist_ok=True)
+
+
+def _refuse_to_replace(out: Path, contents: Contents) -> None:
+    """Raise ValueError if a file that is about to be written, or a folder, is somebody else's."""
+    taken = [out / name for name in contents.folders if _is_taken(out / name)]
+    taken += [out / name for name, head in contents.files.items() if _is_foreign(out / name, head)]
+    if not any(_is_result(path) for path in (out / RESULTS).glob("*.json")):
+        taken += (out / "plots").glob("*.png")
+    if taken:
+        raise ValueError(
+            f"out: {out} holds files of another kind ({_some(taken, out)}), which are not replaced; name another folder"
+        )
+
+
+def _is_taken(folder: Path) -> bool:
+    return folder.is_symlink() or (folder.exists() and not folder.is_dir())
+
+
+def _is_foreign(path: Path, head: str) -> bool:
+    return path.is_symlink() or (path.exists() and not (path.is_file() and _begins(path, head)))
+
+
+def _remove_earlier(out: Path, contents: Contents, overwrite: bool) -> None:
     written = _written(out, contents) if out.exists() else []
-    if written and not overwrite:
+    if [path for path in written if path.name != LOCK] and not overwrite:
         raise ValueError(
             f"out: {out} holds results already ({_some(written, out)}); name another folder, or replace them with "
             "--overwrite"
         )
     for path in written:
-        path.unlink()
+        if path.name != LOCK:  # it is held by this process
+            path.unlink()
         if path.parent.parent.name == "tensorboard" and not any(path.parent.iterdir()):
             path.parent.rmdir()
-    for name in contents.folders:
-        (out / name).mkdir(parents=True, exist_ok=True)
 
 
 def _written(out: Path, contents: Contents) -> list[Path]:
@@ -66,12 +180,13 @@ def _written(out: Path, contents: Contents) -> list[Path]:
     known = (*contents.folders, *contents.files)
     strangers = [path for path in out.iterdir() if path.name not in known or path.is_symlink()]
     if not strangers:  # another folder, such as somebody's home, is not searched completely
-        paths = sorted(out.rglob("*"), key=lambda path: (path.parent == out / "results", path))
+        paths = sorted(out.rglob("*"), key=lambda path: (path.parent == out / RESULTS, path))
         runs = {path.stem for path in paths if _is_result(path)}
         strangers = [path for path in paths if not _is_own(path, path.relative_to(out).parts, contents, runs)]
     if strangers:
         raise ValueError(
-            f"out: {out} holds files of another kind ({_some(strangers, out)}); name a new or empty folder"
+            f"out: {out} holds files of another kind ({_some(strangers, out)}), so that nothing is removed there; name "
+            "a new or empty folder"
         )
     return [path for path in paths if path.is_file()]
 
@@ -87,11 +202,14 @@ def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[st
             return name in contents.files and _begins(path, contents.files[name])
         case ("results", name):
             return _is_result(path) or (name.endswith(PARTIAL) and _begins(path, HEAD))
+        case ("failures", name):
+            return name.endswith(".txt") and _begins(path, FAILURE)
         case ("plots", name):
-            tasks = {run.partition(".")[0] for run in runs}.union(contents.tasks)
-            return name in {f"{task}.{picture}.png" for task in tasks for picture in contents.pictures}
-        case ("tensorboard", run, name):
-            return run in runs and name.startswith(_EVENTS)
+            if contents.grows:
+                return bool(runs) and any(name.endswith(f".{picture}.png") for picture in contents.pictures)
+            return name in {f"{task}.{picture}.png" for task in contents.tasks for picture in contents.pictures}
+        case ("tensorboard", run, name):  # an interrupted run has a log and no result
+            return (run in runs or _RUN.fullmatch(run) is not None) and name.startswith(_EVENTS)
     return False
 
 
@@ -103,12 +221,21 @@ def _begins(path: Path, text: str) -> bool:
 
 def _is_result(path: Path) -> bool:
     """Return whether a file is a result under its own name: a copy made by a user has another name."""
-    if path.parent.name != "results" or path.suffix != ".json" or path.is_symlink() or not path.is_file():
+    if path.parent.name != RESULTS or path.suffix != ".json" or path.is_symlink() or not path.is_file():
         return False
     try:
-        return RunResult.read(path).file_name == path.name
+        return _is_first_format(path) or RunResult.read(path).file_name == path.name
     except (ValueError, KeyError, TypeError, AttributeError, OSError):  # whatever somebody else's JSON causes
         return False
+
+
+def _is_first_format(path: Path) -> bool:
+    """Return whether this is a result of commhooks 0.1, whose name is made of the task and the hook."""
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    if raw.get("format") != 1:
+        return False
+    hook = Spec(raw["settings"]["hook"]["name"], tuple(map(tuple, raw["settings"]["hook"]["settings"])))
+    return path.name == f"{raw['settings']['task']}.{hook.file_name}.json"
 
 
 def _some(paths: list[Path], out: Path) -> str:

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .runs import PARTIAL, RunResult, RunSettings
 from .summary import smoothed_losses, total_bytes, total_seconds
+from .tasks import load_task
 
 if TYPE_CHECKING:
     import pandas
 
 RESULTS = "results"
+FAILURES = "failures"
+HEAD = "commhooks: a run that failed\n"  # how the text of a failure begins
 
 
-def finished(out: Path, runs: Iterable[RunSettings], sources: dict[str, str]) -> dict[RunSettings, RunResult]:
+def sources_of(runs: Iterable[RunSettings]) -> dict[str, str]:
+    """Return for each task, by label, the hash of its function's file; empty for the built-in tasks."""
+    return {task.label: load_task(task).source for task in {settings.task: None for settings in runs}}
+
+
+def finished(out: Path, runs: Iterable[RunSettings], sources: Mapping[str, str]) -> dict[RunSettings, RunResult]:
     """Return the results of those runs that are finished already.
 
     Args:
         out: The folder given by --out.
         runs: What is to be run.
-        sources: For each task, by label, the hash of its function's file.
+        sources: What `sources_of` returns.
 
     Raises:
         ValueError: A result is damaged, or was made with another version of the task's file.
@@ -36,18 +45,55 @@ def finished(out: Path, runs: Iterable[RunSettings], sources: dict[str, str]) ->
             continue
         result = RunResult.read(path)
         if result.settings != settings:
-            raise ValueError(f"{path} holds the run of other settings than its name says; move it away")
+            raise ValueError(f"{path} holds the run of other settings than its name says; move it away, and run again")
         if result.source != sources.get(settings.task.label, result.source):
             raise ValueError(
-                f"the file of task {settings.task.label!r} has changed since {path} was made; name another folder with "
-                "--out, or replace the results with --overwrite"
+                f"the file of task {settings.task.label!r} has changed since {path} was made, so that its results and "
+                "new ones cannot be compared; name another folder with --out, replace the folder's results with "
+                "--overwrite, or move those of this task away"
             )
         found[settings] = result
     return found
 
 
+def write_failure(out: Path, settings: RunSettings, story: str) -> Path:
+    """Write why a run failed to `out`/failures, and return where."""
+    path = _failure_file(out, settings)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{HEAD}{json.dumps(settings.to_dict())}\n\n{story}\n", encoding="utf-8")
+    return path
+
+
+def remove_failure(out: Path, settings: RunSettings) -> None:
+    """Remove what `write_failure` wrote about a run: it has succeeded since."""
+    _failure_file(out, settings).unlink(missing_ok=True)
+
+
+def read_failures(folders: Sequence[Path]) -> dict[RunSettings, str]:
+    """Return the stories of all runs that failed, in these folders, each a command's --out.
+
+    Raises:
+        ValueError: A file among them is damaged.
+
+    """
+    found = {}
+    for path in (path for folder in folders for path in sorted((folder / FAILURES).glob("*.txt"))):
+        head, settings, _, story = (*path.read_text(encoding="utf-8").split("\n", 3), "", "", "")[:4]
+        try:
+            if f"{head}\n" != HEAD:
+                raise ValueError(f"it must begin with {HEAD!r}")
+            found[RunSettings.from_dict(json.loads(settings))] = story
+        except ValueError as error:
+            raise ValueError(f"{path} does not tell of a run that failed ({error}); move it away") from error
+    return found
+
+
+def _failure_file(out: Path, settings: RunSettings) -> Path:
+    return out / FAILURES / f"{settings.name}.txt"
+
+
 def read_results(folders: Sequence[Path]) -> list[RunResult]:
-    """Return all results in these folders, each a command's --out or its folder `results`, in order of their names.
+    """Return all results in these folders, each a command's --out or its folder `results`, as they were begun.
 
     A run that is in several folders is returned once.
 
@@ -64,39 +110,67 @@ def read_results(folders: Sequence[Path]) -> list[RunResult]:
         for path in paths:
             result = RunResult.read(path)
             found.setdefault(result.settings, result)
-    return list(found.values())
+    return sorted(found.values(), key=lambda result: result.steps[0].ended)
+
+
+def read_readable(out: Path) -> tuple[list[RunResult], list[str]]:
+    """Return the results in a command's folder as they were begun, and a sentence about each file that is none."""
+    found, left_out = [], []
+    for path in sorted((out / RESULTS).glob("*.json")):
+        try:
+            found.append(RunResult.read(path))
+        except ValueError as error:
+            left_out.append(f"left out of the report: {error}")
+    return sorted(found, key=lambda result: result.steps[0].ended), left_out
 
 
 def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
     """Load the results of any number of folders into one pandas table.
 
     Args:
-        folders: Each is a command's --out, or its folder `results`.
+        folders: Each is a command's --out, or its folder `results`. A run that is in several of them has one row.
         steps: Return a row for each step instead of one for each run.
 
     Returns:
-        A table whose first columns are the run's settings, as on the command line (task, hook, optimizer, ranks, steps,
-        seed, link, compute, ddp, bucket_cap_mb, evaluate_every). Then, for each run: held_out_loss and other metrics
-        after the last step, train_loss (mean of the last ten steps), seconds and moved_bytes (totals), median_step_seconds,
-        ratio (dense bytes over moved bytes), replicas_identical, parameters, dilation. For each step: the fields of
-        `StepRecord`.
+        A table whose first columns are the run's settings, as text and numbers like on the command line: `task`,
+        `hook`, `optimizer`, `ranks`, `seed`, `link`, `compute`, `ddp`, `bucket_cap_mb` (MiB), `evaluate_every` and
+        `steps` (with `steps=True`: `run_steps`). `optimizer`, `compute` and `bucket_cap_mb` are missing (NaN) where the
+        task's, this machine's and the DDP's own were used.
+
+        Then, for each run: `held_out_loss` and other metrics after the last step (`held_out_accuracy`, 0 to 1);
+        `train_loss`, the mean of the last ten steps; `seconds` of training in all; the medians of a step,
+        `median_step_seconds`, and of its parts, `median_compute_seconds`, `median_compression_seconds` and
+        `median_waiting_seconds`; `moved_bytes`, what a rank sent in all, as a ring moves it; `interface_bytes`, the
+        same as counted by the host's network interface, or NaN; `ratio`, the bytes of a plain all-reduce over
+        `moved_bytes`; `replicas_identical`, whether all ranks ended with the same parameters; `parameters`, their
+        number; `dilation`, seconds here for one second in the table, if compute was stated.
+
+        For each step: the fields of `experiments.runs.StepRecord`.
 
     Raises:
         ValueError: A folder has no results, or a file in it is damaged.
         ImportError: pandas is not installed.
 
     """
+    return table_of(read_results([Path(folder) for folder in folders]), steps=steps)
+
+
+def table_of(results: Iterable[RunResult], *, steps: bool = False) -> pandas.DataFrame:
+    """Return the table that `load_table` describes."""
     import pandas
 
     rows: list[dict[str, object]] = []
-    for result in read_results([Path(folder) for folder in folders]):
+    for result in results:
         settings = {name: _plain(value) for name, value in vars(result.settings).items()}
         settings["run_steps" if steps else "steps"] = settings.pop("steps")
         if steps:
             rows += [settings | vars(step) for step in result.steps]
         else:
             rows.append(settings | _outcome(result))
-    return pandas.DataFrame(rows)
+    table = pandas.DataFrame(rows)
+    # A column without any value would otherwise have the type `object`.
+    types = {"optimizer": "str", "compute": "str", "bucket_cap_mb": "float", "interface_bytes": "float"}
+    return table.astype({name: kind for name, kind in types.items() if name in table})
 
 
 def _plain(value: object) -> object:
@@ -105,14 +179,18 @@ def _plain(value: object) -> object:
 
 def _outcome(result: RunResult) -> dict[str, object]:
     steps, last = result.steps, result.evaluations[-1]
-    seconds, moved = total_seconds(steps), total_bytes(steps)
+    moved, counted = total_bytes(steps), [step.interface_bytes for step in steps]
     return {
         "held_out_loss": last.loss,
         **{f"held_out_{name}": value for name, value in last.metrics.items()},
         "train_loss": smoothed_losses(steps)[-1],
-        "seconds": seconds,
+        "seconds": total_seconds(steps),
         "median_step_seconds": statistics.median(step.seconds for step in steps),
+        "median_compute_seconds": statistics.median(step.compute for step in steps),
+        "median_compression_seconds": statistics.median(step.compression for step in steps),
+        "median_waiting_seconds": statistics.median(step.waiting for step in steps),
         "moved_bytes": moved,
+        "interface_bytes": None if None in counted else sum(number or 0 for number in counted),
         "ratio": sum(step.dense_bytes for step in steps) / moved if moved else math.inf,
         "replicas_identical": result.replicas_identical,
         "parameters": result.parameters,

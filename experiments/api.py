@@ -1,0 +1,128 @@
+"""A comparison in a script."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from .launch import WorldError, torchrun_world
+from .plan import plan
+from .store import FAILURES, table_of
+from .sweep import Sweep, make
+from .sweep_file import seeds_of
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def compare(
+    tasks: Sequence[str],
+    hooks: Sequence[str],
+    *,
+    links: Sequence[str] = ("100Mbit/s",),
+    seeds: int | Sequence[int] = 3,
+    ranks: int | Sequence[int] | None = None,
+    steps: int | None = None,
+    optimizers: Sequence[str | None] = (None,),
+    compute: str | None = None,
+    ddp: str = "core",
+    bucket_cap_mb: float | None = None,
+    evaluate_every: int = 20,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    baseline: str | None = None,
+    target_loss: float | None = None,
+    quiet: bool = False,
+) -> pandas.DataFrame:
+    """Train every task under every hook, over every link, with every seed, and return a table with a row for each run.
+
+    Runs whose result is in the folder are not run again, so that calling this again continues what was interrupted. The
+    folder receives the same report as from `commhooks compare`. Ranks are new processes, which import the script again:
+    call this under `if __name__ == "__main__":`.
+
+    Args:
+        tasks: Names of tasks: 'digits', 'gpt:size=small', or functions of your own, 'folder/file.py:function'.
+        hooks: Names of hooks, with settings: 'powersgd:rank=4'. The first is the baseline, unless it is named.
+        links: What connects the ranks: '100Mbit/s', '1Gbit/s,latency=1ms', 'unlimited'.
+        seeds: How many, from 0 on, or which.
+        ranks: Processes on this machine, or several such numbers; None: 2, or torchrun's world size.
+        steps: Optimizer steps; None: each task's own number.
+        optimizers: 'sgd:lr=0.1,momentum=0.9', 'adamw:lr=1e-3'; None: the task's own.
+        compute: What a step's compute takes on the user's processor: '200ms', or '0.5x' of what it takes here.
+        ddp: 'core' or 'torch'.
+        bucket_cap_mb: MiB; None: the DDP's own.
+        evaluate_every: Steps between two evaluations.
+        out: Folder of the results; None: runs/<date-time>.
+        overwrite: Replace the results of an earlier comparison in that folder.
+        baseline: The hook that the others are compared with.
+        target_loss: Training loss to reach; None: 95 % of the baseline's progress.
+        quiet: Print nothing while the runs go.
+
+    Returns:
+        The table that `load_table` returns, of these runs; under torchrun only on rank 0, and empty elsewhere.
+
+    Raises:
+        ValueError: Something requested does not exist or cannot work.
+        RuntimeError: The call is not under `if __name__ == "__main__":`.
+        WorldError: Some runs failed; the others are finished, and their results kept.
+
+    """
+    if torchrun_world() is None:
+        _refuse_unguarded_call()
+    runs = plan(
+        tasks,
+        hooks,
+        links=links,
+        seeds=seeds_of(seeds) if isinstance(seeds, int) else seeds,
+        ranks=ranks if isinstance(ranks, Sequence) else [ranks],
+        steps=steps,
+        optimizers=optimizers,
+        compute=compute,
+        ddp=ddp,
+        bucket_cap_mb=bucket_cap_mb,
+        evaluate_every=evaluate_every,
+    )
+    folder = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}" if out is None else Path(out)
+    sweep = Sweep(
+        runs=runs,
+        out=folder,
+        overwrite=overwrite,
+        baseline=baseline,
+        target_loss=target_loss,
+        command=f"python {' '.join(sys.argv)}",
+        quiet=quiet,
+    )
+    made = make(sweep, Console(quiet=quiet))
+    if made.failures:
+        raise WorldError(
+            f"{len(made.failures)} of {len(runs)} runs failed; their tracebacks are in {folder / FAILURES}, and the "
+            f"results of the others in load_table({str(folder)!r}). Calling compare again tries the failed ones again."
+        )
+    return table_of(list(made.results.values()))
+
+
+def _refuse_unguarded_call() -> None:
+    """Raise RuntimeError if the ranks, which import the script again, would come to this call too."""
+    hint = (
+        "compare() starts processes that import this script again, and would come to this call again; put the call "
+        'under `if __name__ == "__main__":`'
+    )
+    main = sys.modules["__main__"]
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not (frame.f_globals is vars(main) and frame.f_code.co_name == "<module>"):
+        frame = frame.f_back
+    path = getattr(main, "__file__", None)
+    package = getattr(main, "__spec__", None)
+    if frame is None or path is None or (package is not None and package.name.endswith("__main__")):
+        return  # a notebook, or `python -c`: nothing is imported again
+    for statement in ast.parse(Path(path).read_text(encoding="utf-8")).body:
+        guards = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+        if statement.lineno <= frame.f_lineno <= (statement.end_lineno or statement.lineno) and not guards:
+            raise RuntimeError(f"{path}, line {frame.f_lineno}: {hint}")

@@ -1,0 +1,123 @@
+"""What `--help` says of each command: with examples, from which one learns it."""
+
+from __future__ import annotations
+
+from .front import COMMANDS
+
+COMPARE = f"""
+{COMMANDS["compare"]}
+
+All runs of a seed have the same data and number of steps; only the communication hook differs. \
+Runs that differ only in the hook take turns, one step each, so that their times can be compared. \
+Ranks are processes on this machine, connected by an emulated link whose rate you choose; it does not need root.
+
+[bold]The demo[/bold]: two tasks under five hooks on 2 ranks at 100 Mbit/s, about four minutes.
+
+    commhooks compare
+
+[bold]Choose[/bold] the task, the hooks, the link and the ranks.
+
+    commhooks compare --task gpt --hook all-reduce --hook powersgd:rank=8 --rate 1Gbit/s --ranks 3
+
+[bold]Your own model[/bold]: a function that returns model, data and loss. Three seeds give intervals.
+
+    commhooks compare --task my_task.py:task --hook all-reduce --hook fp16 --seeds 3 --out runs/mine
+
+[bold]Several links[/bold]: repeat --rate, or --link for links in full.
+
+    commhooks compare --task gpt --rate 100Mbit/s --rate 1Gbit/s --latency 1ms
+
+[bold]Fewer cores than ranks[/bold] make compute look slow: state what a step's compute takes on your processor.
+
+    commhooks compare --task gpt --ranks 4 --compute 40ms
+
+[bold]A quick look[/bold], on a small model.
+
+    commhooks compare --task digits --size small --steps 30
+
+[bold]Several machines[/bold], over their own network: torchrun starts the ranks.
+
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks compare --link real
+
+[bold]A hook[/bold] is a name, or a name with settings: fp16, powersgd:rank=4,start_after=10. \
+The first hook is the baseline for the others, unless --baseline names another. \
+An unknown name or setting is reported before anything starts, with the names that exist.
+
+[bold]The folder[/bold] given by --out receives report.html (one self-contained file), \
+results/*.json (settings, versions, machine and every step of each run), plots/*.png and tensorboard/. \
+Runs whose result is in the folder already are not run again: after Ctrl-C, the same command continues, and more \
+seeds or hooks are added. --overwrite removes the results first, and nothing that this program did not write.
+"""
+
+RUN = f"""
+{COMMANDS["run"]}
+
+    commhooks run --task digits --hook powersgd:rank=2
+
+[bold]Another optimizer[/bold], three seeds, a slow link, in a folder of its own.
+
+    commhooks run --task gpt --hook top-k --optimizer adamw:lr=1e-3 --seeds 3 --link 10Mbit/s --out runs/top-k
+
+Run it again with another hook and the same --out: results are added, and nothing is run twice. \
+[bold]commhooks report FOLDER[/bold] then compares all of them. To have runs take turns, so that their times are \
+comparable on a busy machine, use [bold]commhooks compare[/bold].
+"""
+
+SWEEP = f"""
+{COMMANDS["sweep"]}
+
+[bold]Begin[/bold] with a file that works, and change it.
+
+    commhooks sweep --example > sweep.yaml
+    commhooks sweep sweep.yaml --dry-run
+    commhooks sweep sweep.yaml
+
+[bold]A setting[/bold] has a value or a list of values; all combinations are run. \
+After Ctrl-C, a power failure or a kill, the same command continues where it stopped. \
+A run that fails does not end the others: its traceback is in FOLDER/failures, and the next time it is tried again.
+
+[bold]A preset[/bold] is a sweep by name: quick (a minute), demo (what compare runs), slow-links (a GPT of 4 million \
+parameters under seven hooks, 10 Mbit/s to 1 Gbit/s, 2 and 4 ranks, three seeds: hours).
+
+    commhooks sweep --preset slow-links --dry-run
+"""
+
+REPORT = f"""
+{COMMANDS["report"]}
+
+    commhooks report runs/demo
+
+[bold]Several folders[/bold] in one report, compared with another hook.
+
+    commhooks report runs/first runs/second --out runs/both --baseline fp16
+"""
+
+OVERLAP = f"""
+{COMMANDS["overlap"]}
+
+Times three things in turns: a local step (compute), the collectives of a step with nothing to compute \
+(communication), and a step that does both. The batch size is chosen so that the first two take about equally long. \
+Prints step / (compute + communication): 1.0 would mean no overlap; about 0.67 is the best possible, because the \
+forward pass, a third of the compute, has nothing to send.
+
+    commhooks overlap --rate 100Mbit/s --rounds 9
+"""
+
+LEADERBOARD = f"""
+{COMMANDS["leaderboard"]}
+
+The workers live in one process, and all runs have the same steps and data: only how gradients are averaged differs. \
+The results are accuracy against bytes and against compute, with the Pareto front, \
+differences from dense for each seed, and the effect of error feedback beside the one published by GRACE.
+
+[bold]All of them[/bold], about a quarter of an hour on two cores.
+
+    commhooks leaderboard --out runs/leaderboard
+
+[bold]A few[/bold], on one task, with more seeds.
+
+    commhooks leaderboard --only top-k,powersgd --tasks digits --seeds 10 --out runs/few
+
+[bold]The folder[/bold] receives leaderboard.html (one self-contained file), runs.csv, standings.csv, \
+grace.csv and plots/*.png. Existing results are replaced only with --overwrite.
+"""

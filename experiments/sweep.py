@@ -1,0 +1,206 @@
+"""Making the runs of a command: what is in its folder stays, what is missing is made, and all of it is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from .execute import Made, execute
+from .interim import Live, LiveLogs, listeners, print_tables, write
+from .launch import torchrun_world
+from .output import COMPARISON, claimed, prepare_folder
+from .plan import crowded
+from .runs import RunResult, RunSettings
+from .specs import Spec, unknown
+from .store import (
+    FAILURES,
+    RESULTS,
+    finished,
+    read_failures,
+    read_readable,
+    read_results,
+    remove_failure,
+    remove_partial,
+    sources_of,
+    write_failure,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Runs to make, and where to put the results."""
+
+    runs: tuple[RunSettings, ...]
+    out: Path
+    overwrite: bool = False  # results of an earlier command in that folder
+    baseline: str | None = None  # the hook that the others are compared with; None: the first
+    target_loss: float | None = None  # training loss to reach; None: derived from the baseline's runs
+    command: str = "commhooks sweep"  # the command that reproduces the report
+    report: bool = True  # whether the page and its pictures are written
+    quiet: bool = False  # whether nothing is shown while the runs go
+
+    def __post_init__(self) -> None:
+        check_presentation(self.baseline, self.target_loss, [settings.hook for settings in self.runs])
+
+
+def check_presentation(baseline: str | None, target_loss: float | None, hooks: Sequence[Spec]) -> None:
+    """Raise ValueError if there is no such baseline among the hooks, or no such target."""
+    if target_loss is not None and not 0 < target_loss < math.inf:
+        raise ValueError(f"target loss {target_loss:g}: expected a finite loss above zero")
+    labels = [hook.label for hook in hooks]
+    if baseline is not None and Spec.parse(baseline).label not in labels:
+        raise ValueError(f"{unknown('baseline', baseline, set(labels))}; it must be one of the hooks")
+
+
+def make(sweep: Sweep, console: Console) -> Made:
+    """Make the runs that are not finished, report them, and return all that were asked for (under torchrun on rank 0).
+
+    Raises:
+        ValueError: The folder cannot be used, another process uses it, or its results are those of another task.
+
+    """
+    world = torchrun_world()
+    if world is not None and world[0] > 0:  # it trains what rank 0 finds missing
+        return execute(sweep.runs, sweep.out, lambda settings, message: None)
+    with claimed(sweep.out):
+        prepare_folder(sweep.out, overwrite=sweep.overwrite)
+        remove_partial(sweep.out)
+        made = _make_missing(sweep, console)
+        for settings in made.results:
+            remove_failure(sweep.out, settings)
+        for settings, story in made.failures.items():
+            write_failure(sweep.out, settings, story)
+        if made.results:
+            _report(sweep, made, console)
+    _print_ending(sweep, made, console)
+    return made
+
+
+def _make_missing(sweep: Sweep, console: Console) -> Made:
+    """Make the runs that have no result; return those and the earlier ones, in the order of the request."""
+    done = finished(sweep.out, sweep.runs, sources_of(sweep.runs))
+    missing = [settings for settings in sweep.runs if settings not in done]
+    if done:
+        _say(console, f"{len(done)} of {len(sweep.runs)} runs are finished already: {sweep.out / RESULTS}")
+    warning = crowded(missing) if missing else None
+    if warning is not None:
+        _say(console, f"warning: {warning}")
+    made = Made()
+    try:
+        with (
+            closing(LiveLogs(sweep.out / "tensorboard")) as logs,
+            Live(sweep.runs, done, console, quiet=sweep.quiet) as live,
+        ):
+            made = execute(missing, sweep.out, listeners(live, logs))
+    except (KeyboardInterrupt, SystemExit):
+        left = len(sweep.runs) - len(finished(sweep.out, sweep.runs, {}))
+        here = "" if "--out" in sweep.command else f" with --out {sweep.out}"
+        print(
+            f"\nstopped with {left} of {len(sweep.runs)} runs to go: the same command{here} continues", file=sys.stderr
+        )
+        raise
+    results = done | made.results
+    return Made({settings: results[settings] for settings in sweep.runs if settings in results}, made.failures)
+
+
+def _report(sweep: Sweep, made: Made, console: Console) -> None:
+    """Print the tables of the runs that were asked for, and write the report of all that the folder holds."""
+    asked = list(made.results.values())
+    console.print()
+    print_tables(asked, console, baseline=sweep.baseline, target_loss=sweep.target_loss)
+    if not sweep.report:
+        return
+    found, left_out = read_readable(sweep.out)
+    others = [result for result in found if result.settings not in made.results]
+    results = [*asked, *others]
+    write(
+        results,
+        sweep.out,
+        baseline=sweep.baseline,
+        target_loss=sweep.target_loss,
+        command=sweep.command,
+        notes=[*notes_about(results), *left_out],
+        failures=read_failures([sweep.out]),
+    )
+    for note in left_out:
+        _say(console, f"warning: {note}")
+
+
+def report_again(
+    folders: Sequence[Path],
+    out: Path,
+    console: Console,
+    *,
+    baseline: str | None = None,
+    target_loss: float | None = None,
+    command: str = "commhooks report",
+) -> None:
+    """Print the tables and write the report of all results in these folders.
+
+    Raises:
+        ValueError: A folder has no results, a result is damaged, or the folder for the report cannot be used.
+
+    """
+    results = read_results(folders)
+    check_presentation(baseline, target_loss, [result.settings.hook for result in results])
+    with claimed(out):
+        prepare_folder(out, dataclasses.replace(COMPARISON, folders=("plots",)))
+        print_tables(results, console, baseline=baseline, target_loss=target_loss)
+        path = write(
+            results,
+            out,
+            baseline=baseline,
+            target_loss=target_loss,
+            command=command,
+            notes=notes_about(results),
+            failures=read_failures(folders),
+        )
+    _say(console, f"\nreport       {path}")
+
+
+def notes_about(results: Sequence[RunResult]) -> list[str]:
+    """Return warnings about the circumstances under which these runs were made."""
+    warning = crowded([result.settings for result in results])
+    notes = [] if warning is None else [warning]
+    scenes: dict[RunSettings, list[RunResult]] = {}
+    for result in results:
+        scenes.setdefault(result.settings.scene, []).append(result)
+    for scene in scenes.values():
+        first, *others = scene
+        apart = [result.settings.hook.label for result in others if not _took_turns(first, result)]
+        if apart:
+            notes.append(
+                f"{', '.join(apart)} ({first.settings.label.replace(first.settings.hook.label + ' · ', '')}) ran at "
+                f"another time than {first.settings.hook.label}: other load on the machine may have differed"
+            )
+    return notes
+
+
+def _took_turns(one: RunResult, other: RunResult) -> bool:
+    return one.steps[0].ended < other.steps[-1].ended and other.steps[0].ended < one.steps[-1].ended
+
+
+def _print_ending(sweep: Sweep, made: Made, console: Console) -> None:
+    """Say where everything is, and which runs failed."""
+    for settings, story in made.failures.items():
+        last = story.strip().splitlines()[-1] if story.strip() else "no traceback"
+        _say(console, f"failed: {settings.label} ({settings.link.label}, {settings.ranks} ranks): {last}")
+    if made.failures:
+        _say(console, f"{len(made.failures)} of {len(sweep.runs)} runs failed; tracebacks in {sweep.out / FAILURES}")
+        _say(console, "the same command tries them again, and keeps what is finished")
+    console.print()
+    if sweep.report and made.results:
+        _say(console, f"report       {sweep.out / 'report.html'}")
+    _say(console, f"results      {sweep.out / RESULTS}")
+    _say(console, f"tensorboard  tensorboard --logdir {sweep.out / 'tensorboard'}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
