@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .link import LinkSettings
 from .runs import RunResult, RunSettings
-from .worker import StepDone
+from .worker import Evaluated, RunDone, StepDone
 
 Kind = tuple[object, ...]
 
@@ -49,7 +49,7 @@ class Pace:
             self._left_of_kind[self._kinds[settings]] += steps
         self._turns: dict[Kind, _Turns] = {}
         self._to_begin = {self._scenes[settings] for settings in self._left}
-        self._beginning: tuple[RunSettings | None, float] = (None, 0.0)  # a scene, seconds until all its first steps
+        self._begun: dict[RunSettings, float] = {}  # by scene, seconds until every run had made its first step
         self._heard = clock()
         for settings, result in finished.items():
             if settings in self._kinds:
@@ -66,8 +66,8 @@ class Pace:
             # Starting the ranks and loading the task are part of it: it says nothing about the steps to come.
             scene = self._scenes[settings]
             self._to_begin.discard(scene)
-            self._beginning = (scene, turn + (self._beginning[1] if scene == self._beginning[0] else 0.0))
-        else:
+            self._begun[scene] = self._begun.get(scene, 0.0) + turn
+        elif isinstance(message, StepDone | Evaluated | RunDone):  # not a failure, which may be a long silence
             turns = self._turns.setdefault(self._kinds[settings], _Turns())
             turns.seconds += turn
             if isinstance(message, StepDone):
@@ -87,7 +87,8 @@ class Pace:
         if not measured:
             return None
         seconds = sum(steps * _expected_turn(kind, measured) for kind, steps in self._left_of_kind.items() if steps)
-        seconds += len(self._to_begin) * self._beginning[1]
+        if len(self._begun) > 1:  # the first had to wait for the processes, which most scenes find running
+            seconds += len(self._to_begin) * list(self._begun.values())[-1]
         return max(0.0, seconds - (self._clock() - self._heard))
 
     def _set_left(self, settings: RunSettings, steps: int) -> None:

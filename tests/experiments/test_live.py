@@ -201,13 +201,28 @@ def test_the_time_left_is_the_turns_left_and_what_scenes_to_come_take_to_begin()
     pace = Pace([one.settings for scene in scenes for one in scene], {}, clock)
     assert pace.seconds_left() is None
     take_turns(pace, clock, scenes[0], 0.5, starting=7)
-    # Two scenes are left, each of two runs of 40 steps; to begin one takes 7 s and a step of each run.
-    assert pace.seconds_left() == pytest.approx(2 * (2 * 40 * 0.5 + 7 + 2 * 0.5))
+    assert pace.seconds_left() == pytest.approx(2 * 2 * 40 * 0.5), "the first scene begins with starting processes"
     clock.now += 30
-    assert pace.seconds_left() == pytest.approx(96 - 30)
-    take_turns(pace, clock, scenes[1], 0.5, starting=0)
+    assert pace.seconds_left() == pytest.approx(80 - 30)
+    take_turns(pace, clock, scenes[1], 0.5, starting=2)
+    assert pace.seconds_left() == pytest.approx(2 * 40 * 0.5 + 30 + 2 + 2 * 0.5)
     take_turns(pace, clock, scenes[2], 0.5, starting=0)
     assert pace.seconds_left() == 0
+
+
+def test_the_silence_before_a_failure_is_no_runs_turn() -> None:
+    clock = Clock()
+    scene = [made(), made("fp16")]
+    pace = Pace([one.settings for one in scene], {}, clock)
+    for step in scene[0].steps[:2]:
+        clock.now += 0.5
+        pace.hear(scene[0].settings, StepDone(0, step))
+    before = pace.seconds_left()
+    clock.now += 600
+    pace.hear(scene[1].settings, RunFailed("ranks 0, 1 reported nothing"))
+    assert pace.seconds_left() == before
+    pace.end(scene[1].settings)
+    assert pace.seconds_left() == pytest.approx(38 * 0.5)
 
 
 def test_the_time_on_another_link_differs_by_the_time_of_the_bytes() -> None:
