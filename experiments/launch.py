@@ -6,7 +6,6 @@ file is written. With a cluster, each rank starts on a host of its own (`experim
 
 from __future__ import annotations
 
-import functools
 import math
 import multiprocessing
 import os
@@ -109,11 +108,8 @@ def run_world(
             f"{cluster.name!r} has {cluster.hosts}: start fewer ranks, or more of them on each host (ranks_per_host)"
         )
     context = multiprocessing.get_context("spawn")
-    if cluster is None:
-        store = _make_store("127.0.0.1")
-    else:
-        # Its sockets stay on that host, though the store is this process's.
-        store = cluster.inside(0, functools.partial(_make_store, cluster.address(0)))
+    # A store's sockets stay on the host where they were made, though it is this process's.
+    store = _make_store() if cluster is None else cluster.inside(0, _make_store)
     world: dict[connection.Connection, tuple[int, SpawnProcess]] = {}
     try:
         for rank in range(ranks):
@@ -127,7 +123,7 @@ def run_world(
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(ranks if cluster is None else min(ranks_per_host, ranks - rank + local_rank)),
-                "MASTER_ADDR": store.host,
+                "MASTER_ADDR": store.host if cluster is None else cluster.address(0),
                 "MASTER_PORT": str(store.port),
             }
             with _environment(_rank_environment(cluster) | torchruns):
@@ -142,8 +138,8 @@ def run_world(
         _end(world)
 
 
-def _make_store(address: str) -> TCPStore:
-    return TCPStore(address, 0, is_master=True, wait_for_workers=False)
+def _make_store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it listens at every address
 
 
 def _listen(world: Mapping[connection.Connection, tuple[int, SpawnProcess]], on_message: Send, timeout: float) -> None:

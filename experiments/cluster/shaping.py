@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..link import parse_rate
+from ..link import format_rate, parse_rate
 from .iproute import run
 
 MBIT = 1e6
@@ -46,7 +46,7 @@ def check_rate(rate: float | None) -> None:
     """
     if rate is not None and not SLOWEST <= rate < FASTEST:
         raise ValueError(
-            f"a link's rate must be at least 0.1 Mbit/s and below 1 Tbit/s, or unlimited (got {rate:g} bit/s)"
+            f"a link's rate must be at least 0.1 Mbit/s and below 1 Tbit/s, or unlimited (got {format_rate(rate)})"
         )
 
 

@@ -9,7 +9,11 @@ import time
 import torch
 import torch.distributed as dist
 
+from experiments.cluster import INTERFACE, interface_bytes
 from experiments.launch import Send
+
+MEGABYTE = 1_000_000
+SUMS = 3
 
 
 def add_up(rank: int, ranks: int, argument: int, send: Send) -> None:
@@ -38,3 +42,18 @@ def die_on_one(rank: int, ranks: int, argument: int, send: Send) -> None:
 def say_nothing(rank: int, ranks: int, argument: int, send: Send) -> None:
     """No rank ever reports."""
     time.sleep(600)
+
+
+def sum_a_megabyte(rank: int, ranks: int, argument: None, send: Send) -> None:
+    """Every rank sends the shortest time of a sum, the bytes that its interface sent for each, and where it is."""
+    message = torch.ones(MEGABYTE // 4)
+    dist.all_reduce(message)  # makes the connections
+    dist.barrier()
+    sent, seconds = interface_bytes(INTERFACE)[0], []
+    for _ in range(SUMS):
+        begin = time.monotonic()
+        dist.all_reduce(message)
+        seconds.append(time.monotonic() - begin)
+        dist.barrier()
+    per_sum = (interface_bytes(INTERFACE)[0] - sent) / SUMS
+    send((min(seconds), per_sum, os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"]))

@@ -1,0 +1,115 @@
+"""Clusters of network namespaces: what they refuse, and two hosts at work; tests/soak/test_cluster.py has the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from experiments.cluster import Cluster, ClusterError, clusters, follow, interface_bytes, preflight, why_not
+from experiments.cluster.records import Owner
+from experiments.launch import run_world
+from tests.experiments.rank_functions import MEGABYTE, add_up, sum_a_megabyte
+
+NOT_MADE = Cluster("not-made", 2)
+needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings", "words"),
+    [
+        (0, {}, "a cluster has 1 to 250 hosts, one address each (got 0)"),
+        (251, {}, "(got 251)"),
+        (2, {"up": 50.0}, "at least 0.1 Mbit/s and below 1 Tbit/s, or unlimited (got 50 bit/s)"),
+        (2, {"down": 2e12}, "(got 2 Tbit/s)"),
+        (2, {"name": "../demo"}, "cluster name '../demo': expected at most 40 lower-case letters"),
+    ],
+)
+def test_what_cannot_be_a_cluster_is_an_error_before_anything_is_made(
+    hosts: int, settings: dict[str, float], words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Cluster.create(hosts, **settings)  # type: ignore[arg-type]  # "incompatible type": each row has its own
+
+
+@pytest.mark.parametrize(
+    ("root", "missing", "words"),
+    [(False, "", "needs root: run the command with sudo."), (True, "tc", "needs the command tc: install iproute2")],
+)
+def test_what_a_machine_lacks_is_said_with_what_works_without_it(
+    root: bool, missing: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(shutil, "which", lambda command: None if command == missing else f"/sbin/{command}")
+    reason = why_not()
+    assert reason is not None and words in reason and reason.endswith(preflight.INSTEAD)
+    with pytest.raises(ClusterError, match=words):
+        Cluster.create(2)
+
+
+def test_more_ranks_than_hosts_are_an_error() -> None:
+    with pytest.raises(ValueError, match="5 ranks need 3 hosts with 2 on each, but cluster 'not-made' has 2"):
+        run_world(add_up, 5, 0, print, timeout=1, cluster=NOT_MADE, ranks_per_host=2)
+
+
+@pytest.mark.parametrize("schedule", [[(2.0, 1e6), (1.0, 1e7)], [(-1.0, 1e6)], [(0.0, 5.0)]])
+def test_a_schedule_that_cannot_be_followed_is_an_error(schedule: list[tuple[float, float | None]]) -> None:
+    with pytest.raises(ValueError, match="must be at least"), follow(NOT_MADE, schedule):
+        pass
+
+
+def test_a_process_that_ended_owns_nothing_even_if_another_has_its_number() -> None:
+    owner = Owner.this_process()
+    assert owner.is_alive
+    assert not dataclasses.replace(owner, started="1").is_alive
+    assert not dataclasses.replace(owner, boot="another").is_alive
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has waited for it yet
+    assert not dataclasses.replace(owner, pid=child, started=_start_of(child)).is_alive
+    os.waitpid(child, 0)
+
+
+def _start_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def test_an_interface_counts_what_it_sends_and_receives() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        one.bind(("127.0.0.1", 0))
+        sent, received = interface_bytes("lo")
+        for _ in range(100):
+            one.sendto(bytes(1000), one.getsockname())
+        more_sent, more_received = interface_bytes("lo")
+    assert more_sent - sent >= 102_800 and more_received - received >= 102_800  # 28 bytes of headers each
+    with pytest.raises(ValueError, match="no interface 'eth77' here; expected one of .*lo"):
+        interface_bytes("eth77")
+
+
+@needs_namespaces
+def test_ranks_on_two_hosts_share_a_link_of_the_stated_rate_and_its_counters_are_right() -> None:
+    results: list[tuple[float, int, str, str]] = []
+    with Cluster.create(2, up=100e6, down=100e6) as cluster:
+        assert cluster in clusters()
+        # Both functions are typed for any message; this rank function sends such tuples.
+        run_world(sum_a_megabyte, 2, None, results.append, timeout=30, cluster=cluster)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"there is a cluster '{cluster.name}' already"):
+            Cluster.create(2, name=cluster.name)
+        cluster.set_rate(1e6, direction="down", host=1)
+        cluster.unplug(0)
+        states = [(one.up, one.down, one.plugged_in) for one in cluster.state()]
+        assert states == [(100e6, 100e6, False), (100e6, 1e6, True)]
+    assert cluster not in clusters()
+    assert not list(Path("/run/netns").glob(f"commhooks-{cluster.name}-*"))
+    for seconds, sent, address, interface in results:
+        # Two ranks exchange halves twice: each sends as many bytes as the message has.
+        assert 0.98 < seconds / (8 * MEGABYTE * 1514 / 1448 / 100e6) < 1.5, seconds
+        assert 1.0 < sent / MEGABYTE < 1.05, sent
+        assert (address, interface) == ("10.77.0.1", "eth0")
+    assert len(results) == 2
