@@ -7,14 +7,14 @@ from .preflight import why_not
 from .schedule import follow
 
 __all__ = [
-    "INTERFACE",
     "Cluster",
     "ClusterError",
     "HostState",
+    "INTERFACE",
     "clusters",
     "follow",
-    "interface_bytes",
     "gloo_interface",
+    "interface_bytes",
     "remove_abandoned",
     "why_not",
 ]

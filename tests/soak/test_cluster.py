@@ -92,6 +92,7 @@ def test_two_clusters_use_the_same_addresses_and_do_not_meet() -> None:
         assert other in clusters() and transfer(connect(other, 1, 0), 1000) < 1
 
 
+@pytest.mark.timeout(600)
 def test_nothing_is_left_after_a_process_was_killed_at_any_moment_of_making_or_removing_a_cluster() -> None:
     randomness, left = random.Random(0), 0
     for _ in range(20):
