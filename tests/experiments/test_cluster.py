@@ -108,8 +108,9 @@ def test_ranks_on_two_hosts_share_a_link_of_the_stated_rate_and_its_counters_are
     assert cluster not in clusters()
     assert not list(Path("/run/netns").glob(f"commhooks-{cluster.name}-*"))
     for seconds, sent, address, interface in results:
-        # Two ranks exchange halves twice: each sends as many bytes as the message has.
-        assert 0.98 < seconds / (8 * MEGABYTE * 1514 / 1448 / 100e6) < 1.5, seconds
+        # Two ranks exchange halves twice: each sends as many bytes as the message has. The last packet of 16 kB arrives
+        # when its transmission begins; a busy machine may be late.
+        assert 0.95 < seconds / (8 * MEGABYTE * 1514 / 1448 / 100e6) < 2, seconds
         assert 1.0 < sent / MEGABYTE < 1.05, sent
         assert (address, interface) == ("10.77.0.1", "eth0")
     assert len(results) == 2
