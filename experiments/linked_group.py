@@ -7,7 +7,6 @@ parameters and buffers call the process group of their DDP.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +22,8 @@ from ddp_core.collectives import result_of
 
 from .gloo import course_of, moved_bytes
 from .link import Wire
+from .measure import WaitClock
 
-OnTransfer = Callable[[float, float], None]
-"""Called with the times on the link's clock at which a transfer began and ended."""
 NO_TIMEOUT = timedelta(0)  # as in PyTorch: wait as long as the process group does
 
 
@@ -35,17 +33,17 @@ class LinkedGroup(dist.ProcessGroup):
     Pass it as a DDP's `process_group=`, and as the state of PyTorch's hooks; `torch.distributed` need not know it.
     Several works may wait at once, in threads of their own, because PyTorch's hooks wait for further collectives in the
     callbacks that run when one is done. It has the collectives that DDPs and their hooks call (all-reduce, broadcast,
-    all-gather); PyTorch refuses the others ("No backend type associated"). Call `close` before `inner` is destroyed.
-    `on_transfer` is told of each collective, in the thread of its work.
+    all-gather); PyTorch refuses the others ("No backend type associated"). `waits` records when collectives were
+    under way. Call `close` before `inner` is destroyed.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, wire: Wire, on_transfer: OnTransfer | None = None) -> None:
+    def __init__(self, inner: dist.ProcessGroup, wire: Wire, waits: WaitClock | None = None) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # 'Missing "store"': the stub has one constructor of two
         self.inner = inner
         self.wire = wire
-        self._on_transfer = on_transfer
         self.traffic: dict[str, KindTraffic] = {}
         """What this rank has sent, by kind of collective, as `Collective.ring_bytes` counts it."""
+        self._waits = waits
         self._lock = threading.Lock()  # callbacks start collectives from several threads
         self._threads: list[threading.Thread] = []
 
@@ -82,7 +80,7 @@ class LinkedGroup(dist.ProcessGroup):
             counts.payload_bytes += payload
             counts.moved_bytes += moved_bytes(kind, payload, ranks, is_sparse=is_sparse)
             arrival = self.wire.carry(course_of(kind, payload, ranks, is_sparse=is_sparse))
-            work = LinkedWork(getattr(self.inner, method)(*arguments), arrival, self.wire, self._on_transfer)
+            work = LinkedWork(getattr(self.inner, method)(*arguments), arrival, self.wire, self._waits)
             self._threads = [*(thread for thread in self._threads if thread.is_alive()), work.thread]
         return work
 
@@ -90,15 +88,14 @@ class LinkedGroup(dist.ProcessGroup):
 class LinkedWork(dist.Work):
     """A work that is done when another one is and the link has carried its bytes."""
 
-    def __init__(self, inner: dist.Work, arrival: float, wire: Wire, on_transfer: OnTransfer | None = None) -> None:
+    def __init__(self, inner: dist.Work, arrival: float, wire: Wire, waits: WaitClock | None = None) -> None:
         super().__init__()
-        self._begun, self._on_transfer = wire.clock(), on_transfer
         self._outcome: Future[Any] = torch.futures.Future()
         self._future: Future[Any] = self._outcome.then(_result)
         self._ended = threading.Event()
         # A daemon, so that a link of a few bits per second does not hold a process back that wants to end.
         self.thread = threading.Thread(
-            target=self._finish, args=(inner, arrival, wire), name="linked work", daemon=True
+            target=self._finish, args=(inner, arrival, wire, waits), name="linked work", daemon=True
         )
         self.thread.start()
 
@@ -117,15 +114,16 @@ class LinkedWork(dist.Work):
         """Return the future of the inner work's result."""
         return self._future
 
-    def _finish(self, inner: dist.Work, arrival: float, wire: Wire) -> None:
+    def _finish(self, inner: dist.Work, arrival: float, wire: Wire, waits: WaitClock | None) -> None:
         outcome: object
+        begin = waits.clock() if waits else 0.0
         try:
             outcome = result_of(inner)
             wire.sleep_until(arrival)
         except Exception as error:  # whoever waits gets it
             outcome = error
-        if self._on_transfer is not None:
-            self._on_transfer(self._begun, wire.clock())
+        if waits:
+            waits.note(begin, waits.clock())
         self._ended.set()  # first: callbacks run within set_result, and may take long
         self._outcome.set_result(outcome)
 

@@ -90,7 +90,7 @@ class StockHook(Registered):
 
     def _make_group(self, settings: RunSettings) -> LinkedGroup:
         # Its threads do not show when they wait: while a transfer is in progress counts as waiting.
-        return LinkedGroup(_world(), self.wire, self.waits.note)
+        return LinkedGroup(_world(), self.wire, self.waits)
 
     def _register(self, settings: RunSettings) -> None:
         assert self._group is not None, "a stock hook always has one"

@@ -18,6 +18,7 @@ import commhooks
 from experiments.gloo import course_of
 from experiments.link import EmulatedLink, LinkSettings, Wire
 from experiments.linked_group import LinkedGroup, LinkedWork
+from experiments.measure import WaitClock
 from experiments.specs import Spec
 from experiments.stock import check_stock, is_stock, register_stock, stock_names
 from tests.ddp_core.facts import Facts
@@ -29,9 +30,9 @@ WEIGHTS = 60 * 60 + 60  # of the linear layer
 BYTES = 4 * WEIGHTS
 
 
-def linked() -> LinkedGroup:
+def linked(waits: WaitClock | None = None) -> LinkedGroup:
     assert dist.group.WORLD is not None
-    return LinkedGroup(dist.group.WORLD, Wire(LINK))
+    return LinkedGroup(dist.group.WORLD, Wire(LINK), waits)
 
 
 def ddp_over(group: LinkedGroup, which: str = "torch", **settings: Any) -> Any:
@@ -102,11 +103,16 @@ def parameters_and_buffers_pass_the_link(rank: int) -> None:
 
 
 @facts
-def what_a_group_counts_is_what_a_ring_moves(rank: int) -> None:
-    group = linked()
-    ddp = ddp_over(group)
+def a_group_counts_what_a_ring_moves_and_when(rank: int) -> None:
+    waits = WaitClock()
+    group = linked(waits)
+    ddp = ddp_over(group, broadcast_buffers=False)
     register_stock(ddp, Spec("torch.fp16"), group)
+    waits.take()
+    begin = waits.clock()
     step(ddp)
+    ((first, last),) = waits.take()
+    assert begin < first < last < waits.clock()
     counted = group.traffic["all-reduce"]
     assert (counted.collectives, counted.payload_bytes, counted.moved_bytes) == (1, 2 * WEIGHTS, 2 * WEIGHTS)
 
