@@ -62,6 +62,8 @@ def task_function(name: str) -> Callable[..., Any]:
     if name in TASKS:
         return TASKS[name]
     where, colon, attribute = name.rpartition(":")
+    if name.endswith(".py"):
+        raise ValueError(f"task {name!r} is a file; name its function, too: '{name}:function'")
     if not colon:
         raise ValueError(
             f"{unknown('task', name, TASKS)}; a task of your own is 'module:function' or 'file.py:function'"
@@ -71,7 +73,8 @@ def task_function(name: str) -> Callable[..., Any]:
     module = import_module(where, f"task {name!r}")
     function = getattr(module, attribute, None)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
+        found = inspect.getmembers(module, inspect.isfunction)
+        functions = [key for key, value in found if value.__module__ == module.__name__ and key[0] != "_"]
         raise ValueError(f"task {name!r}: {unknown('function', attribute, functions)}")
     return function  # type: ignore[no-any-return]  # getattr returns Any
 

@@ -136,8 +136,8 @@ class LoadedTask:
             count, together = len(training), size * ranks
             if together > count:
                 raise _TaskError(
-                    f"task {self.name!r}: {ranks} ranks with {size} examples each want more than the {count} there "
-                    "are; use fewer ranks or a smaller batch size"
+                    f"task {self.name!r}: a step of {ranks} × {size} examples is more than the {count} there are; use "
+                    "fewer ranks or a smaller batch_size"
                 )
             epoch, position = divmod(step, count // together)
             begin = position * together + rank * size
@@ -189,9 +189,8 @@ class LoadedTask:
         except _TaskError:
             raise
         except Exception as error:
-            raise _TaskError(
-                f"task {self.name!r}: {what} failed: {type(error).__name__}: {error}{place_of(error)}"
-            ) from error
+            kind = "" if isinstance(error, _NotALossError) else f"{type(error).__name__}: "
+            raise _TaskError(f"task {self.name!r}: {what} failed: {kind}{error}{place_of(error)}") from error
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss over the batch, a scalar.

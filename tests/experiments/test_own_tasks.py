@@ -126,7 +126,7 @@ def test_what_cannot_be_a_task_is_refused_when_it_is_loaded(expression: str, mes
         ("Half(), data, loss", "does not depend on 2 of the model's parameters .unused.weight, unused.bias."),
         (
             "Task(model=model, data=data, loss=loss, batch_size=33)",
-            "2 ranks with 33 examples each want more than the 36",
+            "a step of 2 × 33 examples is more than the 36 there are",
         ),
         (
             "model, [torch.zeros(n) for n in range(40)], loss",
@@ -193,7 +193,8 @@ def test_a_file_that_cannot_be_used_says_why_and_where(name: str, text: str, mes
         ("nowhere.py:task", r"there is no file nowhere.py \(the current folder is"),
         ("no_such_module:task", "no module 'no_such_module'.*or a file"),
         ("no.such.module:task", "no module 'no.such.module'"),
-        ("json:nothing", "function 'nothing' is not known"),
+        ("json:nothing", r"function 'nothing' is not known: expected one of .*dump"),
+        ("mine.py", "is a file; name its function, too: 'mine.py:function'"),
         ("digits:small", "settings of a built-in task have names, such as 'digits:size=small'"),
         ("digits:size=small,chanels=3", "has no parameter 'chanels'; it has .*channels"),
         ("digits:channels=many", "channels must be a whole number .got many."),

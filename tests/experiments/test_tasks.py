@@ -80,7 +80,7 @@ def test_every_digit_of_an_epoch_is_seen_once() -> None:
 
 
 def test_more_digits_than_there_are_is_refused() -> None:
-    with pytest.raises(ValueError, match="use fewer ranks or a smaller batch size"):
+    with pytest.raises(ValueError, match="use fewer ranks or a smaller batch_size"):
         load_task("digits").batch(0, 0, 64)
 
 
