@@ -30,30 +30,18 @@ def task_of(returned: Any, where: str) -> Task:
     if isinstance(returned, tuple) and len(returned) == 3:
         model, data, loss = returned
         returned = Task(model=model, data=data, loss=loss)
-    if type(returned).__name__ == Task.__name__ and not isinstance(returned, Task):
-        package = Task.__module__.removesuffix(".tasks.task")
-        raise ValueError(
-            f"{where}: its Task comes from {type(returned).__module__}; this command uses that of {package}: write "
-            f"`from {package} import Task`"
-        )
     if not isinstance(returned, Task):
+        if type(returned).__name__ == Task.__name__:  # of the same package under its other name
+            package = Task.__module__.removesuffix(".tasks.task")
+            raise ValueError(f"{where}: its Task is not that of this command: write `from {package} import Task`")
         raise ValueError(f"{where}: {_SHAPES} to be returned (got {_kind(returned)})")
     _check_model(returned.model, where)
     _check_loss(returned.loss, where)
-    if not is_dataset(returned.data) and callable(returned.data) and not isinstance(returned.data, type):
-        pass  # a function from (seed, step, rank, ranks) to a batch
-    else:
-        _check_data(returned.data, f"{where}: data", ", or a function (seed, step, rank, ranks) -> batch")
-        least = 1 if returned.held_out is not None else HELD_OUT_EVERY
-        if (count := len(returned.data)) < least:  # type: ignore[arg-type]  # it has a length
-            raise ValueError(
-                f"{where}: data has {count} examples; expected at least {least}"
-                + ("" if least == 1 else f", of which one in {HELD_OUT_EVERY} is held out; or return `held_out`")
-            )
-    if returned.held_out is not None:
-        _check_data(returned.held_out, f"{where}: held_out", "")
-        if not len(returned.held_out):  # type: ignore[arg-type]  # it has a length
-            raise ValueError(f"{where}: held_out has no examples")
+    _check_both_data(returned, where)
+    for name in ("evaluate", "optimizer", "schedule", "collate"):
+        value = getattr(returned, name)
+        if value is not None and not callable(value):
+            raise ValueError(f"{where}: {name} must be a function (got {_kind(value)})")
     for name in ("batch_size", "steps"):
         value = getattr(returned, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -85,6 +73,22 @@ def _check_loss(loss: Any, where: str) -> None:
     if isinstance(loss, nn.Module | type) or getattr(loss, "__module__", "") == "torch.nn.functional":
         name = loss.__name__ if hasattr(loss, "__name__") else _kind(loss)
         raise ValueError(f"{where}: loss is called as loss(model, batch), which {name} does not accept; {own}")
+
+
+def _check_both_data(task: Task, where: str) -> None:
+    """Raise ValueError if the data or the held-out data cannot be used, or has too few examples."""
+    data: Any = task.data
+    if is_dataset(data) or isinstance(data, type) or not callable(data):  # not a function that draws batches
+        _check_data(data, f"{where}: data", ", or a function (seed, step, rank, ranks) -> batch")
+        least = 1 if task.held_out is not None else HELD_OUT_EVERY
+        if len(data) < least:
+            held_out = "" if least == 1 else f", of which one in {HELD_OUT_EVERY} is held out; or return `held_out`"
+            raise ValueError(f"{where}: data has {len(data)} examples; expected at least {least}{held_out}")
+    held_out_data: Any = task.held_out
+    if held_out_data is not None:
+        _check_data(held_out_data, f"{where}: held_out", "")
+        if len(held_out_data) == 0:
+            raise ValueError(f"{where}: held_out has no examples")
 
 
 def _check_data(data: Any, where: str, otherwise: str) -> None:

@@ -109,7 +109,12 @@ class LoadedTask:
             return make_optimizer(spec, self.model)
         if self.task.optimizer is None:
             return torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        return self.task.optimizer(self.model)
+        found = self.task.optimizer(self.model)
+        if not isinstance(found, torch.optim.Optimizer):
+            raise _TaskError(
+                f"task {self.name!r}: optimizer(model) must return a torch.optim.Optimizer (got {type(found).__name__})"
+            )
+        return found
 
     def schedule(self, step: int, steps: int) -> float:
         """Return what the learning rate is multiplied by in one step of `steps`."""
@@ -180,6 +185,8 @@ class LoadedTask:
         if self.source:  # the built-in ones are known to work, and some take seconds
             with self._failing("its evaluation"):
                 self.evaluate()
+            with self._failing("its optimizer or schedule"):
+                self.set_learning_rate(self.optimizer(), 0, self.steps)
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
@@ -236,9 +243,11 @@ class LoadedTask:
         return {name: float(value) for name, value in found.items()}
 
     def _held_out_loss(self) -> float:
-        batches = list(self._held_out_batches())
-        total = sum(count for count, _ in batches)
-        return sum(count * self.loss(self.model, batch).item() for count, batch in batches) / total
+        total, weight = 0.0, 0
+        for count, batch in self._held_out_batches():
+            total += count * self.loss(self.model, batch).item()
+            weight += count
+        return total / weight
 
     def _held_out_batches(self) -> Iterator[tuple[int, Any]]:
         """Yield every batch of held-out data, with the weight of its mean."""

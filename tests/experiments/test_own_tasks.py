@@ -99,6 +99,7 @@ def returning(expression: str) -> str:
         ("Task(model=model, data=data, loss=loss, held_out=data.tensors)", "held_out is a tuple of tensors"),
         ("Task(model=model, data=data, loss=loss, held_out=[])", "held_out has no examples"),
         ("Task(model=model, data=data, loss=loss, batch_size=0)", "batch_size must be a whole number of at least 1"),
+        ("Task(model=model, data=data, loss=loss, optimizer=adam(model))", "optimizer must be a function .got Adam."),
         ("model, data, nn.CrossEntropyLoss()", r"loss is called as loss\(model, batch\), which CrossEntropyLoss"),
         ("model, data, F.cross_entropy", "which cross_entropy does not accept"),
         ("model, data, 0.5", r"must be a function loss\(model, batch\) \(got float\)"),
@@ -122,6 +123,11 @@ def test_what_cannot_be_a_task_is_refused_when_it_is_loaded(expression: str, mes
         ("Task(model=model, data=data, loss=loss, evaluate=lambda m: 0.5)", "dict of numbers with 'loss' .got float."),
         ("Task(model=model, data=data, loss=loss, evaluate=lambda m: {'acc': 1})", "with 'loss' .got acc."),
         ("Task(model=model, data=data, loss=loss, evaluate=lambda m: 1 / 0)", "its evaluation failed: ZeroDivision"),
+        ("Task(model=model, data=data, loss=loss, optimizer=lambda m: m)", "must return a torch.optim.Optimizer"),
+        (
+            "Task(model=model, data=data, loss=loss, schedule=lambda step: 1)",
+            "its optimizer or schedule failed: Type",
+        ),
         ("model, Broken(data), loss", "its first batch failed: KeyError: 'pixels' .*mine.py, line"),
         ("Half(), data, loss", "does not depend on 2 of the model's parameters .unused.weight, unused.bias."),
         (
@@ -257,6 +263,11 @@ def test_a_model_that_is_not_made_anew_is_refused(tmp_path: Path) -> None:
     load_task(name)
     with pytest.raises(ValueError, match="returned a model that it has returned before; make it in the function"):
         load_task(name)
+
+
+def test_a_task_of_the_same_package_under_its_other_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not that of this command: write `from experiments import Task`"):
+        load_task(write(tmp_path, returning("type('Task', (), {})()")))
 
 
 def test_a_task_in_a_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
