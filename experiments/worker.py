@@ -138,14 +138,24 @@ class _Run:
         self.task: LoadedTask = load_task(settings.task, settings.seed)
         self.model = self.task.model
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._check_data()
         self.registered = register(settings, self.model, dilation)
         self.optimizer = self.task.optimizer(settings.optimizer)
-        for group in self.optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
         self.clock = StepClock(self.model, self.registered.waits)
         self.steps: list[StepRecord] = []
         self.evaluations: list[EvaluationRecord] = []
         self.probes: list[ProbeRecord] = []
+
+    def _check_data(self) -> None:
+        """Raise ValueError if the ranks do not divide the same data, which no loss would show."""
+        prints: list[str | None] = [None] * self.ranks
+        dist.all_gather_object(prints, self.task.fingerprint(self.ranks))
+        if len(set(prints)) > 1:
+            raise ValueError(
+                f"task {self.task.name!r}: the ranks have different data, though they have the same seed; "
+                "let the task's function depend on its arguments and on torch's, numpy's and Python's random numbers "
+                "alone, which are seeded (the order of a set, for example, differs by process)"
+            )
 
     def step(self, step: int) -> None:
         """Take one optimizer step, and record its time and bytes."""
@@ -155,9 +165,7 @@ class _Run:
         # The true mean crosses the network too, uncompressed: on a network that is really slow, only once.
         probed = last or (evaluated and self.settings.link.kind == "emulated")
         probe = Probe(self.model) if probed else None
-        factor = self.task.schedule(step, self.settings.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+        self.task.set_learning_rate(self.optimizer, step, self.settings.steps)
         torch.manual_seed(mixed(self.settings.seed, step, self.rank))  # dropout must not depend on whose turn it was
         before, sent = self.registered.counted(), sent_by_interface(self.settings)
         self.registered.wire.resume()

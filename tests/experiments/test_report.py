@@ -9,10 +9,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from experiments.compare import Comparison, write_report
 from rich.console import Console
 
 from commhooks.units import bytes_in_words
-from experiments.compare import Comparison, write_report
 from experiments.output import prepare_folder
 from experiments.report.table import summary_tables
 from experiments.report.tensorboard import write_logs
