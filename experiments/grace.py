@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .contenders import LeftOut
-from .standings import SCORES, Interval, Run, paired
+from .intervals import Interval
+from .standings import SCORES, Run, paired
 
 TASK = "digits"
 """The task on which ours are measured."""

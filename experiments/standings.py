@@ -8,13 +8,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy import stats
-
 from .contenders import DENSE, Contender
+from .intervals import Interval, differences
 from .lockstep import Trained
 from .summary import Spread
-
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -36,34 +33,6 @@ _ACCURACY = Score("accuracy", "accuracy", higher_is_better=True, scale=100, unit
 _LOSS = Score("validation loss", "loss", higher_is_better=False, scale=1, unit="nats")
 SCORES = {"digits": _ACCURACY, "gpt": _LOSS, "lstm": _LOSS}
 """How each task of the leaderboard is judged: next bytes can be predicted well without being guessed right."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The mean of paired differences, with its 95 % confidence interval (Student's t)."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, differences: Sequence[float]) -> Interval:
-        """Return the interval of at least two differences; infinite if one of them is not finite."""
-        mean = statistics.fmean(differences)
-        if not all(map(math.isfinite, differences)):
-            return cls(mean, -math.inf, math.inf)
-        error = statistics.stdev(differences) / math.sqrt(len(differences))
-        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1)) * error
-        return cls(mean, mean - half, mean + half)
-
-    @property
-    def sign(self) -> int:
-        """1 or -1 if zero lies outside the interval, otherwise 0."""
-        return (self.low > 0) - (self.high < 0)
-
-    def scaled(self, factor: float) -> Interval:
-        """Return it in other units."""
-        return Interval(self.mean * factor, self.low * factor, self.high * factor)
 
 
 @dataclass(frozen=True)
@@ -97,8 +66,8 @@ class Standing:
 
 def paired(runs: Sequence[Run], others: Sequence[Run], score: Score) -> Interval:
     """Return by how much the first runs' score exceeds that of the others with the same seed."""
-    by_seed = {run.seed: score.of(run.trained) for run in others}
-    return Interval.of([score.of(run.trained) - by_seed[run.seed] for run in runs])
+    ours, theirs = ({run.seed: score.of(run.trained) for run in each} for each in (runs, others))
+    return Interval.of(list(differences(ours, theirs).values()))
 
 
 def standings(runs: Sequence[Run], computes: dict[Contender, Spread]) -> list[Standing]:

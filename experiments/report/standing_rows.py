@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from commhooks.units import bytes_in_words
 
 from ..grace import Comparison
-from ..standings import SCORES, Interval, Standing
+from ..intervals import Interval
+from ..standings import SCORES, Standing
 from ..summary import Spread
 from .words import NEVER, percent, times
 

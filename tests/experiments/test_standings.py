@@ -6,9 +6,7 @@ import dataclasses
 import itertools
 import math
 
-import numpy as np
 import pytest
-from scipy import stats
 
 from commhooks import COMPRESSORS, Registered
 from commhooks.compressors import TopK
@@ -17,29 +15,11 @@ from experiments.contenders import SKIPPED, USUAL, Contender, LeftOut, contender
 from experiments.grace import PUBLISHED, compare_with_grace
 from experiments.hooks import make_hook
 from experiments.specs import Spec
-from experiments.standings import SCORES, Interval, Run, Standing, is_better, standings
+from experiments.standings import SCORES, Run, Standing, is_better, standings
 from experiments.tasks import load_task
 from tests.experiments.standing_samples import rows, runs, trained
 
 DIGITS = load_task("digits:size=tiny")
-
-
-class TestInterval:
-    def test_it_is_students(self) -> None:
-        values = np.random.default_rng(0).normal(1, 2, 12)
-        ours = Interval.of(values.tolist())
-        theirs = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high))
-
-    def test_its_sign_is_that_of_all_of_it(self) -> None:
-        assert [Interval(0, low, high).sign for low, high in ((1, 2), (-2, -1), (-1, 1), (0, 0))] == [1, -1, 0, 0]
-
-    def test_a_difference_that_is_not_finite_makes_it_unbounded(self) -> None:
-        found = Interval.of([1.0, math.nan])
-        assert (found.low, found.high, found.sign) == (-math.inf, math.inf, 0)
-
-    def test_in_other_units_it_is_scaled(self) -> None:
-        assert Interval(1, -2, 4).scaled(100) == Interval(100, -200, 400)
 
 
 class TestFront:
