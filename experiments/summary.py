@@ -1,19 +1,21 @@
-"""Summaries for comparing runs: one Summary per run, relative to the first hook's run."""
+"""One run in numbers: its curve of losses, its typical step, and when it reached a target."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .runs import RunResult, RunSettings, StepRecord
+import numpy as np
+
+from .runs import StepRecord
 
 SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, up to and including the step itself
-TARGET_SHARE = 0.95  # the default target loss is at this fraction of the first hook's decrease in loss
+TARGET_SHARE = 0.95  # the default target loss is at this fraction of the baseline's decrease in loss
 TARGET_RULE = (
-    f"the loss at {100 * TARGET_SHARE:.0f} % of the first hook's decrease, from the training loss of its first step to "
-    f"the mean of its last {SMOOTHING_STEPS}; a run reaches it after the first {SMOOTHING_STEPS} "
+    f"the loss at {100 * TARGET_SHARE:.0f} % of the baseline's decrease, from the training loss of its first step to "
+    f"the mean of its last {SMOOTHING_STEPS} (mean over its seeds); a run reaches it after the first {SMOOTHING_STEPS} "
     "steps in a row whose mean is at or below it"
 )
 
@@ -57,52 +59,19 @@ class Typical:
         return cls(*(statistics.fmean(getattr(s, f.name) for s in middle) for f in dataclasses.fields(cls)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """One run in numbers; seconds are training time (without evaluation), bytes are those moved by one rank."""
-
-    task: str
-    hook: str
-    steps: int
-    train_loss: float  # mean of the last steps
-    held_out_loss: float
-    metrics: Mapping[str, float]  # on held-out data, besides the loss: "accuracy" (0 to 1), "bits_per_byte", ...
-    seconds: float  # the whole run, warm-up included
-    moved_bytes: int
-    ratio: float  # dense bytes over moved bytes, the whole run, warm-up included
-    step: Spread  # seconds
-    compute: Spread
-    compression: Spread
-    waiting: Spread
-    typical: Typical
-    speed_up: float  # the first hook's seconds over this one's, the whole run
-    step_speed_up: float  # the same for the median step
-    target_loss: float
-    steps_to_target: int | None
-    seconds_to_target: float | None
-    bytes_to_target: int | None
-    replicas_identical: bool
-
-
-def summarise(results: Sequence[RunResult], target_loss: float | None = None) -> list[Summary]:
-    """Return a summary of every run, in the given order; a task's first run is the baseline for its others.
-
-    Args:
-        results: Runs of one task or several.
-        target_loss: The loss to reach; None: by TARGET_RULE, for each task.
-
-    """
-    firsts: dict[RunSettings, RunResult] = {}
-    for result in results:
-        firsts.setdefault(result.settings.scene, result)
-    return [_summary(result, firsts[result.settings.scene], target_loss) for result in results]
+def unprobed(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """Return the steps whose time tells how long a step takes: those not measured by layer, if there are any."""
+    return [step for step in steps if not step.probed] or steps
 
 
 def smoothed_losses(steps: Sequence[StepRecord]) -> list[float]:
     """Return at every step the mean loss of up to SMOOTHING_STEPS steps, up to and including that step."""
-    losses = [step.loss for step in steps]
-    windows = (losses[max(0, end - SMOOTHING_STEPS) : end] for end in range(1, len(losses) + 1))
-    return [statistics.fmean(window) for window in windows]
+    losses = np.array([step.loss for step in steps])
+    begin = [statistics.fmean(losses[:end]) for end in range(1, min(SMOOTHING_STEPS, len(losses) + 1))]
+    if len(losses) < SMOOTHING_STEPS:
+        return begin
+    windows = np.lib.stride_tricks.sliding_window_view(losses, SMOOTHING_STEPS)
+    return [*begin, *windows.mean(axis=1).tolist()]
 
 
 def total_seconds(steps: Sequence[StepRecord]) -> float:
@@ -115,45 +84,14 @@ def total_bytes(steps: Sequence[StepRecord]) -> int:
     return sum(step.moved_bytes for step in steps)
 
 
-def _summary(result: RunResult, first: RunResult, target_loss: float | None) -> Summary:
-    steps = result.steps
-    evaluation = result.evaluations[-1]
-    target = _default_target(first.steps) if target_loss is None else target_loss
-    reached = _steps_to(steps, target)
-    step = Spread.of([s.seconds for s in steps])
-    moved = total_bytes(steps)
-    return Summary(
-        task=result.settings.task.label,
-        hook=result.settings.hook.label,
-        steps=len(steps),
-        train_loss=smoothed_losses(steps)[-1],
-        held_out_loss=evaluation.loss,
-        metrics=evaluation.metrics,
-        seconds=total_seconds(steps),
-        moved_bytes=moved,
-        ratio=sum(s.dense_bytes for s in steps) / moved if moved else float("inf"),
-        step=step,
-        compute=Spread.of([s.compute for s in steps]),
-        compression=Spread.of([s.compression for s in steps]),
-        waiting=Spread.of([s.waiting for s in steps]),
-        typical=Typical.of(steps),
-        speed_up=total_seconds(first.steps) / total_seconds(steps),
-        step_speed_up=statistics.median(s.seconds for s in first.steps) / step.median,
-        target_loss=target,
-        steps_to_target=reached,
-        seconds_to_target=None if reached is None else total_seconds(steps[:reached]),
-        bytes_to_target=None if reached is None else total_bytes(steps[:reached]),
-        replicas_identical=result.replicas_identical,
-    )
+def target_loss(runs: Sequence[Sequence[StepRecord]]) -> float:
+    """Return the loss defined by TARGET_RULE, from the baseline's runs with all seeds."""
+    curves = [smoothed_losses(steps) for steps in runs]
+    first, last = (statistics.fmean(curve[place] for curve in curves) for place in (0, -1))
+    return first + TARGET_SHARE * (last - first)
 
 
-def _default_target(steps: Sequence[StepRecord]) -> float:
-    """Return the loss defined by TARGET_RULE."""
-    losses = smoothed_losses(steps)
-    return losses[0] + TARGET_SHARE * (losses[-1] - losses[0])
-
-
-def _steps_to(steps: Sequence[StepRecord], target: float) -> int | None:
+def steps_to(target: float, steps: Sequence[StepRecord]) -> int | None:
     """Return after how many steps the smoothed loss reaches the target; None: never."""
-    full_windows = enumerate(smoothed_losses(steps), start=1)
-    return next((n for n, loss in full_windows if loss <= target and n >= min(SMOOTHING_STEPS, len(steps))), None)
+    windows = enumerate(smoothed_losses(steps), start=1)
+    return next((n for n, loss in windows if loss <= target and n >= min(SMOOTHING_STEPS, len(steps))), None)

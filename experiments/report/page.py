@@ -3,30 +3,56 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from commhooks.units import bytes_in_words
-
-from ..link import format_rate
-from ..runs import RunResult
-from ..summary import SMOOTHING_STEPS, Summary
+from ..outcomes import Setting
+from ..runs import RunResult, RunSettings
+from ..summary import SMOOTHING_STEPS
+from .findings import dilation, finding, lead, names_of
+from .layers import layer_grid
 from .plots import DARK, LIGHT
-from .words import (
-    NEVER,
-    by_task,
-    loss_change,
-    percent,
-    quartiles_in_words,
-    seconds_in_words,
-    times,
-    whole,
-)
+from .rows import cost_grid, outcome_grid, overview_grid
+from .words import link_in_words, listed, rate_in_words
 
-Plots = Mapping[tuple[str, str, str], bytes]  # (task, picture, theme) -> PNG
-PICTURES = ("step-time", "loss-bytes", "loss-time")
+PICTURES = ("step-time", "bytes", "time", "gradients", "layers", "rate", "ranks")
+_CAPTIONS = {
+    "step-time": "where a step's time goes",
+    "bytes": "loss against bytes",
+    "time": "loss against time",
+    "gradients": "error and residual over steps",
+    "layers": "compression and error by layer",
+    "rate": "step speed-up against the rate of the link",
+    "ranks": "step speed-up against the number of ranks",
+}
+_WIDE = {"step-time", "gradients", "layers"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture."""
+
+    name: str  # of its file, without kind and suffix
+    kind: str  # one of PICTURES
+    png: bytes  # in light colours; a dark page inverts it
+
+    @property
+    def caption(self) -> str:
+        """What it shows, for those who cannot see it."""
+        return _CAPTIONS[self.kind]
+
+    @property
+    def wide(self) -> bool:
+        """Whether it takes the page's whole width."""
+        return self.kind in _WIDE
+
+    @property
+    def uri(self) -> str:
+        """The picture as a link that contains it."""
+        return data_uri(self.png)
 
 
 def head(name: str) -> str:
@@ -44,21 +70,56 @@ HEAD = head("compare")
 
 
 def page(
-    results: Sequence[RunResult], summaries: list[Summary], plots: Plots, *, target_rule: str, command: str
+    settings: Sequence[Setting],
+    pictures: Sequence[Sequence[Picture]],
+    across: Sequence[Picture],
+    *,
+    target_rule: str,
+    command: str,
+    notes: Sequence[str],
+    failures: Mapping[RunSettings, str],
 ) -> str:
-    """Return the report as HTML, with every picture inside it."""
-    settings = results[0].settings
+    """Return the report as HTML, with every picture inside it.
+
+    Args:
+        settings: What came out.
+        pictures: Of each setting.
+        across: Pictures across settings.
+        target_rule: How the target loss was chosen.
+        command: How to get the report again.
+        notes: Warnings, for the top of the page.
+        failures: The traceback of each run that failed.
+
+    """
+    names = names_of(settings)
+    results = [run for one in settings for outcome in one.outcomes for run in outcome.results.values()]
+    hooks = len({outcome.hook for one in settings for outcome in one.outcomes})
     return template("report.html.j2").render(
         name="compare",
-        title=f"{len(by_task(summaries)[settings.task])} hooks, side by side",
-        ranks=settings.ranks,
-        rate=format_rate(settings.link.bits_per_second),
-        latency=seconds_in_words(settings.link.latency_seconds),
-        findings=[(task, _finding(rows)) for task, rows in by_task(summaries).items() if len(rows) > 1],
-        sections=[_section(task, rows, results, plots) for task, rows in by_task(summaries).items()],
+        title=f"{hooks} hooks, side by side" if hooks > 1 else "one hook",
+        lead=lead(settings) if settings else [],
+        notes=[*notes, *_mixed(results)],
+        failures=_failed(failures),
+        findings=[(name, finding(setting)) for name, setting in zip(names, settings, strict=True)],
+        overview=overview_grid(settings, names) if len(settings) > 1 else None,
+        across=across,
+        sections=[
+            {
+                "name": name,
+                "facts": _facts_of(setting),
+                "grids": (outcome_grid(setting), cost_grid(setting)),
+                "layers": layer_grid(setting),
+                "plots": own,
+            }
+            for name, setting, own in zip(names, settings, pictures, strict=True)
+        ],
+        several_seeds=any(len(one.seeds) > 1 for one in settings),
+        links=list(dict.fromkeys(link_in_words(one.settings.link) for one in settings)),
+        emulated=any(one.settings.link.kind == "emulated" for one in settings),
+        interface=any(outcome.overhead.seeds for one in settings for outcome in one.outcomes),
         smoothing=SMOOTHING_STEPS,
         target_rule=target_rule,
-        facts=_facts(results),
+        facts=_facts(settings, results),
         command=command,
     )
 
@@ -72,92 +133,66 @@ def template(file: str) -> Template:
     return environment.get_template(file)
 
 
-def _finding(rows: list[Summary]) -> str:
-    """Describe which hook reached the target first, and its costs and gains compared with the first hook."""
-    first = rows[0]
-    best = min(rows, key=lambda row: (row.seconds_to_target is None, row.seconds_to_target, row.step.median))
-    if best is first or best.seconds_to_target is None:
-        return f"No hook reached a training loss of {first.target_loss:.3f} sooner than {first.hook}."
-    return (
-        f"{best.hook} was first at a training loss of {first.target_loss:.3f}: after "
-        f"{seconds_in_words(best.seconds_to_target)}, {first.hook} after {seconds_in_words(first.seconds_to_target)}. "
-        f"Its median step took {seconds_in_words(best.step.median)}, not {seconds_in_words(first.step.median)}: "
-        f"{times(best.step_speed_up)} as fast. A rank moved {bytes_in_words(best.moved_bytes)} instead of "
-        f"{bytes_in_words(first.moved_bytes)}. Held-out loss after {best.steps} steps: {best.held_out_loss:.3f}, "
-        f"with {first.hook} {first.held_out_loss:.3f}."
-    )
-
-
-def _section(task: str, rows: list[Summary], results: Sequence[RunResult], plots: Plots) -> dict[str, object]:
-    result = next(result for result in results if result.settings.task == task)
-    return {
-        "name": {"gpt": "Language model on Python's standard library", "digits": "Handwritten digits"}.get(task, task),
-        "description": result.description[0].upper() + result.description[1:],
-        "parameters": f"{result.parameters:,}",
-        "steps": rows[0].steps,
-        "bits": rows[0].bits_per_byte is not None,
-        "target": f"{rows[0].target_loss:.3f}",
-        "rows": [_row(row, rows) for row in rows],
-        "plots": [
-            {
-                "light": data_uri(plots[task, picture, "light"]),
-                "dark": data_uri(plots[task, picture, "dark"]),
-                "caption": f"{task}: {picture}",
-                "wide": picture == "step-time",
-            }
-            for picture in PICTURES
-        ],
-    }
-
-
-def _row(row: Summary, rows: list[Summary]) -> dict[str, object]:
-    """Return one hook's cells; the best value of each column is marked."""
-    return {
-        "hook": row.hook,
-        "replicas_identical": row.replicas_identical,
-        "held_out_loss": f"{row.held_out_loss:.3f}",
-        "change": loss_change(row, rows[0]),
-        "accuracy": percent(row.accuracy),
-        "bits": "" if row.bits_per_byte is None else f"{row.bits_per_byte:.3f}",
-        "train_loss": f"{row.train_loss:.3f}",
-        "steps_to_target": whole(row.steps_to_target),
-        "seconds_to_target": seconds_in_words(row.seconds_to_target),
-        "bytes_to_target": NEVER if row.bytes_to_target is None else bytes_in_words(row.bytes_to_target),
-        "fastest_to_target": _is_least(row.seconds_to_target, [r.seconds_to_target for r in rows]),
-        "leanest_to_target": _is_least(row.bytes_to_target, [r.bytes_to_target for r in rows]),
-        "moved": bytes_in_words(row.moved_bytes),
-        "ratio": times(row.ratio),
-        "parts": [
-            {"median": seconds_in_words(spread.median), "quartiles": quartiles_in_words(spread)}
-            for spread in (row.step, row.compute, row.compression, row.waiting)
-        ],
-        "step_speed_up": times(row.step_speed_up),
-        "fastest_step": _is_least(row.step.median, [r.step.median for r in rows]),
-        "seconds": seconds_in_words(row.seconds),
-        "speed_up": times(row.speed_up),
-    }
-
-
-def _is_least(value: float | None, values: Sequence[float | None]) -> bool:
-    known = [other for other in values if other is not None]
-    return value is not None and len(known) > 1 and value == min(known)
-
-
-def _facts(results: Sequence[RunResult]) -> list[tuple[str, object]]:
-    settings, machine = results[0].settings, results[0].machine
-    loads = [float(result.machine["load"]) for result in results]
-    versions = ", ".join(f"{name} {version}" for name, version in results[0].versions.items())
-    ddp = {"core": "ddp_core.DistributedDataParallel", "torch": "torch.nn.parallel.DistributedDataParallel"}
-    return [
-        ("processor", f"{machine['processor']}, {machine['cores']} cores, {machine['threads_per_rank']} thread a rank"),
-        ("load", f"{min(loads):.1f} to {max(loads):.1f} processes wanted to run, in the minute before a run's end"),
-        ("system", machine["system"]),
-        ("versions", versions),
-        ("DDP", ddp[settings.ddp]),
-        ("seed", settings.seed),
-    ]
-
-
 def data_uri(png: bytes) -> str:
     """Return a picture as a link that contains it."""
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def _facts_of(setting: Setting) -> str:
+    run, settings = setting.any_result, setting.settings
+    description = run.description[0].upper() + run.description[1:]
+    seeds = f"seeds {', '.join(map(str, setting.seeds))}" if len(setting.seeds) > 1 else f"seed {setting.seeds[0]}"
+    optimizer = "" if settings.optimizer is None else f" Optimizer: {settings.optimizer.label}."
+    return (
+        f"{description}. {run.parameters:,} parameters, {settings.steps:,} steps, {settings.ranks} ranks over "
+        f"{link_in_words(settings.link)}; {seeds}.{optimizer} {dilation(setting)}"
+    )
+
+
+def _failed(failures: Mapping[RunSettings, str]) -> list[tuple[str, str]]:
+    """Return each hook and setting that failed, with its seeds, and the last line of the traceback."""
+    seeds: dict[tuple[str, str], list[int]] = {}
+    for one, text in failures.items():
+        what = f"{one.task.label} · {one.hook.label} · {one.ranks} ranks · {rate_in_words(one.link)}"
+        seeds.setdefault((what, (text.strip() or "no message").splitlines()[-1]), []).append(one.seed)
+    return [
+        (f"{what} · {'seed' if len(own) == 1 else 'seeds'} {listed([str(seed) for seed in sorted(own)])}", why)
+        for (what, why), own in seeds.items()
+    ]
+
+
+def _mixed(results: Sequence[RunResult]) -> list[str]:
+    """Return warnings about runs that are not of one kind."""
+    said = []
+    if len({tuple(sorted(run.versions.items())) for run in results}) > 1:
+        said.append("These runs were made with different versions of the packages (see the end of the page).")
+    kinds = {(run.machine.get("processor"), run.machine.get("cores"), run.machine.get("system")) for run in results}
+    if len(kinds) > 1:
+        said.append("These runs were made on different machines: times of different settings cannot be compared.")
+    return said
+
+
+def _facts(settings: Sequence[Setting], results: Sequence[RunResult]) -> list[tuple[str, str]]:
+    if not results:
+        return []
+    ddp = {"core": "ddp_core.DistributedDataParallel", "torch": "torch.nn.parallel.DistributedDataParallel"}
+    loads = [float(run.machine["load"]) for run in results]
+    return [
+        ("processor", _each(f"{m['processor']}, {m['cores']} cores" for m in (run.machine for run in results))),
+        ("threads", _each(f"{run.machine['threads_per_rank']} of each rank" for run in results)),
+        ("load", f"{min(loads):.1f} to {max(loads):.1f} processes wanted to run, in the minute before a run's end"),
+        ("system", _each(str(run.machine["system"]) for run in results)),
+        ("versions", _each(", ".join(f"{name} {text}" for name, text in run.versions.items()) for run in results)),
+        ("DDP", _each(ddp[one.settings.ddp] for one in settings)),
+        ("buckets", _each(_buckets(one.settings) for one in settings)),
+        ("seeds", ", ".join(map(str, sorted({seed for one in settings for seed in one.seeds})))),
+    ]
+
+
+def _buckets(settings: RunSettings) -> str:
+    return f"{settings.bucket_cap_mb:g} MiB" if settings.bucket_cap_mb else "of the DDP's own size"
+
+
+def _each(texts: Iterable[str]) -> str:
+    """Return the different texts."""
+    return "; ".join(dict.fromkeys(texts))

@@ -1,24 +1,19 @@
-"""The three pictures of a comparison."""
+"""How the pictures look: themes, canvases, colours of hooks, and PNG files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import accumulate
-from statistics import fmean
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from ..runs import RunResult
-from ..summary import Summary
-from .words import seconds_in_words, times
+from .words import shortened
 
-_REACH = 4  # a curve's point is a mean over this many steps on either side
+LABEL_LENGTH = 44  # of a hook in a legend
+_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
 @dataclass(frozen=True)
@@ -61,107 +56,52 @@ DARK = Theme(
 THEMES = (LIGHT, DARK)
 
 
-def loss_against_bytes(results: Sequence[RunResult], summaries: Sequence[Summary], theme: Theme) -> bytes:
-    """Return a PNG: training loss over the bytes moved by a rank, on a logarithmic axis."""
-    x = [[float(total) for total in accumulate(step.moved_bytes for step in result.steps)] for result in results]
-    with matplotlib.rc_context(style(theme)):
-        figure, axes = canvas("Loss against bytes", "bytes moved by a rank so far (logarithmic)", 6.4, 4.4)
-        _curves(axes, x, results, summaries, theme)
-        if all(values[0] > 0 for values in x):
-            axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
-        return png(figure)
+@dataclass(frozen=True)
+class Look:
+    """How one hook is drawn: the same in all pictures of a report."""
+
+    colour: str
+    dashes: Any  # a line style of matplotlib
+    label: str
 
 
-def loss_against_time(results: Sequence[RunResult], summaries: Sequence[Summary], theme: Theme) -> bytes:
-    """Return a PNG: training loss over training time."""
-    x = [list(accumulate(step.seconds for step in result.steps)) for result in results]
-    with matplotlib.rc_context(style(theme)):
-        figure, axes = canvas("Loss against time", "training time in seconds", 6.4, 4.4)
-        _curves(axes, x, results, summaries, theme)
-        axes.set_xlim(left=0)
-        return png(figure)
+def looks(hooks: Sequence[str], baseline: str | None) -> Mapping[str, Look]:
+    """Return how each hook is drawn; the baseline is grey."""
+    found, others = {}, [hook for hook in hooks if hook != baseline]
+    for number, hook in enumerate(others):
+        colour, dashes = LIGHT.hooks[number % len(LIGHT.hooks)], _DASHES[number // len(LIGHT.hooks) % len(_DASHES)]
+        found[hook] = Look(colour, dashes, shortened(hook, LABEL_LENGTH))
+    if baseline is not None:
+        found[baseline] = Look(LIGHT.first, "-", shortened(baseline, LABEL_LENGTH))
+    return found
 
 
-def step_time(summaries: Sequence[Summary], theme: Theme) -> bytes:
-    """Return a PNG: the typical step of every hook, divided into its parts."""
-    with matplotlib.rc_context(style(theme)):
-        title = "Where a step's time goes"
-        figure, axes = canvas(
-            title, "milliseconds a step (mean of the middle half of the steps)", 9.6, 1.5 + 0.46 * len(summaries)
-        )
-        rows = list(range(len(summaries)))
-        left = [0.0] * len(summaries)
-        for part in ("compute", "compression", "waiting"):
-            widths = [1e3 * getattr(summary.typical, part) for summary in summaries]
-            axes.barh(rows, widths, left=left, height=0.62, color=getattr(theme, part), label=part)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        _step_labels(axes, summaries, left, theme)
-        axes.set_yticks(rows, [summary.hook for summary in summaries])
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set_xlim(0, 1.22 * max(left))
-        axes.legend(loc="lower right", ncols=1)
-        return png(figure)
-
-
-def _step_labels(axes: Axes, summaries: Sequence[Summary], ends: Sequence[float], theme: Theme) -> None:
-    """Write beside each bar its length, and how many times as fast as the first hook's step it is."""
-    for row, (summary, end) in enumerate(zip(summaries, ends, strict=True)):
-        faster = f"   {times(summaries[0].typical.seconds / summary.typical.seconds)} as fast" if row else ""
-        text = f"  {seconds_in_words(summary.typical.seconds)}{faster}"
-        axes.annotate(text, (end, row), va="center", fontsize=9, color=theme.ink)
-
-
-def _curves(
-    axes: Axes,
-    x: Sequence[Sequence[float]],
-    results: Sequence[RunResult],
-    summaries: Sequence[Summary],
-    theme: Theme,
-) -> None:
-    """Draw every run's smoothed training loss, its held-out loss as dots, and the target."""
-    smoothed = [_smooth([step.loss for step in result.steps]) for result in results]
-    for number, (xs, result, losses) in enumerate(zip(x, results, smoothed, strict=True)):
-        colour = theme.first if number == 0 else theme.hooks[(number - 1) % len(theme.hooks)]
-        style = ("-", (0, (4, 2)))[number % 2 == 0 and number > 0]  # two hooks may have identical curves
-        axes.plot(xs, losses, linestyle=style, color=colour, linewidth=1.8, label=result.settings.hook.label)
-        held_out_x, held_out = [xs[e.step - 1] for e in result.evaluations], [e.loss for e in result.evaluations]
-        axes.scatter(held_out_x, held_out, s=18, color=colour, edgecolor=theme.paper, linewidth=0.6, zorder=3)
-    target = summaries[0].target_loss
-    axes.axhline(target, color=theme.ink, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.7)
-    axes.annotate(
-        f"target {target:.3g}",
-        (0.995, target),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8,
-        color=theme.ink,
-    )
-    if max(map(max, smoothed)) > 20 * min(map(min, smoothed)) > 0:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_ylabel("loss (line: training, dots: held out)")
-    axes.figure.legend(loc="outside lower left", ncols=3)
-
-
-def _smooth(losses: Sequence[float]) -> list[float]:
-    """Return at every step the mean of the surrounding losses: a curve that does not lag behind its points."""
-    reach = [min(_REACH, n, len(losses) - 1 - n) for n in range(len(losses))]
-    return [fmean(losses[n - r : n + r + 1]) for n, r in enumerate(reach)]
+def legend(figure: Figure, axes: Axes, *, width: float = 6.4) -> None:
+    """Name the curves of these axes below the picture, in as many columns as their names leave room for."""
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        columns = max(1, int(width * 13 // (max(map(len, labels)) + 6)))
+        figure.legend(handles, labels, loc="outside lower left", ncols=min(columns, len(labels)))
 
 
 def canvas(title: str, x_label: str, width: float, height: float) -> tuple[Figure, Axes]:
     """Return a figure with one pair of axes, titled at the left."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontweight="bold", pad=10)
-    axes.set_xlabel(x_label)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
+    figure, (axes,) = canvases(title, x_label, width, height)
     return figure, axes
+
+
+def canvases(
+    title: str, x_label: str, width: float, height: float, *, rows: int = 1, columns: int = 1, sharey: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with axes in rows or in columns; the title stands over the first, `x_label` below the last."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    every = list(figure.subplots(rows, columns, squeeze=False, sharex=rows > 1, sharey=sharey).flat)
+    every[0].set_title(title, loc="left", fontweight="bold", pad=10)
+    every[-1].set_xlabel(x_label)
+    for axes in every:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    return figure, every
 
 
 def style(theme: Theme) -> dict[Any, Any]:

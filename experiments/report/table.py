@@ -1,46 +1,53 @@
-"""The summary in the terminal."""
+"""The report's tables in the terminal."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
+
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from commhooks.units import bytes_in_words
+from ..outcomes import settings_of
+from ..runs import RunResult
+from .findings import finding, names_of
+from .rows import Cell, Grid, cost_grid, outcome_grid, overview_grid
 
-from ..summary import Summary
-from .words import (
-    loss_change,
-    milliseconds,
-    percent,
-    seconds_in_words,
-    times,
-    whole,
-)
+_NAME_WIDTH = 12  # a longer name is folded if there is no room
+_SMALL_WIDTH = 16  # of what stands below a number
 
 
-def summary_tables(summaries: list[Summary], title: str) -> list[Table]:
-    """Return one task's runs as two tables: the outcome, and the cost."""
-    first = summaries[0]
-    outcome = plain_table(
-        f"{title}: what came out", ("held-out loss", "accuracy", "steps to\ntarget", "time to\ntarget")
-    )
-    outcome.caption = f"target: training loss {first.target_loss:.3f}"
-    cost = plain_table(
-        f"{title}: what it cost",
-        (
-            "moved\nper rank",
-            "ratio",
-            "step,\nmedian",
-            "compute / compression\n/ waiting, ms",
-            "step\nspeed-up",
-            "run\nspeed-up",
-        ),
-    )
-    cost.caption = "a rank's bytes as a ring moves them; ratio and run speed-up: warm-up included"
-    for summary in summaries:
-        outcome.add_row(*_outcome_cells(summary, first))
-        cost.add_row(*_cost_cells(summary))
-    return [outcome, cost]
+def print_tables(
+    results: Sequence[RunResult],
+    console: Console,
+    *,
+    baseline: str | None = None,
+    target_loss: float | None = None,
+) -> None:
+    """Print what came out of every setting, what it cost, and what follows.
+
+    Args:
+        results: Finished runs, of any number of settings, hooks and seeds.
+        console: Where to.
+        baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first.
+        target_loss: The training loss to reach; None: by `experiments.summary.TARGET_RULE`, for each setting.
+
+    Raises:
+        ValueError: No run used the baseline.
+
+    """
+    settings = settings_of(results, baseline=baseline, target=target_loss)
+    names = names_of(settings)
+    for name, setting in zip(names, settings, strict=True):
+        console.print()
+        for grid in (outcome_grid(setting), cost_grid(setting)):
+            console.print(_table(grid, f"{name}: {grid.title[0].lower()}{grid.title[1:]}"))
+        console.print(finding(setting), highlight=False, markup=False)
+    if len(settings) > 1:
+        console.print()
+        console.print(_table(overview_grid(settings, names)))
 
 
 def plain_table(title: str, headings: tuple[str, ...], first: str = "hook") -> Table:
@@ -53,25 +60,27 @@ def plain_table(title: str, headings: tuple[str, ...], first: str = "hook") -> T
     return table
 
 
-def _outcome_cells(summary: Summary, first: Summary) -> list[str]:
-    change = f" ({loss_change(summary, first)})" if summary is not first else ""
-    return [
-        summary.hook if summary.replicas_identical else f"{summary.hook} [red](replicas differ)[/red]",
-        f"{summary.held_out_loss:.3f}{change}",
-        percent(summary.accuracy),
-        whole(summary.steps_to_target),
-        seconds_in_words(summary.seconds_to_target),
-    ]
+def _table(grid: Grid, title: str = "") -> Table:
+    """Return the grid without the columns that only a page has room for; the parts of a step share a column."""
+    parts = [place for place, heading in enumerate(grid.headings) if heading.part]
+    kept = [place for place, heading in enumerate(grid.headings) if not heading.wide and place not in parts[1:]]
+    headings = []
+    for place in kept:
+        heading = grid.headings[place]
+        text = " / ".join(grid.headings[part].text for part in parts) if place in parts else heading.text
+        headings.append(f"{textwrap.fill(text, 12 if place not in parts else 23)}\n{heading.small}".rstrip())
+    table = plain_table(escape(title or grid.title), tuple(map(escape, headings[1:])), escape(headings[0]))
+    table.caption = escape(grid.caption)
+    table.columns[0].min_width = min(_NAME_WIDTH, max(len(row[0].main) for row in grid.rows))
+    for row in grid.rows:
+        table.add_row(
+            *(" / ".join(row[part].main for part in parts) if place in parts else _text(row[place]) for place in kept)
+        )
+    return table
 
 
-def _cost_cells(summary: Summary) -> list[str]:
-    parts = (summary.compute, summary.compression, summary.waiting)
-    return [
-        summary.hook,
-        bytes_in_words(summary.moved_bytes),
-        times(summary.ratio),
-        seconds_in_words(summary.step.median),
-        " / ".join(milliseconds(part.median) for part in parts),
-        times(summary.step_speed_up),
-        times(summary.speed_up),
-    ]
+def _text(cell: Cell) -> str:
+    lines = [line for text in cell.small for line in textwrap.wrap(text, _SMALL_WIDTH)]
+    small = "".join(f"\n[dim]{escape(line)}[/dim]" for line in lines)
+    warning = f"\n[red]{escape(cell.warning)}[/red]" if cell.warning else ""
+    return f"{escape(cell.main)}{warning}{small}"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Collection
+
 from commhooks import units
 from commhooks.units import three_digits
 
-from ..summary import Spread, Summary
+from ..intervals import Estimate, Interval
+from ..link import LinkSettings
+from ..summary import Spread
 
 NEVER = "—"
+_LINKS = {"emulated": "an emulated link", "hosts": "network namespaces linked", "real": "the real network"}
 
 
 def seconds_in_words(seconds: float | None) -> str:
@@ -17,8 +23,7 @@ def seconds_in_words(seconds: float | None) -> str:
 
 def quartiles_in_words(spread: Spread) -> str:
     """Return the quartiles in the unit used for the median: '95.0 to 104'."""
-    scale = 1.0 if spread.median >= 1 else 1e3
-    return f"{three_digits(spread.low * scale)} to {three_digits(spread.high * scale)}"
+    return _seconds_range(spread.median, spread.low, spread.high)
 
 
 def spread_in_words(spread: Spread) -> str:
@@ -26,9 +31,9 @@ def spread_in_words(spread: Spread) -> str:
     return f"{seconds_in_words(spread.median)} ({quartiles_in_words(spread)})"
 
 
-def milliseconds(seconds: float) -> str:
-    """Return the time in milliseconds, without the unit."""
-    return three_digits(seconds * 1e3)
+def interval_of_seconds(interval: Interval) -> str:
+    """Return the interval in the unit used for the mean: '95.0 to 104'."""
+    return _seconds_range(interval.mean, max(0.0, interval.low), interval.high)
 
 
 def times(factor: float) -> str:
@@ -41,20 +46,52 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def loss_change(summary: Summary, first: Summary) -> str:
-    """Return how much higher the held-out loss is than the first hook's: '+1.8 %'."""
-    change = round(100 * (summary.held_out_loss / first.held_out_loss - 1), 1) + 0.0  # no minus before a zero
-    return "" if summary is first else f"{change:+.1f} %"
+def signed(value: float, form: str = ".3f") -> str:
+    """Return '+0.012' or '-0.012', and no sign before a zero."""
+    text = f"{value:{form}}"
+    return f"{0:{form}}" if float(text) == 0 else f"{value:+{form}}"
 
 
-def whole(number: int | None) -> str:
-    """Return the number, or a dash for never."""
-    return NEVER if number is None else f"{number:,}"
+def bounds(interval: Interval | None, form: Callable[[float], str]) -> str:
+    """Return '2.11 to 2.14'; nothing without an interval."""
+    return "" if interval is None else f"{form(interval.low)} to {form(interval.high)}"
 
 
-def by_task(summaries: list[Summary]) -> dict[str, list[Summary]]:
-    """Return the summaries of each task, in order; the first of each is the baseline for the others."""
-    tasks: dict[str, list[Summary]] = {}
-    for summary in summaries:
-        tasks.setdefault(summary.task, []).append(summary)
-    return tasks
+def with_bounds(estimate: Estimate, form: Callable[[float], str]) -> str:
+    """Return the mean and its interval: '6.50× (6.10× to 6.90×)'."""
+    text = form(estimate.mean)
+    return text if estimate.interval is None else f"{text} ({bounds(estimate.interval, form)})"
+
+
+def listed(names: Collection[str], last: str = "and") -> str:
+    """Return 'one', 'one and two' or 'one, two and three'."""
+    *before, end = names
+    return f"{', '.join(before)} {last} {end}" if before else end
+
+
+def shortened(text: str, length: int) -> str:
+    """Return the text, without its middle if it is longer than that."""
+    if len(text) <= length:
+        return text
+    head = (length - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
+
+
+def link_in_words(link: LinkSettings) -> str:
+    """Return 'an emulated link of 100 Mbit/s, latency 0.2 ms'."""
+    if link.kind == "real":
+        return _LINKS["real"]
+    joint = "at" if link.kind == "hosts" else "of"
+    return f"{_LINKS.get(link.kind, link.kind)} {joint} {rate_in_words(link)}"
+
+
+def rate_in_words(link: LinkSettings) -> str:
+    """Return the link without its kind: '100 Mbit/s, latency 0.2 ms'."""
+    text = link.label.removeprefix(f"{link.kind}:").removeprefix("rate=")
+    text = re.sub(r"(\d)([kMGT]?(?:bit|B)/s|[mun]?s\b)", r"\1 \2", text)
+    return text.replace("=", " ").replace(",", ", ")
+
+
+def _seconds_range(middle: float, low: float, high: float) -> str:
+    scale = 1.0 if middle >= 1 else 1e3
+    return f"{three_digits(low * scale)} to {three_digits(high * scale)}"

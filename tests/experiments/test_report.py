@@ -1,102 +1,231 @@
-"""What a person gets to see: table, pictures, logs, page."""
+"""What a person gets to see: tables, pictures, page."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-import shutil
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
 
 import pytest
-from experiments.compare import Comparison, write_report
 from rich.console import Console
 
 from commhooks.units import bytes_in_words
-from experiments.output import prepare_folder
-from experiments.report.table import summary_tables
-from experiments.report.tensorboard import write_logs
-from experiments.report.words import percent, seconds_in_words, times
+from experiments.intervals import Interval
+from experiments.link import LinkSettings
+from experiments.outcomes import settings_of
+from experiments.report import print_tables, write
+from experiments.report.across import series_of
+from experiments.report.layers import layer_grid, layers_of
+from experiments.report.plots import LIGHT, looks
+from experiments.report.rows import NO_DIFFERENCE, cost_grid, outcome_grid
+from experiments.report.words import (
+    interval_of_seconds,
+    link_in_words,
+    listed,
+    percent,
+    seconds_in_words,
+    shortened,
+    signed,
+    times,
+)
 from experiments.runs import RunSettings
-from experiments.summary import summarise
-from tests.experiments.synthetic import results
+from experiments.specs import Spec
+from tests.experiments.synthetic import diverged, result, results
+
+SEEDS = (0, 1, 2)
+FAILED = RunSettings(task=Spec("gpt"), hook=Spec("torch.powersgd"), steps=40)
+HOOK_OF_A_PERSON = "top-k:ratio=0.01,note=<b>"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the report of two links, three seeds, a hook that diverges, one without a seed, and runs that failed."""
     out = tmp_path_factory.mktemp("report")
-    prepare_folder(out)
-    found = results()
-    write_report(
-        found, summarise(found), Comparison(runs=(RunSettings(task="gpt"),), out=out, command="commhooks compare <x>")
+    found = results(tasks=("gpt",), seeds=SEEDS, links=("100Mbit/s", "1Gbit/s"))
+    found += [diverged(result(HOOK_OF_A_PERSON, ratio=50, seed=seed)) for seed in (0, 1)]
+    failures = {
+        dataclasses.replace(FAILED, seed=seed): "Traceback\n  File\nRuntimeError: <gloo> closed" for seed in SEEDS
+    }
+    write(
+        found,
+        out / "new",
+        baseline=None,
+        target_loss=None,
+        command="commhooks compare <x>",
+        notes=["4 ranks share 2 cores"],
+        failures=failures,
     )
-    return out
+    return out / "new"
 
 
 class Links(HTMLParser):
-    """Collects what a page would fetch."""
+    """Collects what a page would fetch, and its text in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fetched: list[str] = []
+        self.words = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.fetched += [value or "" for name, value in attrs if name in {"src", "href", "srcset"}]
+
+    def handle_data(self, data: str) -> None:
+        self.words += f" {data.strip()}"
 
 
 def test_the_page_needs_nothing_but_itself(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     page = Links()
     page.feed(text)
-    assert len(page.fetched) == 2 * 2 * 3  # tasks, themes, pictures
+    assert len(page.fetched) == 2 * 5 + 1  # pictures of each setting, and one across them
     assert all(link.startswith("data:image/png;base64,") for link in page.fetched)
     assert not re.search(r"url\(|@import|<script", text)
 
 
-def test_the_page_names_every_hook_defines_its_terms_and_says_how_to_get_it_again(folder: Path) -> None:
+def test_warnings_come_first_then_failures_then_findings(folder: Path) -> None:
+    page = Links()
+    page.feed((folder / "report.html").read_text())
+    words = page.words
+    places = [
+        words.index(text)
+        for text in ("4 ranks share 2 cores", "RuntimeError: <gloo> closed", "times as fast", "Across settings")
+    ]
+    assert places == sorted(places)
+    assert "torch.powersgd · 2 ranks · unlimited · seeds 0, 1 and 2: " in words
+    assert words.count("RuntimeError") == 1  # the same error of all seeds is one line
+
+
+def test_the_page_defines_its_terms_and_says_how_to_get_it_again(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     for words in (
         "powersgd:rank=4",
         "100 Mbit/s",
         "compute + compression + waiting = the step",
+        "Student&#39;s t",
+        "2 of 2 diverged",
+        "2 of 3 seeds",
+        NO_DIFFERENCE,
         "commhooks compare &lt;x&gt;",
+        "note=&lt;b&gt;",
     ):
         assert words in text
 
 
 def test_the_pictures_are_files_too(folder: Path) -> None:
+    kinds = {"step-time", "bytes", "time", "gradients", "layers"}
     names = {path.name for path in (folder / "plots").iterdir()}
-    assert names == {
-        f"{task}.{what}.png" for task in ("digits", "gpt") for what in ("step-time", "loss-bytes", "loss-time")
+    assert names == {f"{link}.{kind}.png" for link in ("100-Mbit-s", "1-Gbit-s") for kind in kinds} | {
+        "series-1.rate.png"
     }
 
 
-def test_every_file_of_a_report_is_known_again(folder: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    for one in results():
-        one.write(copy / "results")
-        write_logs(one, copy / "tensorboard")
-    prepare_folder(copy, overwrite=True)
-    assert [path for path in copy.rglob("*") if path.is_file()] == []
+def test_a_report_of_nothing_is_refused_and_one_of_failures_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one finished or failed run"):
+        write([], tmp_path, baseline=None, target_loss=None, command="")
+    path = write([], tmp_path, baseline=None, target_loss=None, command="", failures={FAILED: ""})
+    assert "no message" in path.read_text()
 
 
-def test_the_tables_hold_what_was_asked_for_and_fit_a_terminal() -> None:
+def test_the_terminal_has_the_same_numbers_and_a_finding_and_they_fit() -> None:
     out = StringIO()
-    Console(file=out, width=100).print(*summary_tables(summarise(results())[:3], "digits"))
+    print_tables(results(tasks=("gpt",), seeds=SEEDS), Console(file=out, width=100))
     text = out.getvalue()
-    rows = "".join(line for line in text.splitlines() if "powersgd:rank=4" in line)
     assert "…" not in text
-    for cell in ("2.129 (+1.1 %)", "2.65 s", "8.00 MB", "20.0×", "52.0 / 10.0 / 16.0"):
-        assert cell in rows
+    assert max(map(len, text.splitlines())) <= 100
+    for cell in ("3 of 3", "8.00 MB", "20.0×", "52.0 ms / 10.0 ms / ", "no difference", "95 % interval"):
+        assert cell in text
 
 
-@pytest.mark.parametrize("loss", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_target_that_no_loss_reaches_is_refused(loss: float) -> None:
-    with pytest.raises(ValueError, match="expected a finite loss above zero"):
-        Comparison(runs=(RunSettings(task="gpt"),), out=Path("runs"), target_loss=loss)
+def test_several_settings_end_with_a_table_of_all() -> None:
+    out = StringIO()
+    print_tables(results(), Console(file=out, width=120))
+    assert "Step speed-up in every setting" in out.getvalue()
+
+
+def test_with_one_seed_the_table_shows_the_quartiles_of_the_steps_and_says_why() -> None:
+    (one,) = settings_of(results(tasks=("gpt",)))
+    grid = cost_grid(one)
+    (step,) = (n for n, heading in enumerate(grid.headings) if heading.text == "step")
+    assert grid.headings[step].small == "median, quartiles"
+    assert grid.rows[0][step].small == ("380 to 384",)
+    assert grid.caption == "One seed: no intervals."
+
+
+def test_the_best_time_is_never_that_of_a_hook_that_missed_the_target_once() -> None:
+    runs = results(tasks=("gpt",), seeds=SEEDS)
+    runs = [diverged(one) if (one.settings.hook.name, one.settings.seed) == ("powersgd", 1) else one for one in runs]
+    (one,) = settings_of(runs)
+    best = [row[0].main for row in outcome_grid(one).rows if any(cell.best for cell in row)]
+    assert best == ["fp16"]
+
+
+def test_the_link_use_stands_in_the_table_if_the_interface_was_counted() -> None:
+    runs = [
+        dataclasses.replace(
+            one, steps=tuple(dataclasses.replace(step, interface_bytes=step.moved_bytes) for step in one.steps)
+        )
+        for one in results(tasks=("gpt",))
+    ]
+    (one,) = settings_of(runs)
+    assert [heading.text for heading in cost_grid(one).headings[-2:]] == ["interface bytes", "link use"]
+    assert cost_grid(one).rows[0][-2].main == "1.00×"
+
+
+def test_many_layers_are_the_largest_by_name_and_the_median_of_the_others() -> None:
+    (one,) = settings_of([result(), result("fp16", ratio=2, layers=200)])
+    layers = layers_of(one.outcomes[1])
+    assert len(layers) == 15
+    assert layers[-1].name == "186 smaller ones (median)"
+    assert layers[0].smaller == pytest.approx(2, rel=0.05)
+
+
+def test_the_table_of_layers_has_a_column_for_each_hook() -> None:
+    (one,) = settings_of(results(tasks=("gpt",)))
+    grid = layer_grid(one)
+    assert grid is not None
+    assert [heading.text for heading in grid.headings] == ["layer", "all-reduce", "fp16", "powersgd:rank=4"]
+    assert [row[0].main for row in grid.rows] == ["layer0", "layer1", "layer2"]
+
+
+def test_settings_that_differ_in_one_number_are_a_series() -> None:
+    runs = [
+        result(hook, link=link, ranks=ranks)
+        for hook in ("all-reduce", "fp16")
+        for link in ("1Gbit/s", "10Mbit/s")
+        for ranks in (2, 4)
+    ]
+    found = [(one.along, one.name, one.places) for one in series_of(settings_of(runs))]
+    assert found == [
+        ("rate", "2 ranks", (1e7, 1e9)),
+        ("rate", "4 ranks", (1e7, 1e9)),
+        ("ranks", "1 Gbit/s", (2.0, 4.0)),
+        ("ranks", "10 Mbit/s", (2.0, 4.0)),
+    ]
+
+
+def test_twenty_hooks_are_all_drawn_differently() -> None:
+    found = looks([f"powersgd:rank={n}" for n in range(20)], "powersgd:rank=0")
+    assert len({(look.colour, str(look.dashes)) for look in found.values()}) == 20
+    assert found["powersgd:rank=0"].colour == LIGHT.first
 
 
 def test_numbers_read_well() -> None:
     assert [bytes_in_words(n) for n in (12, 4_200, 72_600_000, 1.5e9)] == ["12 B", "4.20 kB", "72.6 MB", "1.50 GB"]
     assert [seconds_in_words(s) for s in (0.0981, 65.2, None)] == ["98.1 ms", "65.2 s", "—"]
     assert (times(7.123), times(float("inf")), percent(0.975)) == ("7.12×", "nothing moved", "97.5 %")
+    assert [signed(value) for value in (0.0123, -0.0004, -1.5)] == ["+0.012", "0.000", "-1.500"]
+    assert interval_of_seconds(Interval(0.1, -0.01, 0.21)) == "0.00 to 210"
+    assert [listed(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
+    assert shortened("blocks.15.attention.weight", 11) == "block…eight"
+
+
+def test_links_read_well() -> None:
+    said = {
+        "100Mbit/s": "an emulated link of 100 Mbit/s",
+        "emulated:rate=1Gbit/s,latency=0.2ms": "an emulated link of 1 Gbit/s, latency 0.2 ms",
+        "hosts:rate=10Mbit/s": "network namespaces linked at 10 Mbit/s",
+        "real": "the real network",
+    }
+    assert {text: link_in_words(LinkSettings.parse(text)) for text in said} == said

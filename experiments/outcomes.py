@@ -1,0 +1,287 @@
+"""What came out of runs with several seeds: for every setting and hook, estimates and paired comparisons."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .intervals import Estimate, differences, ratios
+from .runs import RunResult, RunSettings, StepRecord
+from .specs import Spec
+from .summary import (
+    Spread,
+    Typical,
+    smoothed_losses,
+    steps_to,
+    target_loss,
+    total_bytes,
+    total_seconds,
+    unprobed,
+)
+
+USUAL_BASELINE = "all-reduce"
+ACCURACY = "accuracy"
+PARTS = ("compute", "compression", "waiting")
+
+
+class Outcome:
+    """One hook in one setting: its runs by seed, and what they say together."""
+
+    def __init__(self, hook: str, results: Mapping[int, RunResult], target: float, failed: Sequence[int] = ()) -> None:
+        self.hook = hook
+        self.results = dict(sorted(results.items()))
+        self.target = target
+        self.failed = tuple(failed)  # seeds whose run failed
+
+    @cached_property
+    def diverged(self) -> tuple[int, ...]:
+        """The seeds whose loss was not finite at some step or evaluation."""
+        return tuple(
+            seed
+            for seed, result in self.results.items()
+            if not all(math.isfinite(one.loss) for one in result.steps)
+            or not all(math.isfinite(one.loss) for one in result.evaluations)
+        )
+
+    @cached_property
+    def replicas_identical(self) -> bool:
+        """Whether all ranks ended with the same parameters in every run."""
+        return all(result.replicas_identical for result in self.results.values())
+
+    @cached_property
+    def held_out_loss(self) -> Estimate:
+        """On held-out data, after the last step."""
+        return Estimate.of({seed: result.evaluations[-1].loss for seed, result in self.results.items()})
+
+    def metric(self, name: str) -> Estimate:
+        """Return another metric on held-out data, after the last step."""
+        return Estimate.of(
+            {seed: result.evaluations[-1].metrics.get(name, math.nan) for seed, result in self.results.items()}
+        )
+
+    @cached_property
+    def train_loss(self) -> Estimate:
+        """Mean over the last steps."""
+        return self._each(lambda steps: smoothed_losses(steps)[-1])
+
+    @cached_property
+    def step(self) -> Estimate:
+        """Seconds of each seed's median step, without the probed ones."""
+        return self._each(lambda steps: statistics.median(step.seconds for step in unprobed(steps)))
+
+    @cached_property
+    def step_spread(self) -> Spread:
+        """Seconds of a step, over all seeds' steps without the probed ones."""
+        return Spread.of([step.seconds for one in self.results.values() for step in unprobed(one.steps)])
+
+    @cached_property
+    def typical(self) -> Mapping[str, Estimate]:
+        """Seconds of the typical step and of its parts: the parts add up."""
+        found = {seed: Typical.of(unprobed(result.steps)) for seed, result in self.results.items()}
+        return {
+            name: Estimate.of({seed: getattr(one, name) for seed, one in found.items()}) for name in (*PARTS, "seconds")
+        }
+
+    @cached_property
+    def seconds(self) -> Estimate:
+        """Training time of the whole run, warm-up included."""
+        return self._each(total_seconds)
+
+    @cached_property
+    def moved_bytes(self) -> Estimate:
+        """Bytes that one rank moved in the whole run, warm-up included."""
+        return self._each(total_bytes)
+
+    @cached_property
+    def ratio(self) -> float:
+        """Bytes of the plain all-reduce over the bytes moved, the whole run."""
+        dense = sum(step.dense_bytes for one in self.results.values() for step in one.steps)
+        moved = sum(total_bytes(one.steps) for one in self.results.values())
+        return dense / moved if moved else math.inf
+
+    @cached_property
+    def reached(self) -> Mapping[int, int]:
+        """After how many steps the target was reached, for the seeds that did."""
+        found = {seed: steps_to(self.target, result.steps) for seed, result in self.results.items()}
+        return {seed: steps for seed, steps in found.items() if steps is not None}
+
+    @cached_property
+    def steps_to_target(self) -> Estimate:
+        """Steps until the target is reached, over the seeds that did."""
+        return Estimate.of(self.reached)
+
+    @cached_property
+    def seconds_to_target(self) -> Estimate:
+        """Training time until the target is reached, over the seeds that did."""
+        return Estimate.of({seed: total_seconds(self.results[seed].steps[:n]) for seed, n in self.reached.items()})
+
+    @cached_property
+    def bytes_to_target(self) -> Estimate:
+        """Bytes that one rank moved until the target is reached, over the seeds that did."""
+        return Estimate.of({seed: total_bytes(self.results[seed].steps[:n]) for seed, n in self.reached.items()})
+
+    @cached_property
+    def overhead(self) -> Estimate:
+        """Bytes that the network interface sent over the bytes counted; without seeds if none were counted there."""
+        return Estimate.of_ratios(
+            {
+                seed: sum(sent) / total_bytes(result.steps)
+                for seed, result in self.results.items()
+                if (sent := _interface_bytes(result)) and total_bytes(result.steps)
+            }
+        )
+
+    @cached_property
+    def link_use(self) -> Estimate:
+        """The share of the link's rate that the interface used over the whole run; without seeds as `overhead`."""
+        return Estimate.of(
+            {
+                seed: 8 * sum(sent) / (total_seconds(result.steps) * rate)
+                for seed, result in self.results.items()
+                if (sent := _interface_bytes(result)) and (rate := result.settings.link.slowest)
+            }
+        )
+
+    def took_turns_with(self, other: Outcome) -> bool:
+        """Return whether the runs of both were made at the same time, so that the same load slowed them."""
+        return all(
+            _overlap(result, other.results[seed]) for seed, result in self.results.items() if seed in other.results
+        )
+
+    def _each(self, measure: Callable[[Sequence[StepRecord]], float]) -> Estimate:
+        return Estimate.of({seed: measure(result.steps) for seed, result in self.results.items()})
+
+
+@dataclass(frozen=True)
+class Versus:
+    """A hook against the baseline, over the seeds that both have."""
+
+    loss: Estimate  # held-out loss, ours - the baseline's
+    accuracy: Estimate  # the same for the accuracy; without seeds if the task reports none
+    step: Estimate  # the baseline's median step over ours: above 1 is faster
+    run: Estimate  # the same for the whole run
+    to_target: Estimate  # the same for the time to the target, over the seeds in which both reached it
+    seeds: int  # that both have
+    turns: bool  # whether the runs were made at the same time
+
+    @classmethod
+    def of(cls, ours: Outcome, baseline: Outcome) -> Versus:
+        """Compare a hook with the baseline."""
+        return cls(
+            loss=Estimate.of(differences(ours.held_out_loss.by_seed, baseline.held_out_loss.by_seed)),
+            accuracy=Estimate.of(differences(ours.metric(ACCURACY).by_seed, baseline.metric(ACCURACY).by_seed)),
+            step=_speed_up(ours.step, baseline.step),
+            run=_speed_up(ours.seconds, baseline.seconds),
+            to_target=_speed_up(ours.seconds_to_target, baseline.seconds_to_target),
+            seeds=len(ours.results.keys() & baseline.results.keys()),
+            turns=ours.took_turns_with(baseline),
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything but hook and seed, and the outcomes of its hooks; the baseline's comes first."""
+
+    settings: RunSettings  # of no hook, and seed 0
+    outcomes: tuple[Outcome, ...]
+    baseline: Outcome | None  # None: it was not run, or failed, in this setting
+    target: float  # training loss; NaN: the baseline diverged, and none was asked for
+    seeds: tuple[int, ...]  # of any hook
+
+    @cached_property
+    def versus(self) -> Mapping[str, Versus]:
+        """Each hook but the baseline, compared with it."""
+        first = self.baseline
+        return {} if first is None else {one.hook: Versus.of(one, first) for one in self.outcomes if one is not first}
+
+    @property
+    def any_result(self) -> RunResult:
+        """One of the runs, for what they have in common."""
+        return next(iter(self.outcomes[0].results.values()))
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """The names of all metrics besides the loss."""
+        every = [one for outcome in self.outcomes for one in outcome.results.values()]
+        return list(dict.fromkeys(name for result in every for name in result.evaluations[-1].metrics))
+
+
+def settings_of(
+    results: Sequence[RunResult],
+    *,
+    baseline: str | None = None,
+    target: float | None = None,
+    failures: Sequence[RunSettings] = (),
+) -> list[Setting]:
+    """Return the settings in order of appearance, each with its hooks in order of appearance.
+
+    Args:
+        results: Finished runs; those of one setting differ in hook and seed.
+        baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first hook.
+        target: The training loss to reach; None: by TARGET_RULE, for each setting.
+        failures: Runs that have no result.
+
+    Raises:
+        ValueError: There is no such hook.
+
+    """
+    hooks = list(dict.fromkeys(one.hook.label for one in (*(result.settings for result in results), *failures)))
+    if baseline is not None and baseline not in hooks:
+        raise ValueError(f"baseline {baseline!r} is none of the hooks that were run: {', '.join(hooks)}")
+    chosen = baseline or (USUAL_BASELINE if USUAL_BASELINE in hooks else hooks[0] if hooks else "")
+    grouped: dict[RunSettings, dict[str, dict[int, RunResult]]] = {}
+    for result in results:
+        runs = grouped.setdefault(setting_of(result.settings), {}).setdefault(result.settings.hook.label, {})
+        runs[result.settings.seed] = result
+    return [_setting(common, by_hook, chosen, target, failures) for common, by_hook in grouped.items()]
+
+
+def setting_of(settings: RunSettings) -> RunSettings:
+    """Return the settings without hook and seed."""
+    return dataclasses.replace(settings.scene, hook=Spec(""), seed=0)
+
+
+def _setting(
+    common: RunSettings,
+    by_hook: Mapping[str, Mapping[int, RunResult]],
+    baseline: str,
+    asked: float | None,
+    failures: Sequence[RunSettings],
+) -> Setting:
+    own = [one for one in failures if setting_of(one) == common]
+    target = asked
+    if target is None:
+        rule = by_hook.get(baseline) or next(iter(by_hook.values()))
+        target = target_loss([result.steps for result in rule.values()])
+    outcomes = [
+        Outcome(hook, runs, target, [one.seed for one in own if one.hook.label == hook])
+        for hook, runs in by_hook.items()
+    ]
+    outcomes.sort(key=lambda one: one.hook != baseline)
+    seeds = {seed for runs in by_hook.values() for seed in runs} | {one.seed for one in own}
+    first = outcomes[0] if outcomes[0].hook == baseline else None
+    return Setting(common, tuple(outcomes), first, target, tuple(sorted(seeds)))
+
+
+def _speed_up(ours: Estimate, baseline: Estimate) -> Estimate:
+    return Estimate.of_ratios(ratios(baseline.by_seed, ours.by_seed))
+
+
+def _interface_bytes(result: RunResult) -> list[int]:
+    """Return the bytes at the network interface in every step; nothing if a step has none."""
+    counted = [step.interface_bytes for step in result.steps if step.interface_bytes is not None]
+    return counted if len(counted) == len(result.steps) else []
+
+
+def _overlap(one: RunResult, other: RunResult) -> bool:
+    """Return whether the middle of each run lies within the other one, as it does if they take turns."""
+    if min(len(one.steps), len(other.steps)) < 3:
+        return True  # too short to tell
+    (first, middle, last), (begin, centre, end) = (
+        (run.steps[0].ended, run.steps[len(run.steps) // 2].ended, run.steps[-1].ended) for run in (one, other)
+    )
+    return begin <= middle <= end and first <= centre <= last

@@ -1,0 +1,185 @@
+"""Pictures with a curve for each hook: loss and accuracy, and what the probes found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter, FuncFormatter
+
+from ..outcomes import ACCURACY, Outcome, Setting
+from ..runs import RunResult
+from .plots import LIGHT, Look, canvases, legend, png, style
+from .words import percent
+
+_REACH = 4  # a curve's point is a mean over this many steps on either side
+_POINTS = 400  # of a curve, at most
+_WIDE = 5  # times by which hooks' training times differ before their axis is logarithmic
+_LOGARITHMIC = " (logarithmic)"
+_EXACT = 1e-5  # errors below this are drawn here
+
+Numbers = npt.NDArray[np.float64]
+Measure = Callable[[RunResult], Sequence[float]]
+
+
+def against_bytes(setting: Setting, drawn: Mapping[str, Look]) -> bytes:
+    """Return a PNG: loss and accuracy over the bytes moved by a rank, on a logarithmic axis."""
+    with matplotlib.rc_context(style(LIGHT)):
+        label = f"bytes moved by a rank so far{_LOGARITHMIC}"
+        return _progress(setting, drawn, "bytes", label, lambda run: [step.moved_bytes for step in run.steps])
+
+
+def against_time(setting: Setting, drawn: Mapping[str, Look]) -> bytes:
+    """Return a PNG: loss and accuracy over training time."""
+    with matplotlib.rc_context(style(LIGHT)):
+        totals = [one.seconds.mean for one in setting.outcomes]
+        label = "training time" + (_LOGARITHMIC if max(totals) > _WIDE * min(totals) else "")
+        return _progress(setting, drawn, "time", label, lambda run: [step.seconds for step in run.steps])
+
+
+def fidelity(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
+    """Return a PNG: the error of the mean and the residual, at the probed steps; None if no step was probed."""
+    if not any(run.probes for one in setting.outcomes for run in one.results.values()):
+        return None
+    residuals = any(
+        probe.residual is not None for one in setting.outcomes for run in one.results.values() for probe in run.probes
+    )
+    with matplotlib.rc_context(style(LIGHT)):
+        title = "Gradients: what is lost, and what is kept back"
+        figure, every = canvases(title, "step", 9.6, 4.0, columns=1 + residuals)
+        for one in setting.outcomes:
+            look, runs = drawn[one.hook], list(one.results.values())
+            _probes(every[0], [[max(probe.error, _EXACT) for probe in run.probes] for run in runs], runs, look)
+            if residuals and all(probe.residual is not None for run in runs for probe in run.probes):
+                found = [[probe.residual or 0.0 for probe in run.probes] for run in runs]
+                _probes(every[1], found, runs, look)
+        every[0].set_yscale("log")
+        every[0].yaxis.set_major_formatter(FuncFormatter(_error_label))
+        every[0].set_xlabel("step")
+        every[0].set_ylabel("error of the mean / norm of the mean")
+        if residuals:
+            every[1].set_ylim(bottom=0)
+            every[1].set_ylabel("norm of the residual / norm of the gradient")
+        legend(figure, every[0], width=9.6)
+        return png(figure)
+
+
+def _error_label(value: float, _: object) -> str:
+    return f"≤ {value:g}" if value <= _EXACT else f"{value:g}"
+
+
+def _probes(axes: Axes, values: Sequence[Sequence[float]], runs: Sequence[RunResult], look: Look) -> None:
+    steps = [probe.step for probe in runs[0].probes]
+    for own in values:
+        axes.plot(steps[: len(own)], own, color=look.colour, linestyle=look.dashes, linewidth=0.6, alpha=0.45)
+    if len({len(own) for own in values}) == 1:
+        mean = np.mean(np.array(values), axis=0)
+        axes.plot(
+            steps, mean, color=look.colour, linestyle=look.dashes, linewidth=1.8, marker="o", markersize=3.5,
+            label=look.label,
+        )  # fmt: skip
+
+
+def _progress(setting: Setting, drawn: Mapping[str, Look], against: str, x_label: str, measure: Measure) -> bytes:
+    """Draw the training loss and the held-out loss, and below them the accuracy if the task has one."""
+    rows = 1 + (ACCURACY in setting.metrics)
+    what = "Loss and accuracy" if rows == 2 else "Loss"
+    figure, every = canvases(f"{what} against {against}", x_label, 6.4, 2.4 + 2.6 * rows, rows=rows)
+    for one in setting.outcomes:
+        _losses(every[0], one, drawn[one.hook], measure)
+        if rows == 2:
+            _accuracies(every[1], one, drawn[one.hook], measure)
+    every[0].set_ylabel("loss (line: training,\ndots: held out)")
+    _target(every[0], setting.target)
+    _loss_limits(every[0], setting)
+    if rows == 2:
+        every[1].set_ylabel("held-out accuracy")
+        every[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value).replace(".0 ", " ")))
+    first = [measure(run)[0] for one in setting.outcomes for run in one.results.values()]
+    if x_label.endswith(_LOGARITHMIC) and min(first) > 0:
+        every[-1].set_xscale("log")
+    else:
+        every[-1].set_xlim(left=0)
+    unit = "B" if against == "bytes" else "s"
+    every[-1].xaxis.set_major_formatter(EngFormatter(unit=unit))
+    legend(figure, every[0])
+    return png(figure)
+
+
+def _losses(axes: Axes, one: Outcome, look: Look, measure: Measure) -> None:
+    """Draw the smoothed training loss of each seed thinly, and the means over seeds."""
+    runs = list(one.results.values())
+    xs = np.array([np.cumsum(measure(run)) for run in runs])
+    losses = np.array([_smooth([step.loss for step in run.steps]) for run in runs])
+    kept = np.unique(np.linspace(0, xs.shape[1] - 1, _POINTS).astype(int))
+    line: dict[str, Any] = {"color": look.colour, "linestyle": look.dashes}
+    if len(runs) > 1:
+        for x, loss in zip(xs, losses, strict=True):
+            axes.plot(x[kept], loss[kept], linewidth=0.6, alpha=0.4, **line)
+    axes.plot(xs.mean(axis=0)[kept], losses.mean(axis=0)[kept], linewidth=1.8, label=look.label, **line)
+    held_out = np.array([[found.loss for found in run.evaluations] for run in runs]).mean(axis=0)
+    places = [found.step - 1 for found in runs[0].evaluations]
+    axes.scatter(
+        xs.mean(axis=0)[places], held_out, s=18, color=look.colour, edgecolor=LIGHT.paper, linewidth=0.6, zorder=3
+    )
+
+
+def _accuracies(axes: Axes, one: Outcome, look: Look, measure: Measure) -> None:
+    runs = list(one.results.values())
+    places = [found.step - 1 for found in runs[0].evaluations]
+    xs = np.array([np.cumsum(measure(run))[places] for run in runs])
+    found = np.array([[each.metrics.get(ACCURACY, np.nan) for each in run.evaluations] for run in runs])
+    line: dict[str, Any] = {"color": look.colour, "linestyle": look.dashes}
+    if len(runs) > 1:
+        for x, values in zip(xs, found, strict=True):
+            axes.plot(x, values, linewidth=0.6, alpha=0.4, **line)
+    axes.plot(xs.mean(axis=0), found.mean(axis=0), linewidth=1.8, marker="o", markersize=3.5, **line)
+
+
+def _target(axes: Axes, target: float) -> None:
+    if not np.isfinite(target):
+        return
+    axes.axhline(target, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.7)
+    axes.annotate(
+        f"target {target:.3g}",
+        (0.01, target),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -3),
+        textcoords="offset points",
+        va="top",
+        fontsize=8,
+        color=LIGHT.ink,
+    )
+
+
+def _loss_limits(axes: Axes, setting: Setting) -> None:
+    """Use a logarithmic axis for a wide range; let a diverging curve leave the picture, not flatten the others."""
+    curves = [_smooth([step.loss for step in run.steps]) for one in setting.outcomes for run in one.results.values()]
+    finite = [curve[np.isfinite(curve)] for curve in curves]
+    starts = [float(curve[0]) for curve in finite if curve.size]
+    if not starts:
+        return
+    low, high = min(float(curve.min()) for curve in finite if curve.size), max(float(c.max()) for c in finite if c.size)
+    if high > 3 * max(starts):
+        high = 1.5 * max(starts)
+        axes.set_ylim(top=high)
+    if high > 20 * low > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _smooth(losses: Sequence[float]) -> Numbers:
+    """Return at every step the mean of the surrounding losses: a curve that does not lag behind its points."""
+    values = np.array(losses)
+    reach = min(_REACH, (len(values) - 1) // 2)
+    found = values.copy()
+    if reach:
+        windows = np.lib.stride_tricks.sliding_window_view(values, 2 * reach + 1)
+        found[reach:-reach] = windows.mean(axis=1)
+    for n in range(reach):  # at the ends there is room for less
+        found[n], found[-1 - n] = values[: 2 * n + 1].mean(), values[len(values) - 2 * n - 1 :].mean()
+    return found

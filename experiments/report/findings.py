@@ -1,0 +1,184 @@
+"""What follows from the numbers, in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from commhooks.units import bytes_in_words, counted, three_digits
+
+from ..intervals import Estimate
+from ..outcomes import Outcome, Setting, Versus
+from ..runs import RunSettings
+from .words import (
+    bounds,
+    link_in_words,
+    listed,
+    rate_in_words,
+    seconds_in_words,
+    signed,
+)
+
+
+def finding(setting: Setting) -> str:
+    """Return which hook reached the target sooner than the baseline and by how much, or that none did."""
+    first = setting.baseline
+    if first is None:
+        return "The baseline has no run here, so nothing is compared."
+    if not setting.versus:
+        return f"Only {first.hook} was run: there is nothing to compare."
+    if not math.isfinite(setting.target):
+        return f"{first.hook} diverged, so there is no target; name one with --target-loss."
+    candidates = [one for one in setting.outcomes[1:] if _is_comparable(one, setting.versus[one.hook])]
+    best = max(candidates, key=lambda one: setting.versus[one.hook].to_target.mean, default=None)
+    said = [_of_best(setting, first, best), *_of_others(setting, first, best)]
+    if len(setting.seeds) == 1:
+        said.append("One seed only: there are no intervals, so another run may say otherwise.")
+    return " ".join(said)
+
+
+def names_of(settings: Sequence[Setting]) -> list[str]:
+    """Return a name for each setting: whatever distinguishes it from the others."""
+    return distinguished([setting.settings for setting in settings])
+
+
+def distinguished(settings: Sequence[RunSettings]) -> list[str]:
+    """Return for each of these settings whatever distinguishes it from the others; the task if nothing does."""
+    parts = [_parts(each) for each in settings]
+    shown = [name for name in _parts(settings[0]) if len({each[name] for each in parts}) > 1] if settings else []
+    return [" · ".join(each[name] for name in shown or ("task", "link", "ranks")) for each in parts]
+
+
+def lead(settings: Sequence[Setting]) -> list[str]:
+    """Return what a reader must know before the first number."""
+    hooks = {outcome.hook for one in settings for outcome in one.outcomes}
+    seeds = {seed for one in settings for seed in one.seeds}
+    said = [f"{counted(len(hooks), 'hook')}, {counted(len(seeds), 'seed')}, {counted(len(settings), 'setting')}."]
+    tasks = list(dict.fromkeys(one.settings.task.label for one in settings))
+    said[0] = f"{said[0][:-1]}; {'task' if len(tasks) == 1 else 'tasks'} {listed(tasks)}."
+    ranks = sorted({one.settings.ranks for one in settings})
+    links = list(dict.fromkeys(link_in_words(one.settings.link) for one in settings))
+    if len(links) == 1:
+        said.append(f"{listed([str(n) for n in ranks])} ranks over {links[0]}.")
+    else:
+        said.append(f"{listed([str(n) for n in ranks])} ranks over {len(links)} links.")
+    optimizers = list(dict.fromkeys(_optimizer(one.settings) for one in settings))
+    if optimizers != [_optimizer(RunSettings(task=settings[0].settings.task))]:
+        said.append(f"Optimizers: {listed(optimizers)}.")
+    said += dict.fromkeys(filter(None, map(dilation, settings)))
+    said.append(
+        "Runs of one setting and seed train the same model on the same data for the same number of steps, and take "
+        "turns, one step each; only the communication hook differs."
+    )
+    return said
+
+
+def dilation(setting: Setting) -> str:
+    """Return how a step's stated compute relates to what it takes here; nothing if none is stated."""
+    stated = setting.settings.compute
+    if stated is None:
+        return ""
+    results = [one for outcome in setting.outcomes for one in outcome.results.values()]
+    factor = _range([one.dilation for one in results], "{:.2f} ×".format)
+    here = [one.compute_here for one in results if one.compute_here is not None]
+    measured = f"; it took {_range(here, seconds_in_words)} here" if here else ""
+    return (
+        f"A step's compute is stated as {stated}{measured}: time is dilated {factor}, so that the link is as slow, "
+        "compared with the compute, as it would be on that processor, and all times are that processor's."
+    )
+
+
+def _of_best(setting: Setting, first: Outcome, best: Outcome | None) -> str:
+    loss = f"a training loss of {setting.target:.3f}"
+    if best is None:
+        also = f", which took {seconds_in_words(first.seconds_to_target.mean)}" if first.reached else ""
+        return f"No hook reached {loss} in the seeds in which {first.hook} did{also}: compression does not pay here."
+    versus = setting.versus[best.hook]
+    faster = versus.to_target
+    took = (
+        f"{seconds_in_words(best.seconds_to_target.mean)} instead of {seconds_in_words(first.seconds_to_target.mean)}"
+    )
+    if faster.sign == 0:
+        return (
+            f"No difference seen in the time to {loss}: the best, {best.hook}, took {took}, {_faster(faster)}, "
+            "and that interval holds 1. Whether compression pays here is open."
+        )
+    if faster.mean <= 1:
+        return (
+            f"Compression does not pay here: no hook reached {loss} sooner than {first.hook}. The nearest, "
+            f"{best.hook}, took {took} ({_faster(faster)})."
+        )
+    reached = f"in {len(best.reached)} of {counted(len(best.results), 'seed')}"
+    moved, all_moved = (bytes_in_words(one.moved_bytes.mean) for one in (best, first))
+    return (
+        f"{best.hook} reached {loss} first, {reached}: {took}, {_faster(faster)}. A rank moved {moved} instead of "
+        f"{all_moved} in the whole run. {_held_out(versus)}"
+    )
+
+
+def _of_others(setting: Setting, first: Outcome, best: Outcome | None) -> list[str]:
+    said, others = [], [one for one in setting.outcomes if one is not first]
+    slower = [one.hook for one in others if one is not best and setting.versus[one.hook].to_target.sign == -1]
+    if slower:
+        said.append(f"Slower than {first.hook}: {listed(slower)}.")
+    never = [one.hook for one in setting.outcomes if not one.reached and not one.diverged]
+    if never:
+        said.append(f"Never reached by {listed(never)}.")
+    diverged = [f"{one.hook} ({len(one.diverged)} of {len(one.results)})" for one in setting.outcomes if one.diverged]
+    if diverged:
+        said.append(f"Diverged: {listed(diverged)}.")
+    return said
+
+
+def _held_out(versus: Versus) -> str:
+    """Return how the held-out loss differs, and what could have been missed."""
+    change, interval = versus.loss, versus.loss.interval
+    if not change.seeds:
+        return ""
+    if set(change.by_seed.values()) == {0.0}:
+        return "Its held-out loss is the same."
+    if interval is None:
+        return f"Its held-out loss differs by {signed(change.mean)}."
+    if change.sign == 0:
+        missed = max(abs(interval.low), abs(interval.high))
+        return f"No difference seen in the held-out loss; one of up to {missed:.3f} could have been missed."
+    which = "higher" if change.mean > 0 else "lower"
+    low, high = sorted((abs(interval.low), abs(interval.high)))
+    return f"Its held-out loss is {which} by {abs(change.mean):.3f} ({low:.3f} to {high:.3f})."
+
+
+def _faster(found: Estimate) -> str:
+    """Return '6.50 times as fast (95 % interval 6.10 to 6.90)'."""
+    interval = "" if found.interval is None else f" (95 % interval {bounds(found.interval, three_digits)})"
+    return f"{three_digits(found.mean)} times as fast{interval}"
+
+
+def _is_comparable(one: Outcome, versus: Versus) -> bool:
+    """Return whether the hook reached the target wherever the baseline did, without diverging."""
+    return not one.diverged and versus.to_target.seeds > 0 and len(one.reached) == len(one.results)
+
+
+def _parts(settings: RunSettings) -> dict[str, str]:
+    rate, _, more = rate_in_words(settings.link).partition(", ")
+    return {
+        "task": settings.task.label,
+        "link": "real network" if settings.link.kind == "real" else rate,
+        "latency": more or "no latency",
+        "kind": settings.link.kind,
+        "ranks": f"{settings.ranks} ranks",
+        "optimizer": _optimizer(settings),
+        "compute": f"compute {settings.compute or 'as here'}",
+        "ddp": f"{settings.ddp} DDP",
+        "bucket": f"{settings.bucket_cap_mb:g} MiB buckets" if settings.bucket_cap_mb else "usual buckets",
+        "steps": counted(settings.steps, "step"),
+        "evaluate": f"evaluated every {settings.evaluate_every}",
+    }
+
+
+def _optimizer(settings: RunSettings) -> str:
+    return "the task's own optimizer" if settings.optimizer is None else settings.optimizer.label
+
+
+def _range(values: Sequence[float], form: Callable[[float], str]) -> str:
+    low, high = form(min(values)), form(max(values))
+    return low if low == high else f"{low} to {high}"

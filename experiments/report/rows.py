@@ -1,0 +1,241 @@
+"""The report's tables as text, the same for a terminal and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from commhooks.units import bytes_in_words, counted, three_digits
+
+from ..intervals import Estimate
+from ..outcomes import ACCURACY, PARTS, Outcome, Setting, Versus
+from .words import (
+    NEVER,
+    bounds,
+    interval_of_seconds,
+    percent,
+    quartiles_in_words,
+    seconds_in_words,
+    signed,
+    times,
+)
+
+NO_DIFFERENCE = "no difference seen"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value, and below it in small print its interval and what follows from it."""
+
+    main: str
+    small: tuple[str, ...] = ()
+    best: bool = False  # of its column
+    warning: str = ""
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A column's name."""
+
+    text: str
+    small: str = ""
+    part: str = ""  # "compute", "compression" or "waiting": shown with that part's colour
+    wide: bool = False  # shown on the page, but not in a terminal
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table; the first cell of each row is a name."""
+
+    title: str
+    headings: tuple[Heading, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    caption: str = ""
+
+
+def outcome_grid(setting: Setting) -> Grid:
+    """Return what each hook reached: losses, metrics, and the target."""
+    target = "to target"
+    others = [name for name in setting.metrics if name != ACCURACY]
+    headings = [Heading("hook"), Heading("held-out loss")]
+    if setting.versus:
+        headings.append(Heading(f"against {setting.outcomes[0].hook}"))
+    if ACCURACY in setting.metrics:
+        headings.append(Heading(ACCURACY))
+    headings += [Heading(name.replace("_", " "), wide=True) for name in others]
+    headings += [Heading("training loss", wide=True), Heading("seeds", target)]
+    headings += [Heading("steps", target, wide=True), Heading("time", target)]
+    headings.append(Heading("bytes", target, wide=True))
+    if setting.versus:
+        headings.append(Heading("speed-up", target))
+    best = {name: _least(setting, lambda one, name=name: getattr(one, name)) for name in _TO_TARGET}  # type: ignore[misc]  # "Cannot infer type of lambda": the default binds the name
+    rows = tuple(tuple(_outcome_row(one, setting, others, best)) for one in setting.outcomes)
+    return Grid(
+        "What came out", tuple(headings), rows, f"Target: training loss {setting.target:.3f}. {_caption(setting)}"
+    )
+
+
+def cost_grid(setting: Setting) -> Grid:
+    """Return what each hook cost: bytes, and where the time of a step went."""
+    headings = [Heading("hook"), Heading("moved", "per rank"), Heading("ratio")]
+    headings.append(Heading("step", "median" if len(setting.seeds) > 1 else "median, quartiles"))
+    headings += [Heading(part, part=part) for part in PARTS]
+    if setting.versus:
+        headings.append(Heading("speed-up", "step"))
+    headings.append(Heading("whole run", wide=True))
+    if setting.versus:
+        headings.append(Heading("speed-up", "run", wide=True))
+    interface = any(one.overhead.seeds for one in setting.outcomes)
+    if interface:
+        headings += [Heading("interface bytes", "/ counted", wide=True), Heading("link use", wide=True)]
+    fastest = _least(setting, lambda one: one.step)
+    rows = tuple(tuple(_cost_row(one, setting, one.hook == fastest, interface=interface)) for one in setting.outcomes)
+    return Grid("What it cost", tuple(headings), rows, _caption(setting))
+
+
+def overview_grid(settings: Sequence[Setting], names: Sequence[str]) -> Grid:
+    """Return the speed-ups of every hook in every setting: of the step, and below it of the time to the target."""
+    hooks = list(dict.fromkeys(hook for setting in settings for hook in setting.versus))
+    rows = []
+    for name, setting in zip(names, settings, strict=True):
+        cells = [Cell(name)]
+        for hook in hooks:
+            versus = setting.versus.get(hook)
+            if versus is None:
+                cells.append(Cell(NEVER))
+                continue
+            to_target = f"to target {times(versus.to_target.mean)}" if versus.to_target.seeds else "target not reached"
+            small = (bounds(versus.step.interval, three_digits), to_target)
+            cells.append(Cell(times(versus.step.mean), tuple(filter(None, small)), best=versus.step.sign == 1))
+        rows.append(tuple(cells))
+    caption = (
+        "How many times as fast as the baseline a step is, with the 95 % interval if there are several seeds "
+        "(Student's t on logarithms, paired by seed), and the same for the time to the target loss. Shaded: the whole "
+        "interval lies above 1."
+    )
+    return Grid("Step speed-up in every setting", (Heading("setting"), *map(Heading, hooks)), tuple(rows), caption)
+
+
+_TO_TARGET = ("seconds_to_target", "bytes_to_target")
+
+
+def _outcome_row(one: Outcome, setting: Setting, metrics: Sequence[str], best: dict[str, str | None]) -> Iterator[Cell]:
+    versus = setting.versus.get(one.hook)
+    yield _name(one, setting, versus)
+    yield _estimate(one.held_out_loss, "{:.3f}".format)
+    if setting.versus:
+        yield Cell("") if versus is None else _change(versus.loss, signed)
+    if ACCURACY in setting.metrics:
+        cell = _estimate(one.metric(ACCURACY), percent)
+        points = versus.accuracy if versus is not None else None
+        by = (
+            ()
+            if points is None or not points.seeds
+            else (f"{signed(100 * points.mean, '.1f')} points", _verdict(points))
+        )
+        yield Cell(cell.main, (*cell.small, *filter(None, by)))
+    for name in metrics:
+        yield _estimate(one.metric(name), "{:.3f}".format)
+    yield _estimate(one.train_loss, "{:.3f}".format)
+    yield Cell(f"{len(one.reached)} of {len(one.results)}")
+    reached = bool(one.reached)
+    yield Cell(f"{one.steps_to_target.mean:,.0f}" if reached else NEVER)
+    yield _seconds(one.seconds_to_target, best=best["seconds_to_target"] == one.hook)
+    yield Cell(bytes_in_words(one.bytes_to_target.mean) if reached else NEVER, best=best["bytes_to_target"] == one.hook)
+    if setting.versus:
+        yield Cell("") if versus is None else _speed_up(versus.to_target)
+
+
+def _cost_row(one: Outcome, setting: Setting, fastest: bool, *, interface: bool) -> Iterator[Cell]:
+    versus = setting.versus.get(one.hook)
+    yield _name(one, setting, versus)
+    yield Cell(bytes_in_words(one.moved_bytes.mean))
+    yield Cell(times(one.ratio))
+    spread = quartiles_in_words(one.step_spread)
+    yield (
+        _seconds(one.step, best=fastest)
+        if len(setting.seeds) > 1
+        else Cell(seconds_in_words(one.step.mean), (spread,), best=fastest)
+    )
+    for part in PARTS:
+        yield Cell(seconds_in_words(one.typical[part].mean))
+    if setting.versus:
+        yield Cell("") if versus is None else _speed_up(versus.step)
+    yield _seconds(one.seconds)
+    if setting.versus:
+        yield Cell("") if versus is None else _speed_up(versus.run)
+    if interface:
+        yield _estimate(one.overhead, times)
+        yield _estimate(one.link_use, percent)
+
+
+def _name(one: Outcome, setting: Setting, versus: Versus | None) -> Cell:
+    """Return the hook's name, and whatever sets its runs apart from the others'."""
+    small = (
+        [f"{len(one.results)} of {counted(len(setting.seeds), 'seed')}"]
+        if len(one.results) < len(setting.seeds)
+        else []
+    )
+    if versus is not None and versus.seeds < len(one.results):
+        small.append(f"compared over {counted(versus.seeds, 'seed')}")
+    if versus is not None and not versus.turns:
+        small.append("made at another time")
+    warnings = [f"{len(one.diverged)} of {len(one.results)} diverged"] if one.diverged else []
+    if one.failed:
+        warnings.append(f"{counted(len(one.failed), 'run')} failed")
+    if not one.replicas_identical:
+        warnings.append("replicas differ")
+    return Cell(one.hook, tuple(small), warning=", ".join(warnings))
+
+
+def _estimate(estimate: Estimate, form: Callable[[float], str]) -> Cell:
+    """Return the mean, and below it the interval in the same unit."""
+    if not estimate.seeds:
+        return Cell(NEVER)
+    return Cell(form(estimate.mean), tuple(filter(None, [bounds(estimate.interval, form).replace(_unit(form), "")])))
+
+
+def _unit(form: Callable[[float], str]) -> str:
+    return form(1.0).lstrip("+0123456789.")
+
+
+def _change(estimate: Estimate, form: Callable[[float], str]) -> Cell:
+    cell = _estimate(estimate, form)
+    return Cell(cell.main, tuple(filter(None, (*cell.small, _verdict(estimate)))))
+
+
+def _verdict(estimate: Estimate) -> str:
+    if set(estimate.by_seed.values()) == {estimate.neutral}:
+        return "the same"
+    return NO_DIFFERENCE if estimate.sign == 0 else ""
+
+
+def _speed_up(estimate: Estimate) -> Cell:
+    return _change(estimate, times)
+
+
+def _seconds(estimate: Estimate, *, best: bool = False) -> Cell:
+    if not estimate.seeds:
+        return Cell(NEVER)
+    small = () if estimate.interval is None else (interval_of_seconds(estimate.interval),)
+    return Cell(seconds_in_words(estimate.mean), small, best=best)
+
+
+def _least(setting: Setting, measure: Callable[[Outcome], Estimate]) -> str | None:
+    """Return the hook with the least mean among those measured with every one of their seeds."""
+    known = {
+        one.hook: found.mean
+        for one in setting.outcomes
+        if not one.diverged and (found := measure(one)).seeds == len(one.results)
+    }
+    return min(known, key=known.__getitem__) if len(known) > 1 else None
+
+
+def _caption(setting: Setting) -> str:
+    if len(setting.seeds) == 1:
+        return "One seed: no intervals."
+    versus = " Comparisons are paired by seed." if setting.versus else ""
+    return (
+        f"Means over {len(setting.seeds)} seeds with 95 % intervals (Student's t; of speed-ups, on their logarithms)."
+        f"{versus} Bytes, steps, and the parts of a step: means."
+    )

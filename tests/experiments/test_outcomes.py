@@ -1,0 +1,199 @@
+"""What runs with several seeds say together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+
+import pytest
+
+from experiments.outcomes import Setting, setting_of, settings_of
+from experiments.report.findings import dilation, finding, names_of
+from experiments.runs import RunResult
+from experiments.summary import smoothed_losses, steps_to, target_loss, total_seconds
+from tests.experiments.synthetic import diverged, result, results
+
+SEEDS = (0, 1, 2)
+POWER = "powersgd:rank=4"
+
+
+def setting(runs: list[RunResult], **options: float) -> Setting:
+    (found,) = settings_of(runs, **options)  # type: ignore[arg-type]  # "float": the only option used here is the target
+    return found
+
+
+def without(hook: str, seed: int, runs: list[RunResult]) -> list[RunResult]:
+    return [one for one in runs if (one.settings.hook.label, one.settings.seed) != (hook, seed)]
+
+
+def with_diverged(hook: str, seed: int, runs: list[RunResult]) -> list[RunResult]:
+    return [diverged(one) if (one.settings.hook.label, one.settings.seed) == (hook, seed) else one for one in runs]
+
+
+GPT = results(tasks=("gpt",), seeds=SEEDS)
+
+
+def test_runs_that_differ_only_in_hook_and_seed_are_one_setting() -> None:
+    found = settings_of(results(seeds=SEEDS, links=("100Mbit/s", "1Gbit/s")))
+    assert [(one.settings.task.label, one.settings.link.bits_per_second) for one in found] == [
+        ("digits", 1e8), ("digits", 1e9), ("gpt", 1e8), ("gpt", 1e9),
+    ]  # fmt: skip
+    assert all([outcome.hook for outcome in one.outcomes] == ["all-reduce", "fp16", POWER] for one in found)
+    assert all(one.seeds == SEEDS for one in found)
+
+
+def test_the_baseline_comes_first_whatever_the_order_of_the_files() -> None:
+    assert setting(GPT[::-1]).outcomes[0].hook == "all-reduce"
+    (named,) = settings_of(GPT, baseline="fp16")
+    assert named.outcomes[0].hook == "fp16" and set(named.versus) == {"all-reduce", POWER}
+
+
+def test_a_baseline_that_nobody_ran_is_refused_with_the_hooks_that_were_run() -> None:
+    with pytest.raises(ValueError, match=r"baseline 'fp8' is none of the hooks that were run: all-reduce, fp16"):
+        settings_of(GPT, baseline="fp8")
+
+
+def test_speed_ups_are_paired_by_seed() -> None:
+    found = setting(GPT).versus[POWER].step
+    runs = {(one.settings.hook.label, one.settings.seed): one for one in GPT}
+    medians = {key: statistics.median(step.seconds for step in run.steps) for key, run in runs.items()}
+    assert found.by_seed == pytest.approx({seed: medians["all-reduce", seed] / medians[POWER, seed] for seed in SEEDS})
+
+
+def test_a_missing_seed_leaves_the_others_paired_and_is_said() -> None:
+    found = setting(without("all-reduce", 1, GPT))
+    assert set(found.versus[POWER].loss.by_seed) == {0, 2}
+    assert found.versus[POWER].seeds == 2
+    assert found.seeds == SEEDS
+
+
+def test_the_target_is_common_to_all_seeds_and_comes_from_the_mean_curve() -> None:
+    curves = [smoothed_losses(one.steps) for one in GPT if one.settings.hook.label == "all-reduce"]
+    mean = [statistics.fmean(losses) for losses in zip(*curves, strict=True)]
+    found = setting(GPT)
+    assert found.target == pytest.approx(mean[0] + 0.95 * (mean[-1] - mean[0]))
+    first = found.outcomes[0]
+    run, seed = first.results[1], 1
+    steps = steps_to(found.target, run.steps)
+    assert steps is not None
+    assert first.seconds_to_target.by_seed[seed] == pytest.approx(total_seconds(run.steps[:steps]))
+
+
+def test_a_target_that_one_seed_misses_is_reached_by_the_others() -> None:
+    found = setting(with_diverged("fp16", 1, GPT)).outcomes[1]
+    assert sorted(found.reached) == [0, 2]
+    assert found.diverged == (1,)
+
+
+def test_a_diverged_run_is_counted_and_its_loss_is_not_averaged() -> None:
+    found = setting(with_diverged(POWER, 2, GPT))
+    outcome = found.outcomes[2]
+    assert outcome.held_out_loss.seeds == 2 and math.isfinite(outcome.held_out_loss.mean)
+    assert "Diverged: powersgd:rank=4 (1 of 3)." in finding(found)
+    assert finding(found).startswith("fp16 reached")  # though the other was faster with two seeds
+
+
+def test_if_the_baseline_diverged_there_is_no_target() -> None:
+    found = setting([diverged(one) if one.settings.hook.label == "all-reduce" else one for one in GPT])
+    assert math.isnan(found.target)
+    assert "all-reduce diverged, so there is no target" in finding(found)
+
+
+def test_probed_steps_are_no_typical_steps() -> None:
+    run = result()
+    slow = dataclasses.replace(
+        run,
+        steps=tuple(
+            dataclasses.replace(step, probed=True, seconds=9.0, compute=9.0) if step.step % 2 else step
+            for step in run.steps
+        ),
+    )
+    found = setting([slow]).outcomes[0]
+    assert found.step.mean == pytest.approx(statistics.median(step.seconds for step in run.steps[1::2]))
+    assert found.typical["seconds"].mean < 1
+    assert found.seconds.mean > 20 * 9.0  # the whole run counts them
+
+
+def test_the_parts_of_a_typical_step_add_up() -> None:
+    typical = setting(GPT).outcomes[0].typical
+    parts = sum(typical[name].mean for name in ("compute", "compression", "waiting"))
+    assert parts == pytest.approx(typical["seconds"].mean)
+
+
+def test_interface_bytes_are_compared_with_those_counted_and_with_the_rate() -> None:
+    assert setting(GPT).outcomes[0].overhead.seeds == 0
+    counted = [
+        dataclasses.replace(
+            one, steps=tuple(dataclasses.replace(step, interface_bytes=step.moved_bytes * 2) for step in one.steps)
+        )
+        for one in GPT
+    ]
+    found = setting(counted).outcomes[0]
+    assert found.overhead.mean == pytest.approx(2)
+    assert found.link_use.mean == pytest.approx(16 * found.moved_bytes.mean / 1e8 / found.seconds.mean, rel=1e-3)
+
+
+def test_runs_made_at_another_time_did_not_take_turns() -> None:
+    later = [
+        dataclasses.replace(one, steps=tuple(dataclasses.replace(s, ended=s.ended + 1e6) for s in one.steps))
+        if one.settings.hook.label == "fp16"
+        else one
+        for one in GPT
+    ]
+    versus = setting(later).versus
+    assert (versus["fp16"].turns, versus[POWER].turns) == (False, True)
+
+
+class TestFinding:
+    def test_it_names_the_first_with_its_interval(self) -> None:
+        text = finding(setting(GPT))
+        assert text.startswith(f"{POWER} reached a training loss of ")
+        assert "in 3 of 3 seeds" in text and "times as fast (95 % interval " in text
+
+    def test_it_says_how_large_a_difference_could_have_been_missed(self) -> None:
+        text = finding(setting([one for one in GPT if one.settings.hook.label != POWER]))
+        assert "No difference seen in the held-out loss; one of up to 0.0" in text
+
+    def test_with_one_seed_it_says_that_there_is_no_interval(self) -> None:
+        assert "One seed only: there are no intervals" in finding(setting(results(tasks=("gpt",))))
+
+    def test_a_setting_in_which_compression_does_not_pay_is_said_as_plainly(self) -> None:
+        slow = [
+            result(hook, slower=slower, ratio=ratio, seed=seed, link="100Gbit/s")
+            for seed in SEEDS
+            for hook, ratio, slower in (("all-reduce", 1, 1.0), ("sign", 30, 1.5))
+        ]
+        assert finding(setting(slow, target=2.4)).startswith("Compression does not pay here: no hook reached")
+
+    def test_a_hook_that_never_reaches_the_target_is_named(self) -> None:
+        assert "Never reached by sign." in finding(setting([*GPT, *(result("sign", slower=9, seed=s) for s in SEEDS)]))
+
+    def test_stated_compute_is_explained(self) -> None:
+        run = dataclasses.replace(result(compute="200ms"), dilation=2.06, compute_here=0.412)
+        text = dilation(setting([run]))
+        assert "stated as 200ms; it took 412 ms here: time is dilated 2.06 ×" in text
+
+
+def test_settings_are_named_by_what_distinguishes_them() -> None:
+    found = settings_of([result(link=link, ranks=ranks) for link in ("10Mbit/s", "1Gbit/s") for ranks in (2, 4)])
+    assert names_of(found) == ["10 Mbit/s · 2 ranks", "10 Mbit/s · 4 ranks", "1 Gbit/s · 2 ranks", "1 Gbit/s · 4 ranks"]
+    assert names_of(settings_of([result()])) == ["gpt · 100 Mbit/s · 2 ranks"]
+
+
+def test_a_failed_run_belongs_to_its_setting() -> None:
+    lost = dataclasses.replace(GPT[1].settings, seed=7)
+    (found,) = settings_of(GPT, failures=[lost])
+    assert found.seeds == (0, 1, 2, 7)
+    assert found.outcomes[1].failed == (7,)
+    assert setting_of(lost) == found.settings
+
+
+def test_the_smoothed_loss_is_a_mean_over_up_to_ten_steps() -> None:
+    steps = result(steps=25).steps
+    found = smoothed_losses(steps)
+    assert [len(found), *found] == pytest.approx(
+        [25, *(statistics.fmean(step.loss for step in steps[max(0, end - 10) : end]) for end in range(1, 26))]
+    )
+    assert smoothed_losses(steps[:4]) == pytest.approx(found[:4])
+    assert target_loss([steps]) == pytest.approx(found[0] + 0.95 * (found[-1] - found[0]))
