@@ -53,7 +53,7 @@ def speed_ups(series: Series, drawn: Mapping[str, Look]) -> bytes:
     hooks = list(dict.fromkeys(hook for one in series.settings for hook in one.versus))
     with matplotlib.rc_context(style(LIGHT)):
         rate = series.along == "rate"
-        label = "rate of the link (logarithmic)" if rate else "ranks"
+        label = "rate of the link (logarithmic)" if rate else "ranks (logarithmic)"
         title = f"Step speed-up against {series.along}" + (f" ({series.name})" if series.name else "")
         figure, axes = canvas(title, label, 6.4, 4.6)
         for number, hook in enumerate(hooks):
@@ -71,8 +71,7 @@ def speed_ups(series: Series, drawn: Mapping[str, Look]) -> bytes:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_ylabel(f"times as fast as {baseline.hook}")
-        if rate:
-            axes.set_xscale("log")
+        axes.set_xscale("log")
         names = [format_rate(place) if rate else f"{place:g}" for place in series.places]
         axes.set_xticks(series.places, names)
         axes.xaxis.set_minor_formatter(NullFormatter())

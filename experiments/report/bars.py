@@ -18,9 +18,7 @@ def step_time(setting: Setting) -> bytes:
     # One interval that is much wider than every bar must not squeeze the bars.
     limit = scale * min(top, 2 * max(one.mean for one in whole))
     with matplotlib.rc_context(style(LIGHT)):
-        label = f"{unit} a step (mean of the middle half of the steps" + (
-            "; whisker: 95 % interval of the whole over seeds)" if len(setting.seeds) > 1 else ")"
-        )
+        label = f"{unit} a step" + (" (whisker: 95 % interval over seeds)" if len(setting.seeds) > 1 else "")
         figure, axes = canvas("Where a step's time goes", label, 9.6, 1.7 + 0.46 * len(hooks))
         rows, left = list(range(len(hooks))), [0.0] * len(hooks)
         for part in PARTS:

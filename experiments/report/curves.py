@@ -60,10 +60,10 @@ def fidelity(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
         every[0].set_yscale("log")
         every[0].yaxis.set_major_formatter(FuncFormatter(_error_label))
         every[0].set_xlabel("step")
-        every[0].set_ylabel("error of the mean / norm of the mean")
+        every[0].set_ylabel("error of the mean\n/ norm of the mean")
         if residuals:
             every[1].set_ylim(bottom=0)
-            every[1].set_ylabel("norm of the residual / norm of the gradient")
+            every[1].set_ylabel("norm of the residual\n/ norm of the gradient")
         legend(figure, every[0], width=9.6)
         return png(figure)
 

@@ -30,7 +30,12 @@ def finding(setting: Setting) -> str:
     if not math.isfinite(setting.target):
         return f"{first.hook} diverged, so there is no target; name one with --target-loss."
     candidates = [one for one in setting.outcomes[1:] if _is_comparable(one, setting.versus[one.hook])]
-    best = max(candidates, key=lambda one: setting.versus[one.hook].to_target.mean, default=None)
+    # One whose interval lies above 1 goes before one that may only have been lucky.
+    best = max(
+        candidates,
+        key=lambda one: (setting.versus[one.hook].to_target.sign == 1, setting.versus[one.hook].to_target.mean),
+        default=None,
+    )
     said = [_of_best(setting, first, best), *_of_others(setting, first, best)]
     if len(setting.seeds) == 1:
         said.append("One seed only: there are no intervals, so another run may say otherwise.")
@@ -90,9 +95,13 @@ def dilation(setting: Setting) -> str:
 
 def _of_best(setting: Setting, first: Outcome, best: Outcome | None) -> str:
     loss = f"a training loss of {setting.target:.3f}"
+    if not first.reached:
+        return _without_baseline(setting, first, loss)
     if best is None:
-        also = f", which took {seconds_in_words(first.seconds_to_target.mean)}" if first.reached else ""
-        return f"No hook reached {loss} in the seeds in which {first.hook} did{also}: compression does not pay here."
+        return (
+            f"Compression does not pay here: {first.hook} reached {loss} after "
+            f"{seconds_in_words(first.seconds_to_target.mean)}, and no other hook with every seed."
+        )
     versus = setting.versus[best.hook]
     faster = versus.to_target
     took = (
@@ -111,9 +120,22 @@ def _of_best(setting: Setting, first: Outcome, best: Outcome | None) -> str:
     reached = f"in {len(best.reached)} of {counted(len(best.results), 'seed')}"
     moved, all_moved = (bytes_in_words(one.moved_bytes.mean) for one in (best, first))
     return (
-        f"{best.hook} reached {loss} first, {reached}: {took}, {_faster(faster)}. A rank moved {moved} instead of "
+        f"{best.hook} reached {loss} {reached}: {took}, {_faster(faster)}. A rank moved {moved} instead of "
         f"{all_moved} in the whole run. {_held_out(versus)}"
     )
+
+
+def _without_baseline(setting: Setting, first: Outcome, loss: str) -> str:
+    """Return which hooks reached the target although the baseline never did."""
+    reached = [
+        f"{one.hook} did in {len(one.reached)} of {counted(len(one.results), 'seed')}, after "
+        f"{seconds_in_words(one.seconds_to_target.mean)}"
+        for one in setting.outcomes
+        if one.reached
+    ]
+    if not reached:
+        return f"No hook reached {loss}."
+    return f"{first.hook} never reached {loss}; {listed(reached)}."
 
 
 def _of_others(setting: Setting, first: Outcome, best: Outcome | None) -> list[str]:
@@ -122,7 +144,7 @@ def _of_others(setting: Setting, first: Outcome, best: Outcome | None) -> list[s
     if slower:
         said.append(f"Slower than {first.hook}: {listed(slower)}.")
     never = [one.hook for one in setting.outcomes if not one.reached and not one.diverged]
-    if never:
+    if never and first.reached:
         said.append(f"Never reached by {listed(never)}.")
     diverged = [f"{one.hook} ({len(one.diverged)} of {len(one.results)})" for one in setting.outcomes if one.diverged]
     if diverged:

@@ -67,7 +67,7 @@ def layer_picture(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
         return None
     names = [shortened(layer.name, 42) for layer in next(iter(by_hook.values()))]
     with matplotlib.rc_context(style(LIGHT)):
-        height = 1.8 + 0.34 * len(names) + 0.1 * len(by_hook)
+        height = 1.6 + max(0.3, 0.05 * len(by_hook)) * len(names)
         figure, (left, right) = canvases("By layer, at the last probed step", "", 9.6, height, columns=2, sharey=True)
         for place, (hook, layers) in enumerate(by_hook.items()):
             look = drawn[hook]

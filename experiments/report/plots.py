@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -79,9 +80,13 @@ def looks(hooks: Sequence[str], baseline: str | None) -> Mapping[str, Look]:
 def legend(figure: Figure, axes: Axes, *, width: float = 6.4) -> None:
     """Name the curves of these axes below the picture, in as many columns as their names leave room for."""
     handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        columns = max(1, int(width * 13 // (max(map(len, labels)) + 6)))
-        figure.legend(handles, labels, loc="outside lower left", ncols=min(columns, len(labels)))
+    if not labels:
+        return
+    columns = min(len(labels), max(1, int(width * 13 // (max(map(len, labels)) + 6))))
+    figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+    figure.set_figheight(
+        figure.get_figheight() + 0.18 * (math.ceil(len(labels) / columns) - 1)
+    )  # the axes stay as high
 
 
 def canvas(title: str, x_label: str, width: float, height: float) -> tuple[Figure, Axes]:

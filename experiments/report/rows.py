@@ -101,7 +101,7 @@ def overview_grid(settings: Sequence[Setting], names: Sequence[str]) -> Grid:
         cells = [Cell(name)]
         for hook in hooks:
             versus = setting.versus.get(hook)
-            if versus is None:
+            if versus is None or not versus.step.seeds:
                 cells.append(Cell(NEVER))
                 continue
             to_target = f"to target {times(versus.to_target.mean)}" if versus.to_target.seeds else "target not reached"

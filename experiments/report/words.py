@@ -81,6 +81,8 @@ def link_in_words(link: LinkSettings) -> str:
     """Return 'an emulated link of 100 Mbit/s, latency 0.2 ms'."""
     if link.kind == "real":
         return _LINKS["real"]
+    if rate_in_words(link) == "unlimited":
+        return f"{_LINKS.get(link.kind, link.kind)} without a limit"
     joint = "at" if link.kind == "hosts" else "of"
     return f"{_LINKS.get(link.kind, link.kind)} {joint} {rate_in_words(link)}"
 

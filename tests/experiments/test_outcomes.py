@@ -166,6 +166,26 @@ class TestFinding:
         ]
         assert finding(setting(slow, target=2.4)).startswith("Compression does not pay here: no hook reached")
 
+    def test_a_target_that_only_other_hooks_reach_is_no_loss_for_them(self) -> None:
+        runs = [result(hook, slower=slower) for hook, slower in (("all-reduce", 9.0), ("sign", 1.0))]
+        assert finding(setting(runs, target=2.4)).startswith(
+            "all-reduce never reached a training loss of 2.400; sign did in 1 of 1 seed, after "
+        )
+        assert finding(setting(runs, target=1.0)).startswith("No hook reached a training loss of 1.000.")
+
+    def test_a_hook_that_misses_the_target_with_one_seed_is_not_called_faster(self) -> None:
+        runs = [result(seed=seed) for seed in SEEDS]
+        runs += [result("sign", ratio=30, seed=seed, slower=9.0 if seed == 1 else 1.0) for seed in SEEDS]
+        assert finding(setting(runs)).startswith("Compression does not pay here: all-reduce reached")
+
+    def test_a_sure_gain_goes_before_a_larger_one_that_may_be_luck(self) -> None:
+        runs = [result(seed=seed) for seed in SEEDS]
+        runs += [result("fp16", ratio=2, seed=seed) for seed in SEEDS]
+        runs += [result("luck", ratio=(500, 500, 0.5)[seed], seed=seed) for seed in SEEDS]
+        found = setting(runs)
+        assert found.versus["luck"].to_target.mean > found.versus["fp16"].to_target.mean
+        assert finding(found).startswith("fp16 reached")
+
     def test_a_hook_that_never_reaches_the_target_is_named(self) -> None:
         assert "Never reached by sign." in finding(setting([*GPT, *(result("sign", slower=9, seed=s) for s in SEEDS)]))
 
