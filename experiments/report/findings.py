@@ -70,7 +70,8 @@ def lead(settings: Sequence[Setting]) -> list[str]:
     optimizers = list(dict.fromkeys(_optimizer(one.settings) for one in settings))
     if optimizers != [_optimizer(RunSettings(task=settings[0].settings.task))]:
         said.append(f"Optimizers: {listed(optimizers)}.")
-    said += dict.fromkeys(filter(None, map(dilation, settings)))
+    for stated in dict.fromkeys(one.settings.compute for one in settings):
+        said += filter(None, [dilation([one for one in settings if one.settings.compute == stated])])
     said.append(
         "Runs of one setting and seed train the same model on the same data for the same number of steps, and take "
         "turns, one step each; only the communication hook differs."
@@ -78,12 +79,12 @@ def lead(settings: Sequence[Setting]) -> list[str]:
     return said
 
 
-def dilation(setting: Setting) -> str:
-    """Return how a step's stated compute relates to what it takes here; nothing if none is stated."""
-    stated = setting.settings.compute
+def dilation(settings: Sequence[Setting]) -> str:
+    """Return how the compute that these settings state relates to what it takes here; nothing if none is stated."""
+    stated = settings[0].settings.compute
     if stated is None:
         return ""
-    results = [one for outcome in setting.outcomes for one in outcome.results.values()]
+    results = [one for setting in settings for outcome in setting.outcomes for one in outcome.results.values()]
     factor = _range([one.dilation for one in results], "{:.2f} ×".format)
     here = [one.compute_here for one in results if one.compute_here is not None]
     measured = f"; it took {_range(here, seconds_in_words)} here" if here else ""

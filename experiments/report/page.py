@@ -145,7 +145,7 @@ def _facts_of(setting: Setting) -> str:
     optimizer = "" if settings.optimizer is None else f" Optimizer: {settings.optimizer.label}."
     return (
         f"{description}. {run.parameters:,} parameters, {settings.steps:,} steps, {settings.ranks} ranks over "
-        f"{link_in_words(settings.link)}; {seeds}.{optimizer} {dilation(setting)}"
+        f"{link_in_words(settings.link)}; {seeds}.{optimizer} {dilation([setting])}"
     )
 
 

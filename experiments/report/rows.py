@@ -110,7 +110,7 @@ def overview_grid(settings: Sequence[Setting], names: Sequence[str]) -> Grid:
         rows.append(tuple(cells))
     caption = (
         "How many times as fast as the baseline a step is, with the 95 % interval if there are several seeds "
-        "(Student's t on logarithms, paired by seed), and the same for the time to the target loss. Shaded: the whole "
+        "(Student's t on logarithms, paired by seed), and the same for the time to the target loss. Marked: the whole "
         "interval lies above 1."
     )
     return Grid("Step speed-up in every setting", (Heading("setting"), *map(Heading, hooks)), tuple(rows), caption)

@@ -43,11 +43,11 @@ def print_tables(
     for name, setting in zip(names, settings, strict=True):
         console.print()
         for grid in (outcome_grid(setting), cost_grid(setting)):
-            console.print(_table(grid, f"{name}: {grid.title[0].lower()}{grid.title[1:]}"))
+            _print(console, grid, f"{name}: {grid.title[0].lower()}{grid.title[1:]}")
         console.print(finding(setting), highlight=False, markup=False)
     if len(settings) > 1:
         console.print()
-        console.print(_table(overview_grid(settings, names)))
+        _print(console, overview_grid(settings, names))
 
 
 def plain_table(title: str, headings: tuple[str, ...], first: str = "hook") -> Table:
@@ -60,6 +60,11 @@ def plain_table(title: str, headings: tuple[str, ...], first: str = "hook") -> T
     return table
 
 
+def _print(console: Console, grid: Grid, title: str = "") -> None:
+    console.print(_table(grid, title))
+    console.print(f"{grid.caption}\n", style="dim", highlight=False, markup=False)
+
+
 def _table(grid: Grid, title: str = "") -> Table:
     """Return the grid without the columns that only a page has room for; the parts of a step share a column."""
     parts = [place for place, heading in enumerate(grid.headings) if heading.part]
@@ -70,7 +75,7 @@ def _table(grid: Grid, title: str = "") -> Table:
         text = " / ".join(grid.headings[part].text for part in parts) if place in parts else heading.text
         headings.append(f"{textwrap.fill(text, 12 if place not in parts else 23)}\n{heading.small}".rstrip())
     table = plain_table(escape(title or grid.title), tuple(map(escape, headings[1:])), escape(headings[0]))
-    table.caption = escape(grid.caption)
+    table.pad_edge, table.collapse_padding = False, True  # a row fits 100 columns
     table.columns[0].min_width = min(_NAME_WIDTH, max(len(row[0].main) for row in grid.rows))
     for row in grid.rows:
         table.add_row(
@@ -83,4 +88,5 @@ def _text(cell: Cell) -> str:
     lines = [line for text in cell.small for line in textwrap.wrap(text, _SMALL_WIDTH)]
     small = "".join(f"\n[dim]{escape(line)}[/dim]" for line in lines)
     warning = f"\n[red]{escape(cell.warning)}[/red]" if cell.warning else ""
-    return f"{escape(cell.main)}{warning}{small}"
+    main = f"[bold]{escape(cell.main)}[/bold]" if cell.best else escape(cell.main)
+    return f"{main}{warning}{small}"

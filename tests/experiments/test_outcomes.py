@@ -191,7 +191,7 @@ class TestFinding:
 
     def test_stated_compute_is_explained(self) -> None:
         run = dataclasses.replace(result(compute="200ms"), dilation=2.06, compute_here=0.412)
-        text = dilation(setting([run]))
+        text = dilation([setting([run])])
         assert "stated as 200ms; it took 412 ms here: time is dilated 2.06 ×" in text
 
 

@@ -134,6 +134,7 @@ def test_the_terminal_has_the_same_numbers_and_a_finding_and_they_fit() -> None:
     text = out.getvalue()
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 100
+    assert text.count("speed-up") == 4  # the last columns and the captions of both tables
     for cell in ("3 of 3", "8.00 MB", "20.0×", "52.0 ms / 10.0 ms / ", "no difference", "95 % interval"):
         assert cell in text
 
