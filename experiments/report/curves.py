@@ -104,8 +104,8 @@ def _progress(setting: Setting, drawn: Mapping[str, Look], against: str, x_label
         every[-1].set_xscale("log")
     else:
         every[-1].set_xlim(left=0)
-    unit = "B" if against == "bytes" else "s"
-    every[-1].xaxis.set_major_formatter(EngFormatter(unit=unit))
+    units = EngFormatter(unit="B") if against == "bytes" else FuncFormatter(lambda value, _: f"{value:g} s")
+    every[-1].xaxis.set_major_formatter(units)
     legend(figure, every[0])
     return png(figure)
 
