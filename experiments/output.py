@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
 import re
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
+from .lock import LOCK, OWNER
 from .report.page import HEAD as TITLE
 from .report.page import PICTURES
 from .runs import HEAD, PARTIAL, RunResult
@@ -22,8 +17,6 @@ from .store import FAILURES, RESULTS
 from .store import HEAD as FAILURE
 
 REPORT = "report.html"
-LOCK = ".commhooks.lock"
-_OWNER = '{"pid": '  # how the lock file begins
 _EVENTS = "events.out.tfevents."  # how TensorBoard's writer names its files
 _RUN = re.compile(r".+\.seed-\d+\.[0-9a-f]{8}")  # how the files of a run are named, without a suffix
 
@@ -40,7 +33,7 @@ class Contents:
 
 
 COMPARISON = Contents(
-    files={REPORT: TITLE, LOCK: _OWNER},
+    files={REPORT: TITLE, LOCK: OWNER},
     folders=(RESULTS, FAILURES, "tensorboard", "plots"),
     pictures=PICTURES,
     grows=True,
@@ -60,70 +53,6 @@ def prepare_folder(out: Path, contents: Contents = COMPARISON, *, overwrite: boo
         _prepare(out, contents, overwrite)
     except OSError as error:
         raise ValueError(f"out: {out} cannot be used as a folder for results ({error}); name another one") from error
-
-
-@contextmanager
-def claimed(out: Path) -> Iterator[None]:
-    """Keep the folder for this process, so that no other one writes results there at the same time.
-
-    The kernel holds the lock on behalf of the process, and so releases it however the process ends.
-
-    Raises:
-        ValueError: Another process has the folder, or it cannot be written.
-
-    """
-    try:
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"out: {out} is a file; name a folder")
-        out.mkdir(parents=True, exist_ok=True)
-        lock = _take(out)
-    except OSError as error:
-        raise ValueError(f"out: {out} cannot be used as a folder for results ({error}); name another one") from error
-    try:
-        yield
-    finally:
-        (out / LOCK).unlink(missing_ok=True)
-        os.close(lock)
-
-
-def _take(out: Path) -> int:
-    """Return the file that is open, locked, and still the one of its name: its last owner may just have removed it."""
-    path = out / LOCK
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            text = os.read(lock, 1000).decode(errors="replace")
-            if text and not text.startswith(_OWNER):
-                raise ValueError(f"out: {path} is not this program's lock file; name another folder")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-                mine = {
-                    "pid": os.getpid(),
-                    "host": socket.gethostname(),
-                    "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-                }
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, json.dumps(mine).encode(), 0)
-                return lock
-        except OSError as error:
-            os.close(lock)
-            if error.errno not in {errno.EAGAIN, errno.EACCES}:
-                raise
-            raise ValueError(
-                f"out: {out} is in use by {_owner(text)}; wait until it has ended, or name another folder with --out"
-            ) from error
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
-
-
-def _owner(text: str) -> str:
-    try:
-        owner = json.loads(text)
-        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (ValueError, KeyError, TypeError):  # it is being written
-        return "another process"
 
 
 def _prepare(out: Path, contents: Contents, overwrite: bool) -> None:

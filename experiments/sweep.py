@@ -15,7 +15,8 @@ from rich.console import Console
 from .execute import Made, execute
 from .interim import Live, LiveLogs, listeners, print_tables, write
 from .launch import torchrun_world
-from .output import COMPARISON, claimed, prepare_folder
+from .lock import claimed
+from .output import COMPARISON, prepare_folder
 from .plan import crowded
 from .runs import RunResult, RunSettings
 from .specs import Spec, unknown
@@ -100,10 +101,11 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
         ):
             made = execute(missing, sweep.out, listeners(live, logs))
     except (KeyboardInterrupt, SystemExit):
-        left = len(sweep.runs) - len(finished(sweep.out, sweep.runs, {}))
-        here = "" if "--out" in sweep.command else f" with --out {sweep.out}"
+        there = sum((sweep.out / RESULTS / f"{settings.name}.json").is_file() for settings in sweep.runs)
         print(
-            f"\nstopped with {left} of {len(sweep.runs)} runs to go: the same command{here} continues", file=sys.stderr
+            f"\n{there} of {len(sweep.runs)} runs are finished, in {sweep.out}; the same command, with this folder as "
+            "--out, makes the others",
+            file=sys.stderr,
         )
         raise
     results = done | made.results

@@ -106,7 +106,7 @@ def test_a_command_that_does_not_exist_is_refused_without_the_extra_too(bare: Ba
 @pytest.mark.parametrize(
     ("words", "option", "times"),
     [
-        (["compare", "--rate", "1Gbit/s", "--hook", "fp16", "--hook", "bf16", "--rate", "2Gbit/s"], "--rate", 2),
+        (["compare", "--latency", "0", "--hook", "fp16", "--hook", "bf16", "--latency", "1ms"], "--latency", 2),
         (["compare", "--overwrite", "--overwrite"], "--overwrite", 2),
         (["overlap", *["--task=gpt"] * 3], "--task", 3),
         (["leaderboard", "--only", "top-k", "--only", "fp16"], "--only", 2),

@@ -1,27 +1,32 @@
-"""The output folder of a comparison: results in it are replaced only with --overwrite, and other files never."""
+"""The output folder: results in it are kept, and removed only with --overwrite; other files never are."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from experiments import compare
+from experiments import sweep
 from experiments.cli import app
-from experiments.launch import Send
+from experiments.execute import Listener, Made
+from experiments.lock import LOCK, claimed
 from experiments.output import prepare_folder
-from experiments.report.page import HEAD
-from experiments.report.tensorboard import write_logs
+from experiments.report.page import HEAD, PICTURES
 from experiments.runs import RunSettings
-from experiments.worker import RunDone
+from experiments.store import write_failure
 from tests.experiments.synthetic import result, results
 
 ROOT = Path(__file__).parents[2]
+OURS = result("bf16", task="digits").settings.name
 
 
 @pytest.fixture
@@ -31,8 +36,11 @@ def out(tmp_path: Path) -> Path:
     prepare_folder(folder)
     for one in results():
         one.write(folder / "results")
-        write_logs(one, folder / "tensorboard")
-        (folder / "plots" / f"{one.settings.task}.step-time.png").write_bytes(b"a picture")
+        log = folder / "tensorboard" / one.settings.name / "events.out.tfevents.1.host"
+        log.parent.mkdir()
+        log.write_bytes(b"a log")
+        (folder / "plots" / f"{one.settings.task.name}.{PICTURES[0]}.png").write_bytes(b"a picture")
+    write_failure(folder, result("fp16", seed=5).settings, "it failed")
     (folder / "report.html").write_text(HEAD + "old</title>")
     return folder
 
@@ -41,40 +49,56 @@ def files(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-def _write_no_pictures(found: object, summaries: object, comparison: compare.Comparison) -> None:
-    (comparison.out / "report.html").write_text("new")
-
-
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Result, bool]:
     """Run `commhooks compare` with no ranks; return how it ended, and whether it would have trained."""
-    trained = []
+    trained: list[RunSettings] = []
 
-    def train(runs: Sequence[RunSettings], listener: Send) -> None:
-        trained.append(runs)
-        listener(RunDone(0, result("bf16", task="digits")))
+    def execute(runs: Sequence[RunSettings], folder: Path, listener: Listener) -> Made:
+        trained.extend(runs)
+        made = Made({settings: result("bf16", task="digits", seed=settings.seed) for settings in runs})
+        for one in made.results.values():
+            one.write(folder / "results")
+        return made
 
-    monkeypatch.setattr(compare, "_train", train)
-    monkeypatch.setattr(compare, "write_report", _write_no_pictures)
-    return CliRunner().invoke(app, ["compare", "--task", "digits", "--hook", "bf16", *words]), bool(trained)
+    monkeypatch.setattr(sweep, "execute", execute)
+    monkeypatch.setattr(sweep, "write", lambda found, folder, **_: (folder / "report.html").write_text(HEAD + "new"))
+    same = ["--task", "digits", "--hook", "bf16", "--steps", "40", "--latency", "0.2ms"]
+    return CliRunner().invoke(app, ["compare", *same, *words]), bool(trained)
 
 
-def test_results_are_not_deleted_unasked(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_added_to_those_that_are_there(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (out / "thesis.tex").write_text("years of work")
     before = files(out)
-    ended, trained = run(monkeypatch, "--out", str(out))
-    assert (ended.exit_code, trained) == (2, False)
-    assert f"error: out: {out} holds results already" in ended.output
-    assert "--overwrite" in ended.output
-    assert files(out) == before
+    for seed, trains in ("0", True), ("1", True), ("0", False):
+        ended, trained = run(monkeypatch, "--out", str(out), "--seed", seed)
+        assert (ended.exit_code, trained) == (0, trains), ended.output
+    assert "1 of 1 runs are finished already" in ended.output
+    after = files(out)
+    assert after.pop("report.html") != before.pop("report.html")
+    assert before.items() <= after.items()
+    assert len(after) == len(before) + 2
 
 
 def test_overwrite_replaces_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (out / "results" / "gpt.fp16.json.part").write_text('{\n "for')  # a process that was killed while it wrote
+    log = out / "tensorboard" / "gpt.fp16.seed-9.0123abcd" / "events.out.tfevents.1.host"  # of an interrupted run
+    log.parent.mkdir()
+    log.write_text("a log")
     ended, trained = run(monkeypatch, "--out", str(out), "--overwrite")
     assert (ended.exit_code, trained) == (0, True), ended.output
-    assert [path.name for path in (out / "results").iterdir()] == ["digits.bf16.json"]
-    assert [path.name for path in (out / "tensorboard").iterdir()] == ["digits.bf16"]
-    assert not any((out / "plots").iterdir())
-    assert (out / "report.html").read_text() == "new"
+    assert set(files(out)) == {f"results/{OURS}.json", "report.html"}
+    assert (out / "report.html").read_text() == HEAD + "new"
+
+
+def test_overwrite_replaces_results_of_the_first_format(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "gpt.powersgd-rank-4.json"
+    path.parent.mkdir()
+    hook = {"name": "powersgd", "settings": [["rank", 4]]}
+    path.write_text('{\n "format": 1,\n "settings": ' + json.dumps({"task": "gpt", "hook": hook}) + "}")
+    prepare_folder(tmp_path)
+    assert path.exists()
+    prepare_folder(tmp_path, overwrite=True)
+    assert not path.exists()
 
 
 def test_the_demo_runs_a_second_time(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,30 +122,65 @@ def test_the_demo_runs_a_second_time(out: Path, monkeypatch: pytest.MonkeyPatch)
         "results/notes.txt",
         "results/digits.fp16-put-by.json",
         "results/digits.json",
+        "failures/mine.txt",
         "plots/digits.mine.png",
         "tensorboard/mine/events.out.tfevents.1.host",
-        "tensorboard/digits.fp16/notes.txt",
+        "tensorboard/digits.fp16.seed-0.0123abcd/notes.txt",
     ],
 )
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_a_folder_with_other_files_is_left_alone(
-    foreign: str, overwrite: bool, out: Path, monkeypatch: pytest.MonkeyPatch
+def test_overwrite_leaves_a_folder_with_other_files_alone(
+    foreign: str, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (out / foreign).parent.mkdir(exist_ok=True)
     if "put-by" in foreign:
-        (out / foreign).write_text((out / "results" / "digits.fp16.json").read_text())
+        (out / foreign).write_text(next((out / "results").glob("digits.fp16.*")).read_text())
     else:
         (out / foreign).write_text('["years of work"]')
     before = files(out)
-    ended, trained = run(monkeypatch, "--out", str(out), *(["--overwrite"] if overwrite else []))
+    ended, trained = run(monkeypatch, "--out", str(out), "--overwrite")
     assert (ended.exit_code, trained) == (2, False)
     assert f"{out} holds files of another kind ({foreign})" in ended.output
     assert files(out) == before
 
 
+@pytest.mark.parametrize("foreign", ["report.html", "plots/a.png", LOCK, "results"])
+def test_somebody_elses_file_is_not_replaced_unasked(
+    foreign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / foreign).parent.mkdir(exist_ok=True)
+    (tmp_path / foreign).write_text("years of work")
+    ended, trained = run(monkeypatch, "--out", str(tmp_path))
+    assert (ended.exit_code, trained) == (2, False)
+    assert foreign in ended.output
+    assert files(tmp_path) == {foreign: b"years of work"}
+
+
+def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed leaves its lock file, and no lock."""
+    script = f"""
+import time, pathlib
+from experiments.lock import claimed
+with claimed(pathlib.Path({str(tmp_path)!r})):
+    print("claimed", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == b"claimed\n"
+            ended, trained = run(monkeypatch, "--out", str(tmp_path))
+            assert (ended.exit_code, trained) == (2, False)
+            assert re.search(rf"is in use by process {other.pid} on \S+ since [\d-]+ [\d:]+; wait", ended.output)
+        finally:
+            other.send_signal(signal.SIGKILL)
+    assert (tmp_path / LOCK).exists()
+    with claimed(tmp_path), pytest.raises(ValueError, match=f"in use by process {os.getpid()} "), claimed(tmp_path):
+        pass
+    assert not (tmp_path / LOCK).exists()
+
+
 def test_files_that_only_have_a_comparisons_names_are_left_alone(tmp_path: Path) -> None:
     """No result is there, so nothing says whose they are."""
-    for name in ("plots/digits.step-time.png", "tensorboard/digits.fp16/events.out.tfevents.1.host"):
+    for name in (f"plots/digits.{PICTURES[0]}.png", "tensorboard/digits.fp16/events.out.tfevents.1.host"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("years of work")
         with pytest.raises(ValueError, match="files of another kind"):
@@ -172,7 +231,7 @@ def test_what_cannot_be_written_to_is_refused_before_training(
         assert f"error: out: {folder} " in ended.output
 
 
-@pytest.mark.parametrize("link", ["results", "report.html", "results/digits.fp16.json"])
+@pytest.mark.parametrize("link", ["results", "report.html", f"results/{result('fp16', task='digits').file_name}"])
 def test_what_a_link_leads_to_is_left_alone(link: str, out: Path, tmp_path: Path) -> None:
     elsewhere = (out / link).rename(tmp_path / "elsewhere")
     (out / link).symlink_to(elsewhere)

@@ -9,22 +9,17 @@ import pytest
 from commhooks import ErrorFeedback, PowerSGD
 from experiments.hooks import make_hook, policy_of
 from experiments.link import LinkSettings
-from experiments.plan import plan
-from experiments.runs import HookSpec, RunSettings
+from experiments.plan import crowded, in_turn, plan
+from experiments.runs import RunSettings
+from experiments.specs import Spec
 
 
 def planned(**changes: Any) -> tuple[RunSettings, ...]:
     asked: dict[str, Any] = {
         "tasks": ["digits"],
         "hooks": ["all-reduce"],
-        "ranks": None,
-        "link": LinkSettings(),
-        "steps": None,
+        "links": [LinkSettings()],
         "size": "small",
-        "seed": 0,
-        "ddp": "core",
-        "bucket_cap_mb": None,
-        "evaluate_every": 20,
     }
     return plan(**{**asked, **changes})
 
@@ -32,12 +27,33 @@ def planned(**changes: Any) -> tuple[RunSettings, ...]:
 def test_every_task_is_run_under_every_hook() -> None:
     runs = planned(tasks=["gpt", "digits"], hooks=["all-reduce", "powersgd:rank=2"])
     assert [run.label for run in runs] == [
-        "gpt · all-reduce",
-        "gpt · powersgd:rank=2",
-        "digits · all-reduce",
-        "digits · powersgd:rank=2",
+        "gpt:size=small · all-reduce · seed 0",
+        "gpt:size=small · powersgd:rank=2 · seed 0",
+        "digits:size=small · all-reduce · seed 0",
+        "digits:size=small · powersgd:rank=2 · seed 0",
     ]
     assert {run.ranks for run in runs} == {2}
+    assert {run.steps for run in runs} == {40}  # the tasks' own
+
+
+def test_what_takes_turns_stays_together() -> None:
+    """Of everything that varies, the hook varies fastest: runs that differ in nothing else train in turns."""
+    many = planned(hooks=["fp16", "bf16"], seeds=[0, 1], links=["1Gbit/s", "10Mbit/s"], ranks=[2, 3])
+    assert len(many) == 16
+    assert [run.hook.label for run in many] == ["fp16", "bf16"] * 8
+    assert all(one.scene == other.scene for one, other in zip(many[::2], many[1::2], strict=True))
+    assert in_turn(many) == many
+    assert in_turn((*many[::2], *many[1::2])) == many
+    with pytest.raises(ValueError, match="listed twice"):
+        in_turn((*many, many[3]))
+
+
+def test_ranks_that_share_cores_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    assert crowded(planned()) is None
+    warning = crowded(planned(ranks=[4]))
+    assert warning is not None and "4 ranks share 2 cores" in warning and "--compute 200ms" in warning
+    assert crowded(planned(ranks=[4], compute="200ms")) is None
 
 
 @pytest.mark.parametrize(
@@ -54,14 +70,25 @@ def test_every_task_is_run_under_every_hook() -> None:
         ({"hooks": ["int4:block=3"]}, "block must be a multiple of 2"),
         ({"hooks": ["powersgd:matrices=round"]}, "matrices must be one of first-dimension"),
         ({"hooks": ["fp16", "fp16"]}, "fp16 is given twice"),
-        ({"hooks": []}, "name at least one task and one hook"),
+        ({"hooks": []}, "name at least one task, one hook"),
         ({"tasks": ["digit"]}, "did you mean 'digits'"),
-        ({"tasks": ["gpt", "gpt"]}, "gpt is given twice"),
+        ({"tasks": ["gpt", "gpt"]}, "gpt:size=small is given twice"),
         ({"size": "vast"}, "expected one of tiny, small, medium, large"),
-        ({"ranks": 0}, "at least 1"),
-        ({"ranks": 500}, "use fewer ranks"),
-        ({"steps": 0}, "steps must be at least 1"),
+        ({"ranks": [0]}, "at least 1"),
+        ({"ranks": [500]}, "use fewer ranks"),
+        ({"steps": 0}, "steps must be a whole number of at least 1"),
         ({"ddp": "horovod"}, "'core' or 'torch'"),
+        ({"seeds": [0, 0]}, "0 is given twice"),
+        ({"seeds": [-1]}, "seed must be a whole number of at least 0"),
+        ({"links": ["100 furlongs"]}, "'100 furlongs' does not parse"),
+        ({"optimizers": ["sgd:rl=0.1"]}, "rl"),
+        ({"compute": "200"}, "compute '200' does not parse.*'200ms'"),
+        ({"tasks": ["tests/experiments/no_tasks.py:nothing"]}, "expected a Task, or a tuple"),
+        (
+            {"tasks": ["tests/experiments/no_tasks.py:no_scalar"]},
+            "must return a scalar tensor .got a tensor",
+        ),
+        ({"tasks": ["tests/experiments/no_tasks.py:fails"]}, "failed on the first batch: RuntimeError"),
     ],
 )
 def test_a_mistake_is_named(changes: dict[str, Any], words: str) -> None:
@@ -74,18 +101,18 @@ def test_under_torchrun_its_world_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert planned()[0].ranks == 3
     with pytest.raises(ValueError, match="torchrun started 3"):
-        planned(ranks=2)
+        planned(ranks=[2])
 
 
 def test_what_is_random_in_a_hook_follows_the_seed_of_the_run() -> None:
-    spec = HookSpec.parse("powersgd:rank=2")
-    assert make_hook(spec, seed=7) == make_hook(HookSpec.parse("powersgd:rank=2,seed=7"))
+    spec = Spec.parse("powersgd:rank=2")
+    assert make_hook(spec, seed=7) == make_hook(Spec.parse("powersgd:rank=2,seed=7"))
     assert make_hook(spec, seed=7) != make_hook(spec, seed=8)
 
 
 def test_a_hook_may_say_its_policy_and_what_to_skip() -> None:
-    spec = HookSpec.parse("powersgd:rank=2,policy=fused,skip=head.*+*.bias")
+    spec = Spec.parse("powersgd:rank=2,policy=fused,skip=head.*+*.bias")
     made = make_hook(spec)
-    assert policy_of(spec) == "fused" and policy_of(HookSpec.parse("fp16")) == "fifo"
+    assert policy_of(spec) == "fused" and policy_of(Spec.parse("fp16")) == "fifo"
     assert isinstance(made, ErrorFeedback) and isinstance(made.inner, PowerSGD)
     assert made.inner.skip == ("head.*", "*.bias")

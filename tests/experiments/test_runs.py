@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from experiments.runs import HookSpec, RunResult, RunSettings
+from experiments.runs import RunResult, RunSettings
+from experiments.specs import Spec
 from experiments.summary import SMOOTHING_STEPS, Spread, Typical, smoothed_losses, summarise
 from tests.experiments.synthetic import DENSE_BYTES, result, results
 
@@ -29,9 +30,9 @@ from tests.experiments.synthetic import DENSE_BYTES, result, results
     ],
 )
 def test_a_hook_is_read_from_text(text: str, name: str, settings: dict[str, object]) -> None:
-    spec = HookSpec.parse(text)
+    spec = Spec.parse(text)
     assert (spec.name, dict(spec.settings)) == (name, settings)
-    assert HookSpec.parse(spec.label) == spec
+    assert Spec.parse(spec.label) == spec
 
 
 @pytest.mark.parametrize(
@@ -43,9 +44,9 @@ def test_a_hook_is_read_from_text(text: str, name: str, settings: dict[str, obje
     ],
 )
 def test_other_peoples_compressors_and_whole_ones_are_hooks(text: str, name: str, settings: Any) -> None:
-    spec = HookSpec.parse(text)
+    spec = Spec.parse(text)
     assert (spec.name, spec.settings) == (name, settings)
-    assert HookSpec.parse(spec.label) == spec
+    assert Spec.parse(spec.label) == spec
 
 
 @pytest.mark.parametrize(
@@ -53,21 +54,55 @@ def test_other_peoples_compressors_and_whole_ones_are_hooks(text: str, name: str
 )
 def test_a_hook_that_does_not_parse_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="does not parse"):
-        HookSpec.parse(text)
+        Spec.parse(text)
 
 
 @pytest.mark.parametrize(
-    "change", [{"ranks": 0}, {"steps": 0}, {"evaluate_every": 0}, {"ddp": "mine"}, {"bucket_cap_mb": 0.0}]
+    "change",
+    [
+        {"ranks": 0},
+        {"steps": 0},
+        {"steps": True},
+        {"seed": 0.5},
+        {"evaluate_every": 0},
+        {"ddp": "mine"},
+        {"bucket_cap_mb": 0.0},
+        {"compute": "fast"},
+    ],
 )
 def test_settings_that_cannot_work_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
-        dataclasses.replace(RunSettings(task="gpt"), **change)  # type: ignore[arg-type]  # wrong on purpose
+        dataclasses.replace(RunSettings(task=Spec("gpt")), **change)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_settings_survive_their_text() -> None:
+    texts = {"hook": "powersgd:rank=2", "optimizer": "sgd:lr=0.1", "link": "10Mbit/s,latency=1ms", "compute": "0.5x"}
+    settings = RunSettings.from_dict({"task": "m.py:f:width=3", **texts, "ranks": 3, "seed": 7, "bucket_cap_mb": 4})
+    assert RunSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    assert settings.name == RunSettings.from_dict({**settings.to_dict(), "bucket_cap_mb": 4.0}).name
+    assert RunSettings.from_dict({"task": "gpt"}).to_dict() == {"task": "gpt"}
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ({"task": "gpt", "hok": "fp16"}, "setting 'hok' is not known: .*did you mean 'hook'"),
+        ({"hook": "fp16"}, "a run needs a task"),
+        ({"task": 5}, "task must be text (got 5)"),
+        ({"task": "gpt", "steps": "ten"}, "steps must be a whole number (got 'ten')"),
+        ({"task": "gpt", "bucket_cap_mb": "4"}, "bucket_cap_mb must be a number (got '4')"),
+        ({"task": "gpt", "link": None}, "link must be text (got None)"),
+    ],
+)
+def test_settings_that_do_not_parse_are_refused(written: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        RunSettings.from_dict(written)
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
     before = result("powersgd:rank=4,epsilon=0.5")
     path = before.write(tmp_path)
-    assert path.name == "gpt.powersgd-rank-4-epsilon-0.5.json"
+    assert path.name == f"gpt.powersgd-rank-4-epsilon-0.5.seed-0.{before.settings.key}.json"
     assert RunResult.read(path) == before
 
 
@@ -82,7 +117,10 @@ def test_a_result_with_a_loss_that_is_not_finite_is_still_json(tmp_path: Path) -
 def test_a_result_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text('{"format": 0}')
-    with pytest.raises(ValueError, match=r"old\.json: expected a result file of format"):
+    with pytest.raises(
+        ValueError,
+        match=r"old\.json: expected .* of format 2 \(it is of format 0, .*; move it away",
+    ):
         RunResult.read(path)
 
 

@@ -1,0 +1,287 @@
+"""Sweeps: a YAML file becomes runs, what is finished is not run again, and all of it loads into one table."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pandas
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import experiments
+from experiments import api, sweep
+from experiments.cli import app
+from experiments.execute import Listener, Made
+from experiments.forecast import Forecast, forecast
+from experiments.launch import WorldError
+from experiments.presets import PRESETS, preset
+from experiments.runs import RunSettings
+from experiments.store import finished, load_table, read_failures
+from experiments.sweep import Sweep, make, notes_about
+from experiments.sweep_file import EXAMPLE, read_sweep
+from tests.experiments.synthetic import result, results
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    return tmp_path / "mine.yaml"
+
+
+def test_the_example_works(written: Path) -> None:
+    ended = CliRunner().invoke(app, ["sweep", "--example"])
+    assert ended.output == EXAMPLE
+    written.write_text(ended.output)
+    found = read_sweep(written)
+    assert found.out == Path("runs/example")
+    assert len(found.runs) == 3 * 2 * 2  # hooks, links, seeds
+    assert {settings.steps for settings in found.runs} == {30}
+    written.write_text(EXAMPLE.replace("# runs:", "runs:").replace("#   - ", "  - "))  # its last part too
+    assert {one.optimizer.label for one in read_sweep(written).runs if one.optimizer} == {
+        "sgd:lr=0.1,momentum=0.9",
+        "sgd:lr=0.03",
+        "sgd:lr=0.1",
+    }
+
+
+def test_what_is_listed_inherits_what_it_does_not_say(written: Path) -> None:
+    written.write_text("""
+task: digits:size=small
+seeds: 3
+runs:
+- hook: [fp16, "powersgd:rank=2,start_after=5"]
+- {hook: fp16, seed: 7, ranks: 3}
+""")
+    found = read_sweep(written)
+    assert found.out == Path("runs/mine")
+    assert [(one.hook.name, one.seed, one.ranks, one.steps) for one in found.runs] == [
+        *((hook, seed, 2, 40) for seed in range(3) for hook in ("fp16", "powersgd")),
+        ("fp16", 7, 3, 40),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "the file must have settings"),
+        ("- fp16", "the file must have settings"),
+        ("task: [digits", "is not YAML"),
+        ("task: digits\nhok: fp16", "line 2: key 'hok' is not known: .*; did you mean 'hook'"),
+        ("task: digits\nrate: 5", "line 2: the rate belongs to the link"),
+        ("task: digits\n\nhook: [fp16, powersgd:rank=4,start_after=5]", "line 3: hook 'start_after=5' .* put quotes"),
+        ("task: digits\nsteps: ten", "line 2: steps must be a whole number .got 'ten'"),
+        ("task: digits\nsteps: 0", "steps must be a whole number of at least 1"),
+        ("task: digits\nlink: 100 furlongs", "line 2: rate '100 furlongs' does not parse: .*'100Mbit/s'"),
+        ("task: digits\ntask: gpt", "line 2: task is given twice .first on line 1.; .*'task: .first, second.'"),
+        ("hook: fp16", "a run needs a task"),
+        ("task: digits\nhook: []", "line 2: hook is an empty list"),
+        ("task: digits\nhook: [fp16, fp16]", "fp16 is given twice"),
+        ("task: digits\nruns: all", "line 2: runs must be a list"),
+        ("task: digits\nruns:\n- hook: fp16\n- hook: [bf16, fp16]", "fp16 · seed 0 is listed twice"),
+        ("task: digits\nruns:\n- hok: fp16", "line 3: key 'hok'"),
+        ("task: digits\nseeds: 2\nseed: 1", "give seed or seeds"),
+        ("task: digits\nseeds: [1]", "line 2: seeds must be a whole number"),
+        ("task: digits\nout: 3", "line 2: out must be text"),
+        ("task: digits\nranks: 900", "use fewer ranks"),
+        ("task: digits\nhook: powersdg", "Did you mean 'powersgd'"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_its_place(text: str, words: str, written: Path) -> None:
+    written.write_text(text)
+    with pytest.raises(ValueError, match=rf"{written.name}(?s:.*){words}"):
+        read_sweep(written)
+
+
+def test_a_command_without_a_sweep_says_what_to_name(tmp_path: Path) -> None:
+    for words, said in (
+        ([], "name a YAML file or a preset"),
+        ([str(tmp_path / "none.yaml")], "commhooks sweep --example >"),
+        (["--preset", "quik"], "did you mean 'quick'"),
+        (["--exmaple"], "--example"),
+    ):
+        ended = CliRunner().invoke(app, ["sweep", *words])
+        assert ended.exit_code == 2
+        assert said in " ".join(ended.output.replace("│", " ").split())
+
+
+def test_presets_are_runs_that_differ() -> None:
+    for name in PRESETS:
+        runs = preset(name)
+        assert len({one.name for one in runs}) == len(runs) > 1
+    assert len(preset("slow-links")) == 7 * 3 * 2 * 3  # hooks, links, ranks, seeds
+
+
+FAILING = "fp16"
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[RunSettings]]:
+    """Let runs be made without ranks, but for those of one hook, which fail; return what was to be run each time."""
+    calls: list[list[RunSettings]] = []
+
+    def execute(runs: Sequence[RunSettings], out: Path, listener: Listener) -> Made:
+        calls.append(list(runs))
+        made = Made()
+        for settings in runs:
+            if settings.hook.label == FAILING:
+                made.failures[settings] = "rank 1 failed:\nRuntimeError: the disk is full"
+            else:
+                made.results[settings] = dataclasses.replace(result(steps=settings.steps), settings=settings)
+                made.results[settings].write(out / "results")
+        return made
+
+    monkeypatch.setattr(sweep, "execute", execute)
+    return calls
+
+
+COMMAND = ["compare", "--task", "digits", "--size", "small", "--steps", "10"]
+
+
+def test_a_run_that_fails_is_listed_and_tried_again(asked: list[list[RunSettings]], tmp_path: Path) -> None:
+    words = [*COMMAND, "--seeds", "2", "--out", str(tmp_path), "--hook", "all-reduce", "--hook", FAILING]
+    for number in range(2):
+        ended = CliRunner().invoke(app, words)
+        assert ended.exit_code == 1, ended.output
+        assert "2 of 4 runs failed; tracebacks in" in ended.output
+        assert "fp16 · seed 1" in ended.output and "RuntimeError: the disk is full" in ended.output
+        assert ("2 of 4 runs are finished already" in ended.output) == (number == 1)
+    assert [len(runs) for runs in asked] == [4, 2]
+    failed = read_failures([tmp_path])
+    assert set(failed) == set(asked[1])
+    assert "the disk is full" in failed[asked[1][0]]
+    assert all(path.stem == one.name for path, one in zip(sorted(tmp_path.glob("failures/*")), failed, strict=True))
+
+
+def test_results_of_another_version_of_the_task_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    old = dataclasses.replace(result(), source="0123")
+    old.write(tmp_path / "results")
+    assert finished(tmp_path, [old.settings], {"gpt": "0123"}) == {old.settings: old}
+    with pytest.raises(ValueError, match="the file of task 'gpt' has changed since .* --out, .* --overwrite"):
+        finished(tmp_path, [old.settings], {"gpt": "4567"})
+
+
+def test_what_is_no_result_is_left_out_of_the_report_and_named(asked: list[list[RunSettings]], tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "gpt.fp16.json").write_text('{"format": 1}')
+    ended = CliRunner().invoke(app, [*COMMAND, "--hook", "bf16", "--out", str(tmp_path)])
+    assert ended.exit_code == 0, ended.output
+    assert "gpt.fp16.json: expected a result file of format 2" in ended.output
+    assert "it is of format 1" in (tmp_path / "report.html").read_text()
+
+
+def test_runs_that_did_not_take_turns_are_noted() -> None:
+    first, second = result(), result("fp16")
+    assert notes_about([first, second]) == []
+    later = dataclasses.replace(
+        second, steps=tuple(dataclasses.replace(step, ended=step.ended + 1e4) for step in second.steps)
+    )
+    (note,) = notes_about([first, later])
+    assert "fp16" in note and "ran at another time than all-reduce" in note
+
+
+def test_folders_load_into_one_table(tmp_path: Path) -> None:
+    for number, one in enumerate(results(seeds=(0, 1))):
+        (tmp_path / str(number % 2) / "results").mkdir(parents=True, exist_ok=True)
+        one.write(tmp_path / str(number % 2) / "results")
+    table = load_table(tmp_path / "0", tmp_path / "1" / "results", str(tmp_path / "0"))
+    assert len(table) == len(results(seeds=(0, 1)))  # one row a run, though a folder is named twice
+    kinds = {name: table[name].dtype.kind for name in ("ranks", "seed", "steps", "seconds", "replicas_identical")}
+    assert kinds == {"ranks": "i", "seed": "i", "steps": "i", "seconds": "f", "replicas_identical": "b"}
+    assert table["bucket_cap_mb"].isna().all() and table["interface_bytes"].dtype.kind == "f"
+    assert pandas.api.types.is_string_dtype(table["optimizer"]) and table["optimizer"].isna().all()
+    means = table[table["task"] == "gpt"].groupby("hook")["ratio"].mean()
+    assert means["powersgd:rank=4"] == pytest.approx(20)
+    by_step = load_table(tmp_path / "0", tmp_path / "1", steps=True)
+    assert len(by_step) == table["steps"].sum()
+    assert (by_step["run_steps"] == 40).all()
+    with pytest.raises(ValueError, match="holds no results: expected a folder written by"):
+        load_table(tmp_path)
+
+
+def test_a_report_is_made_again_from_several_folders(tmp_path: Path) -> None:
+    for number, one in enumerate(results()):
+        (tmp_path / str(number % 2) / "results").mkdir(parents=True, exist_ok=True)
+        one.write(tmp_path / str(number % 2) / "results")
+    words = ["report", str(tmp_path / "0"), str(tmp_path / "1"), "--out", str(tmp_path / "both")]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0, ended.output
+    assert "powersgd:rank=4" in (tmp_path / "both" / "report.html").read_text()
+    ended = CliRunner().invoke(app, [*words, "--baseline", "fp61"])
+    assert ended.exit_code == 2 and "did you mean 'fp16'" in ended.output
+
+
+def test_a_forecast_counts_what_is_finished_and_the_bytes_of_the_rest() -> None:
+    known = result("powersgd:rank=4", ratio=20)
+    again, slower, dense = (
+        dataclasses.replace(known.settings, seed=3),
+        dataclasses.replace(known.settings, link=dataclasses.replace(known.settings.link, bits_per_second=1e6)),
+        dataclasses.replace(result().settings, link=dataclasses.replace(known.settings.link, bits_per_second=1e6)),
+    )
+    estimate = Forecast([known])
+    assert estimate.seconds(again) == pytest.approx(sum(step.seconds for step in known.steps))
+    compute = sum(step.compute + step.compression for step in known.steps)
+    assert estimate.seconds(slower) == pytest.approx(compute + 40 * 8 * 4e6 / 20 / 1e6, rel=0.01)
+    assert estimate.seconds(dense) == pytest.approx(compute + 40 * 8 * 4e6 / 1e6, rel=0.01)
+    lines = forecast([known.settings, again, dense], {known.settings: known})
+    assert lines[0].endswith("finished") and "1 of 3 runs are finished already" in lines[3] and "22 min" in lines[4]
+
+
+def test_a_script_compares_in_five_lines(asked: list[list[RunSettings]], tmp_path: Path) -> None:
+    compare = partial(experiments.compare, ["digits:size=small"], seeds=2, steps=10, out=tmp_path)
+    table = compare(["all-reduce", "bf16"])
+    assert list(table["hook"]) == ["all-reduce", "bf16"] * 2
+    assert len(experiments.load_table(tmp_path)) == 4
+    with pytest.raises(WorldError, match=r"2 of 4 runs failed; .*failures.* Calling compare again tries"):
+        compare(["all-reduce", FAILING], quiet=True)
+    assert [len(runs) for runs in asked] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("script", "refused"),
+    [
+        ("compare()", True),
+        ("def main():\n    compare()\nmain()", True),
+        ("if __name__ == '__main__':\n    compare()", False),
+    ],
+)
+def test_a_script_whose_ranks_would_run_it_again_is_refused(script: str, refused: bool, tmp_path: Path) -> None:
+    """The check needs nothing but the call's place, so that this costs no import of torch."""
+    checked = api._refuse_unguarded_call
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    main = sys.modules["__main__"]
+    fake = type(sys)("__main__")
+    fake.__file__ = str(path)
+    vars(fake)["compare"] = checked
+    sys.modules["__main__"] = fake
+    try:
+        if refused:
+            with pytest.raises(RuntimeError, match=r"script.py, line \d+: .* `if __name__ == \"__main__\":`"):
+                exec(compile(script, str(path), "exec"), vars(fake))
+        else:
+            exec(compile(script, str(path), "exec"), vars(fake))
+    finally:
+        sys.modules["__main__"] = main
+
+
+def test_importing_the_package_is_cheap() -> None:
+    script = "import experiments, sys; print({'torch', 'pandas', 'sklearn', 'matplotlib'} & sys.modules.keys())"
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, cwd=ROOT)
+    assert ended.stdout == "set()\n"
+    with pytest.raises(AttributeError, match="no attribute 'compair'"):
+        _ = experiments.compair
+
+
+def test_a_sweep_checks_its_baseline(tmp_path: Path) -> None:
+    settings = result().settings
+    with pytest.raises(ValueError, match="baseline 'fp16' is not known: expected one of all-reduce"):
+        make(Sweep(runs=(settings,), out=tmp_path, baseline="fp16"), Console())
