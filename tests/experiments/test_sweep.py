@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -242,6 +243,16 @@ def test_a_script_compares_in_five_lines(asked: list[list[RunSettings]], tmp_pat
     with pytest.raises(WorldError, match=r"2 of 4 runs failed; .*failures.* Calling compare again tries"):
         compare(["all-reduce", FAILING], quiet=True)
     assert [len(runs) for runs in asked] == [4, 2]
+
+
+def test_the_documented_script_runs(
+    asked: list[list[RunSettings]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FAILING", "none")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "docs" / "examples" / "compare_in_a_script.py"), run_name="__main__")
+    assert [len(runs) for runs in asked] == [3 * 2 * 3]
+    assert "held_out_loss" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
