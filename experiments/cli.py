@@ -220,8 +220,8 @@ def report(
 
 @app.command(help=help_texts.OVERLAP, cls=EachOptionOnce)
 def overlap(
-    task: Annotated[str, typer.Option(help="Whose model to train: digits or gpt.")] = "gpt",
-    size: Annotated[str, typer.Option(help="The model's size: tiny, small, medium or large.")] = "medium",
+    task: Annotated[str, typer.Option(help="Whose model to train: a task's name, with settings.")] = "gpt",
+    size: Annotated[str | None, typer.Option(help="The size of a built-in task; default: its own.")] = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
     rate: Annotated[str, typer.Option(help="The link's rate.")] = "100Mbit/s",
     latency: Annotated[str, typer.Option(help="The link's latency, per step around the ring.")] = "0.2ms",
@@ -235,10 +235,11 @@ def overlap(
     with errors_in_words() as console:
         from .link import LinkSettings
         from .overlap import OverlapSettings, measure_overlap, overlap_table
+        from .specs import Spec
 
+        spec = Spec.parse(task, "task")
         settings = OverlapSettings(
-            task=task,
-            size=size,
+            task=spec if size is None else spec.with_default("size", size),
             ranks=ranks,
             link=LinkSettings.parse(f"{rate},latency={latency}"),
             rounds=rounds,

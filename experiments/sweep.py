@@ -6,18 +6,19 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from .execute import Made, execute
-from .interim import Live, LiveLogs, listeners, print_tables, write
 from .launch import torchrun_world
+from .live import Live, listeners
 from .lock import claimed
 from .output import COMPARISON, prepare_folder
 from .plan import crowded
+from .report import print_tables, write
+from .report.tensorboard import LiveLogs
 from .runs import RunResult, RunSettings
 from .specs import Spec, unknown
 from .store import (
@@ -96,7 +97,7 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
     made = Made()
     try:
         with (
-            closing(LiveLogs(sweep.out / "tensorboard")) as logs,
+            LiveLogs(sweep.out / "tensorboard") as logs,
             Live(sweep.runs, done, console, quiet=sweep.quiet) as live,
         ):
             made = execute(missing, sweep.out, listeners(live, logs))

@@ -26,7 +26,7 @@ def settings(hook: str = "all-reduce", seed: int = 0, link: str = "100Mbit/s", *
 
 
 def played(breaks: Iterable[str], worlds: list[list[str]]) -> World:
-    """Return what stands for a world: it makes all runs, scene by scene, and fails in a scene with a hook that breaks."""
+    """Return what stands for a world: it makes runs scene by scene, and fails in a scene with a hook that breaks."""
 
     def world(function: object, ranks: int, work: Work, hear: Callable[[object], None], **_: object) -> None:
         worlds.append([one.label for one in work.runs.values()])

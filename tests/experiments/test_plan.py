@@ -86,7 +86,7 @@ def test_ranks_that_share_cores_are_warned_about(monkeypatch: pytest.MonkeyPatch
         ({"tasks": ["tests/experiments/no_tasks.py:nothing"]}, "expected a Task, or a tuple"),
         (
             {"tasks": ["tests/experiments/no_tasks.py:no_scalar"]},
-            "must return a scalar tensor .got a tensor",
+            "must return a scalar tensor, the mean over the batch .got a tensor",
         ),
         ({"tasks": ["tests/experiments/no_tasks.py:fails"]}, "failed on the first batch: RuntimeError"),
     ],

@@ -12,8 +12,8 @@ import pytest
 
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
-from experiments.summary import SMOOTHING_STEPS, Spread, Typical, smoothed_losses, summarise
-from tests.experiments.synthetic import DENSE_BYTES, result, results
+from experiments.summary import SMOOTHING_STEPS, Spread, Typical, smoothed_losses
+from tests.experiments.synthetic import result
 
 
 @pytest.mark.parametrize(
@@ -139,30 +139,3 @@ def test_a_smoothed_loss_is_a_mean_over_the_last_steps() -> None:
     smoothed = smoothed_losses(steps)
     assert smoothed[0] == steps[0].loss
     assert smoothed[-1] == pytest.approx(sum(step.loss for step in steps[-SMOOTHING_STEPS:]) / SMOOTHING_STEPS)
-
-
-def test_a_summary_measures_every_hook_against_the_first_of_its_task() -> None:
-    dense, half, low_rank = summarise(results())[:3]
-    assert (dense.speed_up, dense.ratio) == (1.0, 1.0)
-    assert half.ratio == 2.0
-    assert half.speed_up == pytest.approx(dense.seconds / half.seconds)
-    assert low_rank.moved_bytes == 40 * DENSE_BYTES // 20
-    assert low_rank.held_out_loss > dense.held_out_loss
-
-
-def test_the_target_is_at_95_percent_of_the_first_hooks_way() -> None:
-    dense, _, low_rank = summarise(results())[:3]
-    begin, end = result().steps[0].loss, dense.train_loss
-    assert dense.target_loss == pytest.approx(begin - 0.95 * (begin - end))
-    assert low_rank.target_loss == dense.target_loss
-    assert dense.steps_to_target is not None
-    assert low_rank.steps_to_target is not None
-    assert dense.steps_to_target < low_rank.steps_to_target  # it learns more slowly
-    assert dense.seconds_to_target is not None
-    assert low_rank.seconds_to_target is not None
-    assert dense.seconds_to_target > low_rank.seconds_to_target  # and yet is there sooner
-
-
-def test_a_target_that_no_run_reaches_is_none() -> None:
-    summary = summarise([result()], target_loss=0.1)[0]
-    assert (summary.steps_to_target, summary.seconds_to_target, summary.bytes_to_target) == (None, None, None)
