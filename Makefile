@@ -10,7 +10,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-frameworks test-processors check bench docs soak soak-hooks soak-kills soak-network torch-suite gpu clean
+.PHONY: help demo leaderboard test test-frameworks test-processors check bench docs soak soak-hooks soak-kills soak-network soak-cluster torch-suite gpu clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -27,6 +27,7 @@ help:
 	@echo "                  (hours; SOAK_REPETITIONS=1 make soak-hooks repeats less)"
 	@echo "make soak-kills   another part: ranks are killed 50 times, in runs that must end as if they had not been"
 	@echo "make soak-network  another: stores that stop answering, cables that are pulled, links and their counters (needs root and iproute2)"
+	@echo "make soak-cluster  another: what compression saves between hosts at 100 Mbit/s, and how true the emulated link is"
 	@echo "make gpu          the tests that need a CUDA device; they are skipped where there is none"
 	@echo "make clean        remove .venv and everything that was built"
 
@@ -89,6 +90,9 @@ soak-kills: $(STAMP)
 
 soak-network: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_silence.py tests/soak/test_cluster.py tests/soak/test_counters.py
+
+soak-cluster: $(STAMP)
+	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_slow_cluster.py
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -v tests/gpu

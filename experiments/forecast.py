@@ -8,11 +8,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+import commhooks
+from commhooks.tensors import tensor_bytes
+
+from .hooks import make_hook
+from .lockstep import join_workers
 from .runs import Compute, RunResult, RunSettings
+from .specs import Spec
+from .stock import is_stock
 from .tasks import load_task
 
 _START_SECONDS = 8.0  # of new ranks: the imports, mostly
-_FLOAT = 4  # bytes
 
 
 @dataclass
@@ -20,21 +28,22 @@ class Forecast:
     """Estimates of runs, which share what they are estimated from."""
 
     results: Sequence[RunResult]  # of finished runs
-    _compute: dict[object, tuple[float, int]] = field(default_factory=dict)  # seconds of a step, and parameters
+    _compute: dict[object, float] = field(default_factory=dict)  # seconds of a step, by task and ranks
+    _bytes: dict[object, float] = field(default_factory=dict)  # sent by a rank in a step, by task, hook and ranks
 
     def seconds(self, settings: RunSettings) -> float:
-        """Return about how many seconds the run takes here; at most, if its hook has not run with this task yet."""
+        """Return about how many seconds the run takes here."""
         same = [one for one in self.results if _is_like(one.settings, settings, "seed", "steps", "evaluate_every")]
         if same:
             step = statistics.fmean(step.seconds * one.dilation for one in same for step in one.steps)
             return settings.steps * step
-        compute, parameters = self._compute_of(settings)
+        compute = self._compute_of(settings)
         dilation = 1.0
         if settings.compute is not None:
             stated = Compute.parse(settings.compute)
             dilation = 1 / stated.factor if stated.factor is not None else compute / (stated.seconds or compute)
         rate = settings.link.slowest
-        communication = 8 * self._bytes_of(settings, parameters) / rate if rate else 0.0
+        communication = 8 * self._bytes_of(settings) / rate if rate else 0.0
         return settings.steps * (compute + dilation * communication)
 
     def total(self, runs: Sequence[RunSettings]) -> float:
@@ -42,28 +51,24 @@ class Forecast:
         worlds = len({(settings.ranks, settings.link.kind) for settings in runs})
         return worlds * _START_SECONDS + sum(self.seconds(settings) for settings in runs)
 
-    def _bytes_of(self, settings: RunSettings, parameters: int) -> float:
-        """Return how many bytes a rank sends in a step: those of the hook on another link, or else all gradients."""
-        same = [
-            one
-            for one in self.results
-            if (one.settings.task, one.settings.hook, one.settings.ranks)
-            == (settings.task, settings.hook, settings.ranks)
-        ]
-        if same:
-            return statistics.fmean(step.moved_bytes for one in same for step in one.steps)
-        return 2 * (settings.ranks - 1) / settings.ranks * _FLOAT * parameters
+    def _bytes_of(self, settings: RunSettings) -> float:
+        """Return how many bytes a rank sends in a step, on average: in finished runs, or else in a trial here."""
+        key = settings.task, settings.hook, settings.ranks
+        if key not in self._bytes:
+            same = [one for one in self.results if (one.settings.task, one.settings.hook, one.settings.ranks) == key]
+            steps = [step.moved_bytes for one in same for step in one.steps]
+            self._bytes[key] = statistics.fmean(steps) if steps else _counted(settings)
+        return self._bytes[key]
 
-    def _compute_of(self, settings: RunSettings) -> tuple[float, int]:
-        """Return the seconds of a step's compute here, with all ranks at work, and the number of parameters."""
+    def _compute_of(self, settings: RunSettings) -> float:
+        """Return the seconds of a step's compute here, with all ranks at work."""
         key = settings.task, settings.ranks
         if key not in self._compute:
             same = [one for one in self.results if (one.settings.task, one.settings.ranks) == key]
             if same:
-                seconds = statistics.median(
+                self._compute[key] = statistics.median(
                     (step.compute + step.compression) * one.dilation for one in same for step in one.steps
                 )
-                self._compute[key] = seconds, same[0].parameters
             else:
                 self._compute[key] = _measured(settings)
         return self._compute[key]
@@ -73,7 +78,22 @@ def _is_like(one: RunSettings, other: RunSettings, *but: str) -> bool:
     return all(value == getattr(other, name) for name, value in vars(one).items() if name not in but)
 
 
-def _measured(settings: RunSettings) -> tuple[float, int]:
+def _counted(settings: RunSettings) -> float:
+    """Let the hook average random gradients of workers in this process, and return the bytes of a worker in a step."""
+    model = load_task(settings.task, settings.seed).model
+    dense = 2 * (settings.ranks - 1) / settings.ranks * sum(tensor_bytes(p) for p in model.parameters())
+    if is_stock(settings.hook):
+        return dense
+    start_after = int(dict(settings.hook.settings).get("start_after", 0))
+    others = tuple((name, value) for name, value in settings.hook.settings if name != "start_after")
+    workers = join_workers(model, make_hook(Spec(settings.hook.name, others)), settings.ranks)
+    gradients = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+    commhooks.average_in_lockstep(workers, [{n: g.clone() for n, g in gradients.items()} for _ in workers])
+    share = min(start_after / settings.steps, 1.0)
+    return share * dense + (1 - share) * workers[0].last_step().moved_bytes
+
+
+def _measured(settings: RunSettings) -> float:
     """Time a step in this process, as slow as it is if the ranks share the cores."""
     task, times = load_task(settings.task, settings.seed), []
     for step in range(3):
@@ -82,7 +102,7 @@ def _measured(settings: RunSettings) -> tuple[float, int]:
         task.loss(task.model, batch).backward()
         times.append(time.perf_counter() - begin)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(times) * max(1.0, settings.ranks / cores), sum(p.numel() for p in task.model.parameters())
+    return min(times) * max(1.0, settings.ranks / cores)
 
 
 def forecast(runs: Sequence[RunSettings], done: Mapping[RunSettings, RunResult]) -> list[str]:
@@ -98,7 +118,7 @@ def forecast(runs: Sequence[RunSettings], done: Mapping[RunSettings, RunResult])
     if missing:
         lines.append(
             f"The others take about {in_words(estimate.total(missing))} here: the bytes over the link's rate, and the "
-            "compute. A hook that has not run yet is counted as if it sent everything."
+            "compute."
         )
         if any(settings.link.kind == "real" for settings in missing):
             lines.append("A real network's rate is not known: its time comes on top.")

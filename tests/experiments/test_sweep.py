@@ -26,6 +26,7 @@ from experiments.runs import RunSettings
 from experiments.store import finished, load_table, read_failures
 from experiments.sweep import Sweep, make, notes_about
 from experiments.sweep_file import EXAMPLE, read_sweep
+from experiments.tasks import load_task
 from tests.experiments.synthetic import result, results
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +117,7 @@ def test_presets_are_runs_that_differ() -> None:
     for name in PRESETS:
         runs = preset(name)
         assert len({one.name for one in runs}) == len(runs) > 1
-    assert len(preset("slow-links")) == 7 * 3 * 2 * 3  # hooks, links, ranks, seeds
+    assert len(preset("slow-links")) == 2 * 2 * 5 * 3 + 2 * 4 * 3  # links, ranks, hooks, seeds
 
 
 FAILING = "fp16"
@@ -230,9 +231,10 @@ def test_a_forecast_counts_what_is_finished_and_the_bytes_of_the_rest() -> None:
     assert estimate.seconds(again) == pytest.approx(sum(step.seconds for step in known.steps))
     compute = sum(step.compute + step.compression for step in known.steps)
     assert estimate.seconds(slower) == pytest.approx(compute + 40 * 8 * 4e6 / 20 / 1e6, rel=0.01)
-    assert estimate.seconds(dense) == pytest.approx(compute + 40 * 8 * 4e6 / 1e6, rel=0.01)
+    gradients = sum(4 * parameter.numel() for parameter in load_task("gpt").model.parameters())
+    assert estimate.seconds(dense) == pytest.approx(compute + 40 * 8 * gradients / 1e6, rel=0.01)
     lines = forecast([known.settings, again, dense], {known.settings: known})
-    assert lines[0].endswith("finished") and "1 of 3 runs are finished already" in lines[3] and "22 min" in lines[4]
+    assert lines[0].endswith("finished") and "1 of 3 runs are finished already" in lines[3] and "41 min" in lines[4]
 
 
 def test_a_script_compares_in_five_lines(asked: list[list[RunSettings]], tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""What the slow cluster shows: the time that compression saves, overlap, and whether the emulated link agrees.
+
+It takes about half an hour, and needs root and a quiet machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from experiments.cluster import why_not
+from experiments.execute import execute
+from experiments.gloo import FRAMING
+from experiments.link import LinkSettings
+from experiments.plan import plan
+from experiments.runs import RunResult, RunSettings
+from experiments.summary import steps_to, target_loss, total_seconds, unprobed
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
+POWERSGD = "powersgd:rank=4,start_after=2"
+SETTLED = 4  # steps after which buckets, warm-up and memory have settled
+STEPS = 60
+SEEDS = (0, 1, 2)
+
+
+def made(runs: Sequence[RunSettings], folder: Path) -> dict[RunSettings, RunResult]:
+    outcome = execute(runs, folder, lambda settings, message: None)
+    assert not outcome.failures, next(iter(outcome.failures.values()))
+    return outcome.results
+
+
+def step_seconds(result: RunResult) -> float:
+    return statistics.median(step.seconds for step in unprobed(result.steps[SETTLED:]))
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RunResult]]:
+    """Return the runs of each hook, one for each seed, on so many hosts at 100 Mbit/s."""
+    if reason := why_not():
+        pytest.skip(reason)
+    runs = plan(
+        ["gpt:size=base"],
+        ["all-reduce", POWERSGD],
+        ranks=[request.param],
+        links=["hosts:rate=100Mbit/s"],
+        seeds=SEEDS,
+        steps=STEPS,
+        evaluate_every=STEPS,
+        bucket_cap_mb=2.0,
+    )
+    results = made(runs, tmp_path_factory.mktemp("trained"))
+    return {hook: [r for r in results.values() if r.settings.hook.label == hook] for hook in ("all-reduce", POWERSGD)}
+
+
+def test_powersgd_saves_most_of_a_steps_time(trained: dict[str, list[RunResult]]) -> None:
+    dense, low_rank = trained["all-reduce"], trained[POWERSGD]
+    ratios = [step_seconds(a) / step_seconds(b) for a, b in zip(dense, low_rank, strict=True)]
+    least = {2: 12, 4: 8}[dense[0].settings.ranks]
+    print(f"{dense[0].settings.ranks} hosts: a step takes 1/{statistics.fmean(ratios):.1f}", ratios)
+    assert statistics.fmean(ratios) >= least
+
+
+def test_powersgd_reaches_the_same_loss_in_a_fifth_of_the_time(trained: dict[str, list[RunResult]]) -> None:
+    dense, low_rank = trained["all-reduce"], trained[POWERSGD]
+    target = target_loss([result.steps for result in dense])
+
+    def seconds(result: RunResult) -> float:
+        steps = steps_to(target, result.steps)
+        assert steps is not None, (result.settings.label, target)
+        return total_seconds(result.steps[:steps])
+
+    ratio = statistics.fmean(map(seconds, dense)) / statistics.fmean(map(seconds, low_rank))
+    print(f"{dense[0].settings.ranks} hosts: the same loss after 1/{ratio:.1f} of the time")
+    assert ratio >= 5
+
+
+def test_communication_hides_behind_compute(trained: dict[str, list[RunResult]]) -> None:
+    for hook, results in trained.items():
+        for result in results:
+            steps = unprobed(result.steps[SETTLED:])
+            rate = result.settings.link.bits_per_second
+            assert rate is not None
+
+            def median(field: str, steps: Sequence[object] = steps) -> float:
+                return float(statistics.median(getattr(step, field) for step in steps))
+
+            # The interface counts the headers of a large packet once, the link has them on every frame.
+            on_the_link = 8 * median("interface_bytes") * FRAMING / rate
+            bound = max(median("compute") + median("compression"), on_the_link)
+            print(f"{result.settings.ranks} hosts, {hook}: {step_seconds(result) / bound:.3f} of the bound")
+            assert step_seconds(result) <= 1.15 * bound
+
+
+def test_the_emulated_link_takes_the_time_of_the_real_one(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    hooks = ["all-reduce", "fp16", "int8", "top-k:ratio=0.01", "powersgd:rank=4"]
+    ratios = []
+    for rate in ("20Mbit/s", "100Mbit/s", "500Mbit/s"):
+        for ranks in (2, 4):
+            both = [LinkSettings.parse(f"{kind}:rate={rate}") for kind in ("hosts", "emulated")]
+            runs = plan(["gpt:size=medium"], hooks, ranks=[ranks], links=both, steps=SETTLED + 8, evaluate_every=100)
+            seconds = {(r.settings.link, r.settings.hook): step_seconds(r) for r in made(runs, tmp_path).values()}
+            for hook in dict.fromkeys(settings.hook for settings in runs):
+                ratios.append(seconds[both[1], hook] / seconds[both[0], hook])
+                print(f"{rate}, {ranks} hosts, {hook.label}: emulated / real = {ratios[-1]:.2f}")
+    print(f"median {statistics.median(ratios):.3f}")
+    assert 0.9 <= statistics.median(ratios) <= 1.1
+    assert sum(0.8 <= ratio <= 1.2 for ratio in ratios) >= 0.9 * len(ratios)
