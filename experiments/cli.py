@@ -233,7 +233,7 @@ def overlap(
 ) -> None:
     """Measure how much of the communication hides behind the backward pass."""
     with errors_in_words() as console:
-        from .link import LinkSettings
+        from .links.link import LinkSettings
         from .overlap import OverlapSettings, measure_overlap, overlap_table
         from .specs import Spec
 

@@ -22,7 +22,7 @@ import commhooks
 from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
 
 from .launch import Send, run_world
-from .link import EmulatedLink, LinkSettings, format_rate
+from .links.link import EmulatedLink, LinkSettings, format_rate
 from .registration import wrap_in_ddp
 from .report.words import spread_in_words
 from .runs import check_ddp

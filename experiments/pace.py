@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .link import LinkSettings
+from .links.link import LinkSettings
 from .runs import RunResult, RunSettings
 from .worker import Evaluated, RunDone, StepDone
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .cluster import why_not
 from .launch import torchrun_world
-from .link import LinkSettings
+from .links.link import LinkSettings
 from .registration import check_hook
 from .runs import Compute, RunSettings, read_setting
 from .specs import Spec

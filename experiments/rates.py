@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .link import LinkSettings
+from .links.link import LinkSettings
 from .runs import StepRecord
 
 

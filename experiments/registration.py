@@ -15,8 +15,8 @@ from commhooks.tensors import tensor_bytes
 
 from .cluster import gloo_interface, interface_bytes
 from .hooks import make_hook, policy_of
-from .link import EmulatedLink, Wire
-from .linked_group import LinkedGroup
+from .links.link import EmulatedLink, Wire
+from .links.linked_group import LinkedGroup
 from .measure import WaitClock
 from .runs import RunSettings
 from .specs import Spec

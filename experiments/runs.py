@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .link import LinkSettings
+from .links.link import LinkSettings
 from .specs import Spec, unknown
 
 FORMAT = 2  # of the result files; increased when readers must change

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..front import COMMANDS
-from ..link import format_rate, parse_rate
+from ..links.link import format_rate, parse_rate
 from .iproute import ClusterError
 from .namespaces import INTERFACE, Cluster, Direction, clusters
 from .preflight import require

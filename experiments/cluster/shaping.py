@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..link import format_rate, parse_rate
+from ..links.link import format_rate, parse_rate
 from .iproute import run
 
 MBIT = 1e6

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ..link import LinkSettings, format_rate
+from ..links.link import LinkSettings, format_rate
 from ..outcomes import Setting
 from ..runs import RunSettings
 from .findings import distinguished

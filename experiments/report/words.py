@@ -9,7 +9,7 @@ from commhooks import units
 from commhooks.units import three_digits
 
 from ..intervals import Estimate, Interval
-from ..link import LinkSettings
+from ..links.link import LinkSettings
 from ..summary import Spread
 
 NEVER = "—"

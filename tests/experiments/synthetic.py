@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from experiments.link import LinkSettings
+from experiments.links.link import LinkSettings
 from experiments.runs import EvaluationRecord, LayerRecord, ProbeRecord, RunResult, RunSettings, StepRecord
 from experiments.specs import Spec
 

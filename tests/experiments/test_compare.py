@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from experiments.cli import app
 from experiments.launch import run_world
-from experiments.link import LinkSettings
+from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.worker import RunDone, Work, train_all

@@ -11,7 +11,7 @@ import pytest
 
 from experiments import execute
 from experiments.launch import WorldError
-from experiments.link import LinkSettings
+from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.worker import RunDone, SceneBegun, Work, dilation_of

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commhooks import Collective, Group
-from experiments.gloo import Course, course_of
-from experiments.link import EmulatedLink, LinkSettings, Wire, format_rate, parse_latency, parse_rate
+from experiments.links.gloo import Course, course_of
+from experiments.links.link import EmulatedLink, LinkSettings, Wire, format_rate, parse_latency, parse_rate
 
 
 @pytest.mark.parametrize(

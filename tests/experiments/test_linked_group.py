@@ -15,9 +15,9 @@ from torch import nn
 from torch.futures import Future
 
 import commhooks
-from experiments.gloo import course_of
-from experiments.link import EmulatedLink, LinkSettings, Wire
-from experiments.linked_group import LinkedGroup, LinkedWork
+from experiments.links.gloo import course_of
+from experiments.links.link import EmulatedLink, LinkSettings, Wire
+from experiments.links.linked_group import LinkedGroup, LinkedWork
 from experiments.measure import WaitClock
 from experiments.specs import Spec
 from experiments.stock import check_stock, is_stock, register_stock, stock_names

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from experiments.execute import RunFailed
-from experiments.link import LinkSettings
+from experiments.links.link import LinkSettings
 from experiments.live import Live, listeners, short_labels
 from experiments.pace import Pace
 from experiments.runs import RunResult, RunSettings

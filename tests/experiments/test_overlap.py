@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.link import LinkSettings
+from experiments.links.link import LinkSettings
 from experiments.overlap import OverlapSettings, Round, measure_overlap
 from experiments.specs import Spec
 

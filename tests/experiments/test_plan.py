@@ -8,7 +8,7 @@ import pytest
 
 from commhooks import ErrorFeedback, PowerSGD
 from experiments.hooks import make_hook, policy_of
-from experiments.link import LinkSettings
+from experiments.links.link import LinkSettings
 from experiments.plan import crowded, in_turn, plan
 from experiments.runs import RunSettings
 from experiments.specs import Spec

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from commhooks.units import bytes_in_words
 from experiments.intervals import Interval
-from experiments.link import LinkSettings
+from experiments.links.link import LinkSettings
 from experiments.outcomes import settings_of
 from experiments.report import print_tables, write
 from experiments.report.across import series_of

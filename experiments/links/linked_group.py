@@ -20,9 +20,9 @@ from commhooks.communicators.traffic import KindTraffic
 from commhooks.tensors import tensor_bytes
 from ddp_core.collectives import result_of
 
+from ..measure import WaitClock
 from .gloo import course_of, moved_bytes
 from .link import Wire
-from .measure import WaitClock
 
 NO_TIMEOUT = timedelta(0)  # as in PyTorch: wait as long as the process group does
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .gloo import MESSAGE_BYTES, NOTHING, Course, course_of
-from .link_text import LINK_KINDS, Schedule, fields_in, format_rate, parse_latency, parse_rate, text_of
+from .text import LINK_KINDS, Schedule, fields_in, format_rate, parse_latency, parse_rate, text_of
 
 if TYPE_CHECKING:
     from commhooks.communicators import Collective, Communicator, Pending
