@@ -265,7 +265,7 @@ def leaderboard(
 ) -> None:
     """Train under every compressor, and report what each costs."""
     with errors_in_words() as console:
-        from .leaderboard import Leaderboard, run_leaderboard
+        from .leaderboard.running import Leaderboard, run_leaderboard
 
         board = Leaderboard(
             out=out,

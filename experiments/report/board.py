@@ -11,13 +11,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ..contenders import LeftOut
-from ..grace import Comparison
-from ..lockstep import Trained
+from ..leaderboard.contenders import LeftOut
+from ..leaderboard.grace import Comparison
+from ..leaderboard.lockstep import Trained
+from ..leaderboard.standings import SCORES, Run, Standing
 from ..machine import machine, versions
 from ..output import Contents, prepare_folder
 from ..specs import Spec
-from ..standings import SCORES, Run, Standing
 from ..tasks import load_task
 from .board_plots import PICTURES, score_against_bytes, score_against_compute
 from .page import data_uri, head, template

@@ -14,7 +14,7 @@ from matplotlib.text import Annotation, Text
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Bbox
 
-from ..standings import SCORES, Standing
+from ..leaderboard.standings import SCORES, Standing
 from .plots import Theme, canvas, png, style
 from .words import percent
 

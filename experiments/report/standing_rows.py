@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from commhooks.units import bytes_in_words
 
-from ..grace import Comparison
 from ..intervals import Interval
-from ..standings import SCORES, Standing
+from ..leaderboard.grace import Comparison
+from ..leaderboard.standings import SCORES, Standing
 from ..summary import Spread
 from .words import NEVER, percent, times
 

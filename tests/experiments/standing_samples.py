@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from experiments.contenders import Contender
-from experiments.lockstep import Trained
+from experiments.leaderboard.contenders import Contender
+from experiments.leaderboard.lockstep import Trained
+from experiments.leaderboard.standings import Run, Standing, standings
 from experiments.specs import Spec
-from experiments.standings import Run, Standing, standings
 from experiments.summary import Spread
 
 DENSE_BYTES = 100_000.0

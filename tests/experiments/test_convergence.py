@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from experiments.contenders import DENSE, Contender, contenders, relative_error
 from experiments.intervals import Interval
-from experiments.leaderboard import SIZE, Failed, Job, load_sized, train_jobs
-from experiments.lockstep import train_in_lockstep
+from experiments.leaderboard.contenders import DENSE, Contender, contenders, relative_error
+from experiments.leaderboard.lockstep import train_in_lockstep
+from experiments.leaderboard.running import SIZE, Failed, Job, load_sized, train_jobs
+from experiments.leaderboard.standings import SCORES, Run, paired, standings
 from experiments.report.standing_rows import headings, standing_row
 from experiments.report.table import plain_table
 from experiments.specs import Spec
-from experiments.standings import SCORES, Run, paired, standings
 
 pytestmark = pytest.mark.timeout(120)  # ten seconds of work, on a machine that may have much else to do
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from commhooks import COMPRESSORS
 from experiments.cli import app
-from experiments.contenders import LeftOut
-from experiments.grace import compare_with_grace
+from experiments.leaderboard.contenders import LeftOut
+from experiments.leaderboard.grace import compare_with_grace
 from experiments.report.board import Results, RunsFile, prepare_board, print_board, write_board
 from tests.experiments.standing_samples import rows, runs
 from tests.experiments.test_report import Links

@@ -12,7 +12,7 @@ import commhooks
 from commhooks import AllReduceMean, Compressor, ErrorFeedback, TopK
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange
-from experiments.lockstep import time_in_lockstep, train_in_lockstep
+from experiments.leaderboard.lockstep import time_in_lockstep, train_in_lockstep
 from experiments.tasks import LoadedTask, load_task
 
 STEPS, WORKERS = 12, 4

@@ -10,12 +10,12 @@ import pytest
 
 from commhooks import COMPRESSORS, Registered
 from commhooks.compressors import TopK
-from experiments import contenders as module
-from experiments.contenders import SKIPPED, USUAL, Contender, LeftOut, contenders, relative_error
-from experiments.grace import PUBLISHED, compare_with_grace
 from experiments.hooks import make_hook
+from experiments.leaderboard import contenders as module
+from experiments.leaderboard.contenders import SKIPPED, USUAL, Contender, LeftOut, contenders, relative_error
+from experiments.leaderboard.grace import PUBLISHED, compare_with_grace
+from experiments.leaderboard.standings import SCORES, Run, Standing, is_better, standings
 from experiments.specs import Spec
-from experiments.standings import SCORES, Run, Standing, is_better, standings
 from experiments.tasks import load_task
 from tests.experiments.standing_samples import rows, runs, trained
 

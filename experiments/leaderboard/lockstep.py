@@ -19,8 +19,8 @@ import commhooks
 from commhooks import Compressor, Exchanger
 from commhooks.language.entries import RESIDUAL
 
-from .summary import Spread
-from .tasks import LoadedTask
+from ..summary import Spread
+from ..tasks import LoadedTask
 
 Gradients = dict[str, Tensor]
 

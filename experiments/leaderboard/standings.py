@@ -8,10 +8,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..intervals import Interval, differences
+from ..summary import Spread
 from .contenders import DENSE, Contender
-from .intervals import Interval, differences
 from .lockstep import Trained
-from .summary import Spread
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from commhooks import COMPRESSORS, Compressor, ErrorFeedback
 from commhooks.errors import CommHooksError
 
-from .hooks import make_hook
-from .specs import Spec
-from .tasks import LoadedTask
+from ..hooks import make_hook
+from ..specs import Spec
+from ..tasks import LoadedTask
 
 DENSE = "all-reduce"
 """The baseline for all others."""

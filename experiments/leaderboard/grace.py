@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..intervals import Interval
 from .contenders import LeftOut
-from .intervals import Interval
 from .standings import SCORES, Run, paired
 
 TASK = "digits"

@@ -14,15 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from commhooks.errors import CommHooksError
 
+from ..launch import Send, run_world
+from ..report.board import Results, RunsFile, prepare_board, print_board, write_board
+from ..specs import Spec
+from ..summary import Spread
+from ..tasks import LoadedTask, load_task
 from .contenders import Contender, LeftOut, contenders, known_names
 from .grace import compare_with_grace
-from .launch import Send, run_world
 from .lockstep import time_in_lockstep, train_in_lockstep
-from .report.board import Results, RunsFile, prepare_board, print_board, write_board
-from .specs import Spec
 from .standings import SCORES, Run, Standing, standings
-from .summary import Spread
-from .tasks import LoadedTask, load_task
 
 SIZE = "tiny"
 """The size of the models that are trained: a compressor's bytes and error can be measured at any size, and hundreds of
