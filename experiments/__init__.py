@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import compare
     from .runs import RunResult, RunSettings
-    from .store import load_table
+    from .sweeps.store import load_table
     from .tasks import Task, load_task
 
 __all__ = ["RunResult", "RunSettings", "Task", "compare", "load_table", "load_task"]
 
-_HOMES = {"RunResult": ".runs", "RunSettings": ".runs", "compare": ".api", "load_table": ".store"}
+_HOMES = {"RunResult": ".runs", "RunSettings": ".runs", "compare": ".api", "load_table": ".sweeps.store"}
 _HOMES |= {"Task": ".tasks", "load_task": ".tasks"}
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from .launch import WorldError, torchrun_world
-from .plan import plan
-from .store import FAILURES, table_of
-from .sweep import Sweep, make
-from .sweep_file import seeds_of
+from .sweeps.plan import plan
+from .sweeps.store import FAILURES, table_of
+from .sweeps.sweep import Sweep, make
+from .sweeps.yaml_file import seeds_of
 
 if TYPE_CHECKING:
     import pandas

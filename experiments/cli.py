@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .runs import RunResult, RunSettings
-    from .sweep import Sweep
+    from .sweeps.sweep import Sweep
 
 app = typer.Typer(
     help=PURPOSE,
@@ -95,9 +95,9 @@ def compare(
 ) -> None:
     """Train one model under several hooks."""
     with errors_in_words() as console:
-        from .plan import plan
-        from .presets import DEFAULT_HOOKS, DEFAULT_TASKS
-        from .sweep import Sweep
+        from .sweeps.plan import plan
+        from .sweeps.presets import DEFAULT_HOOKS, DEFAULT_TASKS
+        from .sweeps.sweep import Sweep
 
         runs = plan(
             task or DEFAULT_TASKS,
@@ -145,8 +145,8 @@ def run(
 ) -> None:
     """Train one model under one hook."""
     with errors_in_words() as console:
-        from .plan import plan
-        from .sweep import Sweep
+        from .sweeps.plan import plan
+        from .sweeps.sweep import Sweep
 
         runs = plan(
             [task],
@@ -181,7 +181,7 @@ def sweep(
 ) -> None:
     """Make all the runs of a YAML file."""
     with errors_in_words() as console:
-        from .sweep_file import EXAMPLE
+        from .sweeps.yaml_file import EXAMPLE
 
         if example:
             typer.echo(EXAMPLE, nl=False)
@@ -211,7 +211,7 @@ def report(
 ) -> None:
     """Write tables and the report again."""
     with errors_in_words() as console:
-        from .sweep import report_again
+        from .sweeps.sweep import report_again
 
         report_again(
             folders, out or folders[0], console, baseline=baseline, target_loss=target_loss, command=_command()
@@ -288,9 +288,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _asked_sweep(file: Path | None, preset: str | None) -> Sweep:
     """Return the sweep of a file or of a preset."""
-    from .presets import preset as runs_of_preset
-    from .sweep import Sweep
-    from .sweep_file import read_sweep
+    from .sweeps.presets import preset as runs_of_preset
+    from .sweeps.sweep import Sweep
+    from .sweeps.yaml_file import read_sweep
 
     if (file is None) == (preset is None):
         raise ValueError(
@@ -305,15 +305,15 @@ def _asked_sweep(file: Path | None, preset: str | None) -> Sweep:
 
 def _make(sweep: Sweep, console: Console) -> None:
     """Make the runs; exit with 1 if some failed."""
-    from .sweep import make
+    from .sweeps.sweep import make
 
     if make(sweep, console).failures:
         raise typer.Exit(1)
 
 
 def _print_forecast(sweep: Sweep, console: Console) -> None:
-    from .forecast import forecast
-    from .store import finished, sources_of
+    from .sweeps.forecast import forecast
+    from .sweeps.store import finished, sources_of
 
     done: dict[RunSettings, RunResult] = {}
     if not sweep.overwrite:
@@ -330,7 +330,7 @@ def _links(links: Sequence[str] | None, rates: Sequence[str] | None, latency: st
 
 
 def _seeds(seed: int | None, seeds: int | None) -> Sequence[int]:
-    from .sweep_file import seeds_of
+    from .sweeps.yaml_file import seeds_of
 
     if seed is not None and seeds is not None:
         raise ValueError("give --seed for one seed or --seeds for several, not both")

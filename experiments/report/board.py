@@ -16,8 +16,8 @@ from ..leaderboard.grace import Comparison
 from ..leaderboard.lockstep import Trained
 from ..leaderboard.standings import SCORES, Run, Standing
 from ..machine import machine, versions
-from ..output import Contents, prepare_folder
 from ..specs import Spec
+from ..sweeps.output import Contents, prepare_folder
 from ..tasks import load_task
 from .board_plots import PICTURES, score_against_bytes, score_against_compute
 from .page import data_uri, head, template

@@ -15,9 +15,9 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import FileWriter
 
-from ..execute import RunFailed
 from ..rates import bytes_per_second, link_use
 from ..runs import EvaluationRecord, ProbeRecord, RunResult, RunSettings, StepRecord
+from ..sweeps.execute import RunFailed
 from ..worker import Evaluated, RunDone, StepDone
 
 _FLUSH_SECONDS = 2.0

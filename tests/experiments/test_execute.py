@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from experiments import execute
 from experiments.launch import WorldError
 from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
+from experiments.sweeps import execute
 from experiments.worker import RunDone, SceneBegun, Work, dilation_of
 from tests.experiments.synthetic import result
 

@@ -8,12 +8,12 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from experiments.execute import RunFailed
 from experiments.links.link import LinkSettings
-from experiments.live import Live, listeners, short_labels
-from experiments.pace import Pace
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
+from experiments.sweeps.execute import RunFailed
+from experiments.sweeps.live import Live, listeners, short_labels
+from experiments.sweeps.pace import Pace
 from experiments.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, result
 

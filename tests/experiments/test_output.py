@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from experiments import sweep
 from experiments.cli import app
-from experiments.execute import Listener, Made
-from experiments.lock import LOCK, claimed
-from experiments.output import prepare_folder
 from experiments.report.page import HEAD, PICTURES
 from experiments.runs import RunSettings
-from experiments.store import write_failure
+from experiments.sweeps import sweep
+from experiments.sweeps.execute import Listener, Made
+from experiments.sweeps.lock import LOCK, claimed
+from experiments.sweeps.output import prepare_folder
+from experiments.sweeps.store import write_failure
 from tests.experiments.synthetic import result, results
 
 ROOT = Path(__file__).parents[2]
@@ -159,7 +159,7 @@ def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path, monkeypatch: pytest
     """A process that is killed leaves its lock file, and no lock."""
     script = f"""
 import time, pathlib
-from experiments.lock import claimed
+from experiments.sweeps.lock import claimed
 with claimed(pathlib.Path({str(tmp_path)!r})):
     print("claimed", flush=True)
     time.sleep(60)

@@ -9,9 +9,9 @@ import pytest
 from commhooks import ErrorFeedback, PowerSGD
 from experiments.hooks import make_hook, policy_of
 from experiments.links.link import LinkSettings
-from experiments.plan import crowded, in_turn, plan
 from experiments.runs import RunSettings
 from experiments.specs import Spec
+from experiments.sweeps.plan import crowded, in_turn, plan
 
 
 def planned(**changes: Any) -> tuple[RunSettings, ...]:

@@ -16,16 +16,17 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import experiments
-from experiments import api, sweep
+from experiments import api
 from experiments.cli import app
-from experiments.execute import Listener, Made
-from experiments.forecast import Forecast, forecast
 from experiments.launch import WorldError
-from experiments.presets import PRESETS, preset
 from experiments.runs import RunSettings
-from experiments.store import finished, load_table, read_failures
-from experiments.sweep import Sweep, make, notes_about
-from experiments.sweep_file import EXAMPLE, read_sweep
+from experiments.sweeps import sweep
+from experiments.sweeps.execute import Listener, Made
+from experiments.sweeps.forecast import Forecast, forecast
+from experiments.sweeps.presets import PRESETS, preset
+from experiments.sweeps.store import finished, load_table, read_failures
+from experiments.sweeps.sweep import Sweep, make, notes_about
+from experiments.sweeps.yaml_file import EXAMPLE, read_sweep
 from experiments.tasks import load_task
 from tests.experiments.synthetic import result, results
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .links.link import LinkSettings
-from .runs import RunResult, RunSettings
-from .worker import Evaluated, RunDone, StepDone
+from ..links.link import LinkSettings
+from ..runs import RunResult, RunSettings
+from ..worker import Evaluated, RunDone, StepDone
 
 Kind = tuple[object, ...]
 

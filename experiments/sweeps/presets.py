@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..runs import RunSettings
+from ..specs import unknown
 from .plan import plan
-from .runs import RunSettings
-from .specs import unknown
 
 DEFAULT_TASKS = ("digits", "gpt")
 DEFAULT_HOOKS = ("all-reduce", "fp16", "bf16", "powersgd:rank=1,start_after=5", "powersgd:rank=4,start_after=5")

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .runs import PARTIAL, RunResult, RunSettings
-from .summary import smoothed_losses, total_bytes, total_seconds
-from .tasks import load_task
+from ..runs import PARTIAL, RunResult, RunSettings
+from ..summary import smoothed_losses, total_bytes, total_seconds
+from ..tasks import load_task
 
 if TYPE_CHECKING:
     import pandas

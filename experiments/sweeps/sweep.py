@@ -11,16 +11,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..launch import torchrun_world
+from ..report import print_tables, write
+from ..report.tensorboard import LiveLogs
+from ..runs import RunResult, RunSettings
+from ..specs import Spec, unknown
 from .execute import Made, execute
-from .launch import torchrun_world
 from .live import Live, listeners
 from .lock import claimed
 from .output import COMPARISON, prepare_folder
 from .plan import crowded
-from .report import print_tables, write
-from .report.tensorboard import LiveLogs
-from .runs import RunResult, RunSettings
-from .specs import Spec, unknown
 from .store import (
     FAILURES,
     RESULTS,

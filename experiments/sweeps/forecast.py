@@ -13,12 +13,12 @@ import torch
 import commhooks
 from commhooks.tensors import tensor_bytes
 
-from .hooks import make_hook
-from .lockstep import join_workers
-from .runs import Compute, RunResult, RunSettings
-from .specs import Spec
-from .stock import is_stock
-from .tasks import load_task
+from ..hooks import make_hook
+from ..leaderboard.lockstep import join_workers
+from ..links.stock import is_stock
+from ..runs import Compute, RunResult, RunSettings
+from ..specs import Spec
+from ..tasks import load_task
 
 _START_SECONDS = 8.0  # of new ranks: the imports, mostly
 

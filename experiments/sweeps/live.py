@@ -18,14 +18,14 @@ from rich.text import Text
 
 from commhooks.units import bytes_in_words, counted, seconds_in_words
 
+from ..launch import torchrun_world
+from ..rates import bytes_per_second, link_use
+from ..runs import RunResult, RunSettings, StepRecord
+from ..specs import Spec
+from ..summary import SMOOTHING_STEPS, total_seconds
+from ..worker import Evaluated, RunDone, StepDone
 from .execute import Listener, RunFailed
-from .launch import torchrun_world
 from .pace import Pace
-from .rates import bytes_per_second, link_use
-from .runs import RunResult, RunSettings, StepRecord
-from .specs import Spec
-from .summary import SMOOTHING_STEPS, total_seconds
-from .worker import Evaluated, RunDone, StepDone
 
 _NONE = "–"
 _OTHER_LINES = 4  # of the terminal: progress, scene, the table's header, hooks that are not shown

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from ..runs import RunSettings, read_setting
+from ..specs import unknown
 from .plan import check_runs, combinations, in_turn
-from .runs import RunSettings, read_setting
-from .specs import unknown
 
 EXAMPLE = """\
 # A sweep for `commhooks sweep FILE.yaml`. Every setting takes a value, or a list of values; all combinations are run.

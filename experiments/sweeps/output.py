@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..report.page import HEAD as TITLE
+from ..report.page import PICTURES
+from ..runs import HEAD, PARTIAL, RunResult
+from ..specs import Spec
 from .lock import LOCK, OWNER
-from .report.page import HEAD as TITLE
-from .report.page import PICTURES
-from .runs import HEAD, PARTIAL, RunResult
-from .specs import Spec
 from .store import FAILURES, RESULTS
 from .store import HEAD as FAILURE
 

@@ -8,13 +8,13 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from .cluster import why_not
-from .launch import torchrun_world
-from .links.link import LinkSettings
-from .registration import check_hook
-from .runs import Compute, RunSettings, read_setting
-from .specs import Spec
-from .tasks import LoadedTask, load_task
+from ..cluster import why_not
+from ..launch import torchrun_world
+from ..links.link import LinkSettings
+from ..registration import check_hook
+from ..runs import Compute, RunSettings, read_setting
+from ..specs import Spec
+from ..tasks import LoadedTask, load_task
 
 _OUTERMOST_FIRST = (
     "task",

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from .cluster import Cluster, follow
-from .launch import WorldError, run_in_torchrun, run_world, torchrun_world
-from .runs import Compute, RunResult, RunSettings
+from ..cluster import Cluster, follow
+from ..launch import WorldError, run_in_torchrun, run_world, torchrun_world
+from ..runs import Compute, RunResult, RunSettings
+from ..tasks import load_task
+from ..worker import RunDone, SceneBegun, Work, calibrate, dilation_of, train_all
 from .store import RESULTS
-from .tasks import load_task
-from .worker import RunDone, SceneBegun, Work, calibrate, dilation_of, train_all
 
 Listener = Callable[[RunSettings, object], None]
 """Called with a run and a message about it: `RunFailed`, or one of `experiments.worker`."""
