@@ -23,12 +23,12 @@ from commhooks.communicators import Collective, Communicator, Pending, ProcessGr
 
 from .launch import Send, run_world
 from .links.link import EmulatedLink, LinkSettings, format_rate
-from .registration import wrap_in_ddp
 from .report.words import spread_in_words
 from .runs import check_ddp
 from .specs import Spec
 from .summary import Spread
 from .tasks import LoadedTask, load_task
+from .training.registration import wrap_in_ddp
 
 _TIMEOUT_SECONDS = 120.0
 

@@ -20,7 +20,7 @@ from commhooks.communicators.traffic import KindTraffic
 from commhooks.tensors import tensor_bytes
 from ddp_core.collectives import result_of
 
-from ..measure import WaitClock
+from ..training.measure import WaitClock
 from .gloo import course_of, moved_bytes
 from .link import Wire
 

@@ -18,7 +18,7 @@ from torch.utils.tensorboard.writer import FileWriter
 from ..rates import bytes_per_second, link_use
 from ..runs import EvaluationRecord, ProbeRecord, RunResult, RunSettings, StepRecord
 from ..sweeps.execute import RunFailed
-from ..worker import Evaluated, RunDone, StepDone
+from ..training.worker import Evaluated, RunDone, StepDone
 
 _FLUSH_SECONDS = 2.0
 _LAYERS = 16  # the largest have curves of their own

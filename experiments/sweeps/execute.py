@@ -13,7 +13,7 @@ from ..cluster import Cluster, follow
 from ..launch import WorldError, run_in_torchrun, run_world, torchrun_world
 from ..runs import Compute, RunResult, RunSettings
 from ..tasks import load_task
-from ..worker import RunDone, SceneBegun, Work, calibrate, dilation_of, train_all
+from ..training.worker import RunDone, SceneBegun, Work, calibrate, dilation_of, train_all
 from .store import RESULTS
 
 Listener = Callable[[RunSettings, object], None]

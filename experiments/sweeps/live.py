@@ -23,7 +23,7 @@ from ..rates import bytes_per_second, link_use
 from ..runs import RunResult, RunSettings, StepRecord
 from ..specs import Spec
 from ..summary import SMOOTHING_STEPS, total_seconds
-from ..worker import Evaluated, RunDone, StepDone
+from ..training.worker import Evaluated, RunDone, StepDone
 from .execute import Listener, RunFailed
 from .pace import Pace
 

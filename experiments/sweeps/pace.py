@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..links.link import LinkSettings
 from ..runs import RunResult, RunSettings
-from ..worker import Evaluated, RunDone, StepDone
+from ..training.worker import Evaluated, RunDone, StepDone
 
 Kind = tuple[object, ...]
 

@@ -11,10 +11,10 @@ from typing import Any
 from ..cluster import why_not
 from ..launch import torchrun_world
 from ..links.link import LinkSettings
-from ..registration import check_hook
 from ..runs import Compute, RunSettings, read_setting
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
+from ..training.registration import check_hook
 
 _OUTERMOST_FIRST = (
     "task",

@@ -22,7 +22,7 @@ from experiments.launch import run_world
 from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
-from experiments.worker import RunDone, Work, train_all
+from experiments.training.worker import RunDone, Work, train_all
 
 pytestmark = pytest.mark.timeout(250)  # a world is two imports of torch: 5 s, or 30 s on a machine with much else to do
 

@@ -14,7 +14,7 @@ from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.sweeps import execute
-from experiments.worker import RunDone, SceneBegun, Work, dilation_of
+from experiments.training.worker import RunDone, SceneBegun, Work, dilation_of
 from tests.experiments.synthetic import result
 
 HOOKS = ("all-reduce", "breaks", "fp16")

@@ -18,9 +18,9 @@ import commhooks
 from experiments.links.gloo import course_of
 from experiments.links.link import EmulatedLink, LinkSettings, Wire
 from experiments.links.linked_group import LinkedGroup, LinkedWork
-from experiments.measure import WaitClock
 from experiments.specs import Spec
-from experiments.stock import check_stock, is_stock, register_stock, stock_names
+from experiments.training.measure import WaitClock
+from experiments.training.stock import check_stock, is_stock, register_stock, stock_names
 from tests.ddp_core.facts import Facts
 from tests.parity.training import ddp_class
 

@@ -14,7 +14,7 @@ from experiments.specs import Spec
 from experiments.sweeps.execute import RunFailed
 from experiments.sweeps.live import Live, listeners, short_labels
 from experiments.sweeps.pace import Pace
-from experiments.worker import Evaluated, RunDone, StepDone
+from experiments.training.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, result
 
 HOOKS = (

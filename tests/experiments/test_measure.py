@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from experiments.measure import Interval, StepClock, WaitClock, merged, overlap
+from experiments.training.measure import Interval, StepClock, WaitClock, merged, overlap
 
 intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 

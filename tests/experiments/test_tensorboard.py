@@ -16,7 +16,7 @@ from experiments.report import tensorboard
 from experiments.report.tensorboard import LiveLogs, write_logs
 from experiments.runs import LayerRecord, ProbeRecord, RunResult
 from experiments.sweeps.execute import RunFailed
-from experiments.worker import Evaluated, RunDone, StepDone
+from experiments.training.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, STARTED, result
 
 LAYERS = tuple(

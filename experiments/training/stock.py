@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
-from .specs import Spec
+from ..specs import Spec
 
 PREFIX = "torch."
 _NONE = "torch.none"  # DDP's own all-reduce, without any hook

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..runs import LayerRecord, ProbeRecord
 from .registration import Registered
-from .runs import LayerRecord, ProbeRecord
 
 
 class Probe:

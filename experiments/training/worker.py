@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .launch import Send
-from .machine import machine, versions
+from ..launch import Send
+from ..machine import machine, versions
+from ..runs import Compute, EvaluationRecord, ProbeRecord, RunResult, RunSettings, StepRecord
+from ..tasks import LoadedTask, load_task
+from ..tasks.task import mixed
 from .measure import Split, StepClock
 from .probe import Probe
 from .registration import Counted, register, sent_by_interface
-from .runs import Compute, EvaluationRecord, ProbeRecord, RunResult, RunSettings, StepRecord
-from .tasks import LoadedTask, load_task
-from .tasks.task import mixed
 
 _CALIBRATION_STEPS = 7  # the first two are not counted: memory is allocated in them
 

@@ -13,13 +13,13 @@ import commhooks
 import ddp_core
 from commhooks.tensors import tensor_bytes
 
-from .cluster import gloo_interface, interface_bytes
-from .hooks import make_hook, policy_of
-from .links.link import EmulatedLink, Wire
-from .links.linked_group import LinkedGroup
+from ..cluster import gloo_interface, interface_bytes
+from ..hooks import make_hook, policy_of
+from ..links.link import EmulatedLink, Wire
+from ..links.linked_group import LinkedGroup
+from ..runs import RunSettings
+from ..specs import Spec
 from .measure import WaitClock
-from .runs import RunSettings
-from .specs import Spec
 from .stock import check_stock, is_stock, register_stock
 
 _RESIDUAL = "commhooks/residual_norm_over_gradient_norm"
