@@ -41,7 +41,7 @@ def main() -> None:
     if missing:
         _explain(missing)
     else:
-        from .cli import app
+        from .commands.cli import app
 
         app()
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import commhooks
 from experiments import front
-from experiments.cli import app
+from experiments.commands.cli import app
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

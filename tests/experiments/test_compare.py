@@ -17,7 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from experiments.cli import app
+from experiments.commands.cli import app
 from experiments.launch import run_world
 from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings

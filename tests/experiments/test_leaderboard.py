@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from commhooks import COMPRESSORS
-from experiments.cli import app
+from experiments.commands.cli import app
 from experiments.leaderboard.contenders import LeftOut
 from experiments.leaderboard.grace import compare_with_grace
 from experiments.report.board import Results, RunsFile, prepare_board, print_board, write_board

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from experiments.cli import app
+from experiments.commands.cli import app
 from experiments.report.page import HEAD, PICTURES
 from experiments.runs import RunSettings
 from experiments.sweeps import sweep

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import experiments
 from experiments import api
-from experiments.cli import app
+from experiments.commands.cli import app
 from experiments.launch import WorldError
 from experiments.runs import RunSettings
 from experiments.sweeps import sweep

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..cluster import commands as cluster_commands
+from ..front import PURPOSE, version
 from . import help_texts
-from .cluster import commands as cluster_commands
-from .front import PURPOSE, version
 from .options import (
     Baseline,
     BucketCap,
@@ -42,8 +42,8 @@ from .terminal import EachOptionOnce, errors_in_words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .runs import RunResult, RunSettings
-    from .sweeps.sweep import Sweep
+    from ..runs import RunResult, RunSettings
+    from ..sweeps.sweep import Sweep
 
 app = typer.Typer(
     help=PURPOSE,
@@ -95,9 +95,9 @@ def compare(
 ) -> None:
     """Train one model under several hooks."""
     with errors_in_words() as console:
-        from .sweeps.plan import plan
-        from .sweeps.presets import DEFAULT_HOOKS, DEFAULT_TASKS
-        from .sweeps.sweep import Sweep
+        from ..sweeps.plan import plan
+        from ..sweeps.presets import DEFAULT_HOOKS, DEFAULT_TASKS
+        from ..sweeps.sweep import Sweep
 
         runs = plan(
             task or DEFAULT_TASKS,
@@ -145,8 +145,8 @@ def run(
 ) -> None:
     """Train one model under one hook."""
     with errors_in_words() as console:
-        from .sweeps.plan import plan
-        from .sweeps.sweep import Sweep
+        from ..sweeps.plan import plan
+        from ..sweeps.sweep import Sweep
 
         runs = plan(
             [task],
@@ -181,7 +181,7 @@ def sweep(
 ) -> None:
     """Make all the runs of a YAML file."""
     with errors_in_words() as console:
-        from .sweeps.yaml_file import EXAMPLE
+        from ..sweeps.yaml_file import EXAMPLE
 
         if example:
             typer.echo(EXAMPLE, nl=False)
@@ -211,7 +211,7 @@ def report(
 ) -> None:
     """Write tables and the report again."""
     with errors_in_words() as console:
-        from .sweeps.sweep import report_again
+        from ..sweeps.sweep import report_again
 
         report_again(
             folders, out or folders[0], console, baseline=baseline, target_loss=target_loss, command=_command()
@@ -233,9 +233,9 @@ def overlap(
 ) -> None:
     """Measure how much of the communication hides behind the backward pass."""
     with errors_in_words() as console:
-        from .links.link import LinkSettings
-        from .overlap import OverlapSettings, measure_overlap, overlap_table
-        from .specs import Spec
+        from ..links.link import LinkSettings
+        from ..overlap import OverlapSettings, measure_overlap, overlap_table
+        from ..specs import Spec
 
         spec = Spec.parse(task, "task")
         settings = OverlapSettings(
@@ -265,7 +265,7 @@ def leaderboard(
 ) -> None:
     """Train under every compressor, and report what each costs."""
     with errors_in_words() as console:
-        from .leaderboard.running import Leaderboard, run_leaderboard
+        from ..leaderboard.running import Leaderboard, run_leaderboard
 
         board = Leaderboard(
             out=out,
@@ -288,9 +288,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _asked_sweep(file: Path | None, preset: str | None) -> Sweep:
     """Return the sweep of a file or of a preset."""
-    from .sweeps.presets import preset as runs_of_preset
-    from .sweeps.sweep import Sweep
-    from .sweeps.yaml_file import read_sweep
+    from ..sweeps.presets import preset as runs_of_preset
+    from ..sweeps.sweep import Sweep
+    from ..sweeps.yaml_file import read_sweep
 
     if (file is None) == (preset is None):
         raise ValueError(
@@ -305,15 +305,15 @@ def _asked_sweep(file: Path | None, preset: str | None) -> Sweep:
 
 def _make(sweep: Sweep, console: Console) -> None:
     """Make the runs; exit with 1 if some failed."""
-    from .sweeps.sweep import make
+    from ..sweeps.sweep import make
 
     if make(sweep, console).failures:
         raise typer.Exit(1)
 
 
 def _print_forecast(sweep: Sweep, console: Console) -> None:
-    from .sweeps.forecast import forecast
-    from .sweeps.store import finished, sources_of
+    from ..sweeps.forecast import forecast
+    from ..sweeps.store import finished, sources_of
 
     done: dict[RunSettings, RunResult] = {}
     if not sweep.overwrite:
@@ -330,7 +330,7 @@ def _links(links: Sequence[str] | None, rates: Sequence[str] | None, latency: st
 
 
 def _seeds(seed: int | None, seeds: int | None) -> Sequence[int]:
-    from .sweeps.yaml_file import seeds_of
+    from ..sweeps.yaml_file import seeds_of
 
     if seed is not None and seeds is not None:
         raise ValueError("give --seed for one seed or --seeds for several, not both")

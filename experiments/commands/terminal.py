@@ -33,7 +33,7 @@ def errors_in_words() -> Iterator[Console]:
     """Provide a console; exit with 2 on a user's mistake, 1 on a rank's failure, 130 on Ctrl-C, and say why."""
     from rich.console import Console
 
-    from .launch import WorldError
+    from ..launch import WorldError
 
     before = signal.signal(signal.SIGTERM, _leave)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .front import COMMANDS
+from ..front import COMMANDS
 
 COMPARE = f"""
 {COMMANDS["compare"]}
