@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..cluster import commands as cluster_commands
 from ..front import PURPOSE, version
+from . import cluster as cluster_commands
 from . import help_texts
 from .options import (
     Baseline,

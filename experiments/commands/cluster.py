@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..cluster.iproute import ClusterError
+from ..cluster.namespaces import INTERFACE, Cluster, Direction, clusters
+from ..cluster.preflight import require
+from ..cluster.records import record_of
 from ..front import COMMANDS
 from ..links.link import format_rate, parse_rate
-from .iproute import ClusterError
-from .namespaces import INTERFACE, Cluster, Direction, clusters
-from .preflight import require
-from .records import record_of
 
 _HELP = f"""
 {COMMANDS["cluster"]}
