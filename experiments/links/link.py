@@ -1,9 +1,9 @@
 """The link between ranks: what it is, and its emulation on one machine, without root.
 
 Emulated, a real collective runs between the ranks; in addition, the rank waits until a link of the given rate and
-latency could have carried what Gloo sends for it (`experiments.gloo`), with the headers of its packets. The link is a
-serial resource: a transfer starts when the previous one is through. So a transfer may overlap with compute, but two
-transfers never share the rate. Everything that a rank sends passes one `Wire`, whoever starts it.
+latency could have carried what Gloo sends for it (`experiments.links.gloo`), with the headers of its packets. The link
+is a serial resource: a transfer starts when the previous one is through. So a transfer may overlap with compute, but
+two transfers never share the rate. Everything that a rank sends passes one `Wire`, whoever starts it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ..training.worker import RunDone, SceneBegun, Work, calibrate, dilation_of,
 from .store import RESULTS
 
 Listener = Callable[[RunSettings, object], None]
-"""Called with a run and a message about it: `RunFailed`, or one of `experiments.worker`."""
+"""Called with a run and a message about it: `RunFailed`, or one of `experiments.training.worker`."""
 
 
 @dataclass(frozen=True)
