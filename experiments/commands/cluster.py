@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from ..cluster.iproute import ClusterError
 from ..cluster.namespaces import INTERFACE, Cluster, Direction, clusters
 from ..cluster.preflight import require
 from ..cluster.records import record_of
 from ..front import COMMANDS
 from ..links.link import format_rate, parse_rate
+from .terminal import errors_in_words
 
 _HELP = f"""
 {COMMANDS["cluster"]}
@@ -60,7 +56,7 @@ def create(
     down: Annotated[str | None, typer.Option(help="What hosts receive, if other than --rate.")] = None,
 ) -> None:
     """Make a cluster that stays until it is removed."""
-    with _errors_in_words():
+    with errors_in_words():
         made = Cluster.create(hosts, up=parse_rate(up or rate), down=parse_rate(down or rate), name=name, kept=True)
         last = hosts - 1
         typer.echo(f"cluster {name}: hosts 0 to {last}, addresses {made.address(0)} to {made.address(last)}")
@@ -69,7 +65,7 @@ def create(
 @app.command("list")
 def list_clusters() -> None:
     """Print the clusters of this machine, with their hosts and links."""
-    with _errors_in_words():
+    with errors_in_words() as console:
         require()
         found = clusters()
         if not found:
@@ -82,7 +78,7 @@ def list_clusters() -> None:
                 traffic = f"{state.sent / 1e6:,.1f} MB", f"{state.received / 1e6:,.1f} MB"
                 cable = "plugged in" if state.plugged_in else "unplugged"
                 table.add_row(cluster.name, str(state.host), state.address, *rates, *traffic, cable)
-        (Console() if sys.stdout.isatty() else Console(width=110)).print(table)
+        console.print(table)
 
 
 @app.command()
@@ -93,7 +89,7 @@ def set_rate(
     direction: Annotated[Direction, typer.Option(help="up: what hosts send; down: what they receive.")] = "both",
 ) -> None:
     """Change the rate of links, also while a run uses them."""
-    with _errors_in_words():
+    with errors_in_words():
         require()
         Cluster.find(name).set_rate(parse_rate(rate), direction=direction, host=host)
 
@@ -101,7 +97,7 @@ def set_rate(
 @app.command()
 def unplug(name: Name, host: Host) -> None:
     """Pull a host's cable: it reaches nobody until it is plugged in again."""
-    with _errors_in_words():
+    with errors_in_words():
         require()
         Cluster.find(name).unplug(host)
 
@@ -109,7 +105,7 @@ def unplug(name: Name, host: Host) -> None:
 @app.command()
 def plug_in(name: Name, host: Host) -> None:
     """Plug a host's cable in again."""
-    with _errors_in_words():
+    with errors_in_words():
         require()
         Cluster.find(name).plug_in(host)
 
@@ -119,7 +115,7 @@ def execute(
     name: Name, host: Host, command: Annotated[list[str], typer.Argument(help="The command and its arguments.")]
 ) -> None:
     """Run a command on a host, with Gloo and NCCL told which interface to use; exit as it does."""
-    with _errors_in_words():
+    with errors_in_words():
         require()
         Cluster.find(name).enter(host)
         interfaces = {f"{library}_SOCKET_IFNAME": INTERFACE for library in ("GLOO", "NCCL", "TP")}
@@ -132,7 +128,7 @@ def execute(
 @app.command()
 def remove(name: Name) -> None:
     """Remove a cluster; what still runs on its hosts goes on without a network."""
-    with _errors_in_words():
+    with errors_in_words():
         require()
         cluster = Cluster.find(name)
         record = record_of(name)
@@ -141,13 +137,3 @@ def remove(name: Name) -> None:
                 f"cluster {name!r} belongs to process {record.owner.pid}, which removes it when it ends: end that one"
             )
         cluster.remove()
-
-
-@contextmanager
-def _errors_in_words() -> Iterator[None]:
-    """Exit with 2 if what was asked for is not possible, and say why."""
-    try:
-        yield
-    except (ValueError, ClusterError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error

@@ -30,15 +30,19 @@ class EachOptionOnce(TyperCommand):
 
 @contextmanager
 def errors_in_words() -> Iterator[Console]:
-    """Provide a console; exit with 2 on a user's mistake, 1 on a rank's failure, 130 on Ctrl-C, and say why."""
+    """Provide a console; print errors as a sentence, and exit.
+
+    The exit code is 2 for what cannot work as requested, 1 for a rank's failure, and 130 for Ctrl-C.
+    """
     from rich.console import Console
 
+    from ..cluster import ClusterError
     from ..launch import WorldError
 
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         yield Console() if sys.stdout.isatty() else Console(width=110)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ClusterError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     except WorldError as error:
