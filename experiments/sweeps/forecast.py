@@ -15,10 +15,10 @@ from commhooks.tensors import tensor_bytes
 
 from ..hooks import make_hook
 from ..leaderboard.lockstep import join_workers
-from ..links.stock import is_stock
 from ..runs import Compute, RunResult, RunSettings
 from ..specs import Spec
 from ..tasks import load_task
+from ..training.stock import is_stock
 
 _START_SECONDS = 8.0  # of new ranks: the imports, mostly
 

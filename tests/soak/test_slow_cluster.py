@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from experiments.cluster import why_not
-from experiments.execute import execute
-from experiments.gloo import FRAMING
-from experiments.link import LinkSettings
-from experiments.plan import plan
+from experiments.links.gloo import FRAMING
+from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.summary import steps_to, target_loss, total_seconds, unprobed
+from experiments.sweeps.execute import execute
+from experiments.sweeps.plan import plan
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
