@@ -50,7 +50,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         seeds=SEEDS,
         steps=STEPS,
         evaluate_every=STEPS,
-        bucket_cap_mb=2.0,
+        bucket_cap_mb=6.0,
     )
     results = made(runs, tmp_path_factory.mktemp("trained"))
     return {hook: [r for r in results.values() if r.settings.hook.label == hook] for hook in ("all-reduce", POWERSGD)}
