@@ -28,11 +28,16 @@ def machine() -> dict[str, str | int | float]:
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        "cores": cores(),
         "load": round(os.getloadavg()[0], 2),  # runnable processes, mean over the last minute
         "threads_per_rank": torch.get_num_threads(),
         "backend": "gloo",
     }
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

@@ -149,7 +149,7 @@ class Outcome:
     def took_turns_with(self, other: Outcome) -> bool:
         """Return whether the runs of both were made at the same time, so that the same load slowed them."""
         return all(
-            _overlap(result, other.results[seed]) for seed, result in self.results.items() if seed in other.results
+            took_turns(result, other.results[seed]) for seed, result in self.results.items() if seed in other.results
         )
 
     def _each(self, measure: Callable[[Sequence[StepRecord]], float]) -> Estimate:
@@ -277,8 +277,8 @@ def _interface_bytes(result: RunResult) -> list[int]:
     return counted if len(counted) == len(result.steps) else []
 
 
-def _overlap(one: RunResult, other: RunResult) -> bool:
-    """Return whether the middle of each run lies within the other one, as it does if they take turns."""
+def took_turns(one: RunResult, other: RunResult) -> bool:
+    """Return whether two runs took turns: the middle of each lies within the other one."""
     if min(len(one.steps), len(other.steps)) < 3:
         return True  # too short to tell
     (first, middle, last), (begin, centre, end) = (

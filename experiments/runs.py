@@ -88,11 +88,6 @@ class RunSettings:
         return f"{self.task.label} · {self.hook.label} · seed {self.seed}"
 
     @property
-    def policy(self) -> str:
-        """The order in which the collectives of a step's buckets are issued."""
-        return str(dict(self.hook.settings).get("policy", "fifo"))
-
-    @property
     def scene(self) -> RunSettings:
         """The same settings without a hook: runs of one scene take turns, so that their times can be compared.
 
@@ -192,11 +187,6 @@ class EvaluationRecord:
     step: int
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)  # others: "accuracy" (0 to 1), "bits_per_byte", ...
-
-    @property
-    def accuracy(self) -> float | None:
-        """The fraction of correct answers, if the task counts them."""
-        return self.metrics.get("accuracy")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,6 @@ class Typical:
     compute: float
     compression: float
     waiting: float
-    hidden: float
 
     @property
     def seconds(self) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from commhooks import COMPRESSORS, Compressor, ErrorFeedback
 from commhooks.errors import CommHooksError
 
 from ..hooks import make_hook
-from ..specs import Spec
+from ..specs import Spec, unknown
 from ..tasks import LoadedTask
 
 DENSE = "all-reduce"
@@ -66,9 +65,7 @@ def known_names(names: Iterable[str], known: Sequence[str], what: str) -> list[s
     found = list(names)
     for name in found:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{what} {name!r} is not known: expected some of {', '.join(known)}{hint}")
+            raise ValueError(unknown(what, name, known))
         if found.count(name) > 1:
             raise ValueError(f"{what} {name!r} is asked for twice")
     return found

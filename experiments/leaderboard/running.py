@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from commhooks.errors import CommHooksError
 
 from ..launch import Send, run_world
+from ..machine import cores
 from ..report.board import Results, RunsFile, prepare_board, print_board, write_board
 from ..specs import Spec
 from ..summary import Spread
@@ -114,7 +114,7 @@ def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
     with _progress(console) as progress:
         listener.show(progress)
         work = _Work(jobs, timed, board.timed, board.workers, board.rounds)
-        processes = min(board.processes or len(os.sched_getaffinity(0)), len(jobs))
+        processes = min(board.processes or cores(), len(jobs))
         run_world(_share, processes, work, listener, timeout=_SILENCE_SECONDS)
     runs = listener.whole_runs()
     results = Results(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
+
+from ..specs import unknown
 
 Schedule = tuple[tuple[float, float | None], ...]
 
@@ -78,7 +79,7 @@ def fields_in(text: str) -> dict[str, Any]:
     head, colon, rest = text.strip().partition(":")
     kind, rest = (head.strip(), rest) if colon else (head, "") if head in LINK_KINDS else ("emulated", head)
     if kind not in LINK_KINDS:
-        raise ValueError(f"link {text!r} does not parse: {_unknown('kind', kind, LINK_KINDS)}; expected {_FORMS}")
+        raise ValueError(f"link {text!r} does not parse: {unknown('kind', kind, LINK_KINDS)}")
     fields: dict[str, Any] = {"kind": kind}
     for key, value in _pairs_in(rest, text).items():
         if key == "rate":
@@ -120,7 +121,7 @@ def _pairs_in(rest: str, text: str) -> dict[str, str]:
         if not equals and position == 0:
             key, value = "rate", key  # the rate may stand first, without its key
         if key not in _KEYS:
-            raise ValueError(f"link {text!r} does not parse: {_unknown('key', key, _KEYS)}; expected {_FORMS}")
+            raise ValueError(f"link {text!r} does not parse: {unknown('key', key, _KEYS)}")
         if key in pairs:
             raise ValueError(f"link {text!r} does not parse: {key} is given twice")
         pairs[key] = value
@@ -181,9 +182,3 @@ def _bits_of(unit: str) -> int | None:
     if unit in _BYTES:
         return 8
     return 1 if unit in _BITS or unit.lower() in {"bit/s", "bits/s", "bit"} else None
-
-
-def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"there is no {what} {name!r}{hint}, only {', '.join(known)}"

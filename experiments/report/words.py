@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from commhooks import units
 from commhooks.units import three_digits
 
-from ..intervals import Estimate, Interval
+from ..intervals import Interval
 from ..links.link import LinkSettings
 from ..summary import Spread
 
@@ -55,12 +55,6 @@ def signed(value: float, form: str = ".3f") -> str:
 def bounds(interval: Interval | None, form: Callable[[float], str]) -> str:
     """Return '2.11 to 2.14'; nothing without an interval."""
     return "" if interval is None else f"{form(interval.low)} to {form(interval.high)}"
-
-
-def with_bounds(estimate: Estimate, form: Callable[[float], str]) -> str:
-    """Return the mean and its interval: '6.50× (6.10× to 6.90×)'."""
-    text = form(estimate.mean)
-    return text if estimate.interval is None else f"{text} ({bounds(estimate.interval, form)})"
 
 
 def listed(names: Collection[str], last: str = "and") -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from commhooks.tensors import tensor_bytes
 
 from ..hooks import make_hook
 from ..leaderboard.lockstep import join_workers
+from ..machine import cores
 from ..runs import Compute, RunResult, RunSettings
 from ..specs import Spec
 from ..tasks import load_task
@@ -101,8 +101,7 @@ def _measured(settings: RunSettings) -> float:
         begin = time.perf_counter()
         task.loss(task.model, batch).backward()
         times.append(time.perf_counter() - begin)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(times) * max(1.0, settings.ranks / cores)
+    return min(times) * max(1.0, settings.ranks / cores())
 
 
 def forecast(runs: Sequence[RunSettings], done: Mapping[RunSettings, RunResult]) -> list[str]:

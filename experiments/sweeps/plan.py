@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
@@ -11,6 +10,7 @@ from typing import Any
 from ..cluster import why_not
 from ..launch import torchrun_world
 from ..links.link import LinkSettings
+from ..machine import cores
 from ..runs import Compute, RunSettings, read_setting
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
@@ -182,14 +182,13 @@ def crowded(runs: Sequence[RunSettings]) -> str | None:
     """Return a warning if ranks share cores, so that compute looks slower than it is; None if it does not matter."""
     if torchrun_world() is not None:
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = max(settings.ranks for settings in runs)
-    if ranks <= cores or all(settings.compute is not None for settings in runs):
+    ranks, available = max(settings.ranks for settings in runs), cores()
+    if ranks <= available or all(settings.compute is not None for settings in runs):
         return None
     return (
-        f"{ranks} ranks share {cores} cores: compute looks {ranks / cores:.1f} times as slow as on a machine each, so "
-        "compression looks less useful than it is. State what a step's compute takes on your processor, for example "
-        "--compute 200ms, or --compute 0.5x for half of what it takes here."
+        f"{ranks} ranks share {available} cores: compute looks {ranks / available:.1f} times as slow as with a core "
+        "for each rank, so compression looks less useful than it is. State what a step's compute takes on your "
+        "processor, with --compute 200ms, or with --compute 0.5x for half of what it takes here."
     )
 
 

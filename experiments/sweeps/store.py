@@ -56,11 +56,11 @@ def finished(out: Path, runs: Iterable[RunSettings], sources: Mapping[str, str])
     return found
 
 
-def write_failure(out: Path, settings: RunSettings, story: str) -> Path:
-    """Write why a run failed to `out`/failures, and return where."""
+def write_failure(out: Path, settings: RunSettings, traceback: str) -> Path:
+    """Write a failed run's traceback into `out`/failures, and return the path."""
     path = _failure_file(out, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{HEAD}{json.dumps(settings.to_dict())}\n\n{story}\n", encoding="utf-8")
+    path.write_text(f"{HEAD}{json.dumps(settings.to_dict())}\n\n{traceback}\n", encoding="utf-8")
     return path
 
 
@@ -70,7 +70,7 @@ def remove_failure(out: Path, settings: RunSettings) -> None:
 
 
 def read_failures(folders: Sequence[Path]) -> dict[RunSettings, str]:
-    """Return the stories of all runs that failed, in these folders, each a command's --out.
+    """Return the tracebacks of all runs that failed, in these folders, each a command's --out.
 
     Raises:
         ValueError: A file among them is damaged.
@@ -78,13 +78,13 @@ def read_failures(folders: Sequence[Path]) -> dict[RunSettings, str]:
     """
     found = {}
     for path in (path for folder in folders for path in sorted((folder / FAILURES).glob("*.txt"))):
-        head, settings, _, story = (*path.read_text(encoding="utf-8").split("\n", 3), "", "", "")[:4]
+        head, settings, _, traceback = (*path.read_text(encoding="utf-8").split("\n", 3), "", "", "")[:4]
         try:
             if f"{head}\n" != HEAD:
                 raise ValueError(f"it must begin with {HEAD!r}")
-            found[RunSettings.from_dict(json.loads(settings))] = story
+            found[RunSettings.from_dict(json.loads(settings))] = traceback
         except ValueError as error:
-            raise ValueError(f"{path} does not tell of a run that failed ({error}); move it away") from error
+            raise ValueError(f"{path} is not the record of a failed run ({error}); move it away") from error
     return found
 
 

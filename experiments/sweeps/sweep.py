@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..launch import torchrun_world
+from ..outcomes import took_turns
 from ..report import print_tables, write
 from ..report.tensorboard import LiveLogs
 from ..runs import RunResult, RunSettings
@@ -42,7 +43,7 @@ class Sweep:
     runs: tuple[RunSettings, ...]
     out: Path
     overwrite: bool = False  # results of an earlier command in that folder
-    baseline: str | None = None  # the hook that the others are compared with; None: the first
+    baseline: str | None = None  # the hook that the others are compared with; None: all-reduce, or else the first
     target_loss: float | None = None  # training loss to reach; None: derived from the baseline's runs
     command: str = "commhooks sweep"  # the command that reproduces the report
     report: bool = True  # whether the page and its pictures are written
@@ -77,8 +78,8 @@ def make(sweep: Sweep, console: Console) -> Made:
         made = _make_missing(sweep, console)
         for settings in made.results:
             remove_failure(sweep.out, settings)
-        for settings, story in made.failures.items():
-            write_failure(sweep.out, settings, story)
+        for settings, traceback in made.failures.items():
+            write_failure(sweep.out, settings, traceback)
         if made.results:
             _report(sweep, made, console)
     _print_ending(sweep, made, console)
@@ -177,7 +178,7 @@ def notes_about(results: Sequence[RunResult]) -> list[str]:
         scenes.setdefault(result.settings.scene, []).append(result)
     for scene in scenes.values():
         first, *others = scene
-        apart = [result.settings.hook.label for result in others if not _took_turns(first, result)]
+        apart = [result.settings.hook.label for result in others if not took_turns(first, result)]
         if apart:
             notes.append(
                 f"{', '.join(apart)} ({first.settings.label.replace(first.settings.hook.label + ' · ', '')}) ran at "
@@ -186,14 +187,10 @@ def notes_about(results: Sequence[RunResult]) -> list[str]:
     return notes
 
 
-def _took_turns(one: RunResult, other: RunResult) -> bool:
-    return one.steps[0].ended < other.steps[-1].ended and other.steps[0].ended < one.steps[-1].ended
-
-
 def _print_ending(sweep: Sweep, made: Made, console: Console) -> None:
     """Say where everything is, and which runs failed."""
-    for settings, story in made.failures.items():
-        last = story.strip().splitlines()[-1] if story.strip() else "no traceback"
+    for settings, traceback in made.failures.items():
+        last = traceback.strip().splitlines()[-1] if traceback.strip() else "no traceback"
         _say(console, f"failed: {settings.label} ({settings.link.label}, {settings.ranks} ranks): {last}")
     if made.failures:
         _say(console, f"{len(made.failures)} of {len(sweep.runs)} runs failed; tracebacks in {sweep.out / FAILURES}")
