@@ -49,19 +49,19 @@ def compare(
 
     Args:
         tasks: Names of tasks: 'digits', 'gpt:size=small', or functions of your own, 'folder/file.py:function'.
-        hooks: Names of hooks, with settings: 'powersgd:rank=4'. The first is the baseline, unless it is named.
+        hooks: Names of hooks, with settings: 'powersgd:rank=4'.
         links: What connects the ranks: '100Mbit/s', '1Gbit/s,latency=1ms', 'unlimited'.
-        seeds: How many, from 0 on, or which.
+        seeds: How many, from 0 on; or a list of them.
         ranks: Processes on this machine, or several such numbers; None: 2, or torchrun's world size.
         steps: Optimizer steps; None: each task's own number.
         optimizers: 'sgd:lr=0.1,momentum=0.9', 'adamw:lr=1e-3'; None: the task's own.
         compute: What a step's compute takes on the user's processor: '200ms', or '0.5x' of what it takes here.
-        ddp: 'core' or 'torch'.
-        bucket_cap_mb: MiB; None: the DDP's own.
+        ddp: 'core' (ddp_core's class) or 'torch' (PyTorch's).
+        bucket_cap_mb: Bucket size in MiB; None: the DDP's own.
         evaluate_every: Steps between two evaluations.
         out: Folder of the results; None: runs/<date-time>.
         overwrite: Replace the results of an earlier comparison in that folder.
-        baseline: The hook that the others are compared with.
+        baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first.
         target_loss: Training loss to reach; None: 95 % of the baseline's progress.
         quiet: Print nothing while the runs go.
 

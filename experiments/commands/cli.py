@@ -127,10 +127,10 @@ def compare(
 
 @app.command(help=help_texts.RUN, cls=EachOptionOnce)
 def run(
-    task: Annotated[str, typer.Option(help="What to train: digits, gpt, or your own function, file.py:function.")],
+    task: Annotated[str, typer.Option(help="What to train: digits, gpt, lstm, or your own file.py:function.")],
     hook: Annotated[str, typer.Option(help="The hook, name:setting=value,...")] = "all-reduce",
     optimizer: Annotated[str | None, typer.Option(help="sgd:lr=0.1,momentum=0.9; default: the task's own.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Processes on this machine (2).")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes here; default: 2, or torchrun's world size.")] = None,
     link: Annotated[str, typer.Option(help="The link: 100Mbit/s,latency=1ms.")] = "100Mbit/s",
     compute: ComputeOption = None,
     steps: Steps = None,
@@ -170,7 +170,7 @@ def sweep(
     file: Annotated[Path | None, typer.Argument(help="A YAML file with runs.", show_default=False)] = None,
     preset: Annotated[str | None, typer.Option(help="Instead of a file: demo, quick or slow-links.")] = None,
     example: Annotated[bool, typer.Option("--example", help="Print a file that works, with comments.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and the time they take; run none.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and estimate the time.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the results; default: the file's, or runs/<name>.")
     ] = None,

@@ -1,4 +1,4 @@
-"""What `--help` says of each command: with examples, from which one learns it."""
+"""What `--help` prints for each command, with examples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Ranks are processes on this machine, connected by an emulated link whose rate yo
 
     commhooks compare --task gpt --rate 100Mbit/s --rate 1Gbit/s --latency 1ms
 
-[bold]Fewer cores than ranks[/bold] make compute look slow: state what a step's compute takes on your processor.
+[bold]More ranks than cores[/bold] make compute look slow: state what a step's compute takes on your processor.
 
     commhooks compare --task gpt --ranks 4 --compute 40ms
 
@@ -40,7 +40,7 @@ Ranks are processes on this machine, connected by an emulated link whose rate yo
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks compare --link real
 
 [bold]A hook[/bold] is a name, or a name with settings: fp16, powersgd:rank=4,start_after=10. \
-The first hook is the baseline for the others, unless --baseline names another. \
+The others are compared with all-reduce, or with the first hook if all-reduce is not run; --baseline names another. \
 An unknown name or setting is reported before anything starts, with the names that exist.
 
 [bold]The folder[/bold] given by --out receives report.html (one self-contained file), \
@@ -95,9 +95,9 @@ REPORT = f"""
 OVERLAP = f"""
 {COMMANDS["overlap"]}
 
-Times three things in turns: a local step (compute), the collectives of a step with nothing to compute \
+Three things are timed in turns: a local step (compute), the collectives of a step with nothing to compute \
 (communication), and a step that does both. The batch size is chosen so that the first two take about equally long. \
-Prints step / (compute + communication): 1.0 would mean no overlap; about 0.67 is the best possible, because the \
+It prints step / (compute + communication): 1.0 would mean no overlap; about 0.67 is the best possible, because the \
 forward pass, a third of the compute, has nothing to send.
 
     commhooks overlap --rate 100Mbit/s --rounds 9

@@ -22,7 +22,7 @@ EXAMPLE = """\
 out: runs/example            # folder of the results; without it: runs/<name of this file>
 
 task: digits:size=small      # or gpt, or a function of yours: my_task.py:task
-hook:                        # the first is the baseline of the others
+hook:                        # the others are compared with all-reduce, or else with the first
   - all-reduce
   - fp16
   - powersgd:rank=2,start_after=5
@@ -83,7 +83,7 @@ def read_sweep(path: Path) -> SweepFile:
     """Return the runs that a YAML file describes, and its folder.
 
     Raises:
-        ValueError: The file is no YAML, a key is unknown, or a value cannot work; the error names file, line and key.
+        ValueError: The file is not YAML, a key is unknown, or a value cannot work; the error names file, line and key.
 
     """
     try:
