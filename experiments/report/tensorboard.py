@@ -16,7 +16,7 @@ from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import FileWriter
 
 from ..rates import bytes_per_second, link_use
-from ..runs import EvaluationRecord, ProbeRecord, RunResult, RunSettings, StepRecord
+from ..runs import EvaluationRecord, ProbeRecord, RunSettings, StepRecord
 from ..sweeps.execute import RunFailed
 from ..training.worker import Evaluated, RunDone, StepDone
 
@@ -24,19 +24,6 @@ _FLUSH_SECONDS = 2.0
 _LAYERS = 16  # the largest have curves of their own
 _TOTALS = ("loss_held_out", "accuracy_held_out", "MB_sent_by_a_rank", "median_ms_per_step")
 """The columns of the hyperparameters page: TensorBoard takes them from one of the runs, so all runs name the same."""
-
-
-def write_logs(result: RunResult, folder: Path) -> Path:
-    """Write the log of a finished run below the folder and return where; it equals the log of the same run live."""
-    log = RunLog(result.settings, folder)
-    evaluations = {found.step: found for found in result.evaluations}
-    probes = {probe.step: probe for probe in result.probes}
-    for step in result.steps:
-        log.step(step)
-        if step.step in evaluations:
-            log.evaluated(evaluations[step.step], probes.get(step.step))
-    log.end("STATUS_SUCCESS")
-    return log.path
 
 
 class LiveLogs:
