@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..front import PURPOSE, version
-from . import cluster as cluster_commands
-from . import help_texts
+from . import cluster, help_texts
+from .leaderboard import leaderboard
 from .options import (
     Baseline,
     BucketCap,
@@ -37,7 +35,8 @@ from .options import (
     Target,
     Tasks,
 )
-from .terminal import EachOptionOnce, errors_in_words
+from .overlap import overlap
+from .terminal import EachOptionOnce, command_given, errors_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.add_typer(cluster_commands.app, name="cluster")
+app.add_typer(cluster.app, name="cluster")
 
 
 def _print_version(asked: bool) -> None:
@@ -119,7 +118,7 @@ def compare(
             overwrite=overwrite,
             baseline=baseline,
             target_loss=target_loss,
-            command=_command(),
+            command=command_given(),
             quiet=quiet,
         )
         _make(sweep, console)
@@ -161,8 +160,15 @@ def run(
             bucket_cap_mb=bucket_cap_mb,
             evaluate_every=eval_every,
         )
-        folder = out or _dated()
-        _make(Sweep(runs=runs, out=folder, overwrite=overwrite, command=_command(), report=False, quiet=quiet), console)
+        sweep = Sweep(
+            runs=runs,
+            out=out or _dated(),
+            overwrite=overwrite,
+            command=command_given(),
+            report=False,
+            quiet=quiet,
+        )
+        _make(sweep, console)
 
 
 @app.command(help=help_texts.SWEEP, cls=EachOptionOnce)
@@ -193,7 +199,7 @@ def sweep(
             overwrite=overwrite,
             baseline=baseline or asked.baseline,
             target_loss=asked.target_loss if target_loss is None else target_loss,
-            command=_command(),
+            command=command_given(),
             quiet=quiet,
         )
         if dry_run:
@@ -214,76 +220,12 @@ def report(
         from ..sweeps.sweep import report_again
 
         report_again(
-            folders, out or folders[0], console, baseline=baseline, target_loss=target_loss, command=_command()
+            folders, out or folders[0], console, baseline=baseline, target_loss=target_loss, command=command_given()
         )
 
 
-@app.command(help=help_texts.OVERLAP, cls=EachOptionOnce)
-def overlap(
-    task: Annotated[str, typer.Option(help="Whose model to train: a task's name, with settings.")] = "gpt",
-    size: Annotated[str | None, typer.Option(help="The size of a built-in task; default: its own.")] = None,
-    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
-    rate: Annotated[str, typer.Option(help="The link's rate.")] = "100Mbit/s",
-    latency: Annotated[str, typer.Option(help="The link's latency, per step around the ring.")] = "0.2ms",
-    rounds: Annotated[int, typer.Option(help="How many times the three are timed, in turns.")] = 9,
-    ddp: Annotated[str, typer.Option(help="core: ddp_core's DistributedDataParallel; torch: PyTorch's.")] = "core",
-    bucket_cap_mb: Annotated[
-        float, typer.Option(help="Bucket size in MiB; smaller: communication begins earlier.")
-    ] = 0.5,
-) -> None:
-    """Measure how much of the communication hides behind the backward pass."""
-    with errors_in_words() as console:
-        from ..links.link import LinkSettings
-        from ..overlap import OverlapSettings, measure_overlap, overlap_table
-        from ..specs import Spec
-
-        spec = Spec.parse(task, "task")
-        settings = OverlapSettings(
-            task=spec if size is None else spec.with_default("size", size),
-            ranks=ranks,
-            link=LinkSettings.parse(f"{rate},latency={latency}"),
-            rounds=rounds,
-            ddp=ddp,
-            bucket_cap_mb=bucket_cap_mb,
-        )
-        console.print(overlap_table(measure_overlap(settings)))
-
-
-@app.command(help=help_texts.LEADERBOARD, cls=EachOptionOnce)
-def leaderboard(
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/leaderboard"),
-    tasks: Annotated[str, typer.Option(help="What to train, as a list.")] = "digits,gpt",
-    seeds: Annotated[int, typer.Option(help="Runs of each compressor; more: narrower intervals.")] = 3,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")] = None,
-    workers: Annotated[int, typer.Option(help="Workers that share each batch.")] = 4,
-    only: Annotated[str | None, typer.Option(help="Names of compressors, as a list; default: all.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the results of an earlier leaderboard in that folder.")
-    ] = False,
-    docs: Annotated[Path | None, typer.Option(help="Folder for the tables and pictures of the documentation.")] = None,
-    processes: Annotated[int | None, typer.Option(help="How many runs at a time; default: one per core.")] = None,
-) -> None:
-    """Train under every compressor, and report what each costs."""
-    with errors_in_words() as console:
-        from ..leaderboard.running import Leaderboard, run_leaderboard
-
-        board = Leaderboard(
-            out=out,
-            tasks=_names(tasks),
-            seeds=seeds,
-            steps=steps,
-            workers=workers,
-            only=None if only is None else _names(only),
-            overwrite=overwrite,
-            docs=docs,
-            processes=processes,
-            command=_command(),
-        )
-        run_leaderboard(board, console)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+app.command(help=help_texts.OVERLAP, cls=EachOptionOnce)(overlap)
+app.command(help=help_texts.LEADERBOARD, cls=EachOptionOnce)(leaderboard)
 
 
 def _asked_sweep(file: Path | None, preset: str | None) -> Sweep:
@@ -339,7 +281,3 @@ def _seeds(seed: int | None, seeds: int | None) -> Sequence[int]:
 
 def _dated() -> Path:
     return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _command() -> str:
-    return shlex.join(["commhooks", *sys.argv[1:]])

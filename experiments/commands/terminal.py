@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,11 @@ def errors_in_words() -> Iterator[Console]:
         raise typer.Exit(130) from error
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def command_given() -> str:
+    """Return the command line, for reports that say how to get them again."""
+    return shlex.join(["commhooks", *sys.argv[1:]])
 
 
 def _leave(number: int, frame: object) -> None:

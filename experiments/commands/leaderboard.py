@@ -1,0 +1,46 @@
+"""The command `commhooks leaderboard`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .terminal import command_given, errors_in_words
+
+
+def leaderboard(
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/leaderboard"),
+    tasks: Annotated[str, typer.Option(help="What to train, as a list.")] = "digits,gpt",
+    seeds: Annotated[int, typer.Option(help="Runs of each compressor; more: narrower intervals.")] = 3,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")] = None,
+    workers: Annotated[int, typer.Option(help="Workers that share each batch.")] = 4,
+    only: Annotated[str | None, typer.Option(help="Names of compressors, as a list; default: all.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the results of an earlier leaderboard in that folder.")
+    ] = False,
+    docs: Annotated[Path | None, typer.Option(help="Folder for the tables and pictures of the documentation.")] = None,
+    processes: Annotated[int | None, typer.Option(help="How many runs at a time; default: one per core.")] = None,
+) -> None:
+    """Train under every compressor, and report what each costs."""
+    with errors_in_words() as console:
+        from ..leaderboard.running import Leaderboard, run_leaderboard
+
+        board = Leaderboard(
+            out=out,
+            tasks=_names(tasks),
+            seeds=seeds,
+            steps=steps,
+            workers=workers,
+            only=None if only is None else _names(only),
+            overwrite=overwrite,
+            docs=docs,
+            processes=processes,
+            command=command_given(),
+        )
+        run_leaderboard(board, console)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
