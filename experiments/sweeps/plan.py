@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
@@ -16,6 +18,7 @@ from ..specs import Spec
 from ..tasks import LoadedTask, load_task
 from ..training.registration import check_hook
 
+MOST_RUNS = 10_000
 _OUTERMOST_FIRST = (
     "task",
     "ranks",
@@ -99,6 +102,7 @@ def combinations(chosen: Mapping[str, Sequence[Any]]) -> tuple[RunSettings, ...]
         ValueError: A value does not parse, is listed twice, or cannot work.
 
     """
+    check_number(math.prod(len(values) for values in chosen.values()))
     columns = [
         [(name, value) for value in _values_of(name, chosen[name])] for name in _OUTERMOST_FIRST if name in chosen
     ]
@@ -119,13 +123,24 @@ def in_turn(runs: Sequence[RunSettings]) -> tuple[RunSettings, ...]:
         ValueError: A run is listed twice.
 
     """
+    check_number(len(runs))
+    counts = Counter(runs)
     for settings in runs:
-        if runs.count(settings) > 1:
+        if counts[settings] > 1:
             raise ValueError(f"{settings.label} is listed twice with the same settings: list it once")
     scenes: dict[RunSettings, list[RunSettings]] = {}
     for settings in runs:
         scenes.setdefault(settings.scene, []).append(settings)
     return tuple(settings for scene in scenes.values() for settings in scene)
+
+
+def check_number(runs: int) -> None:
+    """Raise ValueError if that many runs are more than anybody can mean."""
+    if runs > MOST_RUNS:
+        raise ValueError(
+            f"{runs:,} runs are more than the {MOST_RUNS:,} that one command makes: give fewer values, or divide them "
+            "among several commands with one folder"
+        )
 
 
 def _values_of(name: str, values: Sequence[Any]) -> list[Any]:
@@ -145,16 +160,14 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
         check_hook(settings.hook)
         _check_link(settings)
         _check_compute(settings)
-    seen: dict[object, LoadedTask] = {}
-    for settings in runs:
-        key = settings.task, settings.ranks, settings.optimizer
-        if key not in seen:
-            seen[key] = load_task(settings.task, settings.seed)
-            seen[key].optimizer(settings.optimizer)
-            seen[key].check(settings.ranks)
+    seen: dict[Spec, LoadedTask] = {}  # each is loaded once, which may take long
+    for settings in {(one.task, one.ranks, one.optimizer): one for one in reversed(runs)}.values():
+        if settings.task not in seen:
+            seen[settings.task] = load_task(settings.task, settings.seed)
+        seen[settings.task].optimizer(settings.optimizer)
+        seen[settings.task].check(settings.ranks)
     for settings in {(one.task, one.hook): one for one in runs}.values():
-        task = seen[settings.task, settings.ranks, settings.optimizer]
-        check_hook(settings.hook, dict(task.model.named_parameters()))
+        check_hook(settings.hook, dict(seen[settings.task].model.named_parameters()))
 
 
 def _check_link(settings: RunSettings) -> None:
@@ -193,8 +206,8 @@ def crowded(runs: Sequence[RunSettings]) -> str | None:
 
 
 def _refuse_repeats(values: Sequence[object]) -> None:
-    for value in values:
-        if values.count(value) > 1:
+    for value, times in Counter(values).items():
+        if times > 1:
             raise ValueError(f"{getattr(value, 'label', value)} is given twice: each combination is run once")
 
 

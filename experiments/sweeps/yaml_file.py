@@ -13,7 +13,7 @@ import yaml
 
 from ..runs import RunSettings, read_setting
 from ..specs import unknown
-from .plan import check_runs, combinations, in_turn
+from .plan import check_number, check_runs, combinations, in_turn
 
 EXAMPLE = """\
 # A sweep for `commhooks sweep FILE.yaml`. Every setting takes a value, or a list of values; all combinations are run.
@@ -56,6 +56,7 @@ _ELSEWHERE = {
     "latency": "the latency belongs to the link: 'link: \"100Mbit/s,latency=1ms\"'",
     "size": "the size belongs to the task: 'task: gpt:size=small'",
     "policy": "the policy belongs to the hook: 'hook: powersgd:rank=4,policy=fused'",
+    "<<": "merging is not needed: what is written at the top of the file holds for each of its `runs`",
     "name": "a sweep is named by its folder: 'out: runs/name'",
 }
 _CUT_OFF = re.compile(r"(?!rate=)[a-z_]+=[^:]*")
@@ -97,7 +98,7 @@ def read_sweep(path: Path) -> SweepFile:
         raise ValueError(f"{path} is not YAML: {error}") from error
     try:
         return _sweep_of(_block(node, "the file"), path)
-    except ValueError as error:
+    except (ValueError, yaml.YAMLError) as error:  # what is YAML may still have tags that stand for no value
         raise ValueError(f"{path}{'' if str(error).startswith(', line') else ': '}{error}") from error
 
 
@@ -159,6 +160,7 @@ def seeds_of(count: Any) -> range:
             f"seeds must be a whole number of at least 1: 3 stands for the seeds 0, 1 and 2 (got {count!r}); for "
             "certain seeds write 'seed: [0, 7]'"
         )
+    check_number(count)
     return range(count)
 
 
@@ -192,7 +194,10 @@ def _block(node: yaml.Node | None, what: str) -> dict[str, _Entry]:
         raise ValueError(f"{what} must have settings, such as 'task: digits'; `commhooks sweep --example` shows a file")
     loader, found = yaml.SafeLoader(""), dict[str, _Entry]()
     for key_node, value_node in node.value:
-        name, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ValueError(f", line {line}: expected the name of a setting before the colon, such as 'task: digits'")
+        name = key_node.value
         if name in found:
             raise ValueError(
                 f", line {line}: {name} is given twice (first on line {found[name].line}); for several values "

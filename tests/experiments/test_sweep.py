@@ -94,6 +94,12 @@ runs:
         ("task: digits\nout: 3", "line 2: out must be text"),
         ("task: digits\nranks: 900", "use fewer ranks"),
         ("task: digits\nhook: powersdg", "Did you mean 'powersgd'"),
+        ("task: digits\n<<: {hook: fp16}", "line 2: merging is not needed"),
+        ("task: digits\n[a, b]: 1", "line 2: expected the name of a setting"),
+        ("task: !!python/name:os.system", "could not determine a constructor"),
+        ("task: digits\nhook: &hook [*hook]", "recursive"),
+        ("task: digits\nseeds: 99999999999999999999", "line 2: 99,999,999,999,999,999,999 runs are more than"),
+        (f"task: digits\nseed: {list(range(300))}\nsteps: {list(range(1, 301))}", "90,000 runs are more than"),
     ],
 )
 def test_a_mistake_in_a_file_is_named_with_its_place(text: str, words: str, written: Path) -> None:
