@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -25,7 +26,12 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
+from torch.distributed import (  # type: ignore[attr-defined]  # public, though not in its __all__
+    TCPStore,
+    get_debug_level,
+    set_debug_level,
+    set_debug_level_from_env,
+)
 
 from .cluster import INTERFACE, Cluster
 
@@ -34,6 +40,7 @@ RankFunction = Callable[[int, int, Any, Send], None]  # (rank, ranks, argument, 
 
 _GRACE_SECONDS = 1.0  # for the other ranks' tracebacks, after the first failure
 _TERMINATE_SECONDS = 2.0
+_CHAPTER = re.compile(r"rank \d+ (failed|died):")
 _EXIT_SECONDS = 30.0  # for a rank that has sent its last message, on a very busy machine
 
 
@@ -109,7 +116,7 @@ def run_world(
         )
     context = multiprocessing.get_context("spawn")
     # A store's sockets stay on the host where they were made, though it is this process's.
-    store = _make_store() if cluster is None else cluster.inside(0, _make_store)
+    store = _make_store() if cluster is None else _make_store_on(cluster)
     world: dict[connection.Connection, tuple[int, SpawnProcess]] = {}
     try:
         for rank in range(ranks):
@@ -140,6 +147,21 @@ def run_world(
 
 def _make_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it listens at every address
+
+
+def _make_store_on(cluster: Cluster) -> TCPStore:
+    """Return a store on the first host, without PyTorch's warning that the host's address has no name.
+
+    PyTorch reads the level of its messages from the environment when it is imported, and here.
+    """
+    level = get_debug_level()
+    try:
+        with _environment({"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}):
+            set_debug_level_from_env()
+            return cluster.inside(0, _make_store)
+    finally:
+        set_debug_level_from_env()
+        set_debug_level(level)
 
 
 def _listen(world: Mapping[connection.Connection, tuple[int, SpawnProcess]], on_message: Send, timeout: float) -> None:
@@ -193,6 +215,18 @@ def _chapter(rank: int, process: SpawnProcess, failure: _Failed) -> str:
     return f"rank {rank} died: {_exit_in_words(process.exitcode)}"
 
 
+def reason_of(story: str) -> str:
+    """Return the line of a WorldError's message that names the cause: the first failed rank's exception."""
+    lines = [line for line in story.splitlines() if line.strip()]
+    later = next((n for n, line in enumerate(lines) if n > 0 and _CHAPTER.match(line)), len(lines))
+    first = lines[:later]
+    # Behind the last traceback of a chain, and before notes that were added to the exception.
+    begin = max((n for n, line in enumerate(first) if line.startswith("Traceback ")), default=None)
+    if begin is not None:
+        first = [line for line in first[begin + 1 :] if not line[0].isspace()][:1] or first
+    return first[-1].strip() if first else "no reason given"
+
+
 def _exit_in_words(code: int | None) -> str:
     if code is None:
         return "it closed its pipe and did not end"
@@ -233,6 +267,7 @@ def _rank_main(
 
     A failure is reported before the group ends, so that the cause comes before its effects.
     """
+    multiprocessing.current_process().daemon = False  # a task may start processes, such as a DataLoader's workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     threading.Thread(target=_die_with_parent, daemon=True).start()
     last_word: _Ended | _Failed

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from ..launch import reason_of
 from ..outcomes import Setting
 from ..runs import RunResult, RunSettings
 from ..summary import SMOOTHING_STEPS
@@ -150,11 +151,11 @@ def _facts_of(setting: Setting) -> str:
 
 
 def _failed(failures: Mapping[RunSettings, str]) -> list[tuple[str, str]]:
-    """Return each hook and setting that failed, with its seeds, and the last line of the traceback."""
+    """Return each hook and setting that failed, with its seeds, and why."""
     seeds: dict[tuple[str, str], list[int]] = {}
     for one, text in failures.items():
         what = f"{one.task.label} · {one.hook.label} · {one.ranks} ranks · {rate_in_words(one.link)}"
-        seeds.setdefault((what, (text.strip() or "no message").splitlines()[-1]), []).append(one.seed)
+        seeds.setdefault((what, reason_of(text)), []).append(one.seed)
     return [
         (f"{what} · {'seed' if len(own) == 1 else 'seeds'} {listed([str(seed) for seed in sorted(own)])}", why)
         for (what, why), own in seeds.items()

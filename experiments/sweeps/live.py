@@ -18,7 +18,7 @@ from rich.text import Text
 
 from commhooks.units import bytes_in_words, counted, seconds_in_words
 
-from ..launch import torchrun_world
+from ..launch import reason_of, torchrun_world
 from ..rates import bytes_per_second, link_use
 from ..runs import RunResult, RunSettings, StepRecord
 from ..specs import Spec
@@ -197,8 +197,7 @@ class Live:
         varying = [f"{key} {written[key]}" for key in self._varying if key in written]
         label = " · ".join([settings.label, *varying])
         if isinstance(message, RunFailed):
-            lines = message.traceback.strip().splitlines()
-            return f"{label}: failed: {lines[-1] if lines else 'no reason given'}"
+            return f"{label}: failed: {reason_of(message.traceback)}"
         result = message.result
         time_taken = seconds_in_words(total_seconds(result.steps))
         return f"{label}: {len(result.steps)} steps in {time_taken}, held-out loss {result.evaluations[-1].loss:.3f}"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from experiments.launch import RankFunction, WorldError, run_world
+from experiments.launch import RankFunction, WorldError, reason_of, run_world
 from tests.experiments.rank_functions import add_up, die_on_one, fail_on_one, say_nothing
 
 
@@ -43,6 +43,26 @@ def test_a_rank_that_fails_ends_the_others_at_once_and_says_why(function: RankFu
     assert time.monotonic() - begin < 30  # two imports of torch are most of it
     assert [word for word in words if word not in str(caught.value)] == []
     assert gone([pid for pid in pids if isinstance(pid, int)])
+
+
+SILENT = "ranks 0, 1 reported nothing for 120 s; they were ended"
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
+EFFECT = f"rank 0 failed:\n{TRACEBACK}RuntimeError: connection reset\n"
+CHAIN = f"{TRACEBACK}KeyError: 1\n\nDuring handling of the above, another occurred:\n\n{TRACEBACK}ValueError: cause\n"
+
+
+@pytest.mark.parametrize(
+    ("story", "reason"),
+    [
+        ("", "no reason given"),
+        (SILENT, SILENT),
+        (f"rank 1 died: exit code 7\n{EFFECT}", "rank 1 died: exit code 7"),
+        (f"rank 1 failed:\n{CHAIN}in communication hook 'noted'\n\n{EFFECT}", "ValueError: cause"),
+    ],
+    ids=["none", "silent", "died", "raised"],
+)
+def test_the_reason_of_a_failure_is_the_first_ranks_exception(story: str, reason: str) -> None:
+    assert reason_of(story) == reason
 
 
 def test_ranks_that_fall_silent_are_ended() -> None:
