@@ -35,16 +35,19 @@ def run(*command: str, lines: Iterable[str] = (), lock: int | None = None) -> st
     """
     text = "".join(f"{line}\n" for line in lines)
     # A session of its own: Ctrl-C must not interrupt it halfway, the caller decides what happens next.
-    done = subprocess.run(
-        command,
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-        start_new_session=True,
-        pass_fds=[] if lock is None else [lock],
-    )
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+            start_new_session=True,
+            pass_fds=[] if lock is None else [lock],
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"{' '.join(command)} took more than {_SECONDS:.0f} s, and was ended") from error
     if done.returncode != 0:
         raise ClusterError(
             f"{' '.join(command)} failed: {done.stderr.strip()}" + (f"\nIts input:\n{text}" if text else "")
@@ -53,9 +56,20 @@ def run(*command: str, lines: Iterable[str] = (), lock: int | None = None) -> st
 
 
 def enter(namespace: str) -> None:
-    """Move this thread into a network namespace, with every thread and process that it starts from now on."""
-    with open(NAMESPACES / namespace) as file:
-        _call("setns", file.fileno(), _CLONE_NEWNET)
+    """Move this thread into a network namespace, with every thread and process that it starts from now on.
+
+    Raises:
+        ClusterError: The namespace does not exist, or cannot be entered.
+
+    """
+    try:
+        with open(NAMESPACES / namespace) as file:
+            _call("setns", file.fileno(), _CLONE_NEWNET)
+    except OSError as error:
+        raise ClusterError(
+            f"network namespace {namespace} cannot be entered ({error.strerror}); if it was deleted, "
+            "remove its cluster: commhooks cluster list, commhooks cluster remove NAME"
+        ) from error
 
 
 def inside(namespace: str, function: Callable[[], _T]) -> _T:

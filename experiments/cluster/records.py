@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .iproute import ClusterError
+
 FOLDER = Path("/run/commhooks")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -82,10 +84,15 @@ def records() -> list[Record]:
     for path in sorted(FOLDER.glob("*.json")):
         try:
             fields = json.loads(path.read_text())
+            owner = fields["owner"]
+            found.append(Record(fields["name"], fields["hosts"], None if owner is None else Owner(**owner)))
         except FileNotFoundError:  # removed meanwhile
             continue
-        owner = fields["owner"]
-        found.append(Record(fields["name"], fields["hosts"], None if owner is None else Owner(**owner)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ClusterError(
+                f"{path} is not the record of a cluster ({error}): delete it, and the network namespaces "
+                f"commhooks-{path.stem}-* with `ip netns delete`"
+            ) from error
     return found
 
 

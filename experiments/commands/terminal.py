@@ -33,7 +33,7 @@ class EachOptionOnce(TyperCommand):
 def errors_in_words() -> Iterator[Console]:
     """Provide a console; print errors as a sentence, and exit.
 
-    The exit code is 2 for what cannot work as requested, 1 for a rank's failure, and 130 for Ctrl-C.
+    The exit code is 2 for what cannot work as requested, 1 for a failure, and 130 for Ctrl-C.
     """
     from rich.console import Console
 
@@ -43,11 +43,16 @@ def errors_in_words() -> Iterator[Console]:
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         yield Console() if sys.stdout.isatty() else Console(width=110)
-    except (ValueError, FileNotFoundError, ClusterError) as error:
+    except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     except WorldError as error:
         typer.echo(f"\n{error}", err=True)
+        raise typer.Exit(1) from error
+    except BrokenPipeError:  # `| head`: Typer ends the command without a word
+        raise
+    except (ClusterError, OSError) as error:  # OSError: a disk that is full, a folder that was deleted
+        typer.echo(f"\nerror: {error}", err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         typer.echo("\nstopped; the ranks are ended", err=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..launch import torchrun_world
+from ..cluster import ClusterError
+from ..launch import WorldError, reason_of, torchrun_world
 from ..outcomes import took_turns
 from ..report import print_tables, write
 from ..report.tensorboard import LiveLogs
@@ -102,7 +103,7 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
             Live(sweep.runs, done, console, quiet=sweep.quiet) as live,
         ):
             made = execute(missing, sweep.out, listeners(live, logs))
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, WorldError, ClusterError, OSError):
         there = sum((sweep.out / RESULTS / f"{settings.name}.json").is_file() for settings in sweep.runs)
         print(
             f"\n{there} of {len(sweep.runs)} runs are finished, in {sweep.out}; the same command, with this folder as "
@@ -189,9 +190,8 @@ def notes_about(results: Sequence[RunResult]) -> list[str]:
 
 def _print_ending(sweep: Sweep, made: Made, console: Console) -> None:
     """Say where everything is, and which runs failed."""
-    for settings, traceback in made.failures.items():
-        last = traceback.strip().splitlines()[-1] if traceback.strip() else "no traceback"
-        _say(console, f"failed: {settings.label} ({settings.link.label}, {settings.ranks} ranks): {last}")
+    for settings, story in made.failures.items():
+        _say(console, f"failed: {settings.label} ({settings.link.label}, {settings.ranks} ranks): {reason_of(story)}")
     if made.failures:
         _say(console, f"{len(made.failures)} of {len(sweep.runs)} runs failed; tracebacks in {sweep.out / FAILURES}")
         _say(console, "the same command tries them again, and keeps what is finished")

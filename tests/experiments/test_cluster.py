@@ -10,10 +10,22 @@ import socket
 from pathlib import Path
 
 import pytest
+import typer
 
-from experiments.cluster import Cluster, ClusterError, clusters, follow, interface_bytes, preflight, why_not
+from experiments.cluster import (
+    Cluster,
+    ClusterError,
+    clusters,
+    follow,
+    interface_bytes,
+    iproute,
+    preflight,
+    records,
+    why_not,
+)
 from experiments.cluster.records import Owner
 from experiments.launch import run_world
+from experiments.terminal import errors_in_words
 from tests.experiments.rank_functions import MEGABYTE, add_up, sum_a_megabyte
 
 NOT_MADE = Cluster("not-made", 2)
@@ -50,6 +62,20 @@ def test_what_a_machine_lacks_is_said_with_what_works_without_it(
     assert reason is not None and words in reason and reason.endswith(preflight.INSTEAD)
     with pytest.raises(ClusterError, match=words):
         Cluster.create(2)
+
+
+def test_what_goes_wrong_with_a_cluster_ends_a_command_in_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(iproute, "NAMESPACES", tmp_path)
+    with pytest.raises(typer.Exit) as ended, errors_in_words():
+        NOT_MADE.inside(0, print)
+    assert ended.value.exit_code == 1
+    assert "namespace commhooks-not-made-0 cannot be entered" in capsys.readouterr().err
+    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    (tmp_path / "demo.json").write_text('{"name": "de')
+    with pytest.raises(ClusterError, match=r"demo.json is not the record of a cluster .*: delete it"):
+        records.records()
 
 
 def test_more_ranks_than_hosts_are_an_error() -> None:
