@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,12 +13,16 @@ from pathlib import Path
 from ..cluster import Cluster, follow
 from ..launch import WorldError, run_in_torchrun, run_world, torchrun_world
 from ..runs import Compute, RunResult, RunSettings
+from ..specs import Spec
 from ..tasks import load_task
-from ..training.worker import RunDone, SceneBegun, Work, calibrate, dilation_of, train_all
+from ..training.worker import Preparing, RunDone, SceneBegun, Work, calibrate, dilation_of, train_all
 from .store import RESULTS
 
 Listener = Callable[[RunSettings, object], None]
 """Called with a run and a message about it: `RunFailed`, or one of `experiments.training.worker`."""
+
+
+_SILENCE = 120.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -138,12 +143,18 @@ class _Attempt:
         if not asked:
             return {}
         scenes = list(dict.fromkeys(settings.scene for settings in asked.values()))
-        found: list[object] = []
-        run_world(calibrate, scenes[0].ranks, scenes, found.append, timeout=120)
-        (seconds,) = found
-        assert isinstance(seconds, list), "rank 0 sends one list"
-        by_scene = dict(zip(scenes, seconds, strict=True))
+        found: list[float] = []
+        hear = functools.partial(self._hear_calibration, scenes, found)
+        run_world(calibrate, scenes[0].ranks, scenes, hear, timeout=_SILENCE + _loading_seconds(scenes))
+        self.scene = []
+        by_scene = dict(zip(scenes, found, strict=True))
         return {number: by_scene[settings.scene] for number, settings in asked.items()}
+
+    def _hear_calibration(self, scenes: Sequence[RunSettings], found: list[float], message: object) -> None:
+        if isinstance(message, SceneBegun):  # if the ranks fail now, its runs are to blame
+            self.scene = [settings for settings in self._runs if settings.scene == scenes[message.runs[0]]]
+        elif isinstance(message, float):
+            found.append(message)
 
     def _work(self, compute_here: dict[int, float]) -> Work:
         dilations = {
@@ -152,6 +163,8 @@ class _Attempt:
         return Work(dict(enumerate(self._runs)), dilations, compute_here)
 
     def _hear(self, message: object, on_begin: Callable[[], object] = lambda: None) -> None:
+        if isinstance(message, Preparing):
+            return
         if isinstance(message, SceneBegun):
             self.scene = [self._runs[number] for number in message.runs]
             on_begin()
@@ -163,13 +176,34 @@ class _Attempt:
 
 
 def silence_allowed(runs: Sequence[RunSettings], work: Work) -> float:
-    """Return how many seconds of silence mean that a world is stuck: 20 of the slowest steps, and two minutes."""
+    """Return how many seconds of silence mean that a world is stuck.
+
+    Two minutes, 20 of the slowest steps, and what a task takes to load on a machine that is busy with all ranks.
+    """
     slowest = [_dense_seconds(settings) * work.dilations[number] for number, settings in enumerate(runs)]
-    return 120 + 20 * max(slowest, default=0.0)
+    return _SILENCE + 20 * max(slowest, default=0.0) + _loading_seconds(runs)
+
+
+def _loading_seconds(runs: Sequence[RunSettings]) -> float:
+    return max((4 * settings.ranks * _loaded(settings.task).seconds for settings in runs), default=0.0)
 
 
 def _dense_seconds(settings: RunSettings) -> float:
     """Return how long the plain all-reduce of all gradients takes on the link at its slowest."""
-    elements = sum(p.numel() for p in load_task(settings.task, settings.seed).model.parameters())
     rate = settings.link.slowest
-    return 2 * 32 * elements / rate if rate else 0.0
+    return 2 * 32 * _loaded(settings.task).elements / rate if rate else 0.0
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What was learned from loading a task once."""
+
+    seconds: float
+    elements: int  # of the model
+
+
+@functools.cache
+def _loaded(task: Spec) -> _Loaded:
+    begin = time.perf_counter()
+    elements = sum(p.numel() for p in load_task(task).model.parameters())
+    return _Loaded(time.perf_counter() - begin, elements)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..runs import PARTIAL, RunResult, RunSettings
 from ..summary import smoothed_losses, total_bytes, total_seconds
-from ..tasks import load_task
+from ..tasks.loading import source_of
 
 if TYPE_CHECKING:
     import pandas
@@ -23,7 +23,7 @@ HEAD = "commhooks: a run that failed\n"  # how the text of a failure begins
 
 def sources_of(runs: Iterable[RunSettings]) -> dict[str, str]:
     """Return for each task, by label, the hash of its function's file; empty for the built-in tasks."""
-    return {task.label: load_task(task).source for task in {settings.task: None for settings in runs}}
+    return {task.label: source_of(task) for task in {settings.task: None for settings in runs}}
 
 
 def finished(out: Path, runs: Iterable[RunSettings], sources: Mapping[str, str]) -> dict[RunSettings, RunResult]:

@@ -37,8 +37,7 @@ def load_task(spec: Spec | str, seed: int = 0) -> LoadedTask:
 
     """
     spec = Spec.parse(spec, "task") if isinstance(spec, str) else spec
-    with seeded(_SEED_OF_IMPORTS):  # a module is imported once: what it draws meanwhile must not depend on the run
-        function = task_function(spec.name)
+    function = _imported(spec)
     settings = _checked_settings(spec, function)
     with seeded(seed):
         try:
@@ -50,6 +49,23 @@ def load_task(spec: Spec | str, seed: int = 0) -> LoadedTask:
                 f"task {spec.label!r}: its function failed: {type(error).__name__}: {error}{place_of(error)}"
             ) from error
     return LoadedTask(spec, seed, task_of(returned, f"task {spec.label!r}"), _source_of(function))
+
+
+def source_of(spec: Spec) -> str:
+    """Return a hash of the file in which a task's function is written; the function is not called.
+
+    It is empty for the built-in tasks, and for what has no file.
+
+    Raises:
+        ValueError: There is no such function.
+
+    """
+    return _source_of(_imported(spec))
+
+
+def _imported(spec: Spec) -> Callable[..., Any]:
+    with seeded(_SEED_OF_IMPORTS):  # a module is imported once: what it draws meanwhile must not depend on the run
+        return task_function(spec.name)
 
 
 def task_function(name: str) -> Callable[..., Any]:

@@ -37,6 +37,11 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Preparing:
+    """The ranks are at work, though there is no step to report yet."""
+
+
+@dataclass(frozen=True)
 class SceneBegun:
     """The ranks begin to train these runs in turns."""
 
@@ -84,10 +89,14 @@ def train_all(rank: int, ranks: int, argument: Work, send: Send) -> None:
 
 
 def calibrate(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send) -> None:
-    """Measure a step's compute for each of the settings, on all ranks at once; rank 0 sends a list of seconds."""
+    """Measure a step's compute for each of the settings, on all ranks at once.
+
+    For each of them rank 0 sends a SceneBegun, whose only run is the position in `argument`, and then the seconds.
+    """
     torch.set_num_threads(1)
-    found = []
-    for settings in argument:
+    told = send if rank == 0 else _silent
+    for number, settings in enumerate(argument):
+        told(SceneBegun((number,)))
         task = load_task(settings.task, settings.seed)
         optimizer, times = task.optimizer(settings.optimizer), []
         for step in range(_CALIBRATION_STEPS):
@@ -98,11 +107,10 @@ def calibrate(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - begin)
+            told(Preparing())
         mean = torch.tensor(statistics.median(times[2:]), dtype=torch.float64)
         dist.all_reduce(mean)
-        found.append(mean.item() / ranks)
-    if rank == 0:
-        send(found)
+        told(mean.item() / ranks)
 
 
 def dilation_of(settings: RunSettings, compute_here: float | None) -> float:
@@ -118,9 +126,10 @@ def dilation_of(settings: RunSettings, compute_here: float | None) -> float:
 
 def _train_in_turns(runs: Mapping[int, RunSettings], work: Work, send: Send) -> None:
     """Train several runs, a step of each in turn, on the default process group; every rank calls this."""
-    training = {
-        number: _Run(number, settings, work.dilations.get(number, 1.0), send) for number, settings in runs.items()
-    }
+    training: dict[int, _Run] = {}
+    for number, settings in runs.items():
+        training[number] = _Run(number, settings, work.dilations.get(number, 1.0), send)
+        send(Preparing())  # a task may take long to load
     for step in range(max(settings.steps for settings in runs.values())):
         for run in training.values():
             if step < run.settings.steps:

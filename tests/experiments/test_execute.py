@@ -14,10 +14,19 @@ from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.sweeps import execute
-from experiments.training.worker import RunDone, SceneBegun, Work, dilation_of
+from experiments.training.worker import Preparing, RunDone, SceneBegun, Work, calibrate, dilation_of
 from tests.experiments.synthetic import result
 
 HOOKS = ("all-reduce", "breaks", "fp16")
+SLOW = """
+import time
+
+import torch
+
+def slow():
+    time.sleep(0.2)
+    return torch.nn.Linear(1, 1), [torch.ones(1)] * 20, lambda model, batch: model(batch).mean()
+"""
 World = Callable[..., None]
 
 
@@ -87,6 +96,35 @@ def test_ranks_that_do_not_start_end_the_sweep(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(execute, "run_world", world)
     with pytest.raises(WorldError, match="rank 0 died"):
         execute.execute([settings("fp16"), settings("int8")], tmp_path, lambda *_: None)
+
+
+def test_a_calibration_that_fails_costs_only_the_runs_that_it_was_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train = played((), [])
+
+    def world(function: object, ranks: int, argument: Any, hear: Callable[[object], None], **others: object) -> None:
+        if function is not calibrate:
+            train(function, ranks, argument, hear, **others)
+            return
+        for number, one in enumerate(argument):
+            hear(SceneBegun((number,)))
+            if one.seed == 1:
+                raise WorldError("rank 1 died")
+            hear(Preparing())
+            hear(0.1)
+
+    monkeypatch.setattr(execute, "run_world", world)
+    runs = [settings(hook, seed, compute="200ms") for seed in (0, 1, 2) for hook in ("fp16", "int8")]
+    made = execute.execute(runs, tmp_path, lambda *_: None)
+    assert {one.seed for one in made.failures} == {1} and len(made.failures) == 2
+    assert {one.seed for one in made.results} == {0, 2} and len(made.results) == 4
+
+
+def test_a_task_that_takes_long_to_load_may_stay_silent_longer(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    run = dataclasses.replace(settings(), task=Spec(f"{tmp_path}/slow.py:slow"), ranks=4)
+    assert execute.silence_allowed([run], Work({}, {0: 1.0}, {})) > 120 + 4 * 4 * 0.2
 
 
 @pytest.mark.parametrize(
