@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, FuncFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 
 from ..outcomes import ACCURACY, Outcome, Setting
 from ..runs import RunResult
@@ -20,7 +20,7 @@ _REACH = 4  # a curve's point is a mean over this many steps on either side
 _POINTS = 400  # of a curve, at most
 _WIDE = 5  # times by which hooks' training times differ before their axis is logarithmic
 _LOGARITHMIC = " (logarithmic)"
-_EXACT = 1e-5  # errors below this are drawn here
+EXACT = 1e-5  # errors below this are drawn here
 
 Numbers = npt.NDArray[np.float64]
 Measure = Callable[[RunResult], Sequence[float]]
@@ -53,12 +53,12 @@ def fidelity(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
         figure, every = canvases(title, "step", 9.6, 4.0, columns=1 + residuals)
         for one in setting.outcomes:
             look, runs = drawn[one.hook], list(one.results.values())
-            _probes(every[0], [[max(probe.error, _EXACT) for probe in run.probes] for run in runs], runs, look)
+            _probes(every[0], [[max(probe.error, EXACT) for probe in run.probes] for run in runs], runs, look)
             if residuals and all(probe.residual is not None for run in runs for probe in run.probes):
                 found = [[probe.residual or 0.0 for probe in run.probes] for run in runs]
                 _probes(every[1], found, runs, look)
         every[0].set_yscale("log")
-        every[0].yaxis.set_major_formatter(FuncFormatter(_error_label))
+        every[0].yaxis.set_major_formatter(FuncFormatter(error_label))
         every[0].set_xlabel("step")
         every[0].set_ylabel("error of the mean\n/ norm of the mean")
         if residuals:
@@ -68,8 +68,9 @@ def fidelity(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
         return png(figure)
 
 
-def _error_label(value: float, _: object) -> str:
-    return f"≤ {value:g}" if value <= _EXACT else f"{value:g}"
+def error_label(value: float, _: object) -> str:
+    """Return the text of a tick on an axis of errors, whose least one stands for all smaller ones."""
+    return "≤ 10⁻⁵" if value <= EXACT else f"{value:g}"
 
 
 def _probes(axes: Axes, values: Sequence[Sequence[float]], runs: Sequence[RunResult], look: Look) -> None:
@@ -169,17 +170,18 @@ def _loss_limits(axes: Axes, setting: Setting) -> None:
         axes.set_ylim(top=high)
     if high > 20 * low > 0:
         axes.set_yscale("log")
+        if high < 300 * low:  # few decades: their first numbers alone would leave most of the axis without any
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _smooth(losses: Sequence[float]) -> Numbers:
-    """Return at every step the mean of the surrounding losses: a curve that does not lag behind its points."""
+    """Return at every step the mean of the surrounding losses: a curve that does not lag behind its points.
+
+    At the ends the mean is over fewer steps, but not over one: a curve must not end with the noise of a batch.
+    """
     values = np.array(losses)
-    reach = min(_REACH, (len(values) - 1) // 2)
-    found = values.copy()
-    if reach:
-        windows = np.lib.stride_tricks.sliding_window_view(values, 2 * reach + 1)
-        found[reach:-reach] = windows.mean(axis=1)
-    for n in range(reach):  # at the ends there is room for less
-        found[n], found[-1 - n] = values[: 2 * n + 1].mean(), values[len(values) - 2 * n - 1 :].mean()
+    window = np.ones(2 * min(_REACH, (len(values) - 1) // 2) + 1)
+    found: Numbers = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
     return found

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ..intervals import Estimate
 from ..outcomes import Outcome, Setting
 from ..runs import LayerRecord
+from .curves import EXACT, error_label
 from .plots import LIGHT, Look, canvases, legend, png, style
 from .rows import Cell, Grid, Heading
 from .words import NEVER, percent, shortened, times
 
 _SHOWN = 14  # layers by name, the largest; the others are one row
-_EXACT = 1e-5
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,18 @@ def layer_picture(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
             # Side by side within a row, so that equal values do not hide each other.
             rows = [row + 0.6 * ((place + 0.5) / len(by_hook) - 0.5) for row in range(len(names))]
             sizes = [math.nan if layer.smaller is None else layer.smaller for layer in layers]
-            errors = [max(layer.error, _EXACT) if math.isfinite(layer.error) else math.nan for layer in layers]
+            errors = [max(layer.error, EXACT) if math.isfinite(layer.error) else math.nan for layer in layers]
             left.plot(sizes, rows, "o", color=look.colour, markersize=4, label=look.label)
             right.plot(errors, rows, "o", color=look.colour, markersize=4)
         left.set_xscale("log")
+        left.xaxis.set_major_locator(
+            LogLocator(subs=(1, 2, 5) if left.get_xlim()[1] < 300 * left.get_xlim()[0] else (1,))
+        )
         left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+        left.xaxis.set_minor_formatter(NullFormatter())
         left.set_xlabel("times smaller in messages (logarithmic)")
         right.set_xscale("log")
-        right.xaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: f"≤ {value:g}" if value <= _EXACT else f"{value:g}")
-        )
+        right.xaxis.set_major_formatter(FuncFormatter(error_label))
         right.set_xlabel("error of the mean / norm of the mean (logarithmic)")
         left.set_yticks(range(len(names)), names)
         left.set_ylim(len(names) - 0.5, -0.5)
