@@ -29,20 +29,25 @@ class EachOptionOnce(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+def console(*, quiet: bool = False) -> Console:
+    """Return a console as wide as the terminal; wide enough for whole tables if there is none."""
+    from rich.console import Console
+
+    return Console(quiet=quiet) if sys.stdout.isatty() else Console(quiet=quiet, width=110)
+
+
 @contextmanager
 def errors_in_words() -> Iterator[Console]:
     """Provide a console; print errors as a sentence, and exit.
 
     The exit code is 2 for what cannot work as requested, 1 for a failure, and 130 for Ctrl-C.
     """
-    from rich.console import Console
-
     from ..cluster import ClusterError
     from ..launch import WorldError
 
     before = signal.signal(signal.SIGTERM, _leave)
     try:
-        yield Console() if sys.stdout.isatty() else Console(width=110)
+        yield console()
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

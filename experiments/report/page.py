@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
 
 from ..launch import reason_of
 from ..outcomes import Setting
@@ -17,7 +18,7 @@ from .findings import dilation, finding, lead, names_of
 from .layers import layer_grid
 from .plots import DARK, LIGHT
 from .rows import cost_grid, outcome_grid, overview_grid
-from .words import link_in_words, listed, rate_in_words
+from .words import link_in_words, listed, pieces, rate_in_words
 
 PICTURES = ("step-time", "bytes", "time", "gradients", "layers", "rate", "ranks")
 _CAPTIONS = {
@@ -131,7 +132,13 @@ def template(file: str) -> Template:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.globals |= {"light": LIGHT, "dark": DARK}
+    environment.filters["breakable"] = breakable
     return environment.get_template(file)
+
+
+def breakable(text: str) -> Markup:
+    """Return a name as HTML that breaks into lines only at spaces and after the colon and the commas of a hook."""
+    return Markup("<wbr>").join(Markup('<span class="piece">{}</span>').format(piece) for piece in pieces(text))
 
 
 def data_uri(png: bytes) -> str:

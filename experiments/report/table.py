@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Sequence
 
@@ -11,11 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..outcomes import settings_of
-from ..runs import RunResult
+from ..runs import RunResult, RunSettings
 from .findings import finding, names_of
 from .rows import Cell, Grid, cost_grid, outcome_grid, overview_grid
+from .words import folded
 
-_NAME_WIDTH = 12  # a longer name is folded if there is no room
+_NAME_WIDTHS = (20, 13)  # longer names are folded, if there is no room
 _SMALL_WIDTH = 16  # of what stands below a number
 
 
@@ -25,6 +27,7 @@ def print_tables(
     *,
     baseline: str | None = None,
     target_loss: float | None = None,
+    failures: Sequence[RunSettings] = (),
 ) -> None:
     """Print what came out of every setting, what it cost, and what follows.
 
@@ -33,12 +36,13 @@ def print_tables(
         console: Where to.
         baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first.
         target_loss: The training loss to reach; None: by `experiments.summary.TARGET_RULE`, for each setting.
+        failures: Runs that have no result.
 
     Raises:
         ValueError: No run used the baseline.
 
     """
-    settings = settings_of(results, baseline=baseline, target=target_loss)
+    settings = settings_of(results, baseline=baseline, target=target_loss, failures=failures)
     names = names_of(settings)
     for name, setting in zip(names, settings, strict=True):
         console.print()
@@ -61,26 +65,52 @@ def plain_table(title: str, headings: tuple[str, ...], first: str = "hook") -> T
 
 
 def _print(console: Console, grid: Grid, title: str = "") -> None:
-    console.print(_table(grid, title))
+    console.print(title or grid.title, style="bold", highlight=False, markup=False)
+    for table in _fitting(console, grid):
+        console.print(table)
     console.print(f"{grid.caption}\n", style="dim", highlight=False, markup=False)
 
 
-def _table(grid: Grid, title: str = "") -> Table:
-    """Return the grid without the columns that only a page has room for; the parts of a step share a column."""
+def _fitting(console: Console, grid: Grid) -> list[Table]:
+    """Return the grid without the columns that only a page has room for, as tables that fit the console.
+
+    There is one table if it fits, if need be with folded names. Otherwise each has the names and some of the columns.
+    """
     parts = [place for place, heading in enumerate(grid.headings) if heading.part]
-    kept = [place for place, heading in enumerate(grid.headings) if not heading.wide and place not in parts[1:]]
+    columns = [place for place, heading in enumerate(grid.headings) if not heading.wide and place not in parts[1:]]
+    for name_width in (console.width, *_NAME_WIDTHS):
+        table = _table(console, grid, columns, name_width)
+        if _width(console, table) <= console.width:
+            return [table]
+    shares: list[list[int]] = [[]]
+    for place in columns[1:]:
+        wider = _table(console, grid, [0, *shares[-1], place], _NAME_WIDTHS[0])
+        if shares[-1] and _width(console, wider) > console.width:
+            shares.append([])
+        shares[-1].append(place)
+    return [_table(console, grid, [0, *share], _NAME_WIDTHS[0]) for share in shares]
+
+
+def _width(console: Console, table: Table) -> int:
+    return console.measure(table, options=console.options.update(width=1000)).minimum
+
+
+def _table(console: Console, grid: Grid, columns: Sequence[int], name_width: int) -> Table:
+    """Return these columns of the grid; the parts of a step share a column."""
+    parts = [place for place, heading in enumerate(grid.headings) if heading.part]
     headings = []
-    for place in kept:
+    for place in columns:
         heading = grid.headings[place]
         text = " / ".join(grid.headings[part].text for part in parts) if place in parts else heading.text
-        headings.append(f"{textwrap.fill(text, 12 if place not in parts else 23)}\n{heading.small}".rstrip())
-    table = plain_table(escape(title or grid.title), tuple(map(escape, headings[1:])), escape(headings[0]))
-    table.pad_edge, table.collapse_padding = False, True  # a row fits 100 columns
-    table.columns[0].min_width = min(_NAME_WIDTH, max(len(row[0].main) for row in grid.rows))
+        headings.append(f"{folded(text, 12 if place not in parts else 23)}\n{heading.small}".rstrip())
+    table = plain_table("", tuple(map(escape, headings[1:])), escape(headings[0]))
+    table.pad_edge, table.collapse_padding = False, True
     for row in grid.rows:
-        table.add_row(
-            *(" / ".join(row[part].main for part in parts) if place in parts else _text(row[place]) for place in kept)
-        )
+        first = dataclasses.replace(row[0], main=folded(row[0].main, name_width))
+        cells = [" / ".join(row[n].main for n in parts) if n in parts else _text(row[n]) for n in columns[1:]]
+        table.add_row(_text(first), *cells)
+    for column in table.columns:  # a column that is too narrow would lose digits
+        column.min_width = max(console.measure(text).maximum for text in (column.header, *column.cells))
     return table
 
 

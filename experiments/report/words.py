@@ -63,6 +63,21 @@ def listed(names: Collection[str], last: str = "and") -> str:
     return f"{', '.join(before)} {last} {end}" if before else end
 
 
+def pieces(text: str) -> list[str]:
+    """Return the parts of a name between which a line may break: 'powersgd:', 'rank=4,', 'start_after=5'."""
+    return re.split(r"(?<=[:, ])(?=\S)", text)
+
+
+def folded(text: str, width: int) -> str:
+    """Return the text in lines of at most this width, if its pieces are not longer."""
+    lines = [""]
+    for piece in pieces(text):
+        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def shortened(text: str, length: int) -> str:
     """Return the text, without its middle if it is longer than that."""
     if len(text) <= length:

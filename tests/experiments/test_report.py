@@ -128,13 +128,16 @@ def test_a_report_of_nothing_is_refused_and_one_of_failures_is_written(tmp_path:
     assert "no message" in path.read_text()
 
 
-def test_the_terminal_has_the_same_numbers_and_a_finding_and_they_fit() -> None:
+@pytest.mark.parametrize(("width", "tables"), [(100, 2), (80, 4)])
+def test_the_terminal_has_the_same_numbers_and_a_finding_and_they_fit(width: int, tables: int) -> None:
     out = StringIO()
-    print_tables(results(tasks=("gpt",), seeds=SEEDS), Console(file=out, width=100))
+    print_tables(results(tasks=("gpt",), seeds=SEEDS), Console(file=out, width=width))
     text = out.getvalue()
     assert "…" not in text
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= width
     assert text.count("speed-up") == 4  # the last columns and the captions of both tables
+    rows = [line for line in text.splitlines() if line.startswith(" all-reduce ")]
+    assert len(rows) == tables  # where one table has no room, each of several has the names
     for cell in ("3 of 3", "8.00 MB", "20.0×", "52.0 ms / 10.0 ms / ", "no difference", "95 % interval"):
         assert cell in text
 
