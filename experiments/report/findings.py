@@ -24,12 +24,12 @@ def finding(setting: Setting) -> str:
     """Return which hook reached the target sooner than the baseline and by how much, or that none did."""
     first = setting.baseline
     if first is None:
-        return "The baseline has no run here, so nothing is compared."
+        return "The baseline has no finished run here, so nothing is compared."
     if not setting.versus:
         return f"Only {first.hook} was run: there is nothing to compare."
     if not math.isfinite(setting.target):
         return f"{first.hook} diverged, so there is no target; name one with --target-loss."
-    candidates = [one for one in setting.outcomes[1:] if _is_comparable(one, setting.versus[one.hook])]
+    candidates = [one for one in setting.outcomes[1:] if _is_comparable(one, first)]
     # One whose interval lies above 1 goes before one that may only have been lucky.
     best = max(
         candidates,
@@ -101,7 +101,7 @@ def _of_best(setting: Setting, first: Outcome, best: Outcome | None) -> str:
     if best is None:
         return (
             f"Compression does not pay here: {first.hook} reached {loss} after "
-            f"{seconds_in_words(first.seconds_to_target.mean)}, and no other hook with every seed."
+            f"{seconds_in_words(first.seconds_to_target.mean)}, and no other hook with all of its seeds."
         )
     versus = setting.versus[best.hook]
     faster = versus.to_target
@@ -176,9 +176,10 @@ def _faster(found: Estimate) -> str:
     return f"{three_digits(found.mean)} times as fast{interval}"
 
 
-def _is_comparable(one: Outcome, versus: Versus) -> bool:
-    """Return whether the hook reached the target wherever the baseline did, without diverging."""
-    return not one.diverged and versus.to_target.seeds > 0 and len(one.reached) == len(one.results)
+def _is_comparable(one: Outcome, first: Outcome) -> bool:
+    """Return whether the hook reached the target with every seed with which the baseline did, without diverging."""
+    expected = first.reached.keys() & one.results.keys()
+    return not one.diverged and bool(expected) and expected <= one.reached.keys()
 
 
 def _parts(settings: RunSettings) -> dict[str, str]:

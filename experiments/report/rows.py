@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -104,7 +105,10 @@ def overview_grid(settings: Sequence[Setting], names: Sequence[str]) -> Grid:
             if versus is None or not versus.step.seeds:
                 cells.append(Cell(NEVER))
                 continue
-            to_target = f"to target {times(versus.to_target.mean)}" if versus.to_target.seeds else "target not reached"
+            reached = versus.to_target.seeds
+            to_target = f"to target {times(versus.to_target.mean)}" if reached else "target not reached"
+            if 0 < reached < versus.seeds:
+                to_target += f", {reached} of {counted(versus.seeds, 'seed')}"
             small = (bounds(versus.step.interval, three_digits), to_target)
             cells.append(Cell(times(versus.step.mean), tuple(filter(None, small)), best=versus.step.sign == 1))
         rows.append(tuple(cells))
@@ -126,7 +130,7 @@ def _outcome_row(one: Outcome, setting: Setting, metrics: Sequence[str], best: d
     if setting.versus:
         yield Cell("") if versus is None else _change(versus.loss, signed)
     if ACCURACY in setting.metrics:
-        cell = _estimate(one.metric(ACCURACY), percent)
+        cell = _estimate(one.metric(ACCURACY), percent, lowest=0, highest=1)
         points = versus.accuracy if versus is not None else None
         by = (
             ()
@@ -188,11 +192,14 @@ def _name(one: Outcome, setting: Setting, versus: Versus | None) -> Cell:
     return Cell(one.hook, tuple(small), warning=", ".join(warnings))
 
 
-def _estimate(estimate: Estimate, form: Callable[[float], str]) -> Cell:
-    """Return the mean, and below it the interval in the same unit."""
+def _estimate(
+    estimate: Estimate, form: Callable[[float], str], *, lowest: float = -math.inf, highest: float = math.inf
+) -> Cell:
+    """Return the mean, and below it the interval in the same unit, as far as values are possible."""
     if not estimate.seeds:
         return Cell(NEVER)
-    return Cell(form(estimate.mean), tuple(filter(None, [bounds(estimate.interval, form).replace(_unit(form), "")])))
+    within = bounds(estimate.interval, lambda value: form(min(max(value, lowest), highest)))
+    return Cell(form(estimate.mean), tuple(filter(None, [within.replace(_unit(form), "")])))
 
 
 def _unit(form: Callable[[float], str]) -> str:
@@ -235,7 +242,12 @@ def _caption(setting: Setting) -> str:
     if len(setting.seeds) == 1:
         return "One seed: no intervals."
     versus = " Comparisons are paired by seed." if setting.versus else ""
+    wide = (
+        " With two seeds, an interval is 9 standard deviations to either side: take more."
+        if len(setting.seeds) == 2
+        else ""
+    )
     return (
         f"Means over {len(setting.seeds)} seeds with 95 % intervals (Student's t; of speed-ups, on their logarithms)."
-        f"{versus} Bytes, steps, and the parts of a step: means."
+        f"{versus} Bytes, steps, and the parts of a step: means.{wide}"
     )

@@ -94,6 +94,14 @@ def test_a_diverged_run_is_counted_and_its_loss_is_not_averaged() -> None:
     assert finding(found).startswith("fp16 reached")  # though the other was faster with two seeds
 
 
+def test_a_seed_that_the_baseline_misses_does_not_count_against_a_hook() -> None:
+    never = [dataclasses.replace(one, loss=9.0) for one in GPT[0].steps]
+    missed = [dataclasses.replace(one, steps=tuple(never)) if one.settings.seed == 1 else one for one in GPT]
+    found = setting(missed, target=2.4)
+    assert sorted(found.outcomes[0].reached) == [0, 2]
+    assert finding(found).startswith("powersgd:rank=4 reached a training loss of 2.400 in 2 of 3 seeds")
+
+
 def test_if_the_baseline_diverged_there_is_no_target() -> None:
     found = setting([diverged(one) if one.settings.hook.label == "all-reduce" else one for one in GPT])
     assert math.isnan(found.target)
