@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..runs import PARTIAL, RunResult, RunSettings
-from ..summary import smoothed_losses, total_bytes, total_seconds
+from ..summary import smoothed_losses, total_bytes, total_seconds, unprobed
 from ..tasks.loading import source_of
 
 if TYPE_CHECKING:
@@ -138,14 +138,15 @@ def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
         task's, this machine's and the DDP's own were used.
 
         Then, for each run: `held_out_loss` and other metrics after the last step (`held_out_accuracy`, 0 to 1);
-        `train_loss`, the mean of the last ten steps; `seconds` of training in all; the medians of a step,
-        `median_step_seconds`, and of its parts, `median_compute_seconds`, `median_compression_seconds` and
-        `median_waiting_seconds`; `moved_bytes`, what a rank sent in all, as a ring moves it; `interface_bytes`, the
-        same as counted by the host's network interface, or NaN; `ratio`, the bytes of a plain all-reduce over
-        `moved_bytes`; `replicas_identical`, whether all ranks ended with the same parameters; `parameters`, their
-        number; `dilation`, seconds here for one second in the table, if compute was stated.
+        `train_loss`, the mean of the last ten steps; `seconds` of training in all; the medians of a step
+        that was not probed, `median_step_seconds`, and of its parts, `median_compute_seconds`,
+        `median_compression_seconds` and `median_waiting_seconds`; `moved_bytes`, what a rank sent in all, as a ring
+        moves it; `interface_bytes`, the same as counted by the host's network interface, or NaN; `ratio`, the bytes of
+        a plain all-reduce over `moved_bytes`; `replicas_identical`, whether all ranks ended with the same parameters;
+        `parameters`, their number; `dilation`, seconds here for one second in the table, if compute was stated.
 
-        For each step: the fields of `experiments.runs.StepRecord`.
+        For each step: the fields of `experiments.runs.StepRecord`; those that are times have a name with their unit,
+        such as `waiting_seconds`.
 
     Raises:
         ValueError: A folder has no results, or a file in it is damaged.
@@ -153,6 +154,10 @@ def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
 
     """
     return table_of(read_results([Path(folder) for folder in folders]), steps=steps)
+
+
+# A setting is called `compute` too.
+_STEP_COLUMNS = {name: f"{name}_seconds" for name in ("compute", "compression", "waiting", "hidden")}
 
 
 def table_of(results: Iterable[RunResult], *, steps: bool = False) -> pandas.DataFrame:
@@ -164,7 +169,10 @@ def table_of(results: Iterable[RunResult], *, steps: bool = False) -> pandas.Dat
         settings = {name: _plain(value) for name, value in vars(result.settings).items()}
         settings["run_steps" if steps else "steps"] = settings.pop("steps")
         if steps:
-            rows += [settings | vars(step) for step in result.steps]
+            rows += [
+                settings | {_STEP_COLUMNS.get(key, key): value for key, value in vars(step).items()}
+                for step in result.steps
+            ]
         else:
             rows.append(settings | _outcome(result))
     table = pandas.DataFrame(rows)
@@ -178,17 +186,17 @@ def _plain(value: object) -> object:
 
 
 def _outcome(result: RunResult) -> dict[str, object]:
-    steps, last = result.steps, result.evaluations[-1]
+    steps, last, typical = result.steps, result.evaluations[-1], unprobed(result.steps)
     moved, counted = total_bytes(steps), [step.interface_bytes for step in steps]
     return {
         "held_out_loss": last.loss,
         **{f"held_out_{name}": value for name, value in last.metrics.items()},
         "train_loss": smoothed_losses(steps)[-1],
         "seconds": total_seconds(steps),
-        "median_step_seconds": statistics.median(step.seconds for step in steps),
-        "median_compute_seconds": statistics.median(step.compute for step in steps),
-        "median_compression_seconds": statistics.median(step.compression for step in steps),
-        "median_waiting_seconds": statistics.median(step.waiting for step in steps),
+        "median_step_seconds": statistics.median(step.seconds for step in typical),
+        "median_compute_seconds": statistics.median(step.compute for step in typical),
+        "median_compression_seconds": statistics.median(step.compression for step in typical),
+        "median_waiting_seconds": statistics.median(step.waiting for step in typical),
         "moved_bytes": moved,
         "interface_bytes": None if None in counted else sum(number or 0 for number in counted),
         "ratio": sum(step.dense_bytes for step in steps) / moved if moved else math.inf,
