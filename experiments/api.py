@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from .launch import WorldError, torchrun_world
+from .links.text import DEFAULT_LINK
 from .sweeps.plan import plan
 from .sweeps.store import FAILURES, table_of
 from .sweeps.sweep import Sweep, make
@@ -26,7 +27,7 @@ def compare(
     tasks: Sequence[str],
     hooks: Sequence[str],
     *,
-    links: Sequence[str] = ("100Mbit/s",),
+    links: Sequence[str] = (DEFAULT_LINK,),
     seeds: int | Sequence[int] = 3,
     ranks: int | Sequence[int] | None = None,
     steps: int | None = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..front import PURPOSE, version
+from ..links.text import DEFAULT_LATENCY, DEFAULT_LINK, DEFAULT_RATE
 from . import cluster, help_texts
 from .leaderboard import leaderboard
 from .options import (
@@ -18,7 +19,7 @@ from .options import (
     BucketCap,
     ComputeOption,
     Ddp,
-    EvalEvery,
+    EvaluateEvery,
     Hooks,
     Latency,
     Links,
@@ -77,7 +78,7 @@ def compare(
     ranks: Ranks = None,
     link: Links = None,
     rate: Rates = None,
-    latency: Latency = "0.2ms",
+    latency: Latency = DEFAULT_LATENCY,
     compute: ComputeOption = None,
     steps: Steps = None,
     size: Size = None,
@@ -87,7 +88,7 @@ def compare(
     bucket_cap_mb: BucketCap = None,
     baseline: Baseline = None,
     target_loss: Target = None,
-    eval_every: EvalEvery = 20,
+    evaluate_every: EvaluateEvery = 20,
     out: Out = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -110,7 +111,7 @@ def compare(
             seeds=_seeds(seed, seeds),
             ddp=ddp,
             bucket_cap_mb=bucket_cap_mb,
-            evaluate_every=eval_every,
+            evaluate_every=evaluate_every,
         )
         sweep = Sweep(
             runs=runs,
@@ -130,14 +131,14 @@ def run(
     hook: Annotated[str, typer.Option(help="The hook, name:setting=value,...")] = "all-reduce",
     optimizer: Annotated[str | None, typer.Option(help="sgd:lr=0.1,momentum=0.9; default: the task's own.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes here; default: 2, or torchrun's world size.")] = None,
-    link: Annotated[str, typer.Option(help="The link: 100Mbit/s,latency=1ms.")] = "100Mbit/s",
+    link: Annotated[str, typer.Option(help="The link: 1Gbit/s,latency=1ms, or real.")] = DEFAULT_LINK,
     compute: ComputeOption = None,
     steps: Steps = None,
     seed: Seed = None,
     seeds: Seeds = None,
     ddp: Ddp = "core",
     bucket_cap_mb: BucketCap = None,
-    eval_every: EvalEvery = 20,
+    evaluate_every: EvaluateEvery = 20,
     out: Out = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -158,7 +159,7 @@ def run(
             seeds=_seeds(seed, seeds),
             ddp=ddp,
             bucket_cap_mb=bucket_cap_mb,
-            evaluate_every=eval_every,
+            evaluate_every=evaluate_every,
         )
         sweep = Sweep(
             runs=runs,
@@ -267,7 +268,7 @@ def _print_forecast(sweep: Sweep, console: Console) -> None:
 def _links(links: Sequence[str] | None, rates: Sequence[str] | None, latency: str) -> list[str]:
     """Return the links in full: those given so, and one for each rate."""
     if not links and not rates:
-        rates = ["100Mbit/s"]
+        rates = [DEFAULT_RATE]
     return [*(links or []), *(f"{rate},latency={latency}" for rate in rates or [])]
 
 

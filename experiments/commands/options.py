@@ -42,7 +42,9 @@ Target = Annotated[float | None, typer.Option(help="Training loss to reach; defa
 Baseline = Annotated[
     str | None, typer.Option(help="The hook that others are compared with; default: all-reduce, or else the first.")
 ]
-EvalEvery = Annotated[int, typer.Option(help="Steps between two evaluations on held-out data.")]
+EvaluateEvery = Annotated[
+    int, typer.Option("--evaluate-every", "--eval-every", help="Steps between two evaluations on held-out data.")
+]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results; default: runs/<date-time>.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Remove the results of earlier commands in that folder first.")

@@ -11,6 +11,8 @@ from ..specs import unknown
 
 Schedule = tuple[tuple[float, float | None], ...]
 
+DEFAULT_RATE, DEFAULT_LATENCY = "100Mbit/s", "0.2ms"
+DEFAULT_LINK = f"{DEFAULT_RATE},latency={DEFAULT_LATENCY}"  # of commands and scripts; in a YAML file it is unlimited
 LINK_KINDS = ("emulated", "hosts", "real")
 _KEYS = ("rate", "down", "latency", "framing")
 _QUANTITY = re.compile(r"\s*(?P<number>\d+\.?\d*|\.\d+)\s*(?P<prefix>[kKmMgGtT]?)(?P<unit>\S+)\s*")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..links.text import DEFAULT_LINK
 from ..runs import RunSettings
 from ..specs import unknown
 from .plan import plan
@@ -14,7 +15,7 @@ DEFAULT_HOOKS = ("all-reduce", "fp16", "bf16", "powersgd:rank=1,start_after=5", 
 
 def demo() -> tuple[RunSettings, ...]:
     """Return two tasks under five hooks on 2 ranks at 100 Mbit/s: what `commhooks compare` runs."""
-    return plan(DEFAULT_TASKS, DEFAULT_HOOKS, links=["100Mbit/s,latency=0.2ms"])
+    return plan(DEFAULT_TASKS, DEFAULT_HOOKS, links=[DEFAULT_LINK])
 
 
 def quick() -> tuple[RunSettings, ...]:
