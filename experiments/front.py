@@ -14,7 +14,7 @@ import commhooks
 PURPOSE = "Train models over several ranks under several gradient-compression hooks, and see what each one costs."
 COMMANDS = {
     "compare": "Train one model under several hooks, and write a table, plots and a report.",
-    "run": "Train one model under one hook, and print what came out.",
+    "run": "Train one model under one hook, and print the results.",
     "sweep": "Make all the runs of a YAML file or of a preset; what is finished already is not run again.",
     "report": "Write tables and the report again from the results in folders, without training.",
     "overlap": "Measure how much of the communication hides behind the backward pass.",

@@ -123,7 +123,7 @@ class Cluster:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the hosts and their links; a process that still runs in a host goes on without a network."""
+        """Remove the hosts and their links; a process that still runs on a host loses its network."""
         with locked() as lock:
             # From now on it is this process's: if it is killed halfway, the next one removes the rest.
             Record(self.name, self.hosts, Owner.this_process()).write()

@@ -20,7 +20,7 @@ def why_not() -> str | None:
 
 
 def require() -> None:
-    """Raise if there can be no cluster here.
+    """Raise an error if there can be no cluster here.
 
     Raises:
         ClusterError: The message is that of `why_not`.

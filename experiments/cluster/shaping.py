@@ -38,7 +38,7 @@ def largest_packet(rate: float | None) -> int:
 
 
 def check_rate(rate: float | None) -> None:
-    """Raise if the rate is none that a link can have.
+    """Raise an error if no link can have this rate.
 
     Raises:
         ValueError: The rate is too low or too high.

@@ -127,7 +127,7 @@ def execute(
 
 @app.command()
 def remove(name: Name) -> None:
-    """Remove a cluster; what still runs on its hosts goes on without a network."""
+    """Remove a cluster; what still runs on its hosts loses its network."""
     with errors_in_words():
         require()
         cluster = Cluster.find(name)

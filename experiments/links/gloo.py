@@ -57,7 +57,7 @@ NOTHING = Course(0, 0, 0, 0)
 
 
 def course_of(kind: str, payload: int, ranks: int, *, is_sparse: bool = False) -> Course:
-    """Return what a collective of this payload costs; an unknown kind is an error of ours."""
+    """Return what a collective of this payload costs; the kind must be one of those above."""
     if ranks == 1:
         return NOTHING
     others = ranks - 1

@@ -71,10 +71,10 @@ class LinkSettings:
         self._check_kind()
 
     def _check_kind(self) -> None:
-        """Raise ValueError if this kind of link cannot have what is asked of it."""
+        """Raise ValueError if this kind of link cannot have these settings."""
         refused: dict[str, object] = {}
         if self.kind == "real":
-            why = "a real link is as fast as it is"
+            why = "it is used as it is"
             refused["rate"] = self.bits_per_second or self.down_bits_per_second or self.schedule
         if self.kind == "hosts":
             why = "tc limits the rates of hosts, and for delays it needs netem, which many kernels lack"
@@ -90,7 +90,7 @@ class LinkSettings:
 
         The text is a kind and a colon, unless the link is emulated, and then `key=value` pieces, separated by commas:
         rate, down, latency, framing. A rate in the first place needs no key. '100Mbit/s+10Mbit/s@30s' is 10 Mbit/s from
-        the 30th second of the run on. 'unlimited', 'hosts' and 'real' are links without a limit of ours.
+        the 30th second of the run on. 'unlimited', 'hosts' and 'real' are links that are not limited here.
 
         Raises:
             ValueError: The text does not have that form, or that kind of link cannot have these settings.
@@ -181,7 +181,7 @@ class Wire:
             self._paused_at = self.clock()
 
     def resume(self) -> None:
-        """Let the run's clock go on."""
+        """Start the run's clock again."""
         with self._lock:
             if self._paused_at is not None and self._began is not None:
                 self._began += self.clock() - self._paused_at

@@ -1,4 +1,4 @@
-"""A process group whose collectives pass an emulated link: for what does not use a communicator of ours.
+"""A process group whose collectives pass an emulated link, for everything that does not use one of our communicators.
 
 PyTorch's own communication hooks, the all-reduce of a DistributedDataParallel without a hook, and the broadcasts of
 parameters and buffers call the process group of their DDP.
@@ -33,8 +33,8 @@ class LinkedGroup(dist.ProcessGroup):
     Pass it as a DDP's `process_group=`, and as the state of PyTorch's hooks; `torch.distributed` need not know it.
     Several works may wait at once, in threads of their own, because PyTorch's hooks wait for further collectives in the
     callbacks that run when one is done. It has the collectives that DDPs and their hooks call (all-reduce, broadcast,
-    all-gather); PyTorch refuses the others ("No backend type associated"). `waits` records when collectives were
-    under way. Call `close` before `inner` is destroyed.
+    all-gather); for the others PyTorch raises an error ("No backend type associated"). `waits` records when collectives
+    were in progress. Call `close` before `inner` is destroyed.
     """
 
     def __init__(self, inner: dist.ProcessGroup, wire: Wire, waits: WaitClock | None = None) -> None:

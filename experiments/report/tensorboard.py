@@ -32,7 +32,7 @@ class LiveLogs:
     A run that begins replaces the log that an earlier, unfinished attempt at it left in its folder, and nothing else: a
     run with a result does not begin again, so its log stays. Writing happens on threads, one for each run in progress:
     neither the disk nor TensorBoard keeps the ranks waiting. A log that cannot be written, for example because the disk
-    is full, ends with a warning; its run goes on.
+    is full, ends with a warning; its run continues.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +80,7 @@ class LiveLogs:
     def _give_up(self, settings: RunSettings, error: OSError) -> None:
         self._logs.pop(settings, None)
         path = self._folder / settings.name
-        warnings.warn(f"{path}: the TensorBoard log ends here ({error}); the run itself goes on", stacklevel=2)
+        warnings.warn(f"{path}: the TensorBoard log ends here ({error}); the run itself continues", stacklevel=2)
 
 
 class RunLog:

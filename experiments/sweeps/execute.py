@@ -1,4 +1,4 @@
-"""Making runs, one scene after another: what is finished stays, and one run that fails does not end the others."""
+"""Making runs, one scene after another: results are kept, and one run that fails does not end the others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunFailed:
 
 @dataclass
 class Made:
-    """What came of some runs."""
+    """The results and failures of some runs."""
 
     results: dict[RunSettings, RunResult] = field(default_factory=dict)
     failures: dict[RunSettings, str] = field(default_factory=dict)  # the traceback of each run that failed
@@ -54,7 +54,7 @@ def execute(runs: Sequence[RunSettings], out: Path, listener: Listener) -> Made:
     made = Made()
     if (torchrun_world() or (0,))[0] == 0:
         (out / RESULTS).mkdir(parents=True, exist_ok=True)
-    if torchrun_world() is not None:  # rank 0 says what there is to do, and no rank may stay away
+    if torchrun_world() is not None:  # rank 0 decides which runs are made, and every rank must take part
         _Attempt(runs, out, listener, made).in_torchrun()
         return made
     for world in _worlds(runs):

@@ -120,7 +120,7 @@ def forecast(runs: Sequence[RunSettings], done: Mapping[RunSettings, RunResult])
             "compute."
         )
         if any(settings.link.kind == "real" for settings in missing):
-            lines.append("A real network's rate is not known: its time comes on top.")
+            lines.append("The rate of a real network is not known: the time of its transfers is not included.")
     return lines
 
 

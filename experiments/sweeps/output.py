@@ -68,7 +68,7 @@ def _prepare(out: Path, contents: Contents, overwrite: bool) -> None:
 
 
 def _refuse_to_replace(out: Path, contents: Contents) -> None:
-    """Raise ValueError if a file that is about to be written, or a folder, is somebody else's."""
+    """Raise ValueError if a file or folder that is about to be written belongs to another program."""
     taken = [out / name for name in contents.folders if _is_taken(out / name)]
     taken += [out / name for name, head in contents.files.items() if _is_foreign(out / name, head)]
     if not any(_is_result(path) for path in (out / RESULTS).glob("*.json")):

@@ -93,7 +93,7 @@ def _failure_file(out: Path, settings: RunSettings) -> Path:
 
 
 def read_results(folders: Sequence[Path]) -> list[RunResult]:
-    """Return all results in these folders, each a command's --out or its folder `results`, as they were begun.
+    """Return all results in these folders, each a command's --out or its folder `results`, first begun first.
 
     A run that is in several folders is returned once.
 
@@ -114,7 +114,7 @@ def read_results(folders: Sequence[Path]) -> list[RunResult]:
 
 
 def read_readable(out: Path) -> tuple[list[RunResult], list[str]]:
-    """Return the results in a command's folder as they were begun, and a sentence about each file that is none."""
+    """Return the results in a command's folder, first begun first, and a sentence about each file that is not one."""
     found, left_out = [], []
     for path in sorted((out / RESULTS).glob("*.json")):
         try:

@@ -183,7 +183,7 @@ def notes_about(results: Sequence[RunResult]) -> list[str]:
         if apart:
             notes.append(
                 f"{', '.join(apart)} ({first.settings.label.replace(first.settings.hook.label + ' · ', '')}) ran at "
-                f"another time than {first.settings.hook.label}: other load on the machine may have differed"
+                f"another time than {first.settings.hook.label}: the load on the machine may have been different"
             )
     return notes
 

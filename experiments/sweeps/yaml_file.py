@@ -38,7 +38,7 @@ steps: 30                    # without it: each task's own number
 # bucket_cap_mb: 25
 # evaluate_every: 20
 
-# Runs listed one by one, or in groups. What is written above holds for each of them, unless it says otherwise:
+# Runs listed one by one, or in groups. The settings above are the defaults of each:
 # runs:
 #   - {hook: all-reduce, optimizer: "sgd:lr=0.1,momentum=0.9"}
 #   - {hook: top-k, optimizer: ["sgd:lr=0.03", "sgd:lr=0.1"]}
@@ -172,7 +172,7 @@ def _listed(name: str, value: Any) -> list[Any]:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return a value in the form of `RunSettings`; raise ValueError if it is none."""
+    """Return a value as `RunSettings` has it; raise ValueError if it cannot be one."""
     if isinstance(value, str) and name in {"task", "hook", "optimizer", "link"} and _CUT_OFF.fullmatch(value):
         raise ValueError(
             f"{name} {value!r} has settings but no name: inside [ ] and {{ }} a comma separates values, so put quotes "

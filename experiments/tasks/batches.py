@@ -1,4 +1,4 @@
-"""What a user's batch is made of, and where a user's code failed, for messages."""
+"""What a user's batch consists of, and where a user's code failed, for messages."""
 
 from __future__ import annotations
 

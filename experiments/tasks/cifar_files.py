@@ -116,7 +116,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _OnlyArrays(pickle.Unpickler):
-    """Unpickles arrays, containers, numbers and text, and refuses everything else."""
+    """Unpickles arrays, containers, numbers and text, and rejects everything else."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) not in _ALLOWED:

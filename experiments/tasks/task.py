@@ -28,7 +28,7 @@ _HELD_OUT_SEED = 2**31 - 1  # larger than the seed of any run
 
 
 class _NotALossError(TypeError):
-    """What a loss function returned cannot be minimised."""
+    """A loss function returned something that cannot be minimized."""
 
 
 class _TaskError(ValueError):

@@ -79,7 +79,7 @@ def test_a_latency_that_does_not_parse_is_an_error(text: str) -> None:
         ({"schedule": ((1.0, 0.0),)}, "above zero and ascending"),
         ({"schedule": ((1.0, 1e6),), "down_bits_per_second": 1e6}, "leave out down_bits_per_second"),
         ({"kind": "hosts", "latency_seconds": 0.1}, "'hosts' takes no latency: tc .*Use kind 'emulated'"),
-        ({"kind": "real", "bits_per_second": 1e6}, "'real' takes no rate: a real link is as fast as it is"),
+        ({"kind": "real", "bits_per_second": 1e6}, "'real' takes no rate: it is used as it is"),
         ({"kind": "real", "framing": False}, "'real' takes no framing"),
     ],
 )
