@@ -1,7 +1,7 @@
 """Starting the ranks of a run on this machine, or joining a world that torchrun started.
 
-Nothing is left behind: the ranks end with this process, the port belongs to a store that this process holds, and no
-file is written. With a cluster, each rank starts on a host of its own (`experiments.cluster`).
+Nothing is left behind: the ranks end with this process, the port belongs to a store that this process holds (or rank 0
+of a cluster), and no file is written. With a cluster, each rank starts on a host of its own (`experiments.cluster`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # public, though not in its __all__
-    TCPStore,
-    get_debug_level,
-    set_debug_level,
-    set_debug_level_from_env,
-)
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
 from .cluster import INTERFACE, Cluster
 
@@ -115,8 +110,11 @@ def run_world(
             f"{cluster.name!r} has {cluster.hosts}: start fewer ranks, or more of them on each host (ranks_per_host)"
         )
     context = multiprocessing.get_context("spawn")
-    # A store's sockets stay on the host where they were made, though it is this process's.
-    store = _make_store() if cluster is None else _make_store_on(cluster)
+    if cluster is None:
+        store = _make_store()
+        address, port = store.host, store.port
+    else:  # rank 0 makes the store: PyTorch would warn here, where it cannot be told not to, that hosts have no names
+        address, port = cluster.address(0), cluster.inside(0, _free_port)
     world: dict[connection.Connection, tuple[int, SpawnProcess]] = {}
     try:
         for rank in range(ranks):
@@ -130,8 +128,8 @@ def run_world(
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(ranks if cluster is None else min(ranks_per_host, ranks - rank + local_rank)),
-                "MASTER_ADDR": store.host if cluster is None else cluster.address(0),
-                "MASTER_PORT": str(store.port),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
             }
             with _environment(_rank_environment(cluster) | torchruns):
                 process.start()
@@ -149,19 +147,11 @@ def _make_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it listens at every address
 
 
-def _make_store_on(cluster: Cluster) -> TCPStore:
-    """Return a store on the first host, without PyTorch's warning that the host's address has no name.
-
-    PyTorch reads the level of its messages from the environment when it is imported, and here.
-    """
-    level = get_debug_level()
-    try:
-        with _environment({"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}):
-            set_debug_level_from_env()
-            return cluster.inside(0, _make_store)
-    finally:
-        set_debug_level_from_env()
-        set_debug_level(level)
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _listen(world: Mapping[connection.Connection, tuple[int, SpawnProcess]], on_message: Send, timeout: float) -> None:
@@ -276,8 +266,9 @@ def _rank_main(
             cluster, host = place
             cluster.enter(host)  # before Gloo starts threads, which inherit it
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+        limit, makes_store = timedelta(seconds=timeout), place is not None and rank == 0
+        store = TCPStore(address, port, is_master=makes_store, wait_for_workers=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
         function(rank, ranks, argument, pipe.send)
         dist.barrier()
         dist.destroy_process_group()
