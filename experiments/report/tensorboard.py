@@ -17,6 +17,7 @@ from torch.utils.tensorboard.writer import FileWriter
 
 from ..rates import bytes_per_second, link_use
 from ..runs import EvaluationRecord, ProbeRecord, RunSettings, StepRecord
+from ..summary import unprobed
 from ..sweeps.execute import RunFailed
 from ..training.worker import Evaluated, RunDone, StepDone
 
@@ -95,7 +96,7 @@ class RunLog:
         for stale in self.path.glob("events.out.tfevents.*"):
             stale.unlink()
         self._settings = settings
-        self._seconds: list[float] = []
+        self._steps: list[StepRecord] = []
         self._clock = 0.0  # sum of the steps' seconds
         self._sent = 0
         self._ended = 0.0  # Unix time of the last step
@@ -108,7 +109,7 @@ class RunLog:
 
     def step(self, record: StepRecord) -> None:
         """Log a step."""
-        self._seconds.append(record.seconds)
+        self._steps.append(record)
         self._clock += record.seconds
         self._sent += record.moved_bytes
         self._ended = record.ended
@@ -132,7 +133,7 @@ class RunLog:
             "loss/held_out": evaluation.loss,
             **{f"{name}/held_out": value for name, value in evaluation.metrics.items()},
             "total/MB_sent_by_a_rank": self._sent / 1e6,
-            "total/median_ms_per_step": 1e3 * median(self._seconds),
+            "total/median_ms_per_step": 1e3 * median(step.seconds for step in unprobed(self._steps)),
         }
         found = {"loss": evaluation.loss} | dict(evaluation.metrics)
         values |= {f"total/{name}_held_out": value for name, value in found.items()}

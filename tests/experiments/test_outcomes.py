@@ -12,7 +12,7 @@ from experiments.outcomes import Setting, setting_of, settings_of
 from experiments.report.findings import dilation, finding, names_of
 from experiments.runs import RunResult
 from experiments.summary import smoothed_losses, steps_to, target_loss, total_seconds
-from tests.experiments.synthetic import diverged, result, results
+from tests.experiments.synthetic import diverged, result, results, with_slow_probes
 
 SEEDS = (0, 1, 2)
 POWER = "powersgd:rank=4"
@@ -110,15 +110,9 @@ def test_if_the_baseline_diverged_there_is_no_target() -> None:
 
 def test_probed_steps_are_no_typical_steps() -> None:
     run = result()
-    slow = dataclasses.replace(
-        run,
-        steps=tuple(
-            dataclasses.replace(step, probed=True, seconds=9.0, compute=9.0) if step.step % 2 else step
-            for step in run.steps
-        ),
-    )
-    found = setting([slow]).outcomes[0]
-    assert found.step.mean == pytest.approx(statistics.median(step.seconds for step in run.steps[1::2]))
+    found = setting([with_slow_probes(run)]).outcomes[0]
+    assert found.step.mean == pytest.approx(statistics.median(step.seconds for step in run.steps[::2]))
+    assert found.step_spread.high < 1
     assert found.typical["seconds"].mean < 1
     assert found.seconds.mean > 20 * 9.0  # the whole run counts them
 

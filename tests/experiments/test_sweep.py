@@ -28,7 +28,7 @@ from experiments.sweeps.store import finished, load_table, read_failures
 from experiments.sweeps.sweep import Sweep, make, notes_about
 from experiments.sweeps.yaml_file import EXAMPLE, read_sweep
 from experiments.tasks import load_task
-from tests.experiments.synthetic import result, results
+from tests.experiments.synthetic import result, results, with_slow_probes
 
 ROOT = Path(__file__).parents[2]
 
@@ -199,13 +199,16 @@ def test_runs_that_did_not_take_turns_are_noted() -> None:
 def test_folders_load_into_one_table(tmp_path: Path) -> None:
     for number, one in enumerate(results(seeds=(0, 1))):
         (tmp_path / str(number % 2) / "results").mkdir(parents=True, exist_ok=True)
-        one.write(tmp_path / str(number % 2) / "results")
+        with_slow_probes(one).write(tmp_path / str(number % 2) / "results")
     table = load_table(tmp_path / "0", tmp_path / "1" / "results", str(tmp_path / "0"))
     assert len(table) == len(results(seeds=(0, 1)))  # one row a run, though a folder is named twice
     kinds = {name: table[name].dtype.kind for name in ("ranks", "seed", "steps", "seconds", "replicas_identical")}
     assert kinds == {"ranks": "i", "seed": "i", "steps": "i", "seconds": "f", "replicas_identical": "b"}
     assert table["bucket_cap_mb"].isna().all() and table["interface_bytes"].dtype.kind == "f"
     assert pandas.api.types.is_string_dtype(table["optimizer"]) and table["optimizer"].isna().all()
+    assert table["seconds"].min() > 20 * 9 and table["median_step_seconds"].max() < 1  # probed steps are not typical
+    parts = [table[f"median_{part}_seconds"] for part in ("compute", "compression", "waiting")]
+    assert max(part.max() for part in parts) < 1
     means = table[table["task"] == "gpt"].groupby("hook")["ratio"].mean()
     assert means["powersgd:rank=4"] == pytest.approx(20)
     by_step = load_table(tmp_path / "0", tmp_path / "1", steps=True)

@@ -17,7 +17,7 @@ from experiments.report.tensorboard import LiveLogs
 from experiments.runs import LayerRecord, ProbeRecord, RunResult
 from experiments.sweeps.execute import RunFailed
 from experiments.training.worker import Evaluated, RunDone, StepDone
-from tests.experiments.synthetic import DENSE_BYTES, STARTED, result
+from tests.experiments.synthetic import DENSE_BYTES, STARTED, result, with_slow_probes
 
 LAYERS = tuple(
     LayerRecord(name=f"layer{n}.weight", elements=10 * n, payload_bytes=None, error=n / 100, residual=None)
@@ -84,6 +84,11 @@ def test_a_run_can_be_followed_while_it_goes(tmp_path: Path, monkeypatch: pytest
     assert shown <= set(found.Tags()["scalars"]), "each has a value after the first evaluation"
     logs.close()
     assert status(events(tmp_path / run.settings.name)) is None
+
+
+def test_a_probed_step_is_not_typical(tmp_path: Path) -> None:
+    found = events(logged(with_slow_probes(result()), tmp_path))
+    assert found.Scalars("total/median_ms_per_step")[-1].value < 1e3
 
 
 def test_a_log_shows_when_each_step_was_what_it_sent_and_how_much_of_the_link_it_used(tmp_path: Path) -> None:
