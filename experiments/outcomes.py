@@ -230,9 +230,10 @@ def settings_of(
 
     """
     hooks = list(dict.fromkeys(one.hook.label for one in (*(result.settings for result in results), *failures)))
-    if baseline is not None and baseline not in hooks:
+    asked = None if baseline is None else Spec.parse(baseline).label
+    if asked is not None and asked not in hooks:
         raise ValueError(f"baseline {baseline!r} is none of the hooks that were run: {', '.join(hooks)}")
-    chosen = baseline or (USUAL_BASELINE if USUAL_BASELINE in hooks else hooks[0] if hooks else "")
+    chosen = asked or (USUAL_BASELINE if USUAL_BASELINE in hooks else hooks[0] if hooks else "")
     grouped: dict[RunSettings, dict[str, dict[int, RunResult]]] = {}
     for result in results:
         runs = grouped.setdefault(setting_of(result.settings), {}).setdefault(result.settings.hook.label, {})

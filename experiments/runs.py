@@ -81,6 +81,7 @@ class RunSettings:
             object.__setattr__(self, "bucket_cap_mb", float(self.bucket_cap_mb))
         if self.compute is not None:
             Compute.parse(self.compute)
+            object.__setattr__(self, "compute", "".join(self.compute.split()))  # so are '200ms' and '200 ms'
 
     @property
     def label(self) -> str:
@@ -273,15 +274,20 @@ class RunResult:
                 ProbeRecord(**_with_nan({**one, "layers": _records(LayerRecord, one["layers"])}))
                 for one in raw["probes"]
             )
-            return cls(**raw)
+            result = cls(**raw)
+            asked, evaluated = result.settings.steps, [one.step for one in result.evaluations]
+            if len(result.steps) != asked or evaluated[-1:] != [asked]:
+                raise ValueError(f"it has {len(result.steps)} of {asked} steps, evaluated after {evaluated or 'none'}")
+            return result
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path}: expected a result file of format {FORMAT} ({error}); move it away, and run again"
             ) from error
 
 
-_NAN_FOR_NULL = {"loss", "error"}
-"""Fields of type float; JSON has no NaN, so one that is not finite is written as null."""
+_NOT_FINITE = {"nan", "inf", "-inf"}
+"""JSON has no number that is not finite, so these are written as text."""
+_NAN_FOR_NULL = {"loss", "error"}  # files of earlier versions have null instead
 
 
 def _columns(kind: type, records: tuple[Any, ...]) -> dict[str, list[Any]]:
@@ -294,19 +300,25 @@ def _records(kind: type, columns: Mapping[str, list[Any]]) -> tuple[Any, ...]:
 
 
 def _strict(value: Any) -> Any:
-    """Return the value in a form that JSON can represent: a number that is not finite becomes null."""
+    """Return the value in a form that JSON can represent: a number that is not finite becomes text."""
     if isinstance(value, Mapping):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_strict(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _with_nan(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with NaN for null, in the fields that are numbers."""
-    metrics = {"metrics": _all_numbers(raw["metrics"])} if "metrics" in raw else {}
-    return {**raw, **{key: math.nan for key in _NAN_FOR_NULL & raw.keys() if raw[key] is None}, **metrics}
+    """Return the record with the numbers that are not finite."""
+    metrics = {"metrics": {key: _number(value) for key, value in raw["metrics"].items()}} if "metrics" in raw else {}
+    numbers = {
+        key: _number(value)
+        for key, value in raw.items()
+        if key != "name"
+        and ((value is None and key in _NAN_FOR_NULL) or (isinstance(value, str) and value in _NOT_FINITE))
+    }
+    return {**raw, **numbers, **metrics}
 
 
-def _all_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: math.nan if value is None else value for name, value in metrics.items()}
+def _number(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)

@@ -20,10 +20,16 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Spec:
-    """A hook, a task or an optimizer by name, with the settings that differ from its defaults."""
+    """A hook, a task or an optimizer by name, with the settings that differ from its defaults.
+
+    Settings are in alphabetical order, and whole numbers are ints, so that what means the same has the same label.
+    """
 
     name: str
     settings: tuple[tuple[str, SettingValue], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", tuple(sorted((key, _whole(value)) for key, value in self.settings)))
 
     @classmethod
     def parse(cls, text: str, what: str = "hook") -> Spec:
@@ -75,6 +81,10 @@ def unknown(what: str, got: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(got, names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{what} {got!r} is not known: expected one of {', '.join(names)}{hint}"
+
+
+def _whole(value: SettingValue) -> SettingValue:
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
 
 
 def _value(text: str) -> SettingValue:

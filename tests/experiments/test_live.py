@@ -20,8 +20,8 @@ from tests.experiments.synthetic import DENSE_BYTES, result
 HOOKS = (
     "all-reduce",
     "fp16",
-    "powersgd:rank=1,start_after=5,policy=fused",
-    "powersgd:rank=4,start_after=5,policy=fused",
+    "powersgd:policy=fused,rank=1,start_after=5",
+    "powersgd:policy=fused,rank=4,start_after=5",
     *(f"top-k:ratio={n / 1000}" for n in range(1, 9)),
 )
 

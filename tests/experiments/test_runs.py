@@ -102,16 +102,67 @@ def test_settings_that_do_not_parse_are_refused(written: dict[str, Any], words: 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
     before = result("powersgd:rank=4,epsilon=0.5")
     path = before.write(tmp_path)
-    assert path.name == f"gpt.powersgd-rank-4-epsilon-0.5.seed-0.{before.settings.key}.json"
+    assert path.name == f"gpt.powersgd-epsilon-0.5-rank-4.seed-0.{before.settings.key}.json"
     assert RunResult.read(path) == before
 
 
-def test_a_result_with_a_loss_that_is_not_finite_is_still_json(tmp_path: Path) -> None:
-    good = result()
-    bad = dataclasses.replace(good, steps=(dataclasses.replace(good.steps[0], loss=math.inf),))
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"hook": "powersgd:rank=4,start_after=2"}, {"hook": "powersgd: start_after=2, rank=4.0"}),
+        ({"optimizer": "sgd:lr=1,momentum=0.9"}, {"optimizer": "sgd:lr=1.0,momentum=0.90"}),
+        ({"hook": "all-reduce", "link": "unlimited", "ddp": "core", "seed": 0, "ranks": 2}, {}),
+        ({"link": "100Mbit/s"}, {"link": "emulated:rate=0.1Gbit/s,latency=0,framing=on"}),
+        ({"compute": "200ms"}, {"compute": " 200 ms"}),
+    ],
+)
+def test_what_means_the_same_has_the_same_name(one: dict[str, Any], other: dict[str, Any]) -> None:
+    first, second = (RunSettings.from_dict({"task": "gpt", **each}) for each in (one, other))
+    assert (first, first.name, first.hook.label) == (second, second.name, second.hook.label)
+
+
+def test_what_differs_in_any_setting_has_a_name_of_its_own() -> None:
+    hooks = ("fp16", "powersgd", "powersgd:rank=1", "powersgd:rank=2", "x:on=true", "x:on=1")
+    links = ("1Mbit/s", "1Mbit/s,latency=1ms", "1Mbit/s,framing=off", "hosts:1Mbit/s", "1Mbit/s+2Mbit/s@1s")
+    changes = {
+        "task": ["lstm"], "hook": hooks, "optimizer": ["sgd", "adamw"], "ranks": [3], "steps": [99], "seed": [1],
+        "link": links, "compute": ["1s", "1x"], "ddp": ["torch"], "bucket_cap_mb": [1, 2.5], "evaluate_every": [7],
+    }  # fmt: skip
+    assert set(changes) == {each.name for each in dataclasses.fields(RunSettings)}
+    runs = [RunSettings.from_dict({"task": "gpt", key: value}) for key, values in changes.items() for value in values]
+    assert len({one.key for one in runs}) == len(runs) == len({one.name for one in runs})
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_result_with_numbers_that_are_not_finite_is_json_and_survives(tmp_path: Path, number: float) -> None:
+    good = result("powersgd:rank=4")
+    layer = dataclasses.replace(good.probes[0].layers[0], name="nan", error=number, residual=number)
+    bad = dataclasses.replace(
+        good,
+        steps=(dataclasses.replace(good.steps[0], loss=number), *good.steps[1:]),
+        evaluations=(dataclasses.replace(good.evaluations[0], metrics={"accuracy": number}), *good.evaluations[1:]),
+        probes=(dataclasses.replace(good.probes[0], error=number, residual=number, layers=(layer,)),),
+    )
     path = bad.write(tmp_path)
     json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert repr(RunResult.read(path)) == repr(bad)  # NaN does not equal itself
+    path.write_text(path.read_text().replace(f'"{number}"', "null", 1))  # as earlier versions wrote it
     assert math.isnan(RunResult.read(path).steps[0].loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"steps": ()}, "it has 0 of 40 steps"),
+        ({"steps": result().steps[:7]}, "it has 7 of 40 steps"),
+        ({"evaluations": ()}, "evaluated after none"),
+        ({"evaluations": result().evaluations[:2]}, r"evaluated after \[10, 20\]"),
+    ],
+)
+def test_a_result_that_lacks_something_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = dataclasses.replace(result(), **change).write(tmp_path)
+    with pytest.raises(ValueError, match=f"{words}.*move it away"):
+        RunResult.read(path)
 
 
 def test_a_result_of_another_format_is_refused(tmp_path: Path) -> None:
