@@ -92,20 +92,31 @@ class _ClockedPending:
 
 
 class StepClock:
-    """Times the steps of one model; install it after the model is wrapped in DDP."""
+    """Times the steps of one model in its DDP."""
 
-    def __init__(self, model: nn.Module, waits: WaitClock) -> None:
+    def __init__(self, ddp: nn.Module, model: nn.Module, waits: WaitClock) -> None:
         self._waits = waits
         self._clock = waits.clock
-        self._begin = self._forward = self._gradient = 0.0
-        self._handles = [model.register_forward_pre_hook(self._mark_forward)]
+        self._begin = self._gradient = self._backward_end = 0.0
+        self._entered: float | None = None  # when the DDP was called that has not called the inner model yet
+        self._for_buffers: list[Interval] = []
+        self._handles = [
+            ddp.register_forward_pre_hook(self._mark_call, prepend=True),
+            model.register_forward_pre_hook(self._mark_forward),
+        ]
         self._handles += [
             p.register_post_accumulate_grad_hook(self._mark_gradient) for p in model.parameters() if p.requires_grad
         ]
 
+    def _mark_call(self, module: nn.Module, inputs: object) -> None:
+        """Record that the loss has called the DDP, which it may do several times, and after other work."""
+        self._entered = self._clock()
+
     def _mark_forward(self, module: nn.Module, inputs: object) -> None:
-        """Record that DDP has called the inner model: before this, it waited for buffers."""
-        self._forward = self._clock()
+        """Record that the DDP has called the inner model: until now, it waited for buffers."""
+        if self._entered is not None:
+            self._for_buffers.append((self._entered, self._clock()))
+            self._entered = None
 
     def _mark_gradient(self, parameter: Tensor) -> None:
         """Record a finished gradient; the last one ends the backward pass's compute."""
@@ -114,7 +125,8 @@ class StepClock:
     def begin(self) -> None:
         """Start a step."""
         self._waits.take()
-        self._begin = self._clock()
+        self._for_buffers.clear()
+        self._begin = self._gradient = self._clock()
 
     def backward_ended(self) -> None:
         """Record that backward() has returned: every gradient is now the mean."""
@@ -124,7 +136,8 @@ class StepClock:
         """End the step and return where its time went."""
         end = self._clock()
         waits = self._waits.take()
-        for_buffers = self._forward - self._begin
+        for_buffers = sum(until - since for since, until in self._for_buffers)
+        hidden = overlap(waits, (self._begin, self._gradient)) - sum(overlap(waits, one) for one in self._for_buffers)
         exposed = self._backward_end - self._gradient
         exposed_waiting = overlap(waits, (self._gradient, self._backward_end))
         return Split(
@@ -132,7 +145,7 @@ class StepClock:
             compute=end - self._begin - for_buffers - exposed,
             compression=exposed - exposed_waiting,
             waiting=for_buffers + exposed_waiting,
-            hidden=overlap(waits, (self._begin, self._gradient)),
+            hidden=hidden,
         )
 
     def remove(self) -> None:

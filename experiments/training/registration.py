@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import commhooks
 import ddp_core
@@ -95,19 +95,20 @@ class StockHook(Registered):
     def _register(self, settings: RunSettings) -> None:
         assert self._group is not None, "a stock hook always has one"
         register_stock(self.ddp, settings.hook, self._group)
-        self._gradient_bytes = sum(tensor_bytes(p) for p in self.ddp.parameters() if p.requires_grad)
-        self._steps = 0
-        self.ddp.register_forward_pre_hook(self._count_step)
+        self._gradient_bytes = 0
+        for parameter in self.ddp.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._count_gradient)
 
-    def _count_step(self, module: nn.Module, inputs: object) -> None:
-        self._steps += 1
+    def _count_gradient(self, parameter: Tensor) -> None:
+        self._gradient_bytes += tensor_bytes(parameter)
 
     def counted(self) -> Counted:
         """Return the bytes so far, without those of broadcasts."""
         assert self._group is not None, "a stock hook always has one"
         traffic = [counts for kind, counts in self._group.traffic.items() if kind != "broadcast"]
         return Counted(
-            self._gradient_bytes * self._steps,
+            self._gradient_bytes,
             sum(counts.payload_bytes for counts in traffic),
             sum(counts.moved_bytes for counts in traffic),
         )

@@ -150,7 +150,7 @@ class _Run:
         self._check_data()
         self.registered = register(settings, self.model, dilation)
         self.optimizer = self.task.optimizer(settings.optimizer)
-        self.clock = StepClock(self.model, self.registered.waits)
+        self.clock = StepClock(self.registered.ddp, self.model, self.registered.waits)
         self.steps: list[StepRecord] = []
         self.evaluations: list[EvaluationRecord] = []
         self.probes: list[ProbeRecord] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -23,11 +24,21 @@ from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.training.worker import RunDone, Work, train_all
+from tests.experiments.odd_task import ELEMENTS
 
 pytestmark = pytest.mark.timeout(250)  # a world is two imports of torch: 5 s, or 30 s on a machine with much else to do
 
 STEPS = 12
 HOOKS = ("all-reduce", "fp16", "powersgd:rank=1,start_after=2")
+ODD = Spec.parse(f"{Path(__file__).parent / 'odd_task.py'}:task", "task")
+ODD_HOOKS = (
+    "all-reduce",
+    "torch.none",
+    "powersgd:rank=2,start_after=2",
+    "torch.powersgd:matrix_approximation_rank=2,min_compression_rate=1,start_powerSGD_iter=2",
+    "powersgd:policy=fused,rank=2,start_after=2",
+    "fp16",
+)
 SEEDS = (0, 1)
 COMPARE = [sys.executable, "-m", "experiments", "compare", "--task", "digits", "--size", "small"]
 LINK = ["--rate", "10Mbit/s", "--latency", "0"]
@@ -89,10 +100,11 @@ def results(folder: Path) -> dict[str, RunResult]:
 
 
 @pytest.fixture(scope="module")
-def again() -> list[RunResult]:
-    """Return the same runs, from Python: every hook once more, then all-reduce and PowerSGD on PyTorch's DDP."""
+def made() -> list[RunResult]:
+    """Return the same runs from Python: every hook again, all-reduce and PowerSGD on PyTorch's DDP; an odd task."""
     found: list[RunResult] = []
     runs = [settings(hook) for hook in HOOKS] + [settings(hook, ddp="torch") for hook in (HOOKS[0], HOOKS[2])]
+    runs += [dataclasses.replace(settings(hook), task=ODD, steps=6, evaluate_every=2) for hook in ODD_HOOKS]
     run_world(
         train_all,
         2,
@@ -101,6 +113,16 @@ def again() -> list[RunResult]:
         timeout=50,
     )
     return found
+
+
+@pytest.fixture(scope="module")
+def again(made: list[RunResult]) -> list[RunResult]:
+    return made[:5]
+
+
+@pytest.fixture(scope="module")
+def odd(made: list[RunResult]) -> dict[str, RunResult]:
+    return {result.settings.hook.label: result for result in made[5:]}
 
 
 def test_a_killed_comparison_goes_on_where_it_stopped(continued: Continued) -> None:
@@ -166,6 +188,35 @@ def test_pytorchs_ddp_gives_the_same_losses_bit_for_bit(results: dict[str, RunRe
     dense, low_rank = again[3:]
     assert losses(dense) == losses(results[HOOKS[0]])
     assert losses(low_rank) == losses(results[HOOKS[2]])
+
+
+def test_pytorchs_hooks_move_the_bytes_of_ours_and_learn_the_same(odd: dict[str, RunResult]) -> None:
+    assert {step.gradient_bytes for result in odd.values() for step in result.steps} == {4 * ELEMENTS}
+    dense, none, ours, theirs = (odd[hook] for hook in ODD_HOOKS[:4])
+    assert losses(dense) == losses(none)  # dropout and the other random numbers included
+    for one, other in ((dense, none), (ours, theirs)):
+        assert [step.payload_bytes for step in one.steps] == [step.payload_bytes for step in other.steps]
+        assert [step.moved_bytes for step in one.steps] == [step.moved_bytes for step in other.steps]
+    assert ours.steps[-1].payload_bytes < ours.steps[0].payload_bytes / 2
+
+
+def test_the_order_of_collectives_does_not_change_the_numbers(odd: dict[str, RunResult]) -> None:
+    assert losses(odd[ODD_HOOKS[4]]) == losses(odd[ODD_HOOKS[2]])
+
+
+def test_a_probe_finds_the_error_that_a_hook_makes(odd: dict[str, RunResult]) -> None:
+    for result in odd.values():
+        assert [probe.step for probe in result.probes] == [2, 4, 6]
+        assert [step.step for step in result.steps if step.probed] == [2, 4, 6]
+        assert all(sum(layer.elements for layer in probe.layers) == ELEMENTS for probe in result.probes)
+        assert (result.probes[-1].residual is not None) == (result.settings.hook.name == "powersgd")
+    exact, half, low_rank = (odd[hook].probes[-1] for hook in (ODD_HOOKS[1], "fp16", ODD_HOOKS[2]))
+    assert (exact.error, {layer.error for layer in exact.layers}) == (0, {0.0})  # two ranks: a sum has no order
+    assert 0 < half.error < 2**-10  # two roundings of half a unit in the eleventh place
+    errors = {layer.name: layer.error for layer in low_rank.layers}
+    assert errors["norm.weight"] == 0 < 0.1 < errors["middle.weight"]  # vectors are sent whole
+    residuals = {layer.name: layer.residual for layer in low_rank.layers}
+    assert (residuals["norm.weight"] or 0) == 0 < (residuals["middle.weight"] or 0)
 
 
 @pytest.mark.parametrize(
