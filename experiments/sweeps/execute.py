@@ -15,7 +15,7 @@ from ..launch import WorldError, run_in_torchrun, run_world, torchrun_world
 from ..runs import Compute, RunResult, RunSettings
 from ..specs import Spec
 from ..tasks import load_task
-from ..training.worker import Preparing, RunDone, SceneBegun, Work, calibrate, dilation_of, train_all
+from ..training.worker import Preparing, RunDone, SceneBegun, StepsBegin, Work, calibrate, dilation_of, train_all
 from .store import RESULTS
 
 Listener = Callable[[RunSettings, object], None]
@@ -71,15 +71,21 @@ def execute(runs: Sequence[RunSettings], out: Path, listener: Listener) -> Made:
 
 def _worlds(runs: Sequence[RunSettings]) -> Iterator[list[RunSettings]]:
     """Yield runs that can be made by the same processes: as many ranks, and the same hosts."""
-    for _, group in groupby(runs, lambda one: (one.ranks, _hosts_of(one))):
+    for _, group in groupby(runs, lambda one: (one.ranks, _shared(one))):
         yield list(group)
 
 
-def _hosts_of(settings: RunSettings) -> object:
-    """Return what runs must have in common to run on the same hosts."""
+def _shared(settings: RunSettings) -> object:
+    """Return what runs must have in common, besides the number of ranks, to be made by the same processes."""
+    if _states_seconds(settings):  # what its compute takes here is measured before each scene, since load changes
+        return settings.scene
     if settings.link.kind != "hosts":
         return settings.link.kind
     return settings.scene if settings.compute is not None or settings.link.schedule else settings.link
+
+
+def _states_seconds(settings: RunSettings) -> bool:
+    return settings.compute is not None and Compute.parse(settings.compute).seconds is not None
 
 
 def _after_failure(attempt: _Attempt, out: Path, listener: Listener, made: Made, error: WorldError) -> None:
@@ -135,26 +141,16 @@ class _Attempt:
 
     def _calibrate(self) -> dict[int, float]:
         """Return the seconds of a step's compute here, for the runs that state what it takes elsewhere."""
-        asked = {
-            number: settings
-            for number, settings in enumerate(self._runs)
-            if settings.compute is not None and Compute.parse(settings.compute).seconds is not None
-        }
-        if not asked:
+        if not _states_seconds(self._runs[0]):
             return {}
-        scenes = list(dict.fromkeys(settings.scene for settings in asked.values()))
-        found: list[float] = []
-        hear = functools.partial(self._hear_calibration, scenes, found)
-        run_world(calibrate, scenes[0].ranks, scenes, hear, timeout=_SILENCE + _loading_seconds(scenes))
+        self.scene = self._runs  # if the ranks fail now, these are to blame
+        found: list[object] = []
+        timeout = _SILENCE + _loading_seconds(self._runs)
+        run_world(calibrate, self._runs[0].ranks, self._runs, found.append, timeout=timeout)
         self.scene = []
-        by_scene = dict(zip(scenes, found, strict=True))
-        return {number: by_scene[settings.scene] for number, settings in asked.items()}
-
-    def _hear_calibration(self, scenes: Sequence[RunSettings], found: list[float], message: object) -> None:
-        if isinstance(message, SceneBegun):  # if the ranks fail now, its runs are to blame
-            self.scene = [settings for settings in self._runs if settings.scene == scenes[message.runs[0]]]
-        elif isinstance(message, float):
-            found.append(message)
+        seconds = found[-1]  # the others were known after fewer steps
+        assert isinstance(seconds, float), "rank 0 sends seconds"
+        return dict.fromkeys(range(len(self._runs)), seconds)
 
     def _work(self, compute_here: dict[int, float]) -> Work:
         dilations = {
@@ -167,6 +163,8 @@ class _Attempt:
             return
         if isinstance(message, SceneBegun):
             self.scene = [self._runs[number] for number in message.runs]
+            return
+        if isinstance(message, StepsBegin):
             on_begin()
             return
         if isinstance(message, RunDone):

@@ -298,13 +298,18 @@ def seeded(seed: int) -> Iterator[None]:
     python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  # the one that others' code draws from
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002  # the same
-            random.seed(seed)
+            seed_generators(seed)
             yield
     finally:
         random.setstate(python)
         np.random.set_state(arrays)  # noqa: NPY002  # the same
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch, numpy and Python, from which others' code draws."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  # the same
+    random.seed(seed)
 
 
 def generator_for(*numbers: int) -> torch.Generator:

@@ -16,15 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 from ..launch import Send
+from ..links.link import LinkSettings
 from ..machine import machine, versions
 from ..runs import Compute, EvaluationRecord, ProbeRecord, RunResult, RunSettings, StepRecord
+from ..specs import Spec
 from ..tasks import LoadedTask, load_task
-from ..tasks.task import mixed
+from ..tasks.task import mixed, seed_generators
 from .measure import Split, StepClock
 from .probe import Probe
 from .registration import Counted, register, sent_by_interface
 
-_CALIBRATION_STEPS = 7  # the first two are not counted: memory is allocated in them
+# How many steps of a model are measured for its compute, and for how many seconds if they are more than the least.
+_LEAST_CALIBRATION_STEPS, _CALIBRATION_STEPS, _CALIBRATION_SECONDS = 7, 60, 4.0
+_WARM_UP = 2  # steps of those that are not counted: memory is allocated in them
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class SceneBegun:
     """The ranks begin to train these runs in turns."""
 
     runs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepsBegin:
+    """The models of the scene are in place, and their first step comes next: the clock of a link's rates begins."""
 
 
 @dataclass(frozen=True)
@@ -89,28 +98,34 @@ def train_all(rank: int, ranks: int, argument: Work, send: Send) -> None:
 
 
 def calibrate(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send) -> None:
-    """Measure a step's compute for each of the settings, on all ranks at once.
+    """Measure the seconds of a step's compute for the runs of one scene; rank 0 sends what is known after each step.
 
-    For each of them rank 0 sends a SceneBegun, whose only run is the position in `argument`, and then the seconds.
+    Compute is measured like that of the runs: in their DDP, on all ranks at once, and in turns between as many models,
+    which take each other's place in the processor's caches. Only the hook is the plain all-reduce, and the link has no
+    limit.
     """
     torch.set_num_threads(1)
-    told = send if rank == 0 else _silent
-    for number, settings in enumerate(argument):
-        told(SceneBegun((number,)))
-        task = load_task(settings.task, settings.seed)
-        optimizer, times = task.optimizer(settings.optimizer), []
-        for step in range(_CALIBRATION_STEPS):
-            batch = task.batch(step, rank, ranks)
-            dist.barrier()
-            begin = time.perf_counter()
-            task.loss(task.model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            times.append(time.perf_counter() - begin)
-            told(Preparing())
-        mean = torch.tensor(statistics.median(times[2:]), dtype=torch.float64)
-        dist.all_reduce(mean)
-        told(mean.item() / ranks)
+    plain = dataclasses.replace(
+        argument[0], hook=Spec("all-reduce"), link=LinkSettings(), steps=_CALIBRATION_STEPS + 1, evaluate_every=10**9
+    )
+    runs = []
+    for number in range(len(argument)):
+        runs.append(_Run(number, plain, 1.0, _silent))
+        (send if rank == 0 else _silent)(Preparing())
+    began = time.perf_counter()
+    for step in range(_CALIBRATION_STEPS):
+        for run in runs:
+            run.step(step)
+        counted = [one.compute for run in runs for one in run.steps[_WARM_UP:] or run.steps]
+        means = torch.tensor([statistics.median(counted), time.perf_counter() - began], dtype=torch.float64)
+        dist.all_reduce(means)  # so that all ranks stop at the same step
+        compute, elapsed = (means / ranks).tolist()
+        if rank == 0:
+            send(compute)
+        if step + 1 >= _LEAST_CALIBRATION_STEPS and elapsed > _CALIBRATION_SECONDS:
+            break
+    for run in runs:
+        run.close()
 
 
 def dilation_of(settings: RunSettings, compute_here: float | None) -> float:
@@ -130,6 +145,7 @@ def _train_in_turns(runs: Mapping[int, RunSettings], work: Work, send: Send) -> 
     for number, settings in runs.items():
         training[number] = _Run(number, settings, work.dilations.get(number, 1.0), send)
         send(Preparing())  # a task may take long to load
+    send(StepsBegin())
     for step in range(max(settings.steps for settings in runs.values())):
         for run in training.values():
             if step < run.settings.steps:
@@ -154,6 +170,8 @@ class _Run:
         self.steps: list[StepRecord] = []
         self.evaluations: list[EvaluationRecord] = []
         self.probes: list[ProbeRecord] = []
+        self.registered.wire.start_clock()
+        self.registered.wire.pause()
 
     def _check_data(self) -> None:
         """Raise ValueError if the ranks do not divide the same data, which no loss would show."""
@@ -175,7 +193,7 @@ class _Run:
         probed = last or (evaluated and self.settings.link.kind == "emulated")
         probe = Probe(self.model) if probed else None
         self.task.set_learning_rate(self.optimizer, step, self.settings.steps)
-        torch.manual_seed(mixed(self.settings.seed, step, self.rank))  # dropout must not depend on whose turn it was
+        seed_generators(mixed(self.settings.seed, step, self.rank))  # dropout must not depend on whose turn it was
         before, sent = self.registered.counted(), sent_by_interface(self.settings)
         self.registered.wire.resume()
         self.clock.begin()

@@ -24,8 +24,8 @@ from experiments.cluster import (
     why_not,
 )
 from experiments.cluster.records import Owner
+from experiments.commands.terminal import errors_in_words
 from experiments.launch import run_world
-from experiments.terminal import errors_in_words
 from tests.experiments.rank_functions import MEGABYTE, add_up, sum_a_megabyte
 
 NOT_MADE = Cluster("not-made", 2)

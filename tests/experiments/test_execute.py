@@ -14,6 +14,7 @@ from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.sweeps import execute
+from experiments.training import worker
 from experiments.training.worker import Preparing, RunDone, SceneBegun, Work, calibrate, dilation_of
 from tests.experiments.synthetic import result
 
@@ -31,7 +32,9 @@ World = Callable[..., None]
 
 
 def settings(hook: str = "all-reduce", seed: int = 0, link: str = "100Mbit/s", **others: Any) -> RunSettings:
-    return RunSettings(task=Spec("digits"), hook=Spec(hook), seed=seed, link=LinkSettings.parse(link), **others)
+    return RunSettings(
+        task=Spec("digits"), hook=Spec(hook), seed=seed, steps=40, link=LinkSettings.parse(link), **others
+    )
 
 
 def played(breaks: Iterable[str], worlds: list[list[str]]) -> World:
@@ -107,12 +110,10 @@ def test_a_calibration_that_fails_costs_only_the_runs_that_it_was_for(
         if function is not calibrate:
             train(function, ranks, argument, hear, **others)
             return
-        for number, one in enumerate(argument):
-            hear(SceneBegun((number,)))
-            if one.seed == 1:
-                raise WorldError("rank 1 died")
-            hear(Preparing())
-            hear(0.1)
+        hear(Preparing())
+        if argument[0].seed == 1:
+            raise WorldError("rank 1 died")
+        hear(0.1)
 
     monkeypatch.setattr(execute, "run_world", world)
     runs = [settings(hook, seed, compute="200ms") for seed in (0, 1, 2) for hook in ("fp16", "int8")]
@@ -132,6 +133,29 @@ def test_a_task_that_takes_long_to_load_may_stay_silent_longer(tmp_path: Path) -
 )
 def test_time_runs_as_much_slower_as_compute_does(compute: str | None, here: float | None, dilation: float) -> None:
     assert dilation_of(settings(compute=compute), here) == dilation
+
+
+def test_compute_is_measured_before_every_scene_that_states_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worlds: list[Any] = []
+    here = iter((0.1, 0.4, 0.1, 0.6))
+
+    def world(function: object, ranks: int, argument: Any, hear: Callable[[object], None], **_: object) -> None:
+        if function is worker.calibrate:
+            assert len({one.scene for one in argument}) == 1
+            hear(next(here))
+            hear(next(here))  # after more steps
+            return
+        worlds.append((argument.dilations, argument.compute_here))
+        played((), [])(function, ranks, argument, hear)
+
+    monkeypatch.setattr(execute, "run_world", world)
+    runs = [settings(hook, seed, compute="200ms") for seed in (0, 1) for hook in ("fp16", "int8")]
+    execute.execute([*runs, settings(), settings(compute="0.5x")], tmp_path, lambda *_: None)
+    assert worlds == [
+        ({0: 2.0, 1: 2.0}, {0: 0.4, 1: 0.4}),
+        ({0: pytest.approx(3.0), 1: pytest.approx(3.0)}, {0: 0.6, 1: 0.6}),
+        ({0: 1.0, 1: 2.0}, {}),
+    ]
 
 
 @pytest.mark.parametrize("compute", ["", "fast", "200", "0ms", "0x", "-1s", "200ms2"])
