@@ -27,6 +27,10 @@ Ranks are processes on this machine, connected by an emulated link whose rate yo
 
     commhooks compare --task gpt --rate 100Mbit/s --rate 1Gbit/s --latency 1ms
 
+[bold]Real links on this machine[/bold], as root: each rank on a host of its own, a network namespace.
+
+    commhooks compare --task gpt --link hosts:100Mbit/s --ranks 4
+
 [bold]More ranks than cores[/bold] make compute look slow: state what a step's compute takes on your processor.
 
     commhooks compare --task gpt --ranks 4 --compute 40ms
