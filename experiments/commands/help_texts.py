@@ -56,6 +56,8 @@ seeds or hooks are added. --overwrite removes the results first, and nothing tha
 RUN = f"""
 {COMMANDS["run"]}
 
+[bold]A task[/bold], built in or your own, and a hook.
+
     commhooks run --task digits --hook powersgd:rank=2
 
 [bold]Another optimizer[/bold], three seeds, a slow link, in a folder of its own.
@@ -89,9 +91,11 @@ parameters under seven hooks, 10 Mbit/s to 1 Gbit/s, 2 and 4 ranks, three seeds:
 REPORT = f"""
 {COMMANDS["report"]}
 
+[bold]One folder[/bold], for example after adding to it.
+
     commhooks report runs/demo
 
-[bold]Several folders[/bold] in one report, compared with another hook.
+[bold]Several folders[/bold] in one report, and another baseline than all-reduce.
 
     commhooks report runs/first runs/second --out runs/both --baseline fp16
 """
