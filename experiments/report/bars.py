@@ -14,7 +14,7 @@ def step_time(setting: Setting) -> bytes:
     hooks = setting.outcomes
     whole = [one.typical["seconds"] for one in hooks]
     top = max(one.mean if one.interval is None else max(one.mean, one.interval.high) for one in whole)
-    scale, unit = (1.0, "seconds") if top >= 10 else (1e3, "milliseconds")
+    scale, unit = (1.0, "seconds") if top >= 2 else (1e3, "milliseconds")
     # One interval that is much wider than every bar must not squeeze the bars.
     limit = scale * min(top, 2 * max(one.mean for one in whole))
     with matplotlib.rc_context(style(LIGHT)):

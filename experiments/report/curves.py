@@ -9,7 +9,8 @@ import matplotlib
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.axis import Axis
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ..outcomes import ACCURACY, Outcome, Setting
 from ..runs import RunResult
@@ -60,6 +61,8 @@ def fidelity(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
         every[0].set_yscale("log")
         every[0].yaxis.set_major_formatter(FuncFormatter(error_label))
         every[0].set_xlabel("step")
+        for axes in every:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         every[0].set_ylabel("error of the mean\n/ norm of the mean")
         if residuals:
             every[1].set_ylim(bottom=0)
@@ -103,6 +106,7 @@ def _progress(setting: Setting, drawn: Mapping[str, Look], against: str, x_label
     first = [measure(run)[0] for one in setting.outcomes for run in one.results.values()]
     if x_label.endswith(_LOGARITHMIC) and min(first) > 0:
         every[-1].set_xscale("log")
+        logarithmic_ticks(every[-1].xaxis, *every[-1].get_xlim())
     else:
         every[-1].set_xlim(left=0)
     units = EngFormatter(unit="B") if against == "bytes" else FuncFormatter(lambda value, _: f"{value:g} s")
@@ -170,10 +174,14 @@ def _loss_limits(axes: Axes, setting: Setting) -> None:
         axes.set_ylim(top=high)
     if high > 20 * low > 0:
         axes.set_yscale("log")
-        if high < 300 * low:  # few decades: their first numbers alone would leave most of the axis without any
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        logarithmic_ticks(axes.yaxis, low, high)
+
+
+def logarithmic_ticks(axis: Axis, low: float, high: float) -> None:
+    """Put numbers on a logarithmic axis at 1, 2 and 5 if it has few decades, and else at 1; nowhere else."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _smooth(losses: Sequence[float]) -> Numbers:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter
 
 from ..intervals import Estimate
 from ..outcomes import Outcome, Setting
 from ..runs import LayerRecord
-from .curves import EXACT, error_label
+from .curves import EXACT, error_label, logarithmic_ticks
 from .plots import LIGHT, Look, canvases, legend, png, style
 from .rows import Cell, Grid, Heading
 from .words import NEVER, percent, shortened, times
@@ -78,11 +78,8 @@ def layer_picture(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
             left.plot(sizes, rows, "o", color=look.colour, markersize=4, label=look.label)
             right.plot(errors, rows, "o", color=look.colour, markersize=4)
         left.set_xscale("log")
-        left.xaxis.set_major_locator(
-            LogLocator(subs=(1, 2, 5) if left.get_xlim()[1] < 300 * left.get_xlim()[0] else (1,))
-        )
         left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-        left.xaxis.set_minor_formatter(NullFormatter())
+        logarithmic_ticks(left.xaxis, *left.get_xlim())
         left.set_xlabel("times smaller in messages (logarithmic)")
         right.set_xscale("log")
         right.xaxis.set_major_formatter(FuncFormatter(error_label))
