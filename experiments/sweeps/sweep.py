@@ -107,7 +107,7 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
         there = sum((sweep.out / RESULTS / f"{settings.name}.json").is_file() for settings in sweep.runs)
         print(
             f"\n{there} of {len(sweep.runs)} runs are finished, in {sweep.out}; the same command, with this folder as "
-            "--out, makes the others",
+            f"--out, {'makes the others' if there < len(sweep.runs) else 'writes the report'}",
             file=sys.stderr,
         )
         raise
