@@ -125,7 +125,7 @@ def test_a_report_of_nothing_is_refused_and_one_of_failures_is_written(tmp_path:
     with pytest.raises(ValueError, match="at least one finished or failed run"):
         write([], tmp_path, baseline=None, target_loss=None, command="")
     path = write([], tmp_path, baseline=None, target_loss=None, command="", failures={FAILED: ""})
-    assert "no message" in path.read_text()
+    assert "no reason given" in path.read_text()
 
 
 @pytest.mark.parametrize(("width", "tables"), [(100, 2), (80, 4)])
