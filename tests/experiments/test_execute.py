@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.sweeps import execute
 from experiments.training import worker
+from experiments.training.measure import Split
+from experiments.training.registration import Counted
 from experiments.training.worker import Preparing, RunDone, SceneBegun, Work, calibrate, dilation_of
 from tests.experiments.synthetic import result
 
@@ -156,6 +159,14 @@ def test_compute_is_measured_before_every_scene_that_states_it(monkeypatch: pyte
         ({0: pytest.approx(3.0), 1: pytest.approx(3.0)}, {0: 0.6, 1: 0.6}),
         ({0: 1.0, 1: 2.0}, {}),
     ]
+
+
+def test_every_time_of_a_step_is_divided_by_the_dilation_and_no_byte_is() -> None:
+    split = Split(seconds=8.0, compute=4.0, compression=2.5, waiting=1.5, hidden=1.0)
+    run: Any = SimpleNamespace(dilation=2.0, ranks=3)
+    found = worker._record(1, 0.5, split, Counted(100, 10, 20), Counted(190, 40, 60), run)
+    assert (found.seconds, found.compute, found.compression, found.waiting, found.hidden) == (4, 2, 1.25, 0.75, 0.5)
+    assert (found.gradient_bytes, found.payload_bytes, found.moved_bytes, found.dense_bytes) == (90, 30, 40, 120)
 
 
 @pytest.mark.parametrize("compute", ["", "fast", "200", "0ms", "0x", "-1s", "200ms2"])

@@ -365,3 +365,21 @@ def test_the_schedule_begins_with_the_clock_or_the_first_transfer(start_clock: b
     time.sleep(10)
     link.start(megabytes(1)).wait()
     assert time.now == pytest.approx(end)
+
+
+def test_the_clock_of_a_schedule_stands_still_while_other_runs_have_their_turns() -> None:
+    now = [0.0]
+    wire = Wire(LinkSettings.parse("8Mbit/s+800kbit/s@10s,framing=off"), clock=lambda: now[0])
+    megabyte = Course(1e6, 1e6, 1, 1)
+    wire.start_clock()
+    wire.pause()
+    now[0] = 100.0  # their models are made
+    wire.resume()
+    assert wire.carry(megabyte) == 101
+    now[0] = 105.0
+    wire.pause()
+    now[0] = 200.0
+    wire.resume()  # the run's fifth second
+    assert wire.carry(megabyte) == 201
+    now[0] = 206.0
+    assert wire.carry(megabyte) == 216

@@ -12,7 +12,7 @@ from experiments.outcomes import Setting, setting_of, settings_of
 from experiments.report.findings import dilation, finding, names_of
 from experiments.runs import RunResult
 from experiments.summary import smoothed_losses, steps_to, target_loss, total_seconds
-from tests.experiments.synthetic import diverged, result, results, with_slow_probes
+from tests.experiments.synthetic import DENSE_BYTES, diverged, result, results, with_slow_probes
 
 SEEDS = (0, 1, 2)
 POWER = "powersgd:rank=4"
@@ -59,6 +59,20 @@ def test_speed_ups_are_paired_by_seed() -> None:
     runs = {(one.settings.hook.label, one.settings.seed): one for one in GPT}
     medians = {key: statistics.median(step.seconds for step in run.steps) for key, run in runs.items()}
     assert found.by_seed == pytest.approx({seed: medians["all-reduce", seed] / medians[POWER, seed] for seed in SEEDS})
+
+
+def test_whole_runs_are_sums_over_their_steps() -> None:
+    found = setting([with_slow_probes(one) if one.settings.hook.label == POWER else one for one in GPT])
+    first, power = found.outcomes[0], found.outcomes[2]
+    assert power.ratio == pytest.approx(20)
+    assert found.versus[POWER].accuracy.mean == pytest.approx(-0.02 * 0.1 * math.log(20))
+    assert power.reached and power.bytes_to_target.by_seed == {
+        seed: steps * DENSE_BYTES // 20 for seed, steps in power.reached.items()
+    }
+    taken = {one: {seed: total_seconds(run.steps) for seed, run in one.results.items()} for one in (first, power)}
+    assert found.versus[POWER].run.by_seed == pytest.approx(
+        {seed: taken[first][seed] / taken[power][seed] for seed in SEEDS}
+    )
 
 
 def test_a_missing_seed_leaves_the_others_paired_and_is_said() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
-from experiments.summary import SMOOTHING_STEPS, Spread, Typical, smoothed_losses
+from experiments.summary import SMOOTHING_STEPS, Spread, Typical, smoothed_losses, steps_to
 from tests.experiments.synthetic import result
 
 
@@ -178,6 +178,26 @@ def test_a_result_of_another_format_is_refused(tmp_path: Path) -> None:
 def test_the_parts_of_a_typical_step_add_up_to_it() -> None:
     typical = Typical.of(result().steps)
     assert typical.compute + typical.compression + typical.waiting == pytest.approx(typical.seconds)
+
+
+def test_a_typical_step_is_the_mean_of_the_middle_half() -> None:
+    durations = (100, 2, 3, 4, 5, 6, 7, 0)  # the shortest and longest two are left out: 0, 2, 7 and 100
+    steps = [
+        dataclasses.replace(result().steps[0], compute=seconds, compression=2 * seconds, waiting=0.5, seconds=seconds)
+        for seconds in durations
+    ]
+    assert (typical := Typical.of(steps)).compute == 4.5
+    assert (typical.compression, typical.waiting, typical.seconds) == (9, 0.5, 14)
+
+
+def test_a_target_is_reached_after_the_first_ten_steps_whose_mean_is_at_or_below_it() -> None:
+    losses = [0.0, *[4.0] * 9, 2.0, *[1.0] * 9]
+    steps = [dataclasses.replace(result().steps[0], loss=loss) for loss in losses]
+    means = [sum(losses[end - 10 : end]) / 10 for end in range(10, 21)]
+    assert means[:3] == [3.6, 3.8, 3.5] and means[-1] == 1.1
+    assert [steps_to(target, steps) for target in (3.6, 3.5, 1.1, 1.0)] == [10, 12, 20, None]
+    assert [steps_to(2.0, steps[:count]) for count in (3, 5)] == [None, None]
+    assert steps_to(3.2, steps[:5]) == 5  # of a run with fewer, all
 
 
 def test_a_spread_is_the_median_and_the_quartiles() -> None:

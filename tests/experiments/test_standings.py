@@ -59,7 +59,9 @@ class TestContenders:
         assert found[0].label == "all-reduce"
         for name in COMPRESSORS:
             labels = [one.spec.label for one in found] + [one.label for one in left_out]
-            assert all(any(label.startswith(Spec.parse(text).label) for label in labels) for text in USUAL.get(name, (name,)))
+            assert all(
+                any(label.startswith(Spec.parse(text).label) for label in labels) for text in USUAL.get(name, (name,))
+            )
         assert {one.label for one in left_out} >= SKIPPED.keys() & COMPRESSORS.keys()
 
     def test_one_that_loses_something_has_a_form_with_error_feedback(self) -> None:
