@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from experiments.cluster import Cluster
 from experiments.launch import WorldError
 from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
@@ -18,7 +20,7 @@ from experiments.sweeps import execute
 from experiments.training import worker
 from experiments.training.measure import Split
 from experiments.training.registration import Counted
-from experiments.training.worker import Preparing, RunDone, SceneBegun, Work, calibrate, dilation_of
+from experiments.training.worker import Preparing, RunDone, SceneBegun, StepsBegin, Work, calibrate, dilation_of
 from tests.experiments.synthetic import result
 
 HOOKS = ("all-reduce", "breaks", "fp16")
@@ -159,6 +161,32 @@ def test_compute_is_measured_before_every_scene_that_states_it(monkeypatch: pyte
         ({0: pytest.approx(3.0), 1: pytest.approx(3.0)}, {0: 0.6, 1: 0.6}),
         ({0: 1.0, 1: 2.0}, {}),
     ]
+
+
+def test_hosts_have_links_as_slow_as_the_compute_and_rates_change_from_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[object] = []
+
+    def create(ranks: int, **rates: object) -> Any:
+        done.append(rates)
+        return nullcontext("a cluster")
+
+    def follow(cluster: object, schedule: object) -> Any:
+        done.append(schedule)
+        return nullcontext()
+
+    def world(function: object, ranks: int, work: Work, hear: Callable[[object], None], **_: object) -> None:
+        hear(SceneBegun((0,)))
+        done.append("the models are made")
+        hear(StepsBegin())
+        hear(RunDone(0, dataclasses.replace(result(), settings=work.runs[0])))
+
+    monkeypatch.setattr(execute, "run_world", world)
+    monkeypatch.setattr(execute, "follow", follow)
+    monkeypatch.setattr(Cluster, "create", create)
+    execute.execute([settings(link="hosts:8Mbit/s+2Mbit/s@30s", compute="0.5x")], tmp_path, lambda *_: None)
+    assert done == [{"up": 4e6, "down": 4e6}, "the models are made", ((60.0, 1e6),)]
 
 
 def test_every_time_of_a_step_is_divided_by_the_dilation_and_no_byte_is() -> None:

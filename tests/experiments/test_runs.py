@@ -130,6 +130,7 @@ def test_what_differs_in_any_setting_has_a_name_of_its_own() -> None:
     }  # fmt: skip
     assert set(changes) == {each.name for each in dataclasses.fields(RunSettings)}
     runs = [RunSettings.from_dict({"task": "gpt", key: value}) for key, values in changes.items() for value in values]
+    runs.append(RunSettings.from_dict({"task": "gpt"}))
     assert len({one.key for one in runs}) == len(runs) == len({one.name for one in runs})
 
 
