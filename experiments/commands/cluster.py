@@ -73,7 +73,13 @@ def list_clusters() -> None:
             return
         table = Table("cluster", "host", "address", "up", "down", "sent", "received", "cable")
         for cluster in found:
-            for state in cluster.state():
+            try:
+                states = cluster.state()
+            except ClusterError:  # it was removed meanwhile, or somebody deleted a part of it
+                if record_of(cluster.name) is not None:
+                    typer.echo(f"parts of cluster {cluster.name} are missing: commhooks cluster remove {cluster.name}")
+                continue
+            for state in states:
                 rates = format_rate(state.up), format_rate(state.down)
                 traffic = f"{state.sent / 1e6:,.1f} MB", f"{state.received / 1e6:,.1f} MB"
                 cable = "plugged in" if state.plugged_in else "unplugged"
