@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -110,6 +110,7 @@ def run_world(
             f"{cluster.name!r} has {cluster.hosts}: start fewer ranks, or more of them on each host (ranks_per_host)"
         )
     context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # a process's start would start it, and let interrupts through again
     if cluster is None:
         store = _make_store()
         address, port = store.host, store.port
@@ -131,7 +132,7 @@ def run_world(
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
             }
-            with _environment(_rank_environment(cluster) | torchruns):
+            with _environment(_rank_environment(cluster) | torchruns), _interrupts_held_back():
                 process.start()
             sending.close()
             world[receiving] = (rank, process)
@@ -306,6 +307,19 @@ def _rank_environment(cluster: Cluster | None) -> dict[str, str]:
         wanted["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     found = {name: os.environ.get(name, value) for name, value in wanted.items()}
     return found if cluster is None else found | {"GLOO_SOCKET_IFNAME": INTERFACE}
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block, and keep it from the processes started inside.
+
+    It reaches the whole foreground group, and a rank that it interrupts while Python starts prints a fatal error.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -17,10 +17,18 @@ SUMS = 3
 
 
 def add_up(rank: int, ranks: int, argument: int, send: Send) -> None:
-    """Every rank sends the sum of all ranks' numbers, its threads and its process."""
+    """Every rank sends the sum of all ranks' numbers, its threads, its process, and whether Ctrl-C was kept from it."""
     total = torch.tensor(rank + argument)
     dist.all_reduce(total)
-    send((rank, total.item(), os.environ["OMP_NUM_THREADS"], os.getpid()))
+    send(
+        (
+            rank,
+            total.item(),
+            os.environ["OMP_NUM_THREADS"],
+            os.getpid(),
+            signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        )
+    )
 
 
 def fail_on_one(rank: int, ranks: int, argument: int, send: Send) -> None:

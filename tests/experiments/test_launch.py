@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -18,12 +19,14 @@ def gone(pids: list[int]) -> bool:
 
 
 def test_ranks_work_together_on_one_thread_each_and_are_gone() -> None:
-    messages: list[tuple[int, int, str, int]] = []
+    messages: list[tuple[int, int, str, int, bool]] = []
     environment = dict(os.environ)
     collect: Callable[[object], None] = messages.append  # type: ignore[assignment]  # what this rank function sends
     run_world(add_up, 2, 10, collect, timeout=60)
     assert sorted(message[:3] for message in messages) == [(0, 21, "1"), (1, 21, "1")]
     assert gone([message[3] for message in messages])
+    assert all(message[4] for message in messages)  # from the start of their interpreters on
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert dict(os.environ) == environment
 
 
