@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from ..cluster.iproute import ClusterError
 from ..cluster.namespaces import INTERFACE, Cluster, Direction, clusters
 from ..cluster.preflight import require
 from ..cluster.records import record_of
