@@ -17,7 +17,6 @@ from experiments.cluster import (
     Cluster,
     ClusterError,
     clusters,
-    commands,
     follow,
     interface_bytes,
     iproute,
@@ -26,6 +25,7 @@ from experiments.cluster import (
     why_not,
 )
 from experiments.cluster.records import Owner
+from experiments.commands import cluster as commands
 from experiments.commands.terminal import errors_in_words
 from experiments.launch import run_world
 from tests.experiments.rank_functions import MEGABYTE, add_up, sum_a_megabyte
