@@ -83,7 +83,7 @@ After Ctrl-C, a power failure or a kill, the same command continues where it sto
 A run that fails does not end the others: its traceback is in FOLDER/failures, and the next time it is tried again.
 
 [bold]A preset[/bold] is a sweep by name: quick (a minute), demo (what compare runs), slow-links (a GPT of 4 million \
-parameters under seven hooks, 10 Mbit/s to 1 Gbit/s, 2 and 4 ranks, three seeds: hours).
+parameters under five hooks, 10 Mbit/s to 1 Gbit/s, 2 and 4 hosts, three seeds: about an hour, as root).
 
     commhooks sweep --preset slow-links --dry-run
 """

@@ -21,6 +21,7 @@ from ..tasks import load_task
 from ..training.stock import is_stock
 
 _START_SECONDS = 8.0  # of new ranks: the imports, mostly
+_UNNAMED = ("optimizer", "compute", "ddp", "bucket_cap_mb", "evaluate_every")  # settings in a run's line if they differ
 
 
 @dataclass
@@ -96,22 +97,29 @@ def _counted(settings: RunSettings) -> float:
 def _measured(settings: RunSettings) -> float:
     """Time a step in this process, as slow as it is if the ranks share the cores."""
     task, times = load_task(settings.task, settings.seed), []
-    for step in range(3):
-        batch = task.batch(step, 0, settings.ranks)
-        begin = time.perf_counter()
-        task.loss(task.model, batch).backward()
-        times.append(time.perf_counter() - begin)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a rank
+    try:
+        for step in range(3):
+            batch = task.batch(step, 0, settings.ranks)
+            begin = time.perf_counter()
+            task.loss(task.model, batch).backward()
+            times.append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(threads)
     return min(times) * max(1.0, settings.ranks / cores())
 
 
 def forecast(runs: Sequence[RunSettings], done: Mapping[RunSettings, RunResult]) -> list[str]:
     """Return a line for each run and for the whole: what is finished, and how long the others take."""
     estimate, missing = Forecast(list(done.values())), [settings for settings in runs if settings not in done]
+    differing = [name for name in _UNNAMED if len({getattr(settings, name) for settings in runs}) > 1]
     lines = []
     for settings in runs:
         state = "finished" if settings in done else f"about {in_words(estimate.seconds(settings))}"
+        others = "".join(f", {_stated(name, getattr(settings, name))}" for name in differing)
         lines.append(
-            f"{settings.label}, {settings.ranks} ranks, {settings.link.label}, {settings.steps} steps: {state}"
+            f"{settings.label}, {settings.ranks} ranks, {settings.link.label}, {settings.steps} steps{others}: {state}"
         )
     lines.append(f"{len(done)} of {len(runs)} runs are finished already.")
     if missing:
@@ -122,6 +130,12 @@ def forecast(runs: Sequence[RunSettings], done: Mapping[RunSettings, RunResult])
         if any(settings.link.kind == "real" for settings in missing):
             lines.append("The rate of a real network is not known: the time of its transfers is not included.")
     return lines
+
+
+def _stated(name: str, value: object) -> str:
+    """Return 'optimizer sgd:lr=0.1', or 'optimizer as usual' for what was not set."""
+    text = value.label if isinstance(value, Spec) else "as usual" if value is None else str(value)
+    return f"{name} {text}"
 
 
 def in_words(seconds: float) -> str:

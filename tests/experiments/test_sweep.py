@@ -21,6 +21,7 @@ from experiments import api
 from experiments.commands.cli import app
 from experiments.launch import WorldError
 from experiments.runs import RunSettings
+from experiments.specs import Spec
 from experiments.sweeps import sweep
 from experiments.sweeps.execute import Listener, Made
 from experiments.sweeps.forecast import Forecast, forecast
@@ -253,6 +254,18 @@ def test_a_forecast_counts_what_is_finished_and_the_bytes_of_the_rest() -> None:
     assert estimate.seconds(dense) == pytest.approx(compute + 40 * 8 * gradients / 1e6, rel=0.01)
     lines = forecast([known.settings, again, dense], {known.settings: known})
     assert lines[0].endswith("finished") and "1 of 3 runs are finished already" in lines[3] and "41 min" in lines[4]
+
+
+def test_a_forecast_names_every_setting_in_which_runs_differ() -> None:
+    plain = result()
+    tuned = [dataclasses.replace(plain.settings, optimizer=Spec.parse(f"adamw:lr={lr}")) for lr in (1e-3, 2e-3)]
+    runs = [plain.settings, *tuned]
+    lines = forecast(runs, {settings: dataclasses.replace(plain, settings=settings) for settings in runs})
+    assert [line.rpartition(", ")[2] for line in lines[:3]] == [
+        "optimizer as usual: finished",
+        "optimizer adamw:lr=0.001: finished",
+        "optimizer adamw:lr=0.002: finished",
+    ]
 
 
 def test_a_script_compares_in_five_lines(asked: list[list[RunSettings]], tmp_path: Path) -> None:
