@@ -175,7 +175,9 @@ def run(
 @app.command(help=help_texts.SWEEP, cls=EachOptionOnce)
 def sweep(
     file: Annotated[Path | None, typer.Argument(help="A YAML file with runs.", show_default=False)] = None,
-    preset: Annotated[str | None, typer.Option(help="Instead of a file: demo, quick or slow-links.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Instead of a file: demo, quick, slow-links or slow-links-long.")
+    ] = None,
     example: Annotated[bool, typer.Option("--example", help="Print a file that works, with comments.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and estimate the time.")] = False,
     out: Annotated[

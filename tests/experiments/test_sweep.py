@@ -127,6 +127,7 @@ def test_presets_are_runs_that_differ() -> None:
         runs = preset(name)
         assert len({one.name for one in runs}) == len(runs) > 1
     assert len(preset("slow-links")) == 2 * 2 * 5 * 3 + 2 * 4 * 3  # links, ranks, hooks, seeds
+    assert len(preset("slow-links-long")) == 2 * 2 * 3
 
 
 FAILING = "fp16"
