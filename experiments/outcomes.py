@@ -189,7 +189,7 @@ class Setting:
     settings: RunSettings  # of no hook, and seed 0
     outcomes: tuple[Outcome, ...]
     baseline: Outcome | None  # None: it was not run, or failed, in this setting
-    target: float  # training loss; NaN: the baseline diverged, and none was asked for
+    target: float  # training loss; NaN: the baseline's did not fall, or diverged, and none was asked for
     seeds: tuple[int, ...]  # of any hook
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,10 +85,10 @@ def total_bytes(steps: Sequence[StepRecord]) -> int:
 
 
 def target_loss(runs: Sequence[Sequence[StepRecord]]) -> float:
-    """Return the loss defined by TARGET_RULE, from the baseline's runs with all seeds."""
+    """Return the loss defined by TARGET_RULE, from the baseline's runs with all seeds; NaN if it did not fall."""
     curves = [smoothed_losses(steps) for steps in runs]
     first, last = (statistics.fmean(curve[place] for curve in curves) for place in (0, -1))
-    return first + TARGET_SHARE * (last - first)
+    return first + TARGET_SHARE * (last - first) if last < first else math.nan
 
 
 def steps_to(target: float, steps: Sequence[StepRecord]) -> int | None:

@@ -28,7 +28,7 @@ def finding(setting: Setting) -> str:
     if not setting.versus:
         return f"Only {first.hook} was run: there is nothing to compare."
     if not math.isfinite(setting.target):
-        return f"{first.hook} diverged, so there is no target; name one with --target-loss."
+        return no_target(setting)
     candidates = [one for one in setting.outcomes[1:] if _is_comparable(one, first)]
     # One whose interval lies above 1 goes before one that may only have been lucky.
     best = max(
@@ -40,6 +40,13 @@ def finding(setting: Setting) -> str:
     if len(setting.seeds) == 1:
         said.append("One seed only: there are no intervals, so another run may say otherwise.")
     return " ".join(said)
+
+
+def no_target(setting: Setting) -> str:
+    """Return why there is no target loss, and what to do."""
+    first = setting.outcomes[0]
+    what = f"{first.hook} diverged" if first.diverged else f"The loss of {first.hook} did not fall"
+    return f"{what}, so there is no target; name one with --target-loss."
 
 
 def names_of(settings: Sequence[Setting]) -> list[str]:

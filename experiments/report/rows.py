@@ -10,6 +10,7 @@ from commhooks.units import bytes_in_words, counted, three_digits
 
 from ..intervals import Estimate
 from ..outcomes import ACCURACY, PARTS, Outcome, Setting, Versus
+from .findings import no_target
 from .words import (
     NEVER,
     bounds,
@@ -71,9 +72,8 @@ def outcome_grid(setting: Setting) -> Grid:
         headings.append(Heading("speed-up", target))
     best = {name: _least(setting, lambda one, name=name: getattr(one, name)) for name in _TO_TARGET}  # type: ignore[misc]  # "Cannot infer type of lambda": the default binds the name
     rows = tuple(tuple(_outcome_row(one, setting, others, best)) for one in setting.outcomes)
-    return Grid(
-        "What came out", tuple(headings), rows, f"Target: training loss {setting.target:.3f}. {_caption(setting)}"
-    )
+    aim = f"Target: training loss {setting.target:.3f}." if math.isfinite(setting.target) else no_target(setting)
+    return Grid("What came out", tuple(headings), rows, f"{aim} {_caption(setting)}")
 
 
 def cost_grid(setting: Setting) -> Grid:

@@ -10,6 +10,7 @@ import pytest
 
 from experiments.outcomes import Setting, setting_of, settings_of
 from experiments.report.findings import dilation, finding, names_of
+from experiments.report.rows import outcome_grid
 from experiments.runs import RunResult
 from experiments.summary import smoothed_losses, steps_to, target_loss, total_seconds
 from tests.experiments.synthetic import DENSE_BYTES, diverged, result, results, with_slow_probes
@@ -120,6 +121,18 @@ def test_if_the_baseline_diverged_there_is_no_target() -> None:
     found = setting([diverged(one) if one.settings.hook.label == "all-reduce" else one for one in GPT])
     assert math.isnan(found.target)
     assert "all-reduce diverged, so there is no target" in finding(found)
+
+
+def test_if_the_baselines_loss_did_not_fall_there_is_no_target() -> None:
+    rising = [
+        dataclasses.replace(one, steps=tuple(dataclasses.replace(s, loss=2 + s.step / 100) for s in one.steps))
+        for one in GPT
+    ]
+    found = setting(rising)
+    assert math.isnan(found.target) and not found.outcomes[0].reached
+    assert finding(found).startswith("The loss of all-reduce did not fall, so there is no target")
+    assert outcome_grid(found).caption.startswith("The loss of all-reduce did not fall")
+    assert "reached a training loss of 2.100 in 3 of 3 seeds" in finding(setting(rising, target=2.1))
 
 
 def test_probed_steps_are_no_typical_steps() -> None:
