@@ -88,6 +88,11 @@ def fields_in(text: str) -> dict[str, Any]:
             fields["bits_per_second"], fields["schedule"] = _rates_in(value)
         elif key == "down":
             fields["down_bits_per_second"] = parse_rate(value)
+            if fields["down_bits_per_second"] is None:
+                raise ValueError(
+                    f"link {text!r} does not parse: a rank that receives without a limit is not modelled; leave out "
+                    "down, which then equals the rate, or give it a rate that is high"
+                )
         elif key == "latency":
             fields["latency_seconds"] = parse_latency(value)
         elif value in {"on", "off"}:

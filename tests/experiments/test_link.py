@@ -124,6 +124,7 @@ def test_a_link_is_read_and_written(text: str, settings: dict[str, Any], label: 
         ("1Mbit/s+2Mbit/s@soon", "time 'soon' does not parse"),
         ("framing=of", "framing must be on or off"),
         ("fast", "rate 'fast' does not parse"),
+        ("1Mbit/s,down=unlimited", "receives without a limit is not modelled"),
     ],
 )
 def test_a_link_that_does_not_parse_is_an_error_that_shows_how(text: str, why: str) -> None:
