@@ -137,12 +137,17 @@ class Outcome:
 
     @cached_property
     def link_use(self) -> Estimate:
-        """The share of the link's rate that the interface used over the whole run; without seeds as `overhead`."""
+        """The share of the link's rate that the interface used over the whole run.
+
+        Without seeds as `overhead`, and for a rate that changes.
+        """
         return Estimate.of(
             {
                 seed: 8 * sum(sent) / (total_seconds(result.steps) * rate)
                 for seed, result in self.results.items()
-                if (sent := _interface_bytes(result)) and (rate := result.settings.link.slowest)
+                if (sent := _interface_bytes(result))
+                and not result.settings.link.schedule
+                and (rate := result.settings.link.slowest)
             }
         )
 

@@ -17,7 +17,8 @@ TARGET_SHARE = 0.95  # the default target loss is at this fraction of the baseli
 TARGET_RULE = (
     f"the loss at {100 * TARGET_SHARE:.0f} % of the baseline's decrease, from the training loss of its first step to "
     f"the mean of its last {SMOOTHING_STEPS} (mean over its seeds); a run reaches it after the first {SMOOTHING_STEPS} "
-    "steps in a row whose mean is at or below it"
+    "steps in a row (or all, if there are fewer) whose mean is at or below it; there is no target if the baseline's "
+    "loss did not fall"
 )
 
 

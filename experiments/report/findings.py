@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 
 from commhooks.units import bytes_in_words, counted, three_digits
@@ -10,11 +11,12 @@ from commhooks.units import bytes_in_words, counted, three_digits
 from ..intervals import Estimate
 from ..outcomes import Outcome, Setting, Versus
 from ..runs import RunSettings
+from ..summary import SMOOTHING_STEPS
 from .words import (
     bounds,
     link_in_words,
     listed,
-    rate_in_words,
+    rate_and_more,
     seconds_in_words,
     signed,
 )
@@ -37,6 +39,11 @@ def finding(setting: Setting) -> str:
         default=None,
     )
     said = [_of_best(setting, first, best), *_of_others(setting, first, best)]
+    if setting.settings.steps < 2 * SMOOTHING_STEPS:
+        said.append(
+            f"A run of {counted(setting.settings.steps, 'step')} reaches a mean over {SMOOTHING_STEPS} near its end or "
+            "never, so these times say little about how fast a hook learns."
+        )
     if len(setting.seeds) == 1:
         said.append("One seed only: there are no intervals, so another run may say otherwise.")
     return " ".join(said)
@@ -83,6 +90,12 @@ def lead(settings: Sequence[Setting]) -> list[str]:
         "Runs of one setting and seed train the same model on the same data for the same number of steps, and take "
         "turns, one step each; only the communication hook differs."
     )
+    if any(one.settings.link.schedule for one in settings):
+        said.append(
+            "Where the rate of a link changes during a run, hooks see its phases at different steps: compare whole "
+            "runs, or the time to the target, rather than median steps. Runs on hosts with such a link do not take "
+            "turns."
+        )
     return said
 
 
@@ -112,9 +125,13 @@ def _of_best(setting: Setting, first: Outcome, best: Outcome | None) -> str:
         )
     versus = setting.versus[best.hook]
     faster = versus.to_target
-    took = (
-        f"{seconds_in_words(best.seconds_to_target.mean)} instead of {seconds_in_words(first.seconds_to_target.mean)}"
+    ours, theirs = (
+        seconds_in_words(statistics.fmean(one.seconds_to_target.by_seed[seed] for seed in faster.by_seed))
+        for one in (best, first)
     )
+    took = f"{ours} instead of {theirs}"
+    if faster.seeds < len(setting.seeds):
+        took += f" with the {counted(faster.seeds, 'seed')} in which both did"
     if faster.sign == 0:
         return (
             f"No difference seen in the time to {loss}: the best, {best.hook}, took {took}, {_faster(faster)}, "
@@ -190,7 +207,7 @@ def _is_comparable(one: Outcome, first: Outcome) -> bool:
 
 
 def _parts(settings: RunSettings) -> dict[str, str]:
-    rate, _, more = rate_in_words(settings.link).partition(", ")
+    rate, more = rate_and_more(settings.link)
     return {
         "task": settings.task.label,
         "link": "real network" if settings.link.kind == "real" else rate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,8 @@ def overview_grid(settings: Sequence[Setting], names: Sequence[str]) -> Grid:
                 continue
             reached = versus.to_target.seeds
             to_target = f"to target {times(versus.to_target.mean)}" if reached else "target not reached"
+            if not math.isfinite(setting.target):
+                to_target = "no target"
             if 0 < reached < versus.seeds:
                 to_target += f", {reached} of {counted(versus.seeds, 'seed')}"
             small = (bounds(versus.step.interval, three_digits), to_target)
@@ -147,7 +150,14 @@ def _outcome_row(one: Outcome, setting: Setting, metrics: Sequence[str], best: d
     yield _seconds(one.seconds_to_target, best=best["seconds_to_target"] == one.hook)
     yield Cell(bytes_in_words(one.bytes_to_target.mean) if reached else NEVER, best=best["bytes_to_target"] == one.hook)
     if setting.versus:
-        yield Cell("") if versus is None else _speed_up(versus.to_target)
+        yield Cell("") if versus is None else _to_target(versus)
+
+
+def _to_target(versus: Versus) -> Cell:
+    """Return the speed-up to the target, and over how many pairs if not over all."""
+    cell, pairs = _speed_up(versus.to_target), versus.to_target.seeds
+    few = f"{pairs} of {counted(versus.seeds, 'pair')}" if 0 < pairs < versus.seeds else ""
+    return dataclasses.replace(cell, small=(*cell.small, *filter(None, [few])))
 
 
 def _cost_row(one: Outcome, setting: Setting, fastest: bool, *, interface: bool) -> Iterator[Cell]:

@@ -13,6 +13,7 @@ from ..links.link import LinkSettings
 from ..summary import Spread
 
 NEVER = "—"
+UNLIMITED = "unlimited"
 _LINKS = {"emulated": "an emulated link", "hosts": "network namespaces linked", "real": "the real network"}
 
 
@@ -90,15 +91,23 @@ def link_in_words(link: LinkSettings) -> str:
     """Return 'an emulated link of 100 Mbit/s, latency 0.2 ms'."""
     if link.kind == "real":
         return _LINKS["real"]
-    if rate_in_words(link) == "unlimited":
-        return f"{_LINKS.get(link.kind, link.kind)} without a limit"
-    joint = "at" if link.kind == "hosts" else "of"
-    return f"{_LINKS.get(link.kind, link.kind)} {joint} {rate_in_words(link)}"
+    rate, more = rate_and_more(link)
+    joint = "without a limit" if rate == UNLIMITED else f"{'at' if link.kind == 'hosts' else 'of'} {rate}"
+    return f"{_LINKS[link.kind]} {joint}{f', {more}' if more else ''}"
+
+
+def rate_and_more(link: LinkSettings) -> tuple[str, str]:
+    """Return '100 Mbit/s' and 'latency 0.2 ms', or nothing if there is no more to say."""
+    text = rate_in_words(link)
+    if link.slowest is None:
+        return UNLIMITED, text.removeprefix(UNLIMITED).removeprefix(", ")
+    rate, _, more = text.partition(", ")
+    return rate, more
 
 
 def rate_in_words(link: LinkSettings) -> str:
     """Return the link without its kind: '100 Mbit/s, latency 0.2 ms'."""
-    text = link.label.removeprefix(f"{link.kind}:").removeprefix("rate=")
+    text = UNLIMITED if link.label == link.kind else link.label.removeprefix(f"{link.kind}:").removeprefix("rate=")
     text = re.sub(r"(\d)([kMGT]?(?:bit|B)/s|[mun]?s\b)", r"\1 \2", text)
     return text.replace("=", " ").replace(",", ", ")
 

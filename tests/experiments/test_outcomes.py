@@ -8,12 +8,14 @@ import statistics
 
 import pytest
 
+from experiments.links.link import LinkSettings
 from experiments.outcomes import Setting, setting_of, settings_of
-from experiments.report.findings import dilation, finding, names_of
-from experiments.report.rows import outcome_grid
+from experiments.report.findings import dilation, distinguished, finding, lead, names_of
+from experiments.report.rows import outcome_grid, overview_grid
+from experiments.report.words import seconds_in_words
 from experiments.runs import RunResult
 from experiments.summary import smoothed_losses, steps_to, target_loss, total_seconds
-from tests.experiments.synthetic import DENSE_BYTES, diverged, result, results, with_slow_probes
+from tests.experiments.synthetic import DENSE_BYTES, HOOKS, diverged, result, results, with_slow_probes
 
 SEEDS = (0, 1, 2)
 POWER = "powersgd:rank=4"
@@ -117,6 +119,41 @@ def test_a_seed_that_the_baseline_misses_does_not_count_against_a_hook() -> None
     assert finding(found).startswith("powersgd:rank=4 reached a training loss of 2.400 in 2 of 3 seeds")
 
 
+def test_times_to_the_target_are_those_of_the_seeds_in_which_both_reached_it() -> None:
+    never = [dataclasses.replace(one, loss=9.0) for one in GPT[0].steps]
+    missed = [
+        dataclasses.replace(one, steps=tuple(never))
+        if one.settings.seed and one.settings.hook.label == "all-reduce"
+        else one
+        for one in GPT
+    ]
+    found = setting(missed, target=2.4)
+    first, *_, best = found.outcomes
+    assert (sorted(first.reached), best.hook) == ([0], POWER)
+    ours, theirs = (seconds_in_words(one.seconds_to_target.by_seed[0]) for one in (best, first))
+    said = finding(found)
+    assert f"{ours} instead of {theirs} with the 1 seed in which both did, " in said and "interval" not in said
+    row = outcome_grid(found).rows[2]
+    assert row[-1].small == ("1 of 3 pairs",)
+
+
+def test_a_short_run_says_little_about_learning() -> None:
+    short = [result(hook, ratio=ratio, slower=slower, steps=8) for hook, ratio, slower in HOOKS]
+    assert "say little about how fast" in finding(setting(short))
+    assert "say little about how fast" not in finding(setting(GPT))
+
+
+def test_a_link_whose_rate_changes_has_no_use_and_a_warning() -> None:
+    usual, varying = (
+        setting([dataclasses.replace(one, steps=counted) for one in (result(link=link),)])
+        for link in ("100Mbit/s", "100Mbit/s+10Mbit/s@3000s")
+        for counted in [tuple(dataclasses.replace(step, interface_bytes=10**6) for step in result().steps)]
+    )
+    assert usual.outcomes[0].link_use.seeds == 1 and not varying.outcomes[0].link_use.seeds
+    assert varying.outcomes[0].overhead.seeds == 1
+    assert not any("phases" in said for said in lead([usual])) and any("phases" in said for said in lead([varying]))
+
+
 def test_if_the_baseline_diverged_there_is_no_target() -> None:
     found = setting([diverged(one) if one.settings.hook.label == "all-reduce" else one for one in GPT])
     assert math.isnan(found.target)
@@ -132,6 +169,8 @@ def test_if_the_baselines_loss_did_not_fall_there_is_no_target() -> None:
     assert math.isnan(found.target) and not found.outcomes[0].reached
     assert finding(found).startswith("The loss of all-reduce did not fall, so there is no target")
     assert outcome_grid(found).caption.startswith("The loss of all-reduce did not fall")
+    (row,) = overview_grid([found], ["one"]).rows
+    assert all("no target" in cell.small for cell in row[1:])
     assert "reached a training loss of 2.100 in 3 of 3 seeds" in finding(setting(rising, target=2.1))
 
 
@@ -228,6 +267,10 @@ def test_settings_are_named_by_what_distinguishes_them() -> None:
     found = settings_of([result(link=link, ranks=ranks) for link in ("10Mbit/s", "1Gbit/s") for ranks in (2, 4)])
     assert names_of(found) == ["10 Mbit/s · 2 ranks", "10 Mbit/s · 4 ranks", "1 Gbit/s · 2 ranks", "1 Gbit/s · 4 ranks"]
     assert names_of(settings_of([result()])) == ["gpt · 100 Mbit/s · 2 ranks"]
+    links = [LinkSettings.parse(text) for text in ("unlimited,latency=5ms", "100Mbit/s", "unlimited,framing=off")]
+    assert distinguished([dataclasses.replace(result().settings, link=link) for link in links]) == [
+        "unlimited · latency 5 ms", "100 Mbit/s · no latency", "unlimited · framing off",
+    ]  # fmt: skip
 
 
 def test_a_failed_run_belongs_to_its_setting() -> None:

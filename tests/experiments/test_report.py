@@ -231,6 +231,8 @@ def test_links_read_well() -> None:
         "emulated:rate=1Gbit/s,latency=0.2ms": "an emulated link of 1 Gbit/s, latency 0.2 ms",
         "hosts:rate=10Mbit/s": "network namespaces linked at 10 Mbit/s",
         "unlimited": "an emulated link without a limit",
+        "unlimited,latency=5ms": "an emulated link without a limit, latency 5 ms",
+        "hosts": "network namespaces linked without a limit",
         "real": "the real network",
     }
     assert {text: link_in_words(LinkSettings.parse(text)) for text in said} == said
