@@ -117,9 +117,9 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
 
 def _report(sweep: Sweep, made: Made, console: Console) -> None:
     """Print the tables of the runs that were asked for, and write the report of all that the folder holds."""
-    asked = list(made.results.values())
+    asked, failures = list(made.results.values()), read_failures([sweep.out])
     console.print()
-    print_tables(asked, console, baseline=sweep.baseline, target_loss=sweep.target_loss)
+    print_tables(asked, console, baseline=sweep.baseline, target_loss=sweep.target_loss, failures=list(failures))
     if not sweep.report:
         return
     found, left_out = read_readable(sweep.out)
@@ -132,7 +132,7 @@ def _report(sweep: Sweep, made: Made, console: Console) -> None:
         target_loss=sweep.target_loss,
         command=sweep.command,
         notes=[*notes_about(results), *left_out],
-        failures=read_failures([sweep.out]),
+        failures=failures,
     )
     for note in left_out:
         _say(console, f"warning: {note}")
@@ -153,11 +153,12 @@ def report_again(
         ValueError: A folder has no results, a result is damaged, or the folder for the report cannot be used.
 
     """
-    results = read_results(folders)
-    check_presentation(baseline, target_loss, [result.settings.hook for result in results])
+    results, failures = read_results(folders), read_failures(folders)
+    hooks = [settings.hook for settings in (*(result.settings for result in results), *failures)]
+    check_presentation(baseline, target_loss, hooks)
     with claimed(out):
         prepare_folder(out, dataclasses.replace(COMPARISON, folders=("plots",)))
-        print_tables(results, console, baseline=baseline, target_loss=target_loss)
+        print_tables(results, console, baseline=baseline, target_loss=target_loss, failures=list(failures))
         path = write(
             results,
             out,
@@ -165,7 +166,7 @@ def report_again(
             target_loss=target_loss,
             command=command,
             notes=notes_about(results),
-            failures=read_failures(folders),
+            failures=failures,
         )
     _say(console, f"\nreport       {path}")
 

@@ -171,6 +171,20 @@ def test_a_run_that_fails_is_listed_and_tried_again(asked: list[list[RunSettings
     assert all(path.stem == one.name for path, one in zip(sorted(tmp_path.glob("failures/*")), failed, strict=True))
 
 
+@pytest.mark.parametrize("named", [[], ["--baseline", "all-reduce"]])
+def test_a_baseline_that_failed_is_missed_in_the_terminal_as_on_the_page(
+    named: list[str], asked: list[list[RunSettings]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FAILING", "all-reduce")
+    words = [*COMMAND, "--out", str(tmp_path), "--hook", "all-reduce", "--hook", "fp16", "--hook", "bf16"]
+    for command in ([*words, *named], ["report", str(tmp_path), *named]):
+        (tmp_path / "report.html").unlink(missing_ok=True)
+        ended = CliRunner().invoke(app, command)
+        assert ended.exit_code == (1 if command[0] == "compare" else 0), ended.output
+        for text in (" ".join(ended.output.split()), (tmp_path / "report.html").read_text()):
+            assert "The baseline has no finished run here, so nothing is compared." in text
+
+
 def test_results_of_another_version_of_the_task_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     old = dataclasses.replace(result(), source="0123")
