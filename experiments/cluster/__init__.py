@@ -5,12 +5,14 @@ from .iproute import ClusterError
 from .namespaces import INTERFACE, Cluster, HostState, clusters, remove_abandoned
 from .preflight import why_not
 from .schedule import follow
+from .shaping import check_rates
 
 __all__ = [
     "Cluster",
     "ClusterError",
     "HostState",
     "INTERFACE",
+    "check_rates",
     "clusters",
     "follow",
     "gloo_interface",

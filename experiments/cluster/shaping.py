@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..links.link import format_rate, parse_rate
+from ..links.link import LinkSettings, format_rate, parse_rate
 from .iproute import run
 
 MBIT = 1e6
@@ -48,6 +48,17 @@ def check_rate(rate: float | None) -> None:
         raise ValueError(
             f"a link's rate must be at least 0.1 Mbit/s and below 1 Tbit/s, or unlimited (got {format_rate(rate)})"
         )
+
+
+def check_rates(link: LinkSettings) -> None:
+    """Raise an error if hosts cannot have one of the link's rates, at first or later.
+
+    Raises:
+        ValueError: A rate is too low or too high.
+
+    """
+    for rate in (link.bits_per_second, link.down_bits_per_second, *(rate for _, rate in link.schedule)):
+        check_rate(rate)
 
 
 def shaping(device: str, rate: float | None, *, new: bool) -> list[str]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from ..cluster import Cluster, follow
+from ..cluster import Cluster, check_rates, follow
 from ..launch import WorldError, run_in_torchrun, run_world, torchrun_world
+from ..links.link import LinkSettings
 from ..runs import Compute, RunResult, RunSettings
 from ..specs import Spec
 from ..tasks import load_task
@@ -126,13 +127,26 @@ class _Attempt:
         with ExitStack() as stack:
             cluster, hear = None, self._hear
             if first.link.kind == "hosts":
-                link = first.link.slowed(work.dilations[0])
+                link = self._link_of_hosts(work.dilations[0])
                 up, down = link.bits_per_second, link.down_bits_per_second or link.bits_per_second
                 cluster = stack.enter_context(Cluster.create(first.ranks, up=up, down=down))
                 hear = functools.partial(
                     self._hear, on_begin=lambda: stack.enter_context(follow(cluster, link.schedule))
                 )
             run_world(train_all, first.ranks, work, hear, timeout=timeout, cluster=cluster)
+
+    def _link_of_hosts(self, dilation: float) -> LinkSettings:
+        """Return the link of the runs, as slow as compute is here; if hosts cannot have it, these runs are to blame."""
+        link = self._runs[0].link
+        try:
+            slowed = link.slowed(dilation)
+            check_rates(slowed)
+        except ValueError as error:
+            self.scene = self._runs
+            raise WorldError(
+                f"link {link.label!r} was to be {dilation:.3g} times as slow, as compute is here: {error}"
+            ) from error
+        return slowed
 
     def in_torchrun(self) -> None:
         """Make the runs in the world that torchrun started."""

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from ..cluster import why_not
+from ..cluster import check_rates, why_not
 from ..launch import torchrun_world
 from ..links.link import LinkSettings
 from ..machine import cores
@@ -17,6 +17,7 @@ from ..runs import Compute, RunSettings, read_setting
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
 from ..training.registration import check_hook
+from ..training.worker import dilation_of
 
 MOST_RUNS = 10_000
 _OUTERMOST_FIRST = (
@@ -171,13 +172,29 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
 
 
 def _check_link(settings: RunSettings) -> None:
-    """Raise ValueError if this machine cannot have the link."""
+    """Raise ValueError if hosts cannot have the link's rates, or this machine cannot have hosts."""
     if settings.link.kind != "hosts":
         return
     if torchrun_world() is not None:
         raise ValueError("under torchrun the ranks have their hosts already; use --link real, or an emulated link")
+    _check_rates(settings)
     if reason := why_not():
         raise ValueError(f"link {settings.link.label!r}: {reason}")
+
+
+def _check_rates(settings: RunSettings) -> None:
+    """Raise ValueError if hosts cannot have one of the link's rates, slowed as much as a factor of compute asks for.
+
+    If compute is stated in seconds, the rates are known only after it was measured here.
+    """
+    stated = Compute() if settings.compute is None else Compute.parse(settings.compute)
+    if stated.seconds is not None:
+        return
+    try:
+        check_rates(settings.link.slowed(dilation_of(settings, None)))
+    except ValueError as error:
+        slowed = "" if stated.factor is None else f" with compute {settings.compute}, by which its rates are multiplied"
+        raise ValueError(f"link {settings.link.label!r}{slowed}: {error}") from error
 
 
 def _check_compute(settings: RunSettings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from experiments.cluster import Cluster
-from experiments.launch import WorldError
+from experiments.launch import WorldError, reason_of
 from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
@@ -187,6 +188,38 @@ def test_hosts_have_links_as_slow_as_the_compute_and_rates_change_from_the_first
     monkeypatch.setattr(Cluster, "create", create)
     execute.execute([settings(link="hosts:8Mbit/s+2Mbit/s@30s", compute="0.5x")], tmp_path, lambda *_: None)
     assert done == [{"up": 4e6, "down": 4e6}, "the models are made", ((60.0, 1e6),)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "compute", "got"),
+    [
+        ("hosts:1Mbit/s", "10ms", "20 times as slow, .* .got 50 kbit/s"),
+        ("hosts:4Mbit/s,down=1Mbit/s", "10ms", "got 50 kbit/s"),
+        ("hosts:8Mbit/s+1Mbit/s@30s", "10ms", "got 50 kbit/s"),
+        ("hosts:50kbit/s", None, "got 50 kbit/s"),
+    ],
+)
+def test_hosts_that_would_be_too_slow_cost_only_their_own_runs(
+    bad: str, compute: str | None, got: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train = played((), [])
+
+    def world(function: object, ranks: int, argument: Any, hear: Callable[[object], None], **others: object) -> None:
+        if function is calibrate:
+            hear(0.2)
+        else:
+            train(function, ranks, argument, hear, **others)
+
+    monkeypatch.setattr(execute, "run_world", world)
+    monkeypatch.setattr(Cluster, "create", lambda ranks, **rates: nullcontext())
+    links = ("hosts:100Mbit/s", bad, "hosts:50Mbit/s", "1Mbit/s")
+    runs = [settings(hook, link=link, compute=compute) for link in links for hook in ("fp16", "int8")]
+    heard: list[object] = []
+    made = execute.execute(runs, tmp_path, lambda _, message: heard.append(message))
+    assert [one.link.label for one in made.failures] == [LinkSettings.parse(bad).label] * 2
+    assert len(made.results) == 6
+    assert all(re.search(got, reason_of(story)) for story in made.failures.values())
+    assert sum(isinstance(message, execute.RunFailed) for message in heard) == 2
 
 
 def test_every_time_of_a_step_is_divided_by_the_dilation_and_no_byte_is() -> None:

@@ -96,6 +96,28 @@ def test_a_mistake_is_named(changes: dict[str, Any], words: str) -> None:
         planned(**changes)
 
 
+@pytest.mark.parametrize(
+    ("link", "compute", "words"),
+    [
+        ("hosts:50kbit/s", None, "link 'hosts:50kbit/s': .* at least 0.1 Mbit/s .* .got 50 kbit/s"),
+        ("hosts:1Mbit/s,down=50kbit/s", None, "got 50 kbit/s"),
+        ("hosts:100Mbit/s+50kbit/s@30s", None, "got 50 kbit/s"),
+        ("hosts:50kbit/s", "1x", "with compute 1x, by which its rates are multiplied: .* .got 50 kbit/s"),
+        ("hosts:1Mbit/s", "0.01x", "with compute 0.01x, .* .got 10 kbit/s"),
+        ("hosts:10Gbit/s", "1000x", "below 1 Tbit/s, .* .got 10 Tbit/s"),
+    ],
+)
+def test_a_rate_that_hosts_cannot_have_is_refused(link: str, compute: str | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        planned(links=["hosts:1Mbit/s", link] if compute is None else [link], compute=compute)
+
+
+def test_a_rate_that_hosts_can_have_once_it_is_slowed_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.sweeps.plan.why_not", lambda: None)
+    for link, compute in (("hosts:50kbit/s", "4x"), ("hosts:50kbit/s", "200ms"), ("hosts:unlimited", None)):
+        assert planned(links=[link], compute=compute)
+
+
 def test_under_torchrun_its_world_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
