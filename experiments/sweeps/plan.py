@@ -208,12 +208,20 @@ def _check_compute(settings: RunSettings) -> None:
         raise ValueError("under torchrun compute can only be stated as a factor, such as '0.5x'")
 
 
-def crowded(runs: Sequence[RunSettings]) -> str | None:
-    """Return a warning if ranks share cores, so that compute looks slower than it is; None if it does not matter."""
+def crowded(runs: Sequence[RunSettings], available: int | None = None) -> str | None:
+    """Return a warning if ranks share cores, so that compute looks slower than it is; None if it does not matter.
+
+    Args:
+        runs: Any number; on a real network, ranks are taken to be on machines of their own.
+        available: Cores of the machine on which the runs are made; None: of this one.
+
+    """
     if torchrun_world() is not None:
         return None
-    ranks, available = max(settings.ranks for settings in runs), cores()
-    if ranks <= available or all(settings.compute is not None for settings in runs):
+    available = cores() if available is None else available
+    concerned = [settings.ranks for settings in runs if settings.compute is None and settings.link.kind != "real"]
+    ranks = max(concerned, default=0)
+    if ranks <= available:
         return None
     return (
         f"{ranks} ranks share {available} cores: compute looks {ranks / available:.1f} times as slow as with a core "

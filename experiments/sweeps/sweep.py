@@ -93,7 +93,7 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
     missing = [settings for settings in sweep.runs if settings not in done]
     if done:
         _say(console, f"{len(done)} of {len(sweep.runs)} runs are finished already: {sweep.out / RESULTS}")
-    warning = crowded(missing) if missing else None
+    warning = crowded(missing)
     if warning is not None:
         _say(console, f"warning: {warning}")
     made = Made()
@@ -173,8 +173,11 @@ def report_again(
 
 def notes_about(results: Sequence[RunResult]) -> list[str]:
     """Return warnings about the circumstances under which these runs were made."""
-    warning = crowded([result.settings for result in results])
-    notes = [] if warning is None else [warning]
+    by_cores: dict[int, list[RunSettings]] = {}
+    for result in results:
+        by_cores.setdefault(int(result.machine["cores"]), []).append(result.settings)
+    warnings = [crowded(runs, available) for available, runs in by_cores.items()]
+    notes = [warning for warning in warnings if warning is not None]
     scenes: dict[RunSettings, list[RunResult]] = {}
     for result in results:
         scenes.setdefault(result.settings.scene, []).append(result)

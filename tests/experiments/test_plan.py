@@ -54,6 +54,9 @@ def test_ranks_that_share_cores_are_warned_about(monkeypatch: pytest.MonkeyPatch
     warning = crowded(planned(ranks=[4]))
     assert warning is not None and "4 ranks share 2 cores" in warning and "--compute 200ms" in warning
     assert crowded(planned(ranks=[4], compute="200ms")) is None
+    assert crowded((*planned(ranks=[2]), *planned(ranks=[4], compute="200ms"))) is None
+    assert crowded(planned(ranks=[4]), 4) is None
+    assert crowded(planned(ranks=[4], links=["real"])) is None
 
 
 @pytest.mark.parametrize(

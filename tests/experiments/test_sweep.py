@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
@@ -20,7 +21,8 @@ import experiments
 from experiments import api
 from experiments.commands.cli import app
 from experiments.launch import WorldError
-from experiments.runs import RunSettings
+from experiments.links.link import LinkSettings
+from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.sweeps import sweep
 from experiments.sweeps.execute import Listener, Made
@@ -211,6 +213,21 @@ def test_runs_that_did_not_take_turns_are_noted() -> None:
     )
     (note,) = notes_about([first, later])
     assert "fp16" in note and "ran at another time than all-reduce" in note
+
+
+def test_ranks_that_shared_cores_are_noted_by_the_machine_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(cores: int, **settings: Any) -> RunResult:
+        one = result(**settings)
+        return dataclasses.replace(one, machine={**one.machine, "cores": cores})
+
+    monkeypatch.setattr("experiments.sweeps.plan.cores", lambda: 64)
+    (note,) = notes_about([on(2, ranks=4), on(8, ranks=8), on(8, ranks=4, seed=1)])
+    assert "4 ranks share 2 cores" in note
+    monkeypatch.setattr("experiments.sweeps.plan.cores", lambda: 1)
+    assert notes_about([on(4, ranks=4)]) == []
+    real = on(2)
+    settings = dataclasses.replace(real.settings, link=LinkSettings(kind="real"), ranks=4)
+    assert notes_about([dataclasses.replace(real, settings=settings)]) == []
 
 
 def test_folders_load_into_one_table(tmp_path: Path) -> None:
