@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from ..specs import Spec
 from .measure import WaitClock
 from .stock import check_stock, is_stock, register_stock
 
+_LOOPBACKS = {"lo", "lo0"}
 _RESIDUAL = "commhooks/residual_norm_over_gradient_norm"
 
 
@@ -151,10 +153,12 @@ def wrap_in_ddp(
 def sent_by_interface(settings: RunSettings) -> int | None:
     """Return the bytes sent so far by the network interface that Gloo was told to use.
 
-    None if it was told none, or if the link is emulated: then the ranks share one interface.
+    None if it was told none, or if the interface does not send for this rank alone: the link is emulated, several ranks
+    run on this machine (torchrun's LOCAL_WORLD_SIZE), or it is the loopback, which sends for every process.
     """
     name = gloo_interface()
-    return None if settings.link.kind == "emulated" or name is None else interface_bytes(name)[0]
+    shared = settings.link.kind == "emulated" or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
+    return None if shared or name is None or name in _LOOPBACKS else interface_bytes(name)[0]
 
 
 def _world() -> Any:
