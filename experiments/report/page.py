@@ -80,6 +80,7 @@ def page(
     command: str,
     notes: Sequence[str],
     failures: Mapping[RunSettings, str],
+    folders: Sequence[str] = (),
 ) -> str:
     """Return the report as HTML, with every picture inside it.
 
@@ -91,6 +92,7 @@ def page(
         command: How to get the report again.
         notes: Warnings, for the top of the page.
         failures: The traceback of each run that failed.
+        folders: Where the results are, as named in the command; none: beside the page.
 
     """
     names = names_of(settings)
@@ -123,6 +125,7 @@ def page(
         target_rule=target_rule,
         facts=_facts(settings, results),
         command=command,
+        folders=folders,
     )
 
 

@@ -32,6 +32,7 @@ def write(
     command: str,
     notes: Sequence[str] = (),
     failures: Mapping[RunSettings, str] = _NONE,
+    folders: Sequence[str] = (),
 ) -> Path:
     """Write report.html and plots/*.png into the folder `out`, and return the path of the page.
 
@@ -43,6 +44,7 @@ def write(
         command: How to get the report again.
         notes: Warnings, for the top of the page.
         failures: The traceback of each run that failed.
+        folders: Where the results are, as named in the command; none: in `out`.
 
     Raises:
         ValueError: No run used the baseline, or there is nothing to report.
@@ -64,7 +66,16 @@ def write(
     for picture in (*across, *(one for own in pictures for one in own)):
         (out / PLOTS / f"{picture.name}.{picture.kind}.png").write_bytes(picture.png)
     rule = TARGET_RULE if target_loss is None else f"a mean training loss of {target_loss:g}, as asked for"
-    text = page(settings, pictures, across, target_rule=rule, command=command, notes=notes, failures=failures)
+    text = page(
+        settings,
+        pictures,
+        across,
+        target_rule=rule,
+        command=command,
+        notes=notes,
+        failures=failures,
+        folders=folders,
+    )
     path = out / PAGE
     path.write_text(text, encoding="utf-8")
     return path

@@ -16,7 +16,7 @@ from .lock import LOCK, OWNER
 from .store import FAILURES, RESULTS
 from .store import HEAD as FAILURE
 
-REPORT = "report.html"
+REPORT, PLOTS = "report.html", "plots"
 _EVENTS = "events.out.tfevents."  # how TensorBoard's writer names its files
 _RUN = re.compile(r".+\.seed-\d+\.[0-9a-f]{8}")  # how the files of a run are named, without a suffix
 
@@ -34,7 +34,7 @@ class Contents:
 
 COMPARISON = Contents(
     files={REPORT: TITLE, LOCK: OWNER},
-    folders=(RESULTS, FAILURES, "tensorboard", "plots"),
+    folders=(RESULTS, FAILURES, "tensorboard", PLOTS),
     pictures=PICTURES,
     grows=True,
 )
@@ -71,12 +71,27 @@ def _refuse_to_replace(out: Path, contents: Contents) -> None:
     """Raise ValueError if a file or folder that is about to be written belongs to another program."""
     taken = [out / name for name in contents.folders if _is_taken(out / name)]
     taken += [out / name for name, head in contents.files.items() if _is_foreign(out / name, head)]
-    if not any(_is_result(path) for path in (out / RESULTS).glob("*.json")):
-        taken += (out / "plots").glob("*.png")
+    if not any(_is_result(path) for path in (out / RESULTS).glob("*.json")) and not _is_report(out, contents):
+        taken += (out / PLOTS).glob("*.png")
     if taken:
         raise ValueError(
             f"out: {out} holds files of another kind ({_some(taken, out)}), which are not replaced; name another folder"
         )
+
+
+def _is_report(out: Path, contents: Contents) -> bool:
+    """Return whether the folder holds a page and its pictures, without results, and nothing else."""
+    paths = [path for path in out.iterdir() if path.name != LOCK] if out.is_dir() else []
+    if {path.name for path in paths} != {REPORT, PLOTS} or any(path.is_symlink() for path in paths):
+        return False
+    return _begins(out / REPORT, contents.files[REPORT]) and all(
+        path.is_file() and not path.is_symlink() and _is_picture(path.name, contents)
+        for path in (out / PLOTS).iterdir()
+    )
+
+
+def _is_picture(name: str, contents: Contents) -> bool:
+    return any(name.endswith(f".{picture}.png") for picture in contents.pictures)
 
 
 def _is_taken(folder: Path) -> bool:
@@ -135,7 +150,7 @@ def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[st
             return name.endswith(".txt") and _begins(path, FAILURE)
         case ("plots", name):
             if contents.grows:
-                return bool(runs) and any(name.endswith(f".{picture}.png") for picture in contents.pictures)
+                return bool(runs) and _is_picture(name, contents)
             return name in {f"{task}.{picture}.png" for task in contents.tasks for picture in contents.pictures}
         case ("tensorboard", run, name):  # an interrupted run has a log and no result
             return (run in runs or _RUN.fullmatch(run) is not None) and name.startswith(_EVENTS)

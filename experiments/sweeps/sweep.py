@@ -156,6 +156,7 @@ def report_again(
     results, failures = read_results(folders), read_failures(folders)
     hooks = [settings.hook for settings in (*(result.settings for result in results), *failures)]
     check_presentation(baseline, target_loss, hooks)
+    beside = {folder.resolve() for folder in folders} == {out.resolve()} and (out / RESULTS).is_dir()
     with claimed(out):
         prepare_folder(out, dataclasses.replace(COMPARISON, folders=("plots",)))
         print_tables(results, console, baseline=baseline, target_loss=target_loss, failures=list(failures))
@@ -167,6 +168,7 @@ def report_again(
             command=command,
             notes=notes_about(results),
             failures=failures,
+            folders=[] if beside else [str(folder) for folder in folders],
         )
     _say(console, f"\nreport       {path}")
 

@@ -155,6 +155,33 @@ def test_somebody_elses_file_is_not_replaced_unasked(
     assert files(tmp_path) == {foreign: b"years of work"}
 
 
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        "",
+        "thesis.tex",
+        "report.html",
+        "plots/mine.png",
+        f"plots/more/digits.{PICTURES[0]}.png",
+        "results/digits.json",
+        "tensorboard/mine/events.out.tfevents.1.host",
+    ],
+)
+def test_a_folder_with_nothing_but_a_report_can_have_another_one(foreign: str, tmp_path: Path) -> None:
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / f"digits.{PICTURES[0]}.png").write_bytes(b"a picture")
+    (tmp_path / "report.html").write_text(HEAD + "old</title>")
+    if not foreign:
+        prepare_folder(tmp_path)
+        return
+    (tmp_path / foreign).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / foreign).write_text("years of work")
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match="files of another kind"):
+        prepare_folder(tmp_path)
+    assert files(tmp_path) == before
+
+
 def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed leaves its lock file, and no lock."""
     script = f"""

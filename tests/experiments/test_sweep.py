@@ -22,6 +22,7 @@ from experiments import api
 from experiments.commands.cli import app
 from experiments.launch import WorldError
 from experiments.links.link import LinkSettings
+from experiments.report.page import HEAD
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.sweeps import sweep
@@ -266,9 +267,19 @@ def test_a_report_is_made_again_from_several_folders(tmp_path: Path) -> None:
     words = ["report", str(tmp_path / "0"), str(tmp_path / "1"), "--out", str(tmp_path / "both")]
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 0, ended.output
-    assert "powersgd:rank=4" in (tmp_path / "both" / "report.html").read_text()
+    page = tmp_path / "both" / "report.html"
+    assert "powersgd:rank=4" in page.read_text()
+    assert f"<code>{tmp_path / '0'}</code>, <code>{tmp_path / '1'}</code>" in page.read_text()
+    assert "<code>results/</code>" not in page.read_text()
+    page.write_text(HEAD + "old")
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0, ended.output
+    assert "powersgd:rank=4" in page.read_text()
     ended = CliRunner().invoke(app, [*words, "--baseline", "fp61"])
     assert ended.exit_code == 2 and "did you mean 'fp16'" in ended.output
+    ended = CliRunner().invoke(app, ["report", str(tmp_path / "0")])
+    assert ended.exit_code == 0, ended.output
+    assert "<code>results/</code>" in (tmp_path / "0" / "report.html").read_text()
 
 
 def test_a_forecast_counts_what_is_finished_and_the_bytes_of_the_rest() -> None:
