@@ -78,7 +78,7 @@ def compare(
     ranks: Ranks = None,
     link: Links = None,
     rate: Rates = None,
-    latency: Latency = DEFAULT_LATENCY,
+    latency: Latency = None,
     compute: ComputeOption = None,
     steps: Steps = None,
     size: Size = None,
@@ -267,10 +267,21 @@ def _print_forecast(sweep: Sweep, console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _links(links: Sequence[str] | None, rates: Sequence[str] | None, latency: str) -> list[str]:
-    """Return the links in full: those given so, and one for each rate."""
+def _links(links: Sequence[str] | None, rates: Sequence[str] | None, latency: str | None) -> list[str]:
+    """Return the links in full: those given so, and one for each rate, with the latency.
+
+    Raises:
+        ValueError: A latency is given, and no rate that could have it.
+
+    """
+    if links and not rates and latency is not None:
+        raise ValueError(
+            "--latency is that of each --rate; that of a --link is part of it: write --link "
+            f"{links[0]},latency={latency}"
+        )
     if not links and not rates:
         rates = [DEFAULT_RATE]
+    latency = DEFAULT_LATENCY if latency is None else latency
     return [*(links or []), *(f"{rate},latency={latency}" for rate in rates or [])]
 
 

@@ -27,7 +27,10 @@ Rates = Annotated[
     list[str] | None,
     typer.Option("--rate", help="A link's rate: 1.5Gbps, 12.5MB/s, unlimited; default: 100Mbit/s. Repeat for more."),
 ]
-Latency = Annotated[str, typer.Option(help="The latency of each --rate, per step around the ring: 0.2ms, 50us, 0.")]
+Latency = Annotated[
+    str | None,
+    typer.Option(help="The latency of each --rate, per step around the ring: 50us, 0; default: 0.2ms."),
+]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")]
 Size = Annotated[str | None, typer.Option(help="Size of a built-in task's model: tiny, small, medium, large.")]
 Seed = Annotated[int | None, typer.Option(help="A single seed (default: 0); with it, losses are the same bit for bit.")]

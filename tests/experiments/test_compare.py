@@ -226,6 +226,8 @@ def test_a_probe_finds_the_error_that_a_hook_makes(odd: dict[str, RunResult]) ->
         (["--hook", "powersdg:rank=4"], "Did you mean 'powersgd'"),
         (["--hook", "powersgd:rnak=4"], "Did you mean 'rank'"),
         (["--latency", "soon"], "error: latency 'soon' does not parse"),
+        (["--latency", ""], "error: latency '' does not parse"),
+        (["--link", "1Gbit/s", "--latency", "5ms"], "write --link 1Gbit/s,latency=5ms"),
         (["--task", "digts"], "did you mean 'digits'"),
         (["--out", __file__], "is a file; name a folder"),
         (["--seed", "1", "--seeds", "2"], "give --seed for one seed or --seeds for several"),
