@@ -70,6 +70,12 @@ def execute(runs: Sequence[RunSettings], out: Path, listener: Listener) -> Made:
     return made
 
 
+def starts(runs: Sequence[RunSettings]) -> int:
+    """Return how many times `execute` starts new ranks for these runs, if none fails and torchrun started none."""
+    # Before the runs of a world that states seconds, other ranks measure what compute takes here.
+    return sum(2 if _states_seconds(world[0]) else 1 for world in _worlds(runs))
+
+
 def _worlds(runs: Sequence[RunSettings]) -> Iterator[list[RunSettings]]:
     """Yield runs that can be made by the same processes: as many ranks, and the same hosts."""
     for _, group in groupby(runs, lambda one: (one.ranks, _shared(one))):

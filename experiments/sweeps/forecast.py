@@ -19,6 +19,7 @@ from ..runs import Compute, RunResult, RunSettings
 from ..specs import Spec
 from ..tasks import load_task
 from ..training.stock import is_stock
+from .execute import starts
 
 _START_SECONDS = 8.0  # of new ranks: the imports, mostly
 _UNNAMED = ("optimizer", "compute", "ddp", "bucket_cap_mb", "evaluate_every")  # settings in a run's line if they differ
@@ -49,8 +50,7 @@ class Forecast:
 
     def total(self, runs: Sequence[RunSettings]) -> float:
         """Return about how many seconds all of the runs take."""
-        worlds = len({(settings.ranks, settings.link.kind) for settings in runs})
-        return worlds * _START_SECONDS + sum(self.seconds(settings) for settings in runs)
+        return starts(runs) * _START_SECONDS + sum(self.seconds(settings) for settings in runs)
 
     def _bytes_of(self, settings: RunSettings) -> float:
         """Return how many bytes a rank sends in a step, on average: in finished runs, or else in a trial here."""

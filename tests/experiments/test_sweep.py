@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,31 @@ def test_a_forecast_counts_what_is_finished_and_the_bytes_of_the_rest() -> None:
     assert estimate.seconds(dense) == pytest.approx(compute + 40 * 8 * gradients / 1e6, rel=0.01)
     lines = forecast([known.settings, again, dense], {known.settings: known})
     assert lines[0].endswith("finished") and "1 of 3 runs are finished already" in lines[3] and "41 min" in lines[4]
+
+
+def test_a_forecast_counts_the_starts_of_ranks_as_they_are_made() -> None:
+    known = result()
+    hosts, others = [LinkSettings.parse(f"hosts:{rate}") for rate in ("1Gbit/s", "10Mbit/s")], [Spec("a"), Spec("b")]
+
+    def seconds(**chosen: Sequence[Any]) -> float:
+        runs = [
+            dataclasses.replace(known.settings, hook=hook, **dict(zip(chosen, values, strict=True)))
+            for values in product(*chosen.values())
+            for hook in others
+        ]
+        made = [dataclasses.replace(known, settings=settings) for settings in runs]
+        return Forecast(made).total(runs) - sum(step.seconds for step in known.steps) * len(runs)
+
+    start = seconds(seed=(0, 1), link=[LinkSettings.parse("1Gbit/s"), LinkSettings.parse("10Mbit/s")])  # one world
+    assert start > 0
+    for starts, chosen in (
+        (2, {"link": hosts, "seed": (0, 1)}),
+        (4, {"link": hosts, "seed": (0, 1), "compute": ["0.5x"]}),
+        (4, {"link": [LinkSettings.parse("hosts:1Gbit/s+1Mbit/s@30s")], "seed": (0, 1)}),
+        (2 * 2, {"seed": (0, 1), "compute": ["200ms"]}),  # each is measured first
+        (2, {"ranks": (2, 3), "seed": (0, 1)}),
+    ):
+        assert seconds(**chosen) == pytest.approx(starts * start), chosen
 
 
 def test_a_forecast_names_every_setting_in_which_runs_differ() -> None:
