@@ -2,7 +2,7 @@
 
 from .counters import gloo_interface, interface_bytes
 from .iproute import ClusterError
-from .namespaces import INTERFACE, Cluster, HostState, clusters, remove_abandoned
+from .namespaces import INTERFACE, Cluster, HostState, check_hosts, clusters, remove_abandoned
 from .preflight import why_not
 from .schedule import follow
 from .shaping import check_rates
@@ -12,6 +12,7 @@ __all__ = [
     "ClusterError",
     "HostState",
     "INTERFACE",
+    "check_hosts",
     "check_rates",
     "clusters",
     "follow",

@@ -38,6 +38,17 @@ class HostState:
     plugged_in: bool
 
 
+def check_hosts(hosts: int) -> None:
+    """Raise an error if a cluster cannot have so many hosts.
+
+    Raises:
+        ValueError: There are none, or more than addresses.
+
+    """
+    if not 1 <= hosts <= MOST_HOSTS:
+        raise ValueError(f"a cluster has 1 to {MOST_HOSTS} hosts, one address each (got {hosts})")
+
+
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """Hosts on this machine that reach only each other, each over a link with a rate; `create` makes one.
@@ -76,8 +87,7 @@ class Cluster:
             ValueError: An argument is not possible, or the name is taken.
 
         """
-        if not 1 <= hosts <= MOST_HOSTS:
-            raise ValueError(f"a cluster has 1 to {MOST_HOSTS} hosts, one address each (got {hosts})")
+        check_hosts(hosts)
         for rate in (up, down):
             check_rate(rate)
         if name is not None and not _NAME.fullmatch(name):

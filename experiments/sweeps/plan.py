@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from ..cluster import check_rates, why_not
+from ..cluster import check_hosts, check_rates, why_not
 from ..launch import torchrun_world
 from ..links.link import LinkSettings
 from ..machine import cores
@@ -177,6 +177,7 @@ def _check_link(settings: RunSettings) -> None:
         return
     if torchrun_world() is not None:
         raise ValueError("under torchrun the ranks have their hosts already; use --link real, or an emulated link")
+    check_hosts(settings.ranks)
     _check_rates(settings)
     if reason := why_not():
         raise ValueError(f"link {settings.link.label!r}: {reason}")

@@ -112,7 +112,12 @@ def test_a_mistake_is_named(changes: dict[str, Any], words: str) -> None:
 )
 def test_a_rate_that_hosts_cannot_have_is_refused(link: str, compute: str | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        planned(links=["hosts:1Mbit/s", link] if compute is None else [link], compute=compute)
+        planned(links=[link], compute=compute)
+
+
+def test_more_ranks_than_a_cluster_has_addresses_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"1 to 250 hosts, one address each \(got 251\)"):
+        planned(links=["hosts:1Mbit/s"], ranks=[251])
 
 
 def test_a_rate_that_hosts_can_have_once_it_is_slowed_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
