@@ -153,7 +153,9 @@ def report_again(
         ValueError: A folder has no results, a result is damaged, or the folder for the report cannot be used.
 
     """
-    results, failures = read_results(folders), read_failures(folders)
+    results = read_results(folders)
+    finished = {result.settings for result in results}  # what failed in one folder may have been made in another
+    failures = {settings: text for settings, text in read_failures(folders).items() if settings not in finished}
     hooks = [settings.hook for settings in (*(result.settings for result in results), *failures)]
     check_presentation(baseline, target_loss, hooks)
     beside = {folder.resolve() for folder in folders} == {out.resolve()} and (out / RESULTS).is_dir()

@@ -31,7 +31,7 @@ from experiments.sweeps import sweep
 from experiments.sweeps.execute import Listener, Made
 from experiments.sweeps.forecast import Forecast, forecast
 from experiments.sweeps.presets import PRESETS, preset
-from experiments.sweeps.store import finished, load_table, read_failures, table_of
+from experiments.sweeps.store import finished, load_table, read_failures, table_of, write_failure
 from experiments.sweeps.sweep import Sweep, make, notes_about
 from experiments.sweeps.yaml_file import EXAMPLE, read_sweep
 from experiments.tasks import load_task
@@ -268,13 +268,14 @@ def test_a_report_is_made_again_from_several_folders(tmp_path: Path) -> None:
     for number, one in enumerate(results()):
         (tmp_path / str(number % 2) / "results").mkdir(parents=True, exist_ok=True)
         one.write(tmp_path / str(number % 2) / "results")
+    write_failure(tmp_path / "0", results()[1].settings, "made since, in the other folder")
     words = ["report", str(tmp_path / "0"), str(tmp_path / "1"), "--out", str(tmp_path / "both")]
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 0, ended.output
     page = tmp_path / "both" / "report.html"
     assert "powersgd:rank=4" in page.read_text()
     assert f"<code>{tmp_path / '0'}</code>, <code>{tmp_path / '1'}</code>" in page.read_text()
-    assert "<code>results/</code>" not in page.read_text()
+    assert "<code>results/</code>" not in page.read_text() and "made since" not in page.read_text()
     page.write_text(HEAD + "old")
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 0, ended.output
