@@ -63,6 +63,7 @@ def fidelity(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
         every[0].set_xlabel("step")
         for axes in every:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.set_xlim(0, 1.05 * setting.settings.steps)  # a single point would lie amid steps that were not run
         every[0].set_ylabel("error of the mean\n/ norm of the mean")
         if residuals:
             every[1].set_ylim(bottom=0)
