@@ -10,8 +10,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, TypeVar
 
-from . import iproute
 from .iproute import NAMESPACES, run
+from .iproute import enter as enter_namespace
+from .iproute import inside as inside_namespace
 from .preflight import require
 from .records import Owner, Record, locked, record_of, records
 from .shaping import check_rate, largest_packet, shaped, shaping
@@ -151,11 +152,11 @@ class Cluster:
 
     def enter(self, host: int) -> None:
         """Move this thread to a host, with every thread and process that it starts from now on."""
-        iproute.enter(self.namespace(host))
+        enter_namespace(self.namespace(host))
 
     def inside(self, host: int, function: Callable[[], _T]) -> _T:
         """Call the function on a host and return its result: its sockets belong to the host."""
-        return iproute.inside(self.namespace(host), function)
+        return inside_namespace(self.namespace(host), function)
 
     def unplug(self, host: int) -> None:
         """Pull a host's cable: it loses its carrier, and packets get lost in both directions."""

@@ -21,7 +21,7 @@ from ..specs import Spec, unknown
 from .execute import Made, execute
 from .live import Live, listeners
 from .lock import claimed
-from .output import COMPARISON, prepare_folder
+from .output import COMPARISON, PLOTS, prepare_folder
 from .plan import crowded
 from .store import (
     FAILURES,
@@ -160,7 +160,7 @@ def report_again(
     check_presentation(baseline, target_loss, hooks)
     beside = {folder.resolve() for folder in folders} == {out.resolve()} and (out / RESULTS).is_dir()
     with claimed(out):
-        prepare_folder(out, dataclasses.replace(COMPARISON, folders=("plots",)))
+        prepare_folder(out, dataclasses.replace(COMPARISON, folders=(PLOTS,)))
         print_tables(results, console, baseline=baseline, target_loss=target_loss, failures=list(failures))
         path = write(
             results,
