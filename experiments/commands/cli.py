@@ -37,6 +37,7 @@ from .options import (
     Tasks,
 )
 from .overlap import overlap
+from .reproduce import reproduce
 from .terminal import EachOptionOnce, command_given, errors_in_words
 
 if TYPE_CHECKING:
@@ -229,6 +230,7 @@ def report(
 
 app.command(help=help_texts.OVERLAP, cls=EachOptionOnce)(overlap)
 app.command(help=help_texts.LEADERBOARD, cls=EachOptionOnce)(leaderboard)
+app.command(help=help_texts.REPRODUCE, cls=EachOptionOnce)(reproduce)
 
 
 def _asked_sweep(file: Path | None, preset: str | None) -> Sweep:

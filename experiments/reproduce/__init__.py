@@ -1,0 +1,47 @@
+"""Experiments that others published, made again: one module each, and the pages of what came out."""
+
+from __future__ import annotations
+
+import importlib
+
+from ..specs import unknown
+from .reproduction import Block, Picture, Reproduction, Table
+
+__all__ = ["MODULES", "Block", "Picture", "Reproduction", "Table", "load_reproduction"]
+
+MODULES: dict[str, str] = {
+    "powersgd-data-sent": ".powersgd.data_sent",
+    "powersgd-compressors": ".powersgd.compressors",
+    "powersgd-error-feedback": ".powersgd.error_feedback",
+    "powersgd-warm-start": ".powersgd.warm_start",
+    "powersgd-rank": ".powersgd.rank",
+    "powersgd-start-step": ".powersgd.start_step",
+    "powersgd-layers": ".powersgd.layers",
+    "powersgd-global-residual": ".powersgd.global_residual",
+    "powersgd-rates": ".powersgd.rates",
+    "accordion": ".accordion",
+    "ddp-figure-2": ".ddp.figure_2",
+    "ddp-figure-6": ".ddp.figure_6",
+    "ddp-figure-7": ".ddp.figure_7",
+    "ddp-figure-9": ".ddp.figure_9",
+    "ddp-figure-10": ".ddp.figure_10",
+    "ddp-figure-11": ".ddp.figure_11",
+    "ddp-figure-12": ".ddp.figure_12",
+    "simulation-clusters": ".simulation.clusters",
+    "diloco-table-4": ".simulation.diloco",
+}
+"""Where each reproduction is, by its name; in the order in which they are listed."""
+
+
+def load_reproduction(name: str) -> Reproduction:
+    """Return the reproduction of this name.
+
+    Raises:
+        ValueError: There is none; the message lists those that there are.
+
+    """
+    if name not in MODULES:
+        raise ValueError(unknown("reproduction", name, MODULES))
+    found = importlib.import_module(MODULES[name], __package__).REPRODUCTION
+    assert isinstance(found, Reproduction) and found.name == name, "each module has one, of the name it is listed under"
+    return found

@@ -1,0 +1,59 @@
+"""What a reproduction says and keeps while it measures, so that an interrupted one loses nothing that was finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PARTS = "parts.jsonl"
+BEGINNING = '{"parts of": '  # how the text of the file begins
+
+
+class Notes:
+    """Progress in the terminal, and finished parts in a file: one line of JSON each."""
+
+    def __init__(self, folder: Path, head: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """Open the file, or continue it.
+
+        Args:
+            folder: Where the file is.
+            head: The name, the settings and the versions that the parts belong to.
+            say: Called with each line of progress.
+
+        Raises:
+            ValueError: The file holds parts of something else.
+
+        """
+        self.tell = say
+        self._path = folder / PARTS
+        first = json.dumps({"parts of": dict(head)})
+        whole = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        lines = whole.split("\n")[:-1]  # a process that is killed may leave half a line at the end
+        if lines and lines[0] != first:
+            raise ValueError(
+                f"{self._path} holds what an interrupted reproduction with other settings or versions had finished: "
+                "continue that one with its own command, name another folder with --out, or remove it with --overwrite"
+            )
+        self._parts: dict[str, Any] = dict(json.loads(line) for line in lines[1:])
+        self._path.write_text("".join(f"{line}\n" for line in lines or [first]), encoding="utf-8")
+        if self._parts:
+            say(f"continuing: {len(self._parts)} parts are finished already ({self._path})")
+
+    def get(self, key: str) -> Any | None:
+        """Return what was kept under the key, also by an interrupted run; None if nothing was."""
+        return self._parts.get(key)
+
+    def keep(self, key: str, value: Any) -> None:
+        """Write a finished part to the disk; JSON must be able to hold it."""
+        line = json.dumps([key, value])
+        self._parts[key] = json.loads(line)[1]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return what was kept under the key; if nothing was, make it and keep it."""
+        if key not in self._parts:
+            self.keep(key, make())
+        return self._parts[key]

@@ -1,0 +1,185 @@
+"""Running a reproduction: measures, or takes what is measured already, and writes everything into a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..cluster import why_not
+from ..launch import torchrun_world
+from ..machine import machine, versions
+from ..report.plots import LIGHT
+from ..specs import unknown
+from ..sweeps.lock import LOCK, claimed
+from . import load_reproduction, notes, results
+from .notes import PARTS, Notes
+from .page import MEASURED, markdown, print_blocks
+from .reproduction import Block, Picture, Reproduction
+from .results import RESULTS, Results
+
+KINDS = ("hosts", "emulated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to reproduce, and where to put it."""
+
+    name: str
+    out: Path | None = None  # None: runs/reproduce/<name>
+    size: str = "default"
+    seeds: int | None = None  # None: those of the size
+    link: str | None = None  # the kind of the links; None: that of the size
+    docs: Path | None = None  # the documentation's folder of reproductions, which receives tables and pictures
+    overwrite: bool = False  # measure again what is finished already
+    command: str = "commhooks reproduce"  # the command that gives the same
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        return Path("runs") / "reproduce" / self.name if self.out is None else self.out
+
+
+def reproduce(request: Request, console: Console) -> Results:
+    """Measure what is asked for, unless the folder has it already; write and print tables, findings and pictures.
+
+    Raises:
+        ValueError: There is no such reproduction or size, the settings do not fit it, hosts are needed and cannot be
+            had, or the folder holds something else.
+
+    """
+    reproduction = load_reproduction(request.name)
+    settings = settings_of(reproduction, request)
+    folder = request.folder
+    with claimed(folder):
+        _prepare(folder, overwrite=request.overwrite)
+        found = _finished(folder, request, settings, console)
+        if found is None:
+            _check_place(reproduction, settings)
+            found = _measure(reproduction, request, settings, console)
+        blocks = reproduction.show(settings, found.measured)
+        _write(reproduction, found, blocks, folder, "")
+    if request.docs is not None:
+        _write(reproduction, found, blocks, request.docs / reproduction.name, f"{reproduction.name}/")
+        found.write(request.docs / reproduction.name)
+    print_blocks(reproduction, blocks, console)
+    console.print(f"\nresults, tables and pictures  {folder}", highlight=False, soft_wrap=True, markup=False)
+    return found
+
+
+def settings_of(reproduction: Reproduction, request: Request) -> Any:
+    """Return the settings of the size, with what the request changes; see `reproduce` for errors."""
+    if request.size not in reproduction.sizes:
+        raise ValueError(unknown(f"{reproduction.name}: size", request.size, reproduction.sizes))
+    if request.link not in {None, *KINDS}:
+        raise ValueError(f"link {request.link!r}: the kind of the links must be one of {', '.join(KINDS)}")
+    if request.seeds is not None and request.seeds < 2:
+        raise ValueError(f"seeds must be at least 2, for an interval (got {request.seeds})")
+    settings = reproduction.sizes[request.size]
+    changes = {"seeds": request.seeds, "kind": request.link}
+    for field, value in changes.items():
+        if value is None:
+            continue
+        if not hasattr(settings, field):
+            option = "--seeds" if field == "seeds" else "--link"
+            raise ValueError(f"{reproduction.name} has no {option}: it has {_fields(settings)}")
+        settings = dataclasses.replace(settings, **{field: value})
+    return settings
+
+
+def _fields(settings: Any) -> str:
+    return ", ".join(field.name for field in dataclasses.fields(settings)) or "no settings"
+
+
+def _check_place(reproduction: Reproduction, settings: Any) -> None:
+    """Raise ValueError if this process cannot start the ranks that are needed."""
+    if torchrun_world() is not None:
+        raise ValueError(f"{reproduction.name} starts its own ranks: run it without torchrun")
+    if getattr(settings, "kind", None) == "hosts" and (reason := why_not()):
+        raise ValueError(f"{reproduction.name} measures between hosts: {reason}")
+
+
+def _prepare(folder: Path, *, overwrite: bool) -> None:
+    """Raise ValueError if the folder belongs to another program; with `overwrite`, remove what was measured."""
+    files = [path for path in folder.iterdir() if path.name != LOCK]
+    beginnings = {RESULTS: results.BEGINNING, PARTS: notes.BEGINNING}
+    strangers = [path.name for path in files if path.suffix not in {".png", ".md", ".part"} and not _is_own(path)]
+    if strangers or (files and not any(path.name in beginnings for path in files)):
+        first = sorted(strangers or [path.name for path in files])[0]
+        raise ValueError(f"out: {folder} holds files of another kind ({first}); name a new or empty folder")
+    if overwrite:
+        for name in beginnings:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a reproduction wrote this file; a process that was killed may have left only its beginning."""
+    beginning = {RESULTS: results.BEGINNING, PARTS: notes.BEGINNING}.get(path.name)
+    if beginning is None or path.is_symlink() or not path.is_file():
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return beginning.startswith(file.read(len(beginning)))
+
+
+def _finished(folder: Path, request: Request, settings: Any, console: Console) -> Results | None:
+    """Return the results that the folder has already, and say so; None if it has none."""
+    if not (folder / RESULTS).exists():
+        return None
+    found = Results.read(folder / RESULTS)
+    asked = _as_json(dataclasses.asdict(settings))
+    if (found.reproduction, found.settings) != (request.name, asked):
+        raise ValueError(
+            f"out: {folder} holds the results of {found.reproduction} with other settings ({dict(found.settings)}, not "
+            f"{asked}); name another folder, or replace them with --overwrite"
+        )
+    text = f"{request.name} is finished already ({folder / RESULTS}); --overwrite measures it again"
+    if found.versions != versions():
+        other = ", ".join(f"{name} {number}" for name, number in found.versions.items())
+        text = f"{text}, for it was measured with other versions: {other}"
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+    return found
+
+
+def _measure(reproduction: Reproduction, request: Request, settings: Any, console: Console) -> Results:
+    """Measure, and keep the results."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    written = _as_json(dataclasses.asdict(settings))
+    head = {"name": reproduction.name, "settings": written, "versions": versions()}
+    begun = time.perf_counter()
+    measured = reproduction.measure(settings, Notes(request.folder, head, say))
+    made = Results(
+        reproduction=reproduction.name,
+        size=request.size,
+        settings=written,
+        versions=versions(),
+        machine=machine(),
+        command=request.command,
+        seconds=time.perf_counter() - begun,
+        measured=measured,
+    )
+    path = made.write(request.folder)
+    (request.folder / PARTS).unlink()
+    return Results.read(path)  # shown is what the file has
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _write(
+    reproduction: Reproduction, found: Results, blocks: list[Block], folder: Path, pictures_from_page: str
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = markdown(reproduction, found, blocks, pictures_from_page)
+    (folder / MEASURED).write_text(text, encoding="utf-8")
+    for block in blocks:
+        if isinstance(block, Picture):
+            (folder / f"{block.name}.png").write_bytes(block.draw(LIGHT))

@@ -1,0 +1,1 @@
+"""The step-time model beside clusters that were measured, and beside published tables."""
