@@ -150,7 +150,7 @@ REPRODUCE = f"""
 
     commhooks reproduce ddp-figure-10 --link emulated
 
-[bold]The folder[/bold] given by --out receives results.json (everything that was measured, with settings, versions and machine), \
+[bold]The folder[/bold] given by --out receives results.json (all measurements, with settings, versions and machine), \
 measured.md (what the source says, tables and findings) and the pictures. The same command prints a finished \
 one again; after Ctrl-C, it continues. The documentation has a page for each, with the numbers of a run that was made.
 """

@@ -59,6 +59,12 @@ class Results:
             ) from error
         return cls(**{**raw, "measured": _with_numbers(raw["measured"])})
 
+    @staticmethod
+    def of_settings(settings: Any) -> dict[str, Any]:
+        """Return settings as the file has them: as a JSON object."""
+        written: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
+        return written
+
 
 _NOT_FINITE = {"number: nan": math.nan, "number: inf": math.inf, "number: -inf": -math.inf}
 """JSON has no number that is not finite, so these are written as text."""

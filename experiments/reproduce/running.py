@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +130,7 @@ def _finished(folder: Path, request: Request, settings: Any, console: Console) -
     if not (folder / RESULTS).exists():
         return None
     found = Results.read(folder / RESULTS)
-    asked = _as_json(dataclasses.asdict(settings))
+    asked = Results.of_settings(settings)
     if (found.reproduction, found.settings) != (request.name, asked):
         raise ValueError(
             f"out: {folder} holds the results of {found.reproduction} with other settings ({dict(found.settings)}, not "
@@ -151,7 +150,7 @@ def _measure(reproduction: Reproduction, request: Request, settings: Any, consol
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
-    written = _as_json(dataclasses.asdict(settings))
+    written = Results.of_settings(settings)
     head = {"name": reproduction.name, "settings": written, "versions": versions()}
     begun = time.perf_counter()
     measured = reproduction.measure(settings, Notes(request.folder, head, say))
@@ -168,10 +167,6 @@ def _measure(reproduction: Reproduction, request: Request, settings: Any, consol
     path = made.write(request.folder)
     (request.folder / PARTS).unlink()
     return Results.read(path)  # shown is what the file has
-
-
-def _as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
 
 
 def _write(

@@ -1,0 +1,197 @@
+"""The frame of reproductions, each of them at its tiny size, and the pages with what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+import experiments.reproduce as registry
+from experiments.commands.cli import app
+from experiments.machine import versions
+from experiments.reproduce import MODULES, Block, Picture, Reproduction, Table, load_reproduction
+from experiments.reproduce.notes import PARTS, Notes
+from experiments.reproduce.page import MEASURED, markdown
+from experiments.reproduce.results import RESULTS, Results
+from experiments.reproduce.running import Request, reproduce
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = ROOT / "docs" / "reproductions"
+LONGEST_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Of the made-up reproduction."""
+
+    parts: tuple[int, ...] = (1, 2)
+    kind: str = "emulated"
+    seeds: int = 3
+
+
+class MadeUp:
+    """A reproduction whose parts are counted, and the second of which may fail."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.fails = False
+
+    def reproduction(self) -> Reproduction:
+        return Reproduction(
+            name="made-up",
+            title="A made-up table",
+            source="Nobody, table 1",
+            said=("Two is more than one.",),
+            sizes={"default": Settings(), "tiny": Settings(parts=(1,))},
+            measure=self.measure,
+            show=self.show,
+        )
+
+    def measure(self, settings: Settings, notes: Notes) -> dict[str, Any]:
+        return {"values": [notes.once(f"part {part}", partial(self.make, part)) for part in settings.parts]}
+
+    def make(self, part: int) -> float:
+        if part == 2 and self.fails:
+            raise KeyboardInterrupt
+        self.made.append(part)
+        return float("inf") if part == 2 else part / 3
+
+    def show(self, settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
+        rows = [[str(part), f"{value:.3f}"] for part, value in zip(settings.parts, measured["values"], strict=True)]
+        return [
+            Table("Values", ["part", "value, s"], rows),
+            "Found.",
+            Picture("curve", "a curve", lambda _: b"\x89PNG"),
+        ]
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    fake = MadeUp()
+    known = load_reproduction
+    monkeypatch.setitem(MODULES, "made-up", "")
+    for module in (registry, __import__("experiments.reproduce.running", fromlist=["running"])):
+        monkeypatch.setattr(
+            module, "load_reproduction", lambda name: fake.reproduction() if name == "made-up" else known(name)
+        )
+    return fake
+
+
+def run(out: Path, **changes: Any) -> str:
+    text = io.StringIO()
+    reproduce(Request(name="made-up", out=out, **changes), Console(file=text, width=200))
+    return text.getvalue()
+
+
+def test_what_was_measured_is_shown_kept_and_not_measured_twice(made_up: MadeUp, tmp_path: Path) -> None:
+    out, docs = tmp_path / "out", tmp_path / "docs"
+    assert "0.333" in run(out)
+    assert {path.name for path in out.iterdir()} == {RESULTS, MEASURED, "curve.png"}
+    assert Results.read(out / RESULTS).measured == {"values": [1 / 3, float("inf")]}
+    again = run(out, docs=docs)
+    assert "finished already" in again and "other versions" not in again and "0.333" in again
+    assert made_up.made == [1, 2]
+    assert "![a curve](made-up/curve.png)" in (docs / "made-up" / MEASURED).read_text()
+    assert (docs / "made-up" / "curve.png").is_file()
+    run(out, overwrite=True)
+    assert made_up.made == [1, 2, 1, 2]
+
+
+def test_an_interrupted_one_continues_and_other_settings_do_not_take_its_parts(made_up: MadeUp, tmp_path: Path) -> None:
+    made_up.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    with (tmp_path / PARTS).open("a") as file:
+        file.write('["part 2", 0.')  # half a line, as of a process that was killed
+    made_up.fails = False
+    with pytest.raises(ValueError, match="other settings or versions"):
+        run(tmp_path, seeds=4)
+    assert "1 parts are finished already" in run(tmp_path)
+    assert made_up.made == [1, 2]
+    with pytest.raises(ValueError, match="with other settings"):
+        run(tmp_path, size="tiny")
+
+
+def test_results_of_another_version_are_shown_with_a_note_and_other_formats_are_rejected(
+    made_up: MadeUp, tmp_path: Path
+) -> None:
+    run(tmp_path)
+    old = Results.read(tmp_path / RESULTS)
+    dataclasses.replace(old, versions=versions() | {"torch": "1.0"}).write(tmp_path)
+    assert "other versions" in run(tmp_path) and made_up.made == [1, 2]
+    dataclasses.replace(old, format=99).write(tmp_path)
+    with pytest.raises(ValueError, match="format 99"):
+        run(tmp_path)
+
+
+def test_what_cannot_work_is_rejected_before_anything_is_measured(
+    made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for changes, said in (
+        ({"size": "huge"}, "default, tiny"),
+        ({"link": "real"}, "hosts, emulated"),
+        ({"seeds": 1}, "at least 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run(tmp_path, **changes)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(ValueError, match=r"needs root.*--link emulated"):
+        run(tmp_path, link="hosts")
+    stranger = tmp_path / "letters"
+    stranger.mkdir()
+    (stranger / "letter.txt").write_text("Dear ...")
+    with pytest.raises(ValueError, match="another kind"):
+        run(stranger, overwrite=True)
+    assert made_up.made == [] and (stranger / "letter.txt").is_file()
+
+
+def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
+    answer = CliRunner().invoke(app, ["reproduce", "ddp-figure-1000"])
+    assert answer.exit_code == 2
+    assert "powersgd-rank" in answer.output and "did you mean" in answer.output
+
+
+def test_without_a_name_all_are_listed() -> None:
+    lines = CliRunner().invoke(app, ["reproduce"]).output.splitlines()
+    assert [line.split()[0] for line in lines] == list(MODULES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_reproduction_runs_at_its_tiny_size(name: str, tmp_path: Path) -> None:
+    found = reproduce(Request(name=name, size="tiny", out=tmp_path), Console(quiet=True))
+    blocks = load_reproduction(name).show(load_reproduction(name).sizes["tiny"], found.measured)
+    assert any(isinstance(block, str) for block in blocks), "a finding in a sentence"
+    assert any(isinstance(block, Table) and block.rows for block in blocks)
+    for block in blocks:
+        if isinstance(block, Table):
+            assert {len(row) for row in block.rows} == {len(block.columns)}
+    assert len(list(tmp_path.glob("*.png"))) == sum(isinstance(block, Picture) for block in blocks)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_reproduction_has_a_page_with_the_numbers_of_a_run_that_was_made(name: str) -> None:
+    page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    assert f'--8<-- "docs/reproductions/{name}/{MEASURED}"' in page
+    assert "\n## Why they differ\n" in page
+    navigation = re.sub(r"!!\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert f"reproductions/{name}.md" in str(yaml.safe_load(navigation)["nav"])
+
+    reproduction, made = load_reproduction(name), Results.read(PAGES / name / RESULTS)
+    settings = reproduction.sizes["default"]
+    assert made.size == "default" and made.settings == Results.of_settings(settings)
+    assert 0 < made.seconds < LONGEST_SECONDS and f"reproduce {name}" in made.command
+    blocks = reproduction.show(settings, made.measured)
+    assert (PAGES / name / MEASURED).read_text(encoding="utf-8") == markdown(reproduction, made, blocks, f"{name}/")
+    for block in blocks:
+        if isinstance(block, Picture):
+            assert (PAGES / name / f"{block.name}.png").is_file()
