@@ -10,7 +10,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-frameworks test-processors check bench docs soak soak-hooks soak-kills soak-network soak-cluster torch-suite gpu clean
+.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite check bench docs soak soak-hooks soak-kills soak-network soak-cluster torch-suite gpu clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -18,10 +18,11 @@ help:
 	@echo "make test         the test suite"
 	@echo "make test-frameworks  the integrations with Lightning, Accelerate, Trainer, Ray and torchft, in .venv-frameworks; and the wheel by itself"
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
+	@echo "make test-torch-suite  most of PyTorch's own DDP tests, with ddp_core's class in place of theirs"
 	@echo "make check        lint, format, types, and the documentation built strictly"
 	@echo "make docs         build the documentation into site/"
 	@echo "make bench        speed of the DDP and of the hooks, beside PyTorch's own and beside a copy"
-	@echo "make torch-suite  PyTorch's own DDP tests, run against ddp_core"
+	@echo "make torch-suite  all of PyTorch's own DDP tests, with both classes side by side"
 	@echo "make soak         a thousand processes that train and end, and other long runs"
 	@echo "make soak-hooks   the hooks' part of that: 300 steps, 20 times, over 1 to 40 buckets on 2 to 4 ranks"
 	@echo "                  (hours; SOAK_REPETITIONS=1 make soak-hooks repeats less)"
@@ -62,6 +63,9 @@ test-frameworks: $(FRAMEWORKS_STAMP)
 
 test-processors: $(STAMP)
 	$(BIN)/python -m tests.processors $(TWO_AT_ONCE)
+
+test-torch-suite: $(STAMP)
+	$(BIN)/python -m pytest -m "torch_suite and not soak" tests/torch_suite
 
 check: $(STAMP)
 	$(BIN)/ruff check .

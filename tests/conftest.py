@@ -21,7 +21,7 @@ hypothesis.settings.load_profile("repeatable")
 torch.set_num_threads(1)
 
 
-LONG_ONES_FIRST = {"torch_suite", "parity", "experiments", "soak"}
+LONG_ONES_FIRST = {"parity", "experiments", "soak"}
 """With several workers, one that ends with a long file keeps the others waiting."""
 
 

@@ -22,6 +22,7 @@ def run_suite(*options: str) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.torch_suite
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "named", ["test_ddp_[a-h]", "test_ddp_[i-z]", "(?!test_ddp_)"]
@@ -31,6 +32,7 @@ def test_what_pytorchs_class_passes_ours_passes(named: str) -> None:
 
 
 @pytest.mark.torch_suite
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world_size", ["2", "3", "4"])
 def test_the_whole_suite_side_by_side(world_size: str) -> None:
