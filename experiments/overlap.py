@@ -147,7 +147,7 @@ def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
             lambda: _communicate(link, sizes),
             lambda: _step(task, ddp, batch),
         )
-        rounds = tuple(Round(*(_longest(action) for action in actions)) for _ in range(settings.rounds))
+        rounds = tuple(Round(*(longest(action) for action in actions)) for _ in range(settings.rounds))
     finally:
         attachment.detach()
     if rank == 0:
@@ -166,7 +166,7 @@ def _communicate(link: EmulatedLink, sizes: list[int]) -> None:
         pending.wait()
 
 
-def _longest(action: Callable[[], Any]) -> float:
+def longest(action: Callable[[], Any]) -> float:
     """Return the action's seconds on the rank where it took longest; all ranks begin together."""
     dist.barrier()
     begin = time.perf_counter()
@@ -185,7 +185,7 @@ def _balanced(settings: OverlapSettings) -> LoadedTask:
     for _ in range(3):  # the resulting batch is timed again: a step's cost is not quite linear in it
         step = partial(_step, task, task.model, task.batch(0, rank, ranks))
         step()
-        seconds = sorted(_longest(step) for _ in range(3))[1]
+        seconds = sorted(longest(step) for _ in range(3))[1]
         task = _with_batch_size(settings, max(1, round(task.task.batch_size * wanted / seconds)))
     return task
 
