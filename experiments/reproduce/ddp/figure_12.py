@@ -94,12 +94,13 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
             + [Ratio.of(case["seconds"][count], case["seconds"][first]).text for count in others]
             for case in each["cases"]
         ]
-        title = f"{place_in_words(each['place'])}: an iteration of {settings.ranks} ranks, buckets of {settings.bucket_mib:g} MiB"
+        where = place_in_words(each["place"])
+        title = f"{where}: an iteration of {settings.ranks} ranks, buckets of {settings.bucket_mib:g} MiB"
         columns = ["", "buckets", f"{_groups(first)}, ms (quartiles)"]
         columns += [f"{_groups(count)}, of that time (95 %)" for count in others]
         blocks += [
             Table(title, columns, rows),
-            f"{place_in_words(each['place'])}, {compared(each['cases'], first, others)}",
+            f"{where}, {compared(each['cases'], first, others)}",
         ]
     caption = "For each place, the time of an iteration with each number of groups as a share of that with the first"
     return [*blocks, Picture("groups", caption, partial(_points, settings, measured["places"]))]
@@ -155,8 +156,8 @@ REPRODUCTION = Reproduction(
     title="Several process groups in turn",
     source="PyTorch DDP paper (Li et al., VLDB 2020), figure 12",
     said=(
-        "With a round-robin group over 3 process groups a large model's iteration takes about a third less time than "
-        "with one; a small model gains little (recalled).",
+        "With a round-robin group over 3 process groups, a large model is about a third faster than with one group "
+        "(recalled).",
     ),
     sizes={
         "default": Settings(),

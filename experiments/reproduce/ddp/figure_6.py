@@ -121,7 +121,7 @@ REPRODUCTION = Reproduction(
     title="Where an iteration's time goes, with and without overlap",
     source="PyTorch DDP paper (Li et al., VLDB 2020), figure 6",
     said=(
-        "The backward pass takes most of an iteration, and most of it is communication if nothing overlaps.",
+        "The backward pass, with the communication in it, takes most of an iteration (recalled).",
         "Overlap saves about 38 % (ResNet-50) and 35 % (BERT) of an iteration with NCCL, 27 % and 22 % with Gloo "
         "(recalled).",
     ),
