@@ -18,6 +18,7 @@ import matplotlib
 import numpy as np
 import torch
 import torch.distributed as dist
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from commhooks.units import three_digits
@@ -172,7 +173,7 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
             low, median, high = (three_digits(one) for one in _quartiles(row, total))
             measured_share = f"{row['measured'] / 1e6:g}"
             rows.append([_count(row["size"]), measured_share, f"{median} ({low} to {high})"])
-        columns = ["elements a call", "measured, million", f"{_count(total)} elements, s (quartiles)"]
+        columns = ["elements a call", "measured, million", f"{_count(total)} fp32, s (quartiles)"]
         blocks += [
             Table(f"{place_in_words(each['place'])}: all-reduce by {settings.ranks} ranks", columns, rows),
             f"{place_in_words(each['place'])}, {saturation(each['rows'])}",
@@ -234,7 +235,7 @@ def _quartiles(row: Row, total: int) -> tuple[float, float, float]:
     return low, median, high
 
 
-def _count(elements: int) -> str:
+def _count(elements: float) -> str:
     return f"{elements / 1e6:g} M" if elements >= 1_000_000 else f"{elements / 1e3:g} K"
 
 
@@ -249,6 +250,10 @@ def _draw_calls(places: Sequence[Mapping[str, Any]], total: int, theme: Theme) -
             axes.fill_between(sizes, low, high, color=colour, alpha=0.25, linewidth=0)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(lambda size, place: _count(size))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_ylabel("seconds")
         axes.legend()
         return png(figure)
@@ -263,8 +268,9 @@ def _draw_gradients(models: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:
             elements = np.array(each["elements"])[order]
             share = 100 * elements.cumsum() / elements.sum()
             low, middle, high = (edge(passes[:, order], axis=0) for edge in (np.min, np.median, np.max))
-            axes.step(middle, share, where="post", color=colour)
+            axes.step([0, *middle], [0, *share], where="post", color=colour)
             axes.fill_betweenx(share, low, high, step="pre", color=colour, alpha=0.25, linewidth=0)
+            axes.set_xlim(0, 1.25 * middle[-1])  # one pass that was disturbed must not squeeze the others
             axes.set_title(each["model"], loc="left", fontweight="bold")
             axes.set_xlabel("ms since the backward pass began")
         every[0].set_ylabel("elements whose gradients are ready, %")
