@@ -82,16 +82,10 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
 
 def _in_place(place: str, elements: int, settings: Settings, notes: Notes, *, with_models: bool) -> dict[str, Any]:
     """Return what one world of ranks measures; in the first one, rank 0 also runs the backward passes."""
-    found: list[dict[str, Any]] = []
-
-    def hear(message: Any) -> None:
-        if isinstance(message, str):
-            notes.tell(f"{place}: {message}")
-        else:
-            found.append(message)
-
+    notes.tell(place)
     work = _Work(settings=settings, place=place, elements=elements)
-    run_on_link(_with_models if with_models else _calls, settings.ranks, work, link_of(place, settings.kind), hear)
+    function = _with_models if with_models else _calls
+    found = run_on_link(function, settings.ranks, work, link_of(place, settings.kind), notes.tell)
     return {key: value for part in found for key, value in part.items()}
 
 
@@ -99,7 +93,7 @@ def _with_models(rank: int, ranks: int, work: _Work, send: Send) -> None:
     """Let rank 0 run the backward passes, while the others wait, and then do as `_calls`."""
     if rank == 0:
         torch.set_num_threads(1)
-        send("backward passes of one rank")
+        send("  backward passes of one rank")
         send({"models": [_readiness(*each, work.settings.steps) for each in work.settings.models.items()]})
     _calls(rank, ranks, work, send)
 
@@ -143,7 +137,7 @@ def _calls(rank: int, ranks: int, work: _Work, send: Send) -> None:
             if turn >= 0:
                 seconds[size].append(taken)
         if rank == 0 and turn >= 0:
-            send(f"{turn + 1} of {settings.turns} turns")
+            send(f"  {turn + 1} of {settings.turns} turns")
     if rank == 0:
         send(
             {

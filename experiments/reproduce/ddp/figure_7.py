@@ -110,12 +110,12 @@ def optimum(rows: Sequence[Row]) -> str:
         text = f"the optimum lies between the extremes: {text}"
     else:
         same = listed([_size(row) for row in extremes if against[row["size"]].sign <= 0])
-        text = f"no optimum between the extremes was seen: {text}, and no difference between that and {same}"
+        text = f"no optimum between the extremes was seen: {text}, which does not differ measurably from {same}"
     for row in extremes:
         if row is not best and (ratio := against[row["size"]]).sign > 0:
             text += f"; {_size(row)} takes {ratio.text} times as long"
-    others = [_size(row) for row in rows[1:-1] if row is not best and against[row["size"]].sign == 0]
-    return f"{text}.{f' No difference from the lowest was seen with {listed(others)}.' if others else ''}"
+    others = [row["size"] for row in rows[1:-1] if row is not best and against[row["size"]].sign == 0]
+    return f"{text}.{f' No difference from it was seen with buckets of {listed(others)} MiB.' if others else ''}"
 
 
 def _size(row: Row) -> str:

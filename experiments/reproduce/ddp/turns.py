@@ -72,13 +72,6 @@ class Turns:
     groups: int = 1  # process groups, which share the link
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """A turn is over."""
-
-    number: int  # from 0; below it are those that are not counted
-
-
 def take_turns(turns: Turns, tell: Callable[[str], None]) -> list[Taken]:
     """Return the seconds of every entrant's steps, in the entrants' order.
 
@@ -86,16 +79,7 @@ def take_turns(turns: Turns, tell: Callable[[str], None]) -> list[Taken]:
         WorldError: A rank failed.
 
     """
-    found: list[Any] = []
-
-    def hear(message: object) -> None:
-        if not isinstance(message, _Turn):
-            found.append(message)
-        elif message.number >= 0 and (message.number + 1) % 5 == 0:
-            tell(f"  {message.number + 1} of {turns.count} turns")
-
-    run_on_link(_take_turns, turns.ranks, turns, turns.link, hear)
-    taken: list[Taken] = found[-1]
+    taken: list[Taken] = run_on_link(_take_turns, turns.ranks, turns, turns.link, tell)[-1]
     return taken
 
 
@@ -109,13 +93,21 @@ def place_in_words(place: str) -> str:
     return "Over the loopback" if place == LOOPBACK else f"At {place}"
 
 
-def run_on_link(function: RankFunction, ranks: int, argument: object, link: LinkSettings, hear: Send) -> None:
-    """Call the function in new ranks, on hosts with the link's rate if it is of that kind; see `run_world`."""
+def run_on_link(
+    function: RankFunction, ranks: int, argument: object, link: LinkSettings, tell: Callable[[str], None]
+) -> list[Any]:
+    """Call the function in new ranks, on hosts with the link's rate if it is of that kind; see `run_world`.
+
+    Texts that the ranks send are told, as progress; everything else is returned.
+    """
+    found: list[Any] = []
+    hear = lambda message: tell(message) if isinstance(message, str) else found.append(message)
     with ExitStack() as stack:
         cluster = None
         if link.kind == "hosts":
             cluster = stack.enter_context(Cluster.create(ranks, up=link.bits_per_second, down=link.bits_per_second))
         run_world(function, ranks, argument, hear, timeout=_TIMEOUT, cluster=cluster)
+    return found
 
 
 def groups_on(link: LinkSettings, count: int = 1) -> list[dist.ProcessGroup]:
@@ -158,7 +150,7 @@ def _take_turns(rank: int, ranks: int, turns: Turns, send: Send) -> None:
             if turn >= 0:
                 spent[place, turn] = torch.tensor(parts)
         if rank == 0:
-            send(_Turn(turn))
+            send(f"  warming up, {-turn} to go" if turn < 0 else f"  {turn + 1} of {turns.count} turns")
     everyone = [torch.empty_like(spent) for _ in range(ranks)]
     dist.all_gather(everyone, spent)
     if rank == 0:
