@@ -107,8 +107,10 @@ def test_calls_saturate_at_the_smallest_size_near_the_fastest_by_time_for_each_e
         {"size": 60_000_000, "measured": 60_000_000, "seconds": around(4.5)},
     ]
     text = figure_2.saturation(made)
-    assert text.startswith("the fastest calls have 5 M elements, and from 500 K on the time is within 10 % of theirs")
-    assert "calls of 1 K take 20.00" in text and "calls of 60 M take 1.50" in text
+    assert text.startswith(
+        "the fastest calls have 5 M elements, and the smallest whose time is within 10 % of theirs have 500 K"
+    )
+    assert "calls of 1 K take 20.0" in text and "calls of 60 M take 1.50" in text
 
 
 def test_half_way_through_a_backward_pass_gradients_and_elements_are_counted() -> None:

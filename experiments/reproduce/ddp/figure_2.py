@@ -189,14 +189,14 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
 
 
 def saturation(rows: Sequence[Row]) -> str:
-    """Return from which size of calls on the time is near that of the fastest, and what the extremes lose."""
+    """Return which calls are fastest, which smaller ones come near, and what the extremes lose."""
     per_element = {row["size"]: [one / row["measured"] for one in row["seconds"]] for row in rows}
     best = min(per_element, key=lambda size: statistics.median(per_element[size]))
     against = {size: Ratio.of(seconds, per_element[best]) for size, seconds in per_element.items()}
     enough = next(size for size in sorted(against) if against[size].median <= NEAR)
     text = f"the fastest calls have {_count(best)} elements"
     if enough != best:
-        text += f", and from {_count(enough)} on the time is within {100 * (NEAR - 1):.0f} % of theirs"
+        text += f", and the smallest whose time is within {100 * (NEAR - 1):.0f} % of theirs have {_count(enough)}"
     for size in (min(against), max(against)):
         if size != best and against[size].sign > 0:
             text += f"; calls of {_count(size)} take {against[size].text} times as long"

@@ -43,8 +43,10 @@ class Ratio:
     @property
     def text(self) -> str:
         """The ratio as in '1.23 (1.20 to 1.27)'."""
-        interval = f"{self.low:.2f} to {self.high:.2f}" if math.isfinite(self.high) else "too few turns"
-        return f"{self.median:.2f} ({interval})"
+        interval = (
+            f"{three_digits(self.low)} to {three_digits(self.high)}" if math.isfinite(self.high) else "too few turns"
+        )
+        return f"{three_digits(self.median)} ({interval})"
 
     @property
     def saved(self) -> str:
