@@ -23,6 +23,9 @@ from .hooks import use_groups_in_turn
 from .medians import Ratio, milliseconds
 from .turns import DDPS, LOOPBACK, TINY_MODELS, Entrant, Turns, link_of, place_in_words, take_turns, whole
 
+_RIGHT = 2.5  # edge of the picture: what a disturbed turn adds beyond it is cut off
+_FARTHEST = 10.0  # of intervals that have no end
+
 Case = Mapping[str, Any]
 """A model in a DDP: the seconds of each turn for every number of groups, as text."""
 
@@ -141,11 +144,12 @@ def _points(settings: Settings, places: Sequence[Mapping[str, Any]], theme: Them
                 ratios = [Ratio.of(case["seconds"][count], case["seconds"][first]) for case in each["cases"]]
                 rows = [row + 0.22 * (number - (len(others) - 1) / 2) for row in range(len(ratios))]
                 middles = [ratio.median for ratio in ratios]
-                reach = [[r.median - r.low for r in ratios], [min(r.high, 2 * r.median) - r.median for r in ratios]]
+                reach = [[r.median - r.low for r in ratios], [min(r.high, _FARTHEST) - r.median for r in ratios]]
                 axes.errorbar(middles, rows, xerr=reach, fmt="o", color=colour, markersize=5, label=_groups(count))
             axes.set_yticks(range(len(each["cases"])), [_label(case) for case in each["cases"]])
             axes.set_ylim(len(each["cases"]) - 0.5, -0.5)
             axes.grid(axis="y", visible=False)
+        every[0].set_xlim(right=min(every[0].get_xlim()[1], _RIGHT))
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=len(labels))
         return png(figure)
