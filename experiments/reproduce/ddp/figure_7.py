@@ -163,7 +163,7 @@ REPRODUCTION = Reproduction(
         "tiny": Settings(
             kind="emulated",
             rate="100 Mbit/s",
-            models={"perceptron": TINY_MODELS["perceptron"]},
+            models=TINY_MODELS,
             bucket_mib=(0, 0.05),
             turns=2,
         ),

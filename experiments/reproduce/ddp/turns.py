@@ -30,7 +30,7 @@ from .hooks import Groups
 
 MODELS = {"ResNet-18": "digits:network=resnet18,batch_size=16", "GPT": "gpt:size=base,batch_size=4"}
 """A convolutional network of 11.2 million parameters and a transformer of 4.1 million: the tasks, by name."""
-TINY_MODELS = {"perceptron": "digits:size=tiny", "GPT": "gpt:size=tiny"}
+TINY_MODELS = {"GPT": "gpt:size=tiny"}
 DDPS = {"core": "ddp_core", "torch": "PyTorch's DDP"}
 LOOPBACK = "loopback"
 
