@@ -7,7 +7,7 @@ import importlib
 from ..specs import unknown
 from .reproduction import Block, Picture, Reproduction, Table
 
-__all__ = ["MODULES", "Block", "Picture", "Reproduction", "Table", "load_reproduction"]
+__all__ = ["Block", "MODULES", "Picture", "Reproduction", "Table", "load_reproduction"]
 
 MODULES: dict[str, str] = {
     "powersgd-data-sent": ".powersgd.data_sent",
