@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from commhooks.errors import CommHooksError
 
-from ..launch import Send, run_world
+from ..jobs import run_jobs
 from ..machine import cores
 from ..report.board import Results, RunsFile, prepare_board, print_board, write_board
 from ..specs import Spec
@@ -27,7 +25,6 @@ from .standings import SCORES, Run, Standing, standings
 SIZE = "tiny"
 """The size of the models that are trained: a compressor's bytes and error can be measured at any size, and hundreds of
 runs fit into minutes."""
-_SILENCE_SECONDS = 900.0  # after which the processes count as stuck: the slowest run takes less than a minute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +59,7 @@ class Leaderboard:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """One run to be made."""
 
     task: str
@@ -70,6 +67,35 @@ class Job:
     seed: int
     steps: int
     workers: int
+
+    def run(self) -> Run | Failed:
+        """Train; a contender that fails does not stop the others."""
+        try:
+            compressor = self.contender.make(self.seed)
+            task = load_sized(self.task, SIZE, self.seed)
+            trained = train_in_lockstep(task, compressor, steps=self.steps, workers=self.workers)
+        except (CommHooksError, ValueError) as error:
+            return Failed(self.task, self.contender, str(error))
+        return Run(self.task, self.contender, self.seed, trained)
+
+
+@dataclass(frozen=True)
+class TimingJob:
+    """One contender to be timed."""
+
+    task: tuple[str, str]
+    contender: Contender
+    workers: int
+    rounds: int
+
+    def run(self) -> Timing | Failed:
+        """Time the contender; one that fails does not stop the others."""
+        try:
+            task = load_sized(*self.task)
+            times = time_in_lockstep(task, self.contender.make(), workers=self.workers, rounds=self.rounds)
+        except (CommHooksError, ValueError) as error:
+            return Failed(None, self.contender, str(error))
+        return Timing(self.contender, times)
 
 
 @dataclass(frozen=True)
@@ -89,17 +115,6 @@ class Failed:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The work for the processes."""
-
-    jobs: Sequence[Job]
-    timed: Sequence[Contender]
-    task: tuple[str, str]
-    workers: int
-    rounds: int
-
-
 def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
     """Make all runs, write the results, and return the standings.
 
@@ -113,9 +128,8 @@ def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
     listener = _Listener(board.out, jobs, timed, left_out)
     with _progress(console) as progress:
         listener.show(progress)
-        work = _Work(jobs, timed, board.timed, board.workers, board.rounds)
-        processes = min(board.processes or cores(), len(jobs))
-        run_world(_share, processes, work, listener, timeout=_SILENCE_SECONDS)
+        timings = [TimingJob(board.timed, one, board.workers, board.rounds) for one in timed]
+        run_jobs(jobs, min(board.processes or cores(), len(jobs)), listener, alone=timings)
     runs = listener.whole_runs()
     results = Results(
         standings=standings(runs, listener.times),
@@ -139,48 +153,22 @@ def load_sized(task: str, size: str, seed: int = 0) -> LoadedTask:
     return load_task(Spec(task, (("size", size),)), seed)
 
 
-def train_jobs(jobs: Sequence[Job], processes: int, on_message: Callable[[object], None]) -> None:
-    """Make the runs, without timing, and pass on each `Run` or `Failed`."""
-    run_world(_share, processes, _Work(jobs, (), ("", ""), 0, 0), on_message, timeout=_SILENCE_SECONDS)
-
-
-def _plan(board: Leaderboard) -> tuple[list[Job], list[LeftOut]]:
-    jobs, left_out = list[Job](), list[LeftOut]()
+def _plan(board: Leaderboard) -> tuple[list[TrainingJob], list[LeftOut]]:
+    jobs, left_out = list[TrainingJob](), list[LeftOut]()
     for task in board.tasks:
         found, refused = contenders(board.only, load_sized(task, SIZE))
         left_out += refused
         steps = board.steps_of(task)
-        jobs += [Job(task, one, seed, steps, board.workers) for one in found for seed in range(board.seeds)]
+        jobs += [TrainingJob(task, one, seed, steps, board.workers) for one in found for seed in range(board.seeds)]
     return jobs, left_out
-
-
-def _share(process: int, processes: int, work: _Work, send: Send) -> None:
-    """Make this process's share of the runs; when all are done, one process times all contenders."""
-    torch.set_num_threads(1)
-    for job in work.jobs[process::processes]:
-        task = load_sized(job.task, SIZE, job.seed)
-        try:
-            compressor = job.contender.make(job.seed)
-            trained = train_in_lockstep(task, compressor, steps=job.steps, workers=job.workers)
-        except (CommHooksError, ValueError) as error:  # of one contender: the others continue
-            send(Failed(job.task, job.contender, str(error)))
-        else:
-            send(Run(job.task, job.contender, job.seed, trained))
-    dist.barrier()
-    for contender in work.timed if process == 0 else ():
-        try:
-            task = load_sized(*work.task)
-            times = time_in_lockstep(task, contender.make(), workers=work.workers, rounds=work.rounds)
-        except (CommHooksError, ValueError) as error:
-            send(Failed(None, contender, str(error)))
-        else:
-            send(Timing(contender, times))
 
 
 class _Listener:
     """Collects what arrives, writes each run as it comes, and updates the progress bars."""
 
-    def __init__(self, out: Path, jobs: Sequence[Job], timed: Sequence[Contender], left_out: list[LeftOut]) -> None:
+    def __init__(
+        self, out: Path, jobs: Sequence[TrainingJob], timed: Sequence[Contender], left_out: list[LeftOut]
+    ) -> None:
         self.times: dict[Contender, Spread] = {}
         self._runs: dict[tuple[str, Contender, int], Run] = {}
         self._order = [(job.task, job.contender, job.seed) for job in jobs]

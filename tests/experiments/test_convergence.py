@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from experiments.intervals import Interval
+from experiments.jobs import run_jobs
 from experiments.leaderboard.contenders import DENSE, Contender, contenders, relative_error
 from experiments.leaderboard.lockstep import train_in_lockstep
-from experiments.leaderboard.running import SIZE, Failed, Job, load_sized, train_jobs
+from experiments.leaderboard.running import SIZE, Failed, TrainingJob, load_sized
 from experiments.leaderboard.standings import SCORES, Run, paired, standings
 from experiments.report.standing_rows import headings, standing_row
 from experiments.report.table import plain_table
@@ -74,7 +75,7 @@ def test_without_error_feedback_low_rank_is_measurably_worse() -> None:
 def long_runs() -> dict[Contender, list[Run]]:
     """Train every contender with ten seeds, and print the table."""
     found, _ = contenders(None, TASK)
-    jobs = [Job("digits", one, seed, TASK.steps, WORKERS) for one in found for seed in range(10)]
+    jobs = [TrainingJob("digits", one, seed, TASK.steps, WORKERS) for one in found for seed in range(10)]
     runs: list[Run] = []
 
     def keep(message: object) -> None:
@@ -82,7 +83,7 @@ def long_runs() -> dict[Contender, list[Run]]:
         if isinstance(message, Run):
             runs.append(message)
 
-    train_jobs(jobs, 2, keep)
+    run_jobs(jobs, 2, keep)
     by_contender = {one: sorted((r for r in runs if r.contender == one), key=lambda r: r.seed) for one in found}
     table = plain_table("digits, 10 seeds", ("ω", *headings("digits")[1:5]), first="compressor")
     for row in standings([run for own in by_contender.values() for run in own], {}):
