@@ -29,9 +29,9 @@ class Score:
         return float(getattr(run, self.field))
 
 
-_ACCURACY = Score("accuracy", "accuracy", higher_is_better=True, scale=100, unit="points")
-_LOSS = Score("validation loss", "loss", higher_is_better=False, scale=1, unit="nats")
-SCORES = {"digits": _ACCURACY, "gpt": _LOSS, "lstm": _LOSS}
+ACCURACY = Score("accuracy", "accuracy", higher_is_better=True, scale=100, unit="points")
+LOSS = Score("validation loss", "loss", higher_is_better=False, scale=1, unit="nats")
+SCORES = {"digits": ACCURACY, "gpt": LOSS, "lstm": LOSS}
 """How each task of the leaderboard is judged: next bytes can be predicted well without being guessed right."""
 
 

@@ -1,0 +1,149 @@
+"""An ablation: which runs it makes and makes again, and what its tables and sentences say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.jobs import run_jobs
+from experiments.leaderboard.standings import ACCURACY, LOSS
+from experiments.report.plots import LIGHT
+from experiments.reproduce.ablation import Ablation, hook_for, train_variants
+from experiments.reproduce.comparing import between, compare, draw_differences, findings, show_ablation, table
+from experiments.reproduce.notes import Notes
+from experiments.reproduce.powersgd.data_sent import HOOKS, bytes_sent
+from experiments.reproduce.reproduction import Table
+from experiments.tasks.images import ResNet18
+
+TASK = "digits:size=tiny,steps=3"
+ABLATION = Ablation(
+    tasks=("digits",),
+    variants={"SGD": "all-reduce", "low": "powersgd:rank=1", "lower": "powersgd:rank=1,error_feedback=false"},
+    against={"lower": "low"},
+    seeds=3,
+)
+FEW = Ablation(tasks=(TASK,), variants={"SGD": "all-reduce", "half": "fp16"}, seeds=2, workers=2, processes=1)
+
+
+def rows(scores: Mapping[str, tuple[float, ...]], task: str = "digits", **changes: Any) -> list[dict[str, Any]]:
+    """Return made-up runs with these accuracies, or losses, for seeds 0, 1, ..."""
+    return [
+        {
+            "task": task,
+            "variant": variant,
+            "seed": seed,
+            "accuracy": value,
+            "loss": value,
+            "diverged": None,
+            "payload_bytes": 2500.0,
+        }
+        | changes
+        for variant, values in scores.items()
+        for seed, value in enumerate(values)
+    ]
+
+
+SCORES = {"SGD": (0.9, 0.95, 0.98), "low": (0.901, 0.951, 0.975), "lower": (0.801, 0.856, 0.87)}
+
+
+def notes(folder: Path, said: list[str] | None = None) -> Notes:
+    return Notes(folder, {"name": "few"}, (list[str]() if said is None else said).append)
+
+
+def test_differences_are_taken_seed_by_seed_and_said_in_a_sentence() -> None:
+    compared = compare(ABLATION, rows(SCORES), "digits")
+    assert findings(compared) == (
+        "On digits:\n\n"
+        "- No difference seen between low and SGD: -0.10 points (-0.96 to +0.76, 3 seeds).\n"
+        "- With lower, accuracy is 10.00 points lower than with low (8.76 to 11.24, 3 seeds)."
+    )
+    assert [row[-2:] for row in table(ABLATION, compared).rows] == [["—", "—"], ["SGD", "none seen"], ["low", "worse"]]
+
+
+def test_a_lower_loss_is_better() -> None:
+    compared = compare(ABLATION, rows(SCORES, task="lstm"), "lstm")
+    assert compared[0].score is LOSS
+    assert "validation loss is 0.100 nats lower than with low" in findings(compared)
+    assert [row[-1] for row in table(ABLATION, compared).rows] == ["—", "none seen", "better"]
+
+
+@pytest.mark.parametrize("change", [{"diverged": 31}, {"loss": None}])
+def test_a_run_that_diverged_is_counted_and_leaves_no_mean(change: Mapping[str, Any]) -> None:
+    made = rows(SCORES)
+    made[4] |= change  # of "low", the second seed
+    compared = compare(ABLATION, made, "digits")
+    assert "1 of 3 runs with low diverged" in findings(compared)
+    assert "Lower cannot be compared with low, of which runs diverged" in findings(compared)
+    assert table(ABLATION, compared).rows[1][2:4] == ["1 of 3 diverged", "—"]
+    assert "nan" not in str(table(ABLATION, compared)) + findings(compared)
+    assert between(made, ACCURACY, "lower", "SGD") is not None
+    assert draw_differences(ABLATION, made, LIGHT).startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_compared_is_rejected() -> None:
+    for changes, said in (
+        ({"seeds": 1}, "seeds must be at least 2"),
+        ({"variants": {"SGD": "all-reduce"}, "against": {}}, "two variants"),
+        ({"against": {"lower": "lowest"}}, "'lowest' is compared"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            dataclasses.replace(ABLATION, **changes)
+
+
+def test_a_share_of_the_steps_becomes_a_number_of_them() -> None:
+    assert hook_for("powersgd:rank=1,start_after=25%", 300) == "powersgd:rank=1,start_after=75"
+    assert hook_for("powersgd:rank=1,start_after=5%", 30) == "powersgd:rank=1,start_after=1"
+
+
+def test_the_runs_of_a_seed_have_the_same_data_and_finished_ones_are_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    first = train_variants(
+        dataclasses.replace(FEW, variants={"SGD": "all-reduce", "again": "all-reduce"}), notes(tmp_path)
+    )
+    by_variant = [[row["loss"] for row in first["runs"] if row["variant"] == label] for label in ("SGD", "again")]
+    assert by_variant[0] == by_variant[1] and by_variant[0][0] != by_variant[0][1]
+    made = train_variants(FEW, notes(tmp_path, said))
+    assert made["runs"][:2] == first["runs"][:2]
+    assert len(said) == 1 + 2 and "half" in said[1] and "half" in said[2]  # the first says that it continues
+    monkeypatch.setattr("experiments.reproduce.ablation.run_jobs", None)  # nothing is left to do
+    assert train_variants(FEW, notes(tmp_path)) == made
+    blocks = show_ablation(FEW, made)
+    assert isinstance(blocks[0], Table) and "100" not in str(blocks[0].rows[1][3])
+
+
+def test_a_misspelt_hook_fails_before_anything_is_trained(tmp_path: Path) -> None:
+    said: list[str] = []
+    wrong = dataclasses.replace(FEW, variants={"SGD": "all-reduce", "low": "powersgd:rnk=1"})
+    with pytest.raises(ValueError, match="rnk"):
+        train_variants(wrong, notes(tmp_path, said))
+    assert said == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Threads:
+    """A job that says how many threads it has."""
+
+    def run(self) -> int:
+        return torch.get_num_threads()
+
+
+def test_jobs_have_one_thread_and_this_process_gets_its_own_back() -> None:
+    before, found = torch.get_num_threads(), list[object]()
+    torch.set_num_threads(2)
+    try:
+        run_jobs([Threads()], 1, found.append, alone=[Threads()])
+        assert (found, torch.get_num_threads()) == ([1, 1], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("scheme", "floats"), [("SGD", 11_173_962), ("rank 1", 45_935), ("rank 7", 263_885)])
+def test_two_workers_send_as_much_for_resnet18_as_the_paper_says(scheme: str, floats: int) -> None:
+    assert bytes_sent(ResNet18(), HOOKS[scheme], 2) == 4 * floats
