@@ -19,7 +19,6 @@ import commhooks
 from commhooks import Compressor, Exchanger
 from commhooks.language.entries import RESIDUAL
 
-from ..specs import Spec
 from ..summary import Spread
 from ..tasks import LoadedTask
 
@@ -41,17 +40,8 @@ class Trained:
     diverged: int | None  # the first step whose loss was not finite, which ends the run; None if all were
 
 
-def train_in_lockstep(
-    task: LoadedTask, compressor: Compressor, *, steps: int, workers: int, optimizer: Spec | None = None
-) -> Trained:
+def train_in_lockstep(task: LoadedTask, compressor: Compressor, *, steps: int, workers: int) -> Trained:
     """Train the task's model, in place, for `steps` steps, and return the outcome.
-
-    Args:
-        task: Freshly loaded.
-        compressor: What averages the workers' gradients.
-        steps: Of the optimizer.
-        workers: Among which each batch is divided.
-        optimizer: None: the task's own.
 
     Raises:
         CommHooksError: The compressor does not accept the model's parameters, or fails.
@@ -60,10 +50,10 @@ def train_in_lockstep(
     """
     model = task.model
     exchangers = join_workers(model, compressor, workers)
-    updating = task.optimizer(optimizer)
+    optimizer = task.optimizer()
     gradients, diverged = list[Gradients](), None
     for step in range(steps):
-        task.set_learning_rate(updating, step, steps)
+        task.set_learning_rate(optimizer, step, steps)
         losses, gradients = own_gradients(task, step, workers)
         means = gradients if step < steps - 1 else [_copies(own) for own in gradients]
         commhooks.average_in_lockstep(exchangers, means)
@@ -71,7 +61,7 @@ def train_in_lockstep(
             _check_agreement(means)
         for name, parameter in model.named_parameters():
             parameter.grad = means[0][name]
-        updating.step()
+        optimizer.step()
         if not math.isfinite(sum(losses)):
             diverged = step + 1
             break

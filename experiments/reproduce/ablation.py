@@ -35,8 +35,6 @@ class Ablation:
     share of the task's steps."""
     against: Mapping[str, str] = field(default_factory=dict)
     """Which label each label is compared with; missing: with the first one."""
-    optimizer: str = ""
-    """As on the command line: 'sgd:lr=0.1'. Empty: each task's own."""
     seeds: int = 5
     """Higher: narrower intervals."""
     workers: int = 4
@@ -71,21 +69,19 @@ class Trial:
     task: str
     variant: str
     hook: str
-    optimizer: str
     seed: int
     workers: int
 
     @property
     def key(self) -> str:
         """What tells it apart from all others."""
-        return f"{self.task} · {self.variant} ({self.hook}) · {self.optimizer or 'own optimizer'} · seed {self.seed}"
+        return f"{self.task} · {self.variant} ({self.hook}) · seed {self.seed}"
 
     def run(self) -> dict[str, Any]:
         """Train, and return a row of the results; a number that is not finite becomes None."""
         task = load_task(self.task, self.seed)
         hook = make_hook(Spec.parse(hook_for(self.hook, task.steps)), self.seed)
-        optimizer = Spec.parse(self.optimizer, "optimizer") if self.optimizer else None
-        trained = train_in_lockstep(task, hook, steps=task.steps, workers=self.workers, optimizer=optimizer)
+        trained = train_in_lockstep(task, hook, steps=task.steps, workers=self.workers)
         row = {"key": self.key, "task": self.task, "variant": self.variant, "seed": self.seed, "steps": task.steps}
         return row | {name: _finite(value) for name, value in dataclasses.asdict(trained).items()}
 
@@ -110,7 +106,6 @@ def train_variants(ablation: Ablation, notes: Notes) -> dict[str, Any]:
             task=task,
             variant=label,
             hook=hook,
-            optimizer=ablation.optimizer,
             seed=seed,
             workers=ablation.workers,
         )

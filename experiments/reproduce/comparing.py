@@ -101,7 +101,7 @@ def draw_differences(ablation: Ablation, rows: Sequence[Mapping[str, Any]], them
     others = [label for label in ablation.variants if label != ablation.baseline]
     with matplotlib.rc_context(style(theme)):
         height = 1.4 + 0.36 * len(others)
-        figure, panels = canvases("", "", 8.4, height, columns=len(ablation.tasks), sharey=True)
+        figure, panels = canvases("", "", 8.8, height, columns=len(ablation.tasks), sharey=True)
         for axes, task in zip(panels, ablation.tasks, strict=True):
             of_task = [row for row in rows if row["task"] == task]
             score = _score_of(task, of_task)

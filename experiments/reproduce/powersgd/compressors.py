@@ -23,7 +23,7 @@ from ..reproduction import Block, Reproduction, Table
 from .tasks import PAPER, TASKS, TINY
 
 _VARIANTS = {
-    "SGD": "all-reduce",
+    "all-reduce": "all-reduce",
     "rank 7": "powersgd:rank=7",
     "random block 15 %": "random-block:ratio=0.15",
     "random k 15 %": "random-k:ratio=0.15",
@@ -91,7 +91,7 @@ def _show(settings: Timed, measured: Mapping[str, Any]) -> list[Block]:
 _DEFAULT = Timed(
     tasks=TASKS,
     variants=_VARIANTS,
-    against={"rank 2": "SGD", "rank 7": "SGD"}
+    against={"rank 2": "all-reduce", "rank 7": "all-reduce"}
     | {label: "rank 7" if label in _AT_RANK_7 else "rank 2" for label in list(_VARIANTS)[2:] if label != "rank 2"},
 )
 

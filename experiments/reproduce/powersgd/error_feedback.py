@@ -21,7 +21,7 @@ REPRODUCTION = Reproduction(
     ),
     sizes=sizes(
         variants={
-            "SGD": "all-reduce",
+            "all-reduce": "all-reduce",
             "rank 1": "powersgd:rank=1",
             "rank 1 without feedback": "powersgd:rank=1,error_feedback=false",
             "rank 2": "powersgd:rank=2",

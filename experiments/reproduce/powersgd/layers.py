@@ -23,7 +23,7 @@ REPRODUCTION = Reproduction(
     ),
     sizes=sizes(
         variants={
-            "SGD": "all-reduce",
+            "all-reduce": "all-reduce",
             "layers at rank 1": "powersgd:rank=1",
             "bucket at rank 1": _BATCHED.format(1),
             "bucket at rank 4": _BATCHED.format(4),

@@ -23,7 +23,7 @@ REPRODUCTION = Reproduction(
     ),
     sizes=sizes(
         variants={
-            "SGD": "all-reduce",
+            "all-reduce": "all-reduce",
             "rank 1 from the start": "powersgd:rank=1",
             **{label: f"powersgd:rank=1,start_after={share}%" for share, label in _LABELS.items()},
         },

@@ -23,7 +23,7 @@ REPRODUCTION = Reproduction(
     ),
     sizes=sizes(
         variants={
-            "SGD": "all-reduce",
+            "all-reduce": "all-reduce",
             "rank 1": "powersgd:rank=1",
             "rank 1 from a cold start": "powersgd:rank=1,warm_start=false",
             "rank 2": "powersgd:rank=2",
