@@ -50,14 +50,14 @@ HOOKS |= {
 }
 _MODELS = {
     "resnet18": _Model(
-        "ResNet-18 for CIFAR-10",
+        "ResNet-18 on CIFAR-10",
         ResNet18,
         24,
         dict(zip(list(HOOKS)[:5], ("1023.01", "4.205", "7.531", "14.182", "24.159"), strict=True))
         | {"sign + norm": "31.97", "top-k 1/32": "31.97", "top-k 1/136": "7.52", "random k as rank 2": "7.53"},
     ),
     "lstm": _Model(
-        "the LSTM for WikiText-2",
+        "the LSTM on WikiText-2",
         lambda: LstmModel(650, 3, vocabulary=28_869),
         70,
         dict(zip(list(HOOKS)[:5], ("7730.30", "24.964", "38.053", "64.232", "103.50"), strict=True))
@@ -107,9 +107,10 @@ def _show(settings: DataSent, measured: Mapping[str, Any]) -> list[Block]:
         for row in of_model:
             said, sent = model.said[row["scheme"]], row["bytes"]
             epoch = f"{sent * model.steps / _MIB:.{len(said.partition('.')[2])}f}"
-            words = f"{sent / _WORD:,.0f}"
-            cells.append([row["scheme"], words, epoch, said, "yes" if epoch == said else "no", f"{dense / sent:.2f}"])
-        title = f"{model.words}: {model.steps} steps an epoch, {settings.workers} workers; sent by one of them"
+            numbers = f"{sent / _WORD:,.0f}"
+            cells.append([row["scheme"], numbers, epoch, said, "yes" if epoch == said else "no", f"{dense / sent:.2f}"])
+        words = f"{model.words[0].upper()}{model.words[1:]}"
+        title = f"{words}: {model.steps} steps an epoch, {settings.workers} workers; sent by one of them"
         columns = ("scheme", "4-byte words a step", "MiB an epoch", "source, MiB", "same", "ratio")
         others = [cell[0] for cell in cells if cell[4] == "no"]
         text = (
