@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .terminal import command_given, errors_in_words
+from .terminal import errors_in_words
 
 
 def reproduce(
@@ -43,7 +43,6 @@ def reproduce(
                 link=link,
                 docs=docs,
                 overwrite=overwrite,
-                command=command_given(),
             ),
             console,
         )

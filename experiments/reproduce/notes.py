@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,17 @@ class Notes:
                 f"{self._path} holds what an interrupted reproduction with other settings or versions had finished: "
                 "continue that one with its own command, name another folder with --out, or remove it with --overwrite"
             )
-        self._parts: dict[str, Any] = dict(json.loads(line) for line in lines[1:])
+        kept = [json.loads(line) for line in lines[1:]]
+        self._parts: dict[str, Any] = {key: value for key, value, _ in kept}
+        self._begun = time.perf_counter() - (kept[-1][2] if kept else 0.0)
         self._path.write_text("".join(f"{line}\n" for line in lines or [first]), encoding="utf-8")
         if self._parts:
             say(f"continuing: {len(self._parts)} parts are finished already ({self._path})")
+
+    @property
+    def seconds(self) -> float:
+        """How long the measuring has taken, without what was lost in interruptions."""
+        return time.perf_counter() - self._begun
 
     def get(self, key: str) -> Any | None:
         """Return what was kept under the key, also by an interrupted run; None if nothing was."""
@@ -47,7 +55,7 @@ class Notes:
 
     def keep(self, key: str, value: Any) -> None:
         """Write a finished part to the disk; JSON must be able to hold it."""
-        line = json.dumps([key, value])
+        line = json.dumps([key, value, self.seconds])
         self._parts[key] = json.loads(line)[1]
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")

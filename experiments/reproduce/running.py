@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,13 @@ class Request:
     link: str | None = None  # the kind of the links; None: that of the size
     docs: Path | None = None  # the documentation's folder of reproductions, which receives tables and pictures
     overwrite: bool = False  # measure again what is finished already
-    command: str = "commhooks reproduce"  # the command that gives the same
+
+    @property
+    def command(self) -> str:
+        """The command that measures the same."""
+        options = {"size": None if self.size == "default" else self.size, "seeds": self.seeds, "link": self.link}
+        given = [f"--{name} {value}" for name, value in options.items() if value is not None]
+        return " ".join(["commhooks reproduce", self.name, *given])
 
     @property
     def folder(self) -> Path:
@@ -152,8 +157,8 @@ def _measure(reproduction: Reproduction, request: Request, settings: Any, consol
 
     written = Results.of_settings(settings)
     head = {"name": reproduction.name, "settings": written, "versions": versions()}
-    begun = time.perf_counter()
-    measured = reproduction.measure(settings, Notes(request.folder, head, say))
+    kept = Notes(request.folder, head, say)
+    measured = reproduction.measure(settings, kept)
     made = Results(
         reproduction=reproduction.name,
         size=request.size,
@@ -161,7 +166,7 @@ def _measure(reproduction: Reproduction, request: Request, settings: Any, consol
         versions=versions(),
         machine=machine(),
         command=request.command,
-        seconds=time.perf_counter() - begun,
+        seconds=kept.seconds,
         measured=measured,
     )
     path = made.write(request.folder)
