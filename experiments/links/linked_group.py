@@ -17,11 +17,11 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.futures import Future
 
 from commhooks.communicators.traffic import KindTraffic
+from commhooks.planning.gloo import course_of, moved_bytes
 from commhooks.tensors import tensor_bytes
 from ddp_core.collectives import result_of
 
 from ..training.measure import WaitClock
-from .gloo import course_of, moved_bytes
 from .link import Wire
 
 NO_TIMEOUT = timedelta(0)  # as in PyTorch: wait as long as the process group does

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from commhooks.planning.gloo import FRAMING
 from experiments.cluster import why_not
-from experiments.links.gloo import FRAMING
 from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.summary import steps_to, target_loss, total_seconds, unprobed
