@@ -46,10 +46,13 @@ class Course:
     messages: int  # of the rank that sends most
     steps: int  # messages that wait for one another: each takes the latency
     both_ways: bool = True  # data flows in both directions, and shares the link with its acknowledgements
+    has_headers: bool = True  # of packets
 
     @property
     def overhead(self) -> float:
         """Bytes on the link for each byte of data."""
+        if not self.has_headers:
+            return 1.0
         return FRAMING + ACKNOWLEDGEMENT if self.both_ways else FRAMING
 
 

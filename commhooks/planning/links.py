@@ -1,0 +1,172 @@
+"""The link between hosts in the step-time model: how long a collective takes on it, and what it sends.
+
+W ranks run on H = W/R hosts of R ranks each. A collective with a payload of p bytes per rank takes, in seconds,
+
+    wire      = 8 · (data · overhead + 390 · messages) / rate
+    processor = seconds_per_byte · bytes sent per rank
+    seconds   = max(wire, processor) + hops · latency
+
+summed over its legs. With one rank per host, or with `inner_rate=None`, there is one leg, of all W ranks at rate/R:
+data, messages and hops are those of `commhooks.planning.gloo` (algorithm "gloo"), or those of a ring alone:
+
+    ring            data (bytes per direction)   hops
+    all-reduce      2 (W-1)/W · p                2 (W-1)
+    reduce-scatter  (W-1)/W · p                  W-1
+    all-gather      (W-1) · p                    W-1
+    all-to-all      (W-1)/W · p                  1
+
+With a fast link inside hosts there are two. Outside, all ranks of a host exchange what concerns them with their
+counterparts, and their R shares pass the host's uplink together: the collective of H ranks with a payload of p if it is
+a sum (each rank holds one R-th of the host's), of R · p otherwise. Inside, at `inner_rate` and without headers:
+
+    inside          data (bytes per direction)   hops
+    all-reduce      2 (R-1)/R · p                2 (R-1)    a reduce-scatter before, an all-gather after
+    reduce-scatter  (R-1)/R · p                  R-1
+    all-gather      (R-1) · H · p                R-1
+    all-to-all      (R-1)/W · p                  1
+
+So the uplink of a host carries 2 (H-1)/H · p, (W-R) · p and R · p · (W-R)/W for an all-reduce, an all-gather and an
+all-to-all. The legs follow one another: overlap between them is not assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from commhooks.communicators.collective import KINDS, ring_bytes
+from commhooks.planning.gloo import MESSAGE_BYTES, Course, course_of
+
+ALGORITHMS = ("gloo", "ring")
+
+
+class Transfer(NamedTuple):
+    """One collective on its way."""
+
+    seconds: float
+    processor_seconds: float
+    """Of the rank's core, within `seconds`."""
+    bytes_sent: int
+    """Bytes of data sent per rank, on average over the ranks, also inside hosts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """The link of every host, in both directions, and the hosts' places in the network."""
+
+    rate: float
+    """Bits per second of a host's uplink, which all of its ranks share; `math.inf`: no limit."""
+    latency: float = 0.0
+    """Seconds, for each message that waits for another one."""
+    ranks_per_host: int = 1
+    inner_rate: float | None = None
+    """Bits per second of each rank's link inside its host. None: there is none, and ranks of a host reach each other
+    through the uplink, of which each has an equal share, as containers with a common network card do."""
+    inner_latency: float = 0.0
+    """Seconds, inside a host."""
+    algorithm: str = "gloo"
+    """"gloo": what Gloo sends, with headers and messages; "ring": the data of rings alone."""
+    hosts_per_site: int | None = None
+    """How many consecutive hosts share an uplink of their site. A ring crosses it once in each direction."""
+    site_rate: float | None = None
+    """Bits per second of a site's uplink; lower than that of its hosts together: oversubscribed."""
+    seconds_per_byte: float = 0.0
+    """Processor time per byte that a rank sends, of the core that computes. Higher: slower, and less overlap."""
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "inner_rate", "site_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"Link({name}={value!r}): {name} must be above zero, in bits per second.")
+        for name in ("latency", "inner_latency", "seconds_per_byte"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"Link({name}={value!r}): {name} must be in [0, inf), in seconds.")
+        for name in ("ranks_per_host", "hosts_per_site"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"Link({name}={value!r}): {name} must be a whole number of at least 1.")
+        if (self.hosts_per_site is None) != (self.site_rate is None):
+            raise ValueError(
+                f"Link(hosts_per_site={self.hosts_per_site}, site_rate={self.site_rate}): give both, or neither."
+            )
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"Link(algorithm={self.algorithm!r}): algorithm must be one of {', '.join(ALGORITHMS)}.")
+
+    def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
+        """Return the seconds and bytes of a collective; see the formulas above.
+
+        Raises:
+            ValueError: There is no such kind, or the ranks do not fill their hosts.
+
+        """
+        self._check(kind, ranks)
+        if ranks == 1:
+            return Transfer(0.0, 0.0, 0)
+        legs = self._legs(kind, payload, ranks)
+        sent = ring_bytes(kind, payload, ranks)
+        processor = self.seconds_per_byte * sent
+        wire = sum(seconds for seconds, _ in legs)
+        return Transfer(max(wire, processor) + sum(delay for _, delay in legs), processor, sent)
+
+    def _check(self, kind: str, ranks: int) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"Link.transfer(kind={kind!r}): kind must be one of {', '.join(KINDS)}.")
+        per_host = self.ranks_per_host
+        if ranks < 1 or (ranks > per_host and ranks % per_host):
+            raise ValueError(
+                f"{ranks} ranks do not fill hosts of {per_host} ranks: give a multiple of that, or fewer ranks"
+            )
+
+    def _legs(self, kind: str, payload: int, ranks: int) -> list[tuple[float, float]]:
+        """Return for each leg its seconds at the rates of its links, and the seconds of its latencies."""
+        if self.inner_rate is None:
+            course = self._course(kind, payload, ranks)
+            share = self.rate / min(ranks, self.ranks_per_host)
+            return [
+                (max(_seconds(course, share), self._site(course, kind, payload, ranks)), course.steps * self.latency)
+            ]
+        legs, inside = [], min(ranks, self.ranks_per_host)
+        hosts = ranks // inside
+        if inside > 1:
+            factor = {"all-gather": hosts, "all-to-all": inside / ranks}.get(kind, 1)
+            course = _ring(kind, factor * payload, inside)
+            legs.append((_seconds(course, self.inner_rate), course.steps * self.inner_latency))
+        if hosts > 1:
+            is_sum = kind in {"all-reduce", "reduce-scatter"}
+            course = self._course(kind, payload if is_sum else inside * payload, hosts)
+            course = dataclasses.replace(course, messages=course.messages * inside)
+            seconds = max(_seconds(course, self.rate), self._site(course, kind, payload, ranks))
+            legs.append((seconds, course.steps * self.latency))
+        return legs
+
+    def _course(self, kind: str, payload: int, ranks: int) -> Course:
+        return course_of(kind, payload, ranks) if self.algorithm == "gloo" else _ring(kind, payload, ranks)
+
+    def _site(self, course: Course, kind: str, payload: int, ranks: int) -> float:
+        """Return the seconds that the uplink of a site is busy: with a ring's neighbours, or with all its ranks."""
+        if self.hosts_per_site is None or self.site_rate is None:
+            return 0.0
+        inside = self.hosts_per_site * self.ranks_per_host
+        if inside >= ranks:
+            return 0.0
+        data = inside * payload * (ranks - inside) / ranks if kind == "all-to-all" else course.up_bytes
+        return _seconds(dataclasses.replace(course, up_bytes=data, down_bytes=data), self.site_rate)
+
+
+def _ring(kind: str, payload: float, ranks: int) -> Course:
+    """Return the data of a ring without headers; an all-to-all is direct."""
+    others = ranks - 1
+    data, hops = {
+        "all-reduce": (2 * others / ranks * payload, 2 * others),
+        "reduce-scatter": (others / ranks * payload, others),
+        "all-gather": (others * payload, others),
+        "all-to-all": (others / ranks * payload, 1),
+    }[kind]
+    return Course(data, data, 0, hops, has_headers=False)
+
+
+def _seconds(course: Course, rate: float) -> float:
+    bytes_in_all = max(course.up_bytes, course.down_bytes) * course.overhead + MESSAGE_BYTES * course.messages
+    return 8 * bytes_in_all / rate
