@@ -187,16 +187,15 @@ class _Rank:
                 continue
             else:
                 oldest = in_last_round[0] if in_last_round else issuing
+                if oldest is None and not self._left:
+                    return
                 if not self._wait_for(oldest):
-                    if oldest is None and not self._left:
-                        return
                     continue
-                assert oldest is not None, "only a task is waited for"
-                if oldest.is_in_last_round:
-                    self._work(oldest.bucket.after)
-                    in_last_round.popleft()
+                if in_last_round:
+                    self._work(in_last_round.popleft().bucket.after)
                     continue
-                self._compress(oldest)
+                assert issuing is not None, "only a task is waited for"
+                self._compress(issuing)
             if not issuing.bucket.stages:
                 self._work(issuing.bucket.after)
                 issuing = None
@@ -239,7 +238,7 @@ class _Rank:
         """Compress up to the next round."""
         if task.bucket.stages:
             self._work(task.bucket.stages[task.begun].seconds)
-            task.begun += 1
+        task.begun += 1
 
     def _work(self, seconds: float) -> None:
         """Let the worker thread compress for so many seconds of a core."""

@@ -38,6 +38,7 @@ from .options import (
 )
 from .overlap import overlap
 from .reproduce import reproduce
+from .simulate import simulate
 from .terminal import EachOptionOnce, command_given, errors_in_words
 
 if TYPE_CHECKING:
@@ -231,6 +232,7 @@ def report(
 app.command(help=help_texts.OVERLAP, cls=EachOptionOnce)(overlap)
 app.command(help=help_texts.LEADERBOARD, cls=EachOptionOnce)(leaderboard)
 app.command(help=help_texts.REPRODUCE, cls=EachOptionOnce)(reproduce)
+app.command(help=help_texts.SIMULATE, cls=EachOptionOnce)(simulate)
 
 
 def _asked_sweep(file: Path | None, preset: str | None) -> Sweep:

@@ -154,3 +154,31 @@ REPRODUCE = f"""
 measured.md (what the source says, tables and findings) and the pictures. The same command prints a finished \
 one again; after Ctrl-C, it continues. The documentation has a page for each, with the numbers of a run that was made.
 """
+
+SIMULATE = f"""
+{COMMANDS["simulate"]}
+
+A step of the task is measured here without any link, and the compression of every hook with up to 16 workers in one \
+process. What more ranks and other links would make of it is computed. \
+The model, and how close it is to real clusters, are described in the guide (simulate.md).
+
+[bold]Five hooks[/bold] on a GPT of 4 million parameters, at 100 Mbit/s to 100 Gbit/s.
+
+    commhooks simulate --out runs/simulated
+
+[bold]Hosts of eight ranks[/bold] that share a link, without and with a fast link inside.
+
+    commhooks simulate --ranks-per-host 8 --inner-rate 2.4Tbit/s --save measured.json
+    commhooks simulate --measured measured.json --rate 25Gbit/s --ranks 8,16,...,4096
+
+[bold]Your processor[/bold]: compute and compression are scaled alike, so that a step's compute takes as long.
+
+    commhooks simulate --task my_task.py:task --hook all-reduce --hook powersgd:rank=8 --compute 80ms
+
+[bold]From sizes alone[/bold], for all-reduce and fp16, without the time of compression.
+
+    commhooks simulate --parameters 1B --compute 0.1s --rate 100Gbit/s --algorithm ring
+
+[bold]The folder[/bold] given by --out receives simulation.csv, utilisation.png and simulation.json. \
+What was extrapolated, and all other assumptions, are printed and written beside the results.
+"""

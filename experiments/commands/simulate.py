@@ -1,0 +1,119 @@
+"""The command `commhooks simulate`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import BucketCap, ComputeOption, Hooks
+from .terminal import command_given, errors_in_words
+
+DEFAULT_RATES = ("100Mbit/s", "1Gbit/s", "10Gbit/s", "100Gbit/s")
+_POWERS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def simulate(
+    task: Annotated[str | None, typer.Option(help="Whose step to measure; default: gpt:size=base.")] = None,
+    hook: Hooks = None,
+    rate: Annotated[
+        list[str] | None, typer.Option("--rate", help="The rate of a host's link: 1Gbit/s. Repeat for more.")
+    ] = None,
+    latency: Annotated[str, typer.Option(help="For each message that waits for another one: 50us, 0.")] = "0.05ms",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks; dots continue by doubling.")] = "2,4,...,1024",
+    ranks_per_host: Annotated[int, typer.Option(help="How many ranks share a host's link.")] = 1,
+    inner_rate: Annotated[
+        str | None, typer.Option(help="Also with a link of this rate inside hosts: 2.4Tbit/s.")
+    ] = None,
+    inner_latency: Annotated[str, typer.Option(help="The latency inside hosts.")] = "5us",
+    hosts_per_site: Annotated[int | None, typer.Option(help="How many hosts share the uplink of a site.")] = None,
+    site_rate: Annotated[str | None, typer.Option(help="The rate of that uplink.")] = None,
+    algorithm: Annotated[str, typer.Option(help="gloo: with its headers and messages; ring: data alone.")] = "gloo",
+    compute: ComputeOption = None,
+    cores: Annotated[int, typer.Option(help="Of each rank; from 2 on, compression runs beside compute.")] = 1,
+    bucket_cap_mb: BucketCap = None,
+    parameters: Annotated[str | None, typer.Option(help="Instead of a task: 124M, 1B. Needs --compute.")] = None,
+    measured: Annotated[Path | None, typer.Option(help="Measurements of an earlier --save, instead of a task.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Keep the measurements in this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the table, the picture and all data.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in that folder.")] = False,
+) -> None:
+    """Compute the step time of clusters that are not there."""
+    with errors_in_words() as console:
+        from commhooks.planning.links import Link
+
+        from ..links.link import parse_latency, parse_rate
+        from ..simulate.simulating import DEFAULT_HOOKS, Request
+        from ..simulate.simulating import simulate as run
+        from ..specs import Spec
+
+        if inner_rate is not None and ranks_per_host == 1:
+            raise ValueError(
+                "--inner-rate is that of a link inside hosts: give the ranks of each with --ranks-per-host"
+            )
+        insides = [None] if inner_rate is None else [None, parse_rate(inner_rate) or float("inf")]
+        links = tuple(
+            Link(
+                rate=parse_rate(each) or float("inf"),
+                latency=parse_latency(latency),
+                ranks_per_host=ranks_per_host,
+                inner_rate=inside,
+                inner_latency=parse_latency(inner_latency),
+                algorithm=algorithm,
+                hosts_per_site=hosts_per_site,
+                site_rate=None if site_rate is None else parse_rate(site_rate) or float("inf"),
+            )
+            for each in rate or DEFAULT_RATES
+            for inside in insides
+        )
+        default = ("all-reduce", "fp16") if parameters is not None else DEFAULT_HOOKS
+        request = Request(
+            hooks=tuple(map(Spec.parse, hook or default)),
+            ranks=numbers_in(ranks),
+            links=links,
+            task=None if task is None else Spec.parse(task, "task"),
+            measured=measured,
+            parameters=None if parameters is None else _count_in(parameters),
+            compute=compute,
+            cores=cores,
+            bucket_cap_mb=bucket_cap_mb,
+            save=save,
+            out=out,
+            overwrite=overwrite,
+            command=command_given(),
+        )
+        run(request, console)
+
+
+def numbers_in(text: str) -> tuple[int, ...]:
+    """Return the numbers of ranks in a text such as '2,4,8' or '2,4,...,1024'.
+
+    Raises:
+        ValueError: The text does not have that form.
+
+    """
+    found: list[int] = []
+    pieces = [piece.strip() for piece in text.split(",")]
+    for before, piece in zip(["", *pieces], pieces, strict=False):
+        if piece == "..." and found:
+            continue
+        if not piece.isdecimal() or int(piece) < 1 or (found and int(piece) <= found[-1]):
+            raise ValueError(
+                f"ranks {text!r} does not parse: expected ascending numbers from 1 on, such as '2,4,8' or "
+                "'2,4,...,1024'"
+            )
+        while before == "..." and 2 * found[-1] < int(piece):
+            found.append(2 * found[-1])
+        found.append(int(piece))
+    if pieces[-1] == "...":
+        raise ValueError(f"ranks {text!r} does not parse: the last number must follow the dots, as in '2,4,...,1024'")
+    return tuple(found)
+
+
+def _count_in(text: str) -> float:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kMBT]?)\s*", text)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"parameters {text!r} does not parse: expected a number above zero, such as '124M' or '1B'")
+    return float(match[1]) * _POWERS[match[2]]

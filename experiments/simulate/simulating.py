@@ -1,0 +1,315 @@
+"""The simulation of many clusters: every hook, link and number of ranks, and in words what it rests on."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from commhooks.planning.links import Link
+from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
+from commhooks.units import bytes_in_words, counted, seconds_in_words
+
+from ..links.link import format_rate
+from ..machine import machine, versions
+from ..report.plots import LIGHT
+from ..report.table import plain_table
+from ..report.words import listed, percent
+from ..runs import Compute
+from ..specs import Spec
+from .measured import Measured
+from .measuring import Asked, measure
+from .pictures import utilisation_picture
+
+DEFAULT_HOOKS = ("all-reduce", "fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01")
+TABLE, PICTURE, DATA = "simulation.csv", "utilisation.png", "simulation.json"
+_BYTES_PER_ELEMENT = {"all-reduce": 4, "fp16": 2, "bf16": 2}
+_BUCKET_BYTES = 25 * 2**20  # of a DDP
+_FORWARD_SHARE = 1 / 3  # of compute; the backward pass costs about twice as much
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to simulate."""
+
+    hooks: tuple[Spec, ...]
+    ranks: tuple[int, ...]
+    links: tuple[Link, ...]
+    task: Spec | None = None
+    measured: Path | None = None  # measurements of an earlier command; None: measure now
+    parameters: float | None = None  # instead of a task
+    compute: str | None = None  # of a step on the user's processor
+    cores: int = 1
+    bucket_cap_mb: float | None = None
+    save: Path | None = None
+    out: Path | None = None
+    overwrite: bool = False
+    command: str = "commhooks simulate"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One simulated cluster."""
+
+    hook: str
+    ranks: int
+    link: Link
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """All simulated clusters, and what they rest on."""
+
+    points: tuple[Point, ...]
+    assumptions: tuple[str, ...]
+
+
+def simulate(request: Request, console: Console) -> Simulation:
+    """Measure or load what is needed, simulate, print tables and assumptions, and write the files.
+
+    Raises:
+        ValueError: What is asked for does not fit together; the message says what does.
+
+    """
+    _check(request)
+    for ranks in request.ranks:  # refuse before anything is measured
+        for link in request.links:
+            link.transfer("all-reduce", 1, ranks)
+    measured = None
+    if request.parameters is None:
+        measured = _measurements(request, console)
+        if request.save is not None:
+            measured.write(request.save)
+        found = simulate_measured(request, measured)
+    else:
+        found = simulate_sizes(request)
+    _print(found, console)
+    if request.out is not None:
+        _write(found, measured, request)
+        console.print(f"\ntable, picture and data  {request.out}", highlight=False, soft_wrap=True, markup=False)
+    return found
+
+
+def simulate_measured(request: Request, measured: Measured) -> Simulation:
+    """Return the simulation of measured hooks."""
+    factor = 1.0
+    if request.compute is not None:
+        stated = Compute.parse(request.compute)
+        factor = stated.factor or (stated.seconds or 0.0) / measured.compute.in_all
+    points = _points(
+        request, lambda hook, ranks: measured.step(hook, ranks, cores=request.cores).scaled(factor)
+    )  # fmt: skip
+    return Simulation(points, (*_said_of(measured, factor, request), *_said_of_links(request)))
+
+
+def simulate_sizes(request: Request) -> Simulation:
+    """Return the simulation of a model of which only the number of parameters and the compute are known."""
+    assert request.parameters is not None and request.compute is not None, "checked before"
+    seconds = Compute.parse(request.compute).seconds
+    assert seconds is not None, "checked before"
+    points = _points(
+        request, lambda hook, ranks: step_of_size(request.parameters or 0, _BYTES_PER_ELEMENT[hook], seconds)
+    )
+    said = (
+        f"{request.parameters:,.0f} parameters and {seconds_in_words(seconds)} of compute are given; nothing was "
+        "measured, and the time of compression is not counted.",
+        f"Gradients become ready evenly over the last {percent(1 - _FORWARD_SHARE)} of compute, in buckets of "
+        f"{bytes_in_words(_BUCKET_BYTES)} (of fp32); the optimizer's time is part of the compute.",
+    )
+    return Simulation(points, (*said, *_said_of_links(request)))
+
+
+def step_of_size(parameters: float, bytes_per_parameter: float, compute: float) -> Step:
+    """Return the step of a model that sends all its gradients by all-reduce, in buckets, during the backward pass."""
+    buckets = max(1, round(4 * parameters / _BUCKET_BYTES))
+    payload = round(parameters * bytes_per_parameter / buckets)
+    stage, forward = Stage(0.0, (("all-reduce", payload),)), _FORWARD_SHARE * compute
+    return Step(
+        compute=compute,
+        buckets=tuple(
+            Bucket(min(compute, forward + (n + 1) / buckets * (compute - forward)), (stage,)) for n in range(buckets)
+        ),
+    )
+
+
+def _check(request: Request) -> None:
+    """Raise ValueError if the request contradicts itself."""
+    given = [request.parameters is not None, request.measured is not None, request.task is not None]
+    if sum(given) != 1 and not (request.task is None and sum(given) == 0):
+        raise ValueError("give one of --task, --measured and --parameters: each says of what the compute is")
+    if request.parameters is not None:
+        if request.compute is None or Compute.parse(request.compute).seconds is None:
+            raise ValueError("--parameters needs the seconds of a step's compute: --compute 100ms")
+        unknown = [hook.label for hook in request.hooks if hook.label not in _BYTES_PER_ELEMENT]
+        if unknown:
+            raise ValueError(
+                f"hook {unknown[0]!r} needs the shapes of the parameters and its compression measured: name a task "
+                f"(--task), or simulate {listed(tuple(_BYTES_PER_ELEMENT), 'or')} from --parameters"
+            )
+        if request.save is not None:
+            raise ValueError("--save keeps measurements, and with --parameters nothing is measured")
+    existing = [name for name in (TABLE, PICTURE, DATA) if request.out and (request.out / name).exists()]
+    if existing and not request.overwrite:
+        raise ValueError(f"out: {request.out} has a {existing[0]} already; replace it with --overwrite")
+
+
+def _measurements(request: Request, console: Console) -> Measured:
+    """Return what was measured, now or by an earlier command."""
+    if request.measured is None:
+        asked = Asked(
+            task=request.task or Spec.parse("gpt:size=base", "task"),
+            hooks=request.hooks,
+            ranks=request.ranks,
+            bucket_cap_mb=request.bucket_cap_mb,
+        )
+        return measure(asked, partial(console.print, highlight=False, markup=False))
+    measured = Measured.read(request.measured)
+    missing = [hook.label for hook in request.hooks if hook.label not in measured.hooks]
+    if missing:
+        raise ValueError(
+            f"measured {request.measured}: hook {missing[0]!r} was not measured; there are "
+            f"{listed(tuple(measured.hooks))}"
+        )
+    return measured
+
+
+def _points(request: Request, step: Callable[[str, int], Step]) -> tuple[Point, ...]:
+    return tuple(
+        Point(hook.label, ranks, link, step_time(step(hook.label, ranks), link, ranks))
+        for link in request.links
+        for hook in request.hooks
+        for ranks in request.ranks
+    )
+
+
+def _said_of(measured: Measured, factor: float, request: Request) -> list[str]:
+    """Return sentences about what was measured, and what was extrapolated."""
+    compute, here = measured.compute, measured.machine
+    said = [
+        f"{measured.task} ({measured.parameters:,} parameters, {counted(len(compute.buckets), 'bucket')}): compute of "
+        f"{seconds_in_words(compute.in_all)} a step and all compression were measured with one thread on "
+        f"{here['processor']}, {here['cores']} cores, with a load of {here['load']}.",
+        f"Each rank has {counted(request.cores, 'core')}"
+        + (": compression delays the backward pass." if request.cores == 1 else ": compression runs beside compute."),
+    ]
+    if factor != 1:
+        said.append(
+            f"Compute and compression are scaled alike, by {factor:.3g}: {seconds_in_words(factor * compute.in_all)} a "
+            "step. A processor that is faster at one of them is not described."
+        )
+    beyond: dict[int, list[str]] = {}
+    for label in dict.fromkeys(hook.label for hook in request.hooks):
+        times = measured.hooks[label]
+        if max(request.ranks) > times.most_workers:
+            beyond.setdefault(times.most_workers, []).append(label)
+        if uncounted := [f"{ranks:,}" for ranks in request.ranks if ranks > 1 and not times.is_counted(ranks)]:
+            said.append(f"Extrapolated: the payloads of {label} for {listed(uncounted)} ranks.")
+    for workers, labels in beyond.items():
+        said.append(
+            f"Extrapolated: the compression of {listed(labels)} beyond the {workers} workers that were timed. It grows "
+            "linearly with the bytes of the answers, if more workers have larger answers; otherwise it stays."
+        )
+    other = {name: number for name, number in versions().items() if measured.versions.get(name) != number}
+    if other:
+        old = ", ".join(f"{name} {measured.versions.get(name, 'unknown')}" for name in other)
+        said.append(f"Note: it was measured with other versions: {old}.")
+    return said
+
+
+def _said_of_links(request: Request) -> list[str]:
+    link = request.links[0]
+    said = [
+        f"Every host has its own link of the stated rate in both directions, with a latency of "
+        f"{seconds_in_words(link.latency)} for each message that waits for another one; switches have room for all.",
+        "Collectives pass the link one after another. "
+        + (
+            "Bytes and messages are those of Gloo, with the headers of packets."
+            if link.algorithm == "gloo"
+            else "Only the data of rings is counted, without headers."
+        ),
+    ]
+    if link.ranks_per_host > 1:
+        said.append(
+            f"{counted(link.ranks_per_host, 'rank')} on each host share its link. Without a fast link inside, they "
+            "reach each other through it too; with one, sums are reduced and gathered inside, before and after the "
+            "hosts' exchange."
+        )
+    if link.hosts_per_site is not None:
+        said.append(
+            f"{counted(link.hosts_per_site, 'host')} of a site share an uplink of {format_rate(link.site_rate)}."
+        )
+    return [*said, "All ranks are equally fast, and nothing is lost."]
+
+
+def title_of(link: Link) -> str:
+    """Return the link in words: '1 Gbit/s, 8 ranks per host, 2.4 Tbit/s inside'."""
+    text = format_rate(link.rate)
+    if link.ranks_per_host > 1:
+        text += f", {link.ranks_per_host} ranks per host"
+        text += f", {format_rate(link.inner_rate)} inside" if link.inner_rate else ", no link inside"
+    return text
+
+
+def _print(found: Simulation, console: Console) -> None:
+    for link in dict.fromkeys(point.link for point in found.points):
+        own = [point for point in found.points if point.link == link]
+        hooks = list(dict.fromkeys(point.hook for point in own))
+        console.print()
+        table = plain_table(f"{title_of(link)}: step time and utilisation", tuple(map(escape, hooks)), first="ranks")
+        for ranks in dict.fromkeys(point.ranks for point in own):
+            times = [next(p.time for p in own if (p.hook, p.ranks) == (hook, ranks)) for hook in hooks]
+            table.add_row(
+                f"{ranks:,}", *(f"{seconds_in_words(time.seconds)}  {percent(time.utilisation)}" for time in times)
+            )
+        console.print(table)
+    console.print("\nAssumptions", style="bold")
+    for sentence in found.assumptions:
+        console.print(f"- {sentence}", highlight=False, markup=False)
+
+
+def _write(found: Simulation, measured: Measured | None, request: Request) -> None:
+    """Write table, picture and data."""
+    folder = request.out
+    assert folder is not None, "asked for"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = rows_of(found.points)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    (folder / TABLE).write_text(text.getvalue(), encoding="utf-8")
+    (folder / PICTURE).write_bytes(utilisation_picture(found.points, LIGHT))
+    data = {
+        "command": request.command,
+        "assumptions": found.assumptions,
+        "points": rows,
+        "measured": None if measured is None else dataclasses.asdict(measured),
+        "versions": versions(),
+        "machine": machine(),
+    }
+    (folder / DATA).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def rows_of(points: Sequence[Point]) -> list[dict[str, object]]:
+    """Return a row for each cluster: rates in bits per second, times in seconds, bytes sent per rank."""
+    return [
+        {
+            "hook": point.hook,
+            "ranks": point.ranks,
+            "rate": point.link.rate,
+            "ranks_per_host": point.link.ranks_per_host,
+            "inner_rate": point.link.inner_rate,
+            "utilisation": point.time.utilisation,
+            **vars(point.time),
+        }
+        for point in points
+    ]
