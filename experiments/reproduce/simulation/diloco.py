@@ -34,9 +34,9 @@ _BACKWARD_SHARE = 2 / 3  # of a step's compute
 class Settings:
     """What is assumed."""
 
-    parameters: float = 1e9
+    parameters: int = 1_000_000_000
     step_seconds: float = 0.1
-    bytes_per_parameter: float = 2.0  # bfloat16
+    bytes_per_parameter: int = 2  # bfloat16
     replicas: int = 2
     parts: int = 24  # layers, each sent when its gradients are ready
     overlap: bool = True
@@ -52,7 +52,7 @@ def _variants(settings: Settings) -> dict[str, Settings]:
     return {
         "ours": settings,
         "without overlap": dataclasses.replace(settings, overlap=False),
-        "4 bytes a parameter": dataclasses.replace(settings, bytes_per_parameter=4.0),
+        "4 bytes a parameter": dataclasses.replace(settings, bytes_per_parameter=4),
         "8 replicas": dataclasses.replace(settings, replicas=8),
     }
 
@@ -71,7 +71,7 @@ def utilisation(settings: Settings, period: int, rate: float) -> float:
     """Return the compute utilisation if all parameters are averaged once in so many steps, at this rate."""
     compute = period * settings.step_seconds
     backward = _BACKWARD_SHARE * settings.step_seconds  # of the period's last step
-    payload = round(settings.parameters * settings.bytes_per_parameter / settings.parts)
+    payload = settings.parameters * settings.bytes_per_parameter // settings.parts
     buckets = []
     for part in range(1, settings.parts + 1):
         ready = compute - backward * (1 - part / settings.parts) if settings.overlap else compute
