@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from ..tasks import LoadedTask, load_task
 from .measured import BucketTimes, ComputeTimes, HookTimes, Measured, Sends
 
 WORKERS = (2, 4, 8, 16)
-_WARM_UP = 2  # steps that are not counted: memory is allocated in them, and the DDP rebuilds its buckets
+_WARM_UP = 2  # steps that are not counted
 _TIMEOUT_SECONDS = 600.0
 _COPIES = 8  # of a worker's gradients that must fit into memory: residual, buckets, messages, answers
 _SECONDS_OF_A_HOOK = 4.0  # with one number of workers; after these it is timed no more
@@ -82,7 +83,12 @@ def _measure_all(rank: int, ranks: int, asked: Asked, send: Send) -> None:
     torch.set_num_threads(1)
     task = load_task(asked.task, asked.seed)
     send(f"measuring the compute of {task.name}")
-    compute = measure_compute(task, asked.steps, asked.bucket_cap_mb)
+    clock = ComputeClock(task, asked.bucket_cap_mb)
+    clock.warm_up(task.batch(0, 0, 1))
+    for step in range(asked.steps):
+        clock.step(task.batch(step, 0, 1))
+    compute = clock.take()
+    del clock  # a DDP must go before its process group does
     workers = _that_fit(asked.workers, task.model)
     _, gradients = own_gradients(task, 0, max(workers))
     hooks = {}
@@ -93,48 +99,52 @@ def _measure_all(rank: int, ranks: int, asked: Asked, send: Send) -> None:
     send(Measured(task.name, parameters, compute, hooks, versions(), machine()))
 
 
-class _Notes:
-    """A DDP's hook that answers at once, and notes when each bucket came."""
+class ComputeClock:
+    """A task's model in a DDP whose hook answers at once: its steps are timed, and when each bucket came.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.came: list[tuple[float, tuple[str, ...]]] = []
+    With several ranks, each of them has one, and all take their steps together.
+    """
 
-    def hook(self, state: object, bucket: ddp_core.GradBucket) -> torch.futures.Future[Tensor]:
-        self.came.append((time.perf_counter(), tuple(self._names[id(p)] for p in bucket.parameters())))
+    def __init__(self, task: LoadedTask, bucket_cap_mb: float | None) -> None:
+        self._task = task
+        self._names = {id(parameter): name for name, parameter in task.model.named_parameters()}
+        self._came: list[tuple[float, tuple[str, ...]]] = []
+        self._ddp = ddp_core.DistributedDataParallel(task.model, bucket_cap_mb=bucket_cap_mb)
+        self._ddp.register_comm_hook(None, self._answer)
+        self._optimizer = task.optimizer()
+        self._steps: list[tuple[float, float, list[float]]] = []
+
+    def step(self, batch: Any) -> None:
+        """Take a step, and time it."""
+        self._came.clear()
+        begun = time.perf_counter()
+        self._task.loss(self._ddp, batch).backward()
+        computed = time.perf_counter()
+        self._optimizer.step()
+        updated = time.perf_counter()
+        self._steps.append((computed - begun, updated - computed, [moment - begun for moment, _ in self._came]))
+        self._optimizer.zero_grad()
+
+    def take(self) -> ComputeTimes:
+        """Return the medians of the steps since the last call, and forget them."""
+        computes, updates, ready = zip(*self._steps, strict=True)
+        self._steps.clear()
+        seconds = statistics.median(computes)
+        moments = np.maximum.accumulate(np.median(ready, axis=0)).clip(max=seconds)
+        buckets = tuple(names for _, names in self._came)
+        return ComputeTimes(seconds, statistics.median(updates), tuple(moments.tolist()), buckets)
+
+    def warm_up(self, batch: Any) -> None:
+        """Take steps that are not counted: memory is allocated in them, and the DDP rebuilds its buckets."""
+        for _ in range(_WARM_UP):
+            self.step(batch)
+        self._steps.clear()
+
+    def _answer(self, state: object, bucket: ddp_core.GradBucket) -> torch.futures.Future[Tensor]:
+        self._came.append((time.perf_counter(), tuple(self._names[id(p)] for p in bucket.parameters())))
         answered: torch.futures.Future[Tensor] = torch.futures.Future()
         answered.set_result(bucket.buffer())
         return answered
-
-
-def measure_compute(task: LoadedTask, steps: int, bucket_cap_mb: float | None, *, rank: int = 0, ranks: int = 1,
-                    meet: Callable[[], object] = lambda: None) -> ComputeTimes:  # fmt: skip
-    """Train a few steps without communication, in a process group, and return the median times.
-
-    With several ranks, all of them call this; `meet` is called before each step. The parameters change.
-    """
-    notes = _Notes(task.model)
-    ddp = ddp_core.DistributedDataParallel(task.model, bucket_cap_mb=bucket_cap_mb)
-    ddp.register_comm_hook(None, notes.hook)
-    optimizer = task.optimizer()
-    ready, compute, updates = [], [], []
-    for step in range(_WARM_UP + steps):
-        batch = task.batch(step, rank, ranks)
-        notes.came.clear()
-        meet()
-        begun = time.perf_counter()
-        task.loss(ddp, batch).backward()
-        computed = time.perf_counter()
-        optimizer.step()
-        updates.append(time.perf_counter() - computed)
-        compute.append(computed - begun)
-        ready.append([moment - begun for moment, _ in notes.came])
-        optimizer.zero_grad()
-    buckets = tuple(names for _, names in notes.came)
-    del ddp
-    seconds = statistics.median(compute[_WARM_UP:])
-    moments = np.maximum.accumulate(np.median(ready[_WARM_UP:], axis=0)).clip(max=seconds)
-    return ComputeTimes(seconds, statistics.median(updates[_WARM_UP:]), tuple(moments.tolist()), buckets)
 
 
 def measure_hook(spec: Spec, compute: ComputeTimes, gradients: Sequence[Gradients], asked: Asked) -> HookTimes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from ...leaderboard.lockstep import own_gradients
 from ...links.link import LinkSettings
 from ...runs import RunSettings
 from ...simulate.measured import ComputeTimes, HookTimes
-from ...simulate.measuring import Asked, measure_compute, measure_hook
+from ...simulate.measuring import Asked, ComputeClock, measure_hook
 from ...specs import Spec
 from ...tasks import LoadedTask, load_task
 from ...training.registration import register
@@ -37,76 +37,94 @@ class Work:
     steps: int
     bucket_cap_mb: float
     dilation: float  # seconds here for one second as reported
+    cores: int  # how many ranks time compression at once
     cluster: Cluster | None = None
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What the model is given, in seconds here: nothing of it was measured over a limited link."""
+class Unlimited:
+    """What was measured while links had no limit, in seconds here."""
 
-    compute: ComputeTimes
+    hooks: Mapping[str, HookTimes]  # on a core that no other rank uses
     hop_seconds: float  # that a message of a few bytes takes
-    seconds_per_byte: float  # that a rank sends, over links without a limit
+    seconds_per_byte: float  # that a rank sends
 
 
 @dataclass(frozen=True)
 class Case:
-    """Real steps."""
+    """Real steps, and what the model is given for them: nothing that was measured over a limited link."""
 
     rate: float
     hook: str
-    seconds: tuple[float, ...]  # of each step, as reported
-
-
-def time_compression(rank: int, ranks: int, argument: tuple[Work, ComputeTimes, int], send: Send) -> None:
-    """Time every hook among as many workers as the cluster has ranks, in each of a few processes at once."""
-    torch.set_num_threads(1)
-    work, compute, workers = argument
-    task = load_task(work.task)
-    _, gradients = own_gradients(task, 0, workers)
-    asked = Asked(task=work.task, hooks=work.hooks, workers=(workers,))
-    for spec in work.hooks:
-        dist.barrier()
-        times: HookTimes = measure_hook(spec, compute, gradients, asked)
-        if rank == 0:
-            send((spec.label, times))
+    seconds: tuple[float, ...]  # of each real step, as reported
+    compute: ComputeTimes  # of steps without communication, which took turns with the real ones; mean over the ranks
+    unlimited: Unlimited
 
 
 def run_steps(rank: int, ranks: int, work: Work, send: Send) -> None:
-    """Measure compute and the link without a limit, then real steps at every rate under every hook."""
+    """Measure the cases of each rate; what the model is given, anew for each, as a machine's other load changes."""
     torch.set_num_threads(1)
-    task = load_task(work.task)
-    told = send if rank == 0 else _silent
-    compute = measure_compute(task, work.steps, work.bucket_cap_mb, rank=rank, ranks=ranks, meet=dist.barrier)
+    task, alone = load_task(work.task), load_task(work.task)
+    clock = ComputeClock(alone, work.bucket_cap_mb)
+    clock.warm_up(alone.batch(0, rank, ranks))
+    clock.step(alone.batch(0, rank, ranks))
+    first = clock.take()
+    for rate in work.rates:
+        _set_rate(work, rank, None)
+        unlimited = _unlimited(task, first, work, rank, ranks)
+        _set_rate(work, rank, rate / work.dilation)
+        for spec in work.hooks:
+            seconds = _steps(task, clock, spec, rate, work)
+            compute = _mean_over_ranks(clock.take(), ranks)
+            if rank == 0:
+                reported = tuple(one / work.dilation for one in seconds)
+                send(Case(rate, spec.label, reported, compute, unlimited))
+    del clock  # a DDP must go before its process group does
+
+
+def _set_rate(work: Work, rank: int, rate: float | None) -> None:
+    """Set the rate of all links, if they are real; an emulated one is part of what is registered."""
+    if work.cluster is not None and rank == 0:
+        work.cluster.set_rate(rate)
+    dist.barrier()
+
+
+def _unlimited(task: LoadedTask, compute: ComputeTimes, work: Work, rank: int, ranks: int) -> Unlimited:
     small = _median_seconds(lambda: dist.all_reduce(torch.zeros(1)))
     large = _median_seconds(lambda: dist.all_reduce(torch.zeros(_LARGE)))
     sent = 2 * (ranks - 1) / ranks * 4 * _LARGE
-    told(Inputs(_mean_over_ranks(compute, ranks), small / (2 * (ranks - 1)), max(0.0, large - small) / sent))
-    for rate in work.rates:
-        if work.cluster is not None:
-            if rank == 0:
-                work.cluster.set_rate(rate / work.dilation)
-            dist.barrier()
-        for spec in work.hooks:
-            seconds = _steps(task, spec, rate, work, rank, ranks)
-            told(Case(rate, spec.label, tuple(one / work.dilation for one in seconds)))
+    hooks: dict[str, HookTimes] = {}
+    if rank < work.cores:  # among as many workers, in this process, as there are ranks
+        _, gradients = own_gradients(task, 0, ranks)
+        asked = Asked(task=work.task, hooks=work.hooks, workers=(ranks,))
+        hooks = {spec.label: measure_hook(spec, compute, gradients, asked) for spec in work.hooks}
+    return Unlimited(hooks, small / (2 * (ranks - 1)), max(0.0, large - small) / sent)
 
 
-def _steps(task: LoadedTask, spec: Spec, rate: float, work: Work, rank: int, ranks: int) -> list[float]:
-    """Return the seconds from the end of each step to the end of the next."""
+def _steps(task: LoadedTask, clock: ComputeClock, spec: Spec, rate: float, work: Work) -> list[float]:
+    """Return the seconds of real steps, each of which follows one without communication."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     link = LinkSettings(kind=work.kind, bits_per_second=rate)
     settings = RunSettings(task=work.task, hook=spec, ranks=ranks, link=link, bucket_cap_mb=work.bucket_cap_mb)
     registered = register(settings, task.model, work.dilation)
     optimizer = task.optimizer()
-    batches = [task.batch(step, rank, ranks) for step in range(_WARM_UP + work.steps)]
-    ends = []
-    for batch in batches:
+    found = []
+    for step in range(_WARM_UP + work.steps):
+        batch = task.batch(step, rank, ranks)
+        dist.barrier()
+        if step >= _WARM_UP:
+            clock.step(batch)
+            dist.barrier()
+        begun = time.perf_counter()
         task.loss(registered.ddp, batch).backward()
         optimizer.step()
+        found.append(time.perf_counter() - begun)
         optimizer.zero_grad()
-        ends.append(time.perf_counter())
     registered.detach()
-    return [after - before for before, after in zip(ends[_WARM_UP - 1 :], ends[_WARM_UP:], strict=False)]
+    means = torch.tensor(found[_WARM_UP:], dtype=torch.float64)
+    dist.all_reduce(means)
+    seconds: list[float] = (means / ranks).tolist()
+    return seconds
 
 
 def _mean_over_ranks(compute: ComputeTimes, ranks: int) -> ComputeTimes:
@@ -124,7 +142,3 @@ def _median_seconds(action: Callable[[], object]) -> float:
         action()
         found.append(time.perf_counter() - begun)
     return statistics.median(found)
-
-
-def _silent(message: object) -> None:
-    """Send nothing: only rank 0 reports."""

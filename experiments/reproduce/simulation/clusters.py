@@ -1,8 +1,8 @@
 """Simulated step times beside measured ones, on clusters of network namespaces.
 
-For each number of hosts one world of ranks measures its compute without communication, what its links carry without a
-limit, and then real steps at every rate under every hook. Compression is timed separately, with as many workers in one
-process. Of all this the model is given everything but the real steps: nothing is fitted to them. Hosts that share cores
+For each number of hosts and each rate a world of ranks measures what its links carry without a limit and the
+compression of as many workers in one process, and then real steps under every hook, in turns with steps that send
+nothing. Of all this the model is given everything but the real steps: nothing is fitted to them. Hosts that share cores
 are slowed down together with their links, so that each has the processor of one core in the seconds that are reported.
 """
 
@@ -25,12 +25,11 @@ from ...cluster import Cluster
 from ...launch import run_world
 from ...links.link import format_rate, parse_rate
 from ...machine import cores
-from ...report.words import listed, percent
-from ...simulate.measured import ComputeTimes, HookTimes
+from ...report.words import percent
 from ...specs import Spec
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
-from .cluster_ranks import Case, Inputs, Work, run_steps, time_compression
+from .cluster_ranks import Case, Work, run_steps
 from .drawing import measured_and_simulated
 
 _TIMEOUT_SECONDS = 180.0
@@ -69,61 +68,47 @@ def _measure(settings: Settings, hosts: int, notes: Notes) -> list[dict[str, Any
         "steps": settings.steps,
         "bucket_cap_mb": settings.bucket_cap_mb,
         "dilation": max(1.0, hosts / cores()),
+        "cores": cores(),
     }
-    told: list[object] = []
+    cases: list[Case] = []
 
     def hear(message: object) -> None:
-        told.append(message)
-        if isinstance(message, Case):
-            seconds = seconds_in_words(statistics.median(message.seconds))
-            notes.tell(f"{hosts} hosts, {format_rate(message.rate)}, {message.hook}: {seconds} a step")
+        assert isinstance(message, Case), "rank 0 sends nothing else"
+        cases.append(message)
+        seconds = seconds_in_words(statistics.median(message.seconds))
+        notes.tell(f"{hosts} hosts, {format_rate(message.rate)}, {message.hook}: {seconds} a step")
 
     with ExitStack() as stack:
         cluster = stack.enter_context(Cluster.create(hosts)) if settings.kind == "hosts" else None
         whole = Work(**work, cluster=cluster)  # type: ignore[arg-type]  # 'has incompatible type "object"': each fits
         run_world(run_steps, hosts, whole, hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
-    inputs, *found = told
-    assert isinstance(inputs, Inputs), "rank 0 sends what it measured first"
-    hooks: dict[str, HookTimes] = {}
-    run_world(
-        time_compression,
-        min(hosts, cores()),
-        (whole, inputs.compute, hosts),
-        lambda message: hooks.update([message]),  # type: ignore[list-item]  # 'has incompatible type "object"': it is a pair
-        timeout=_TIMEOUT_SECONDS,
+    return [_row(hosts, case, whole.dilation) for case in cases]
+
+
+def _row(hosts: int, case: Case, dilation: float) -> dict[str, Any]:
+    """Return a case with what the model says of it, in the seconds that are reported."""
+    hook, compute = case.unlimited.hooks[case.hook], case.compute
+    step = Step(
+        compute=compute.seconds / dilation,
+        optimizer=compute.optimizer / dilation,
+        buckets=hook.buckets([moment / dilation for moment in compute.ready], hosts),  # timed on a core of its own
+        policy=hook.policy,
     )
-    return [_row(hosts, case, inputs, hooks[case.hook], whole) for case in found if isinstance(case, Case)]
-
-
-def _row(hosts: int, case: Case, inputs: Inputs, hook: HookTimes, work: Work) -> dict[str, Any]:
-    """Return a case with what the model says of it."""
-    step = _step(inputs.compute, hook, hosts, work.dilation)
     link = Link(
         rate=case.rate,
-        latency=inputs.hop_seconds / work.dilation,
-        seconds_per_byte=inputs.seconds_per_byte / work.dilation,
+        latency=case.unlimited.hop_seconds / dilation,
+        seconds_per_byte=case.unlimited.seconds_per_byte / dilation,
     )
-    simulated = step_time(step, link, hosts)
     return {
         "hosts": hosts,
         "rate": case.rate,
         "hook": case.hook,
         "steps": list(case.seconds),
-        "simulated": asdict(simulated),
+        "simulated": asdict(step_time(step, link, hosts)),
         "latency": link.latency,
         "seconds_per_byte": link.seconds_per_byte,
         "compression": sum(one.after + sum(stage.seconds for stage in one.stages) for one in step.buckets),
     }
-
-
-def _step(compute: ComputeTimes, hook: HookTimes, hosts: int, dilation: float) -> Step:
-    """Return the step in the seconds that are reported; compression was timed on a core of its own."""
-    return Step(
-        compute=compute.seconds / dilation,
-        optimizer=compute.optimizer / dilation,
-        buckets=hook.buckets([moment / dilation for moment in compute.ready], hosts),
-        policy=hook.policy,
-    )
 
 
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
@@ -193,15 +178,18 @@ def _verdict(errors: list[float]) -> str:
 
 
 def _inputs_in_words(cases: list[Any]) -> str:
-    """Return what the model was given, for each number of hosts."""
+    """Return what the model was given, as medians over the cases of each number of hosts."""
     found = []
     for hosts in dict.fromkeys(case["hosts"] for case in cases):
-        case = next(case for case in cases if case["hosts"] == hosts)
+        own = [case for case in cases if case["hosts"] == hosts]
+        compute = statistics.median(case["simulated"]["compute"] for case in own)
+        latency = statistics.median(case["latency"] for case in own)
+        a_byte = statistics.median(case["seconds_per_byte"] for case in own)
         found.append(
-            f"{hosts} hosts: compute {seconds_in_words(case['simulated']['compute'])}, {1e6 * case['latency']:.0f} µs "
-            f"for a message and {1e9 * case['seconds_per_byte']:.2g} ns for a byte over links without a limit"
+            f"{hosts} hosts: compute {seconds_in_words(compute)}, {1e6 * latency:.0f} µs for a message and "
+            f"{1e9 * a_byte:.2g} ns for a byte over links without a limit"
         )
-    return f"Given to the model, besides compression and bytes: {listed(found)}."
+    return f"Given to the model, besides compression and bytes (medians over the cases): {'; '.join(found)}."
 
 
 REPRODUCTION = Reproduction(
