@@ -125,14 +125,17 @@ class ComputeClock:
         self._steps.append((computed - begun, updated - computed, [moment - begun for moment, _ in self._came]))
         self._optimizer.zero_grad()
 
-    def take(self) -> ComputeTimes:
-        """Return the medians of the steps since the last call, and forget them."""
-        computes, updates, ready = zip(*self._steps, strict=True)
+    def take(self, over_ranks: Callable[[Tensor], object] = lambda times: None) -> ComputeTimes:
+        """Return the medians of the steps since the last call, and forget them.
+
+        `over_ranks` may replace each step's times, the rows of a tensor, in place with those of all ranks together.
+        """
+        times = torch.tensor([[compute, update, *ready] for compute, update, ready in self._steps], dtype=torch.float64)
         self._steps.clear()
-        seconds = statistics.median(computes)
-        moments = np.maximum.accumulate(np.median(ready, axis=0)).clip(max=seconds)
-        buckets = tuple(names for _, names in self._came)
-        return ComputeTimes(seconds, statistics.median(updates), tuple(moments.tolist()), buckets)
+        over_ranks(times)
+        seconds, optimizer, *ready = np.median(times.numpy(), axis=0).tolist()
+        moments = np.maximum.accumulate(ready).clip(max=seconds)
+        return ComputeTimes(seconds, optimizer, tuple(moments.tolist()), tuple(names for _, names in self._came))
 
     def warm_up(self, batch: Any) -> None:
         """Take steps that are not counted: memory is allocated in them, and the DDP rebuilds its buckets."""

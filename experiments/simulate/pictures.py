@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .simulating import Point
 
 
-def utilisation_picture(points: Sequence[Point], theme: Theme) -> bytes:
+def utilisation_picture(points: Sequence[Point], caption: str, theme: Theme) -> bytes:
     """Return a PNG: utilisation over ranks, with a pair of axes for each rate (row) and kind of host (column)."""
     rates = list(dict.fromkeys(point.link.rate for point in points))
     insides = list(dict.fromkeys((point.link.ranks_per_host, point.link.inner_rate) for point in points))
@@ -55,7 +56,10 @@ def utilisation_picture(points: Sequence[Point], theme: Theme) -> bytes:
         for axes in grid[-1]:
             axes.set_xlabel("ranks (logarithmic)")
         figure.suptitle("Utilisation: compute ÷ step time", x=0.02, ha="left", fontsize=11.5, fontweight="bold")
-        figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower left", ncols=3 if width > 5 else 2)
+        figure.legend(
+            *grid[0][0].get_legend_handles_labels(), loc="outside lower left", ncols=3 if width > 5 else 2,
+            title="\n".join(textwrap.wrap(caption, round(13 * width))), title_fontsize=8.5, alignment="left",
+        )  # fmt: skip
         return png(figure)
 
 

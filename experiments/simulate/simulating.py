@@ -71,6 +71,7 @@ class Simulation:
 
     points: tuple[Point, ...]
     assumptions: tuple[str, ...]
+    caption: str  # the most important of them, for the picture
 
 
 def simulate(request: Request, console: Console) -> Simulation:
@@ -108,7 +109,14 @@ def simulate_measured(request: Request, measured: Measured) -> Simulation:
     points = _points(
         request, lambda hook, ranks: measured.step(hook, ranks, cores=request.cores).scaled(factor)
     )  # fmt: skip
-    return Simulation(points, (*_said_of(measured, factor, request), *_said_of_links(request)))
+    workers = min(measured.hooks[hook.label].most_workers for hook in request.hooks)
+    compute = seconds_in_words(factor * measured.compute.in_all)
+    caption = (
+        f"{measured.task} on {measured.machine['processor']}: compute {compute} a step, "
+        f"{counted(request.cores, 'core')} a rank, latency {seconds_in_words(request.links[0].latency)}. "
+        f"Compression beyond {workers} ranks is extrapolated."
+    )
+    return Simulation(points, (*_said_of(measured, factor, request), *_said_of_links(request)), caption)
 
 
 def simulate_sizes(request: Request) -> Simulation:
@@ -125,7 +133,11 @@ def simulate_sizes(request: Request) -> Simulation:
         f"Gradients become ready evenly over the last {percent(1 - _FORWARD_SHARE)} of compute, in buckets of "
         f"{bytes_in_words(_BUCKET_BYTES)} (of fp32); the optimizer's time is part of the compute.",
     )
-    return Simulation(points, (*said, *_said_of_links(request)))
+    caption = (
+        f"{request.parameters:,.0f} parameters, compute {seconds_in_words(seconds)} a step, latency "
+        f"{seconds_in_words(request.links[0].latency)}; the time of compression is not counted."
+    )
+    return Simulation(points, (*said, *_said_of_links(request)), caption)
 
 
 def step_of_size(parameters: float, bytes_per_parameter: float, compute: float) -> Step:
@@ -285,18 +297,19 @@ def _write(found: Simulation, measured: Measured | None, request: Request) -> No
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(
+        {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()} for row in rows
+    )
     (folder / TABLE).write_text(text.getvalue(), encoding="utf-8")
-    (folder / PICTURE).write_bytes(utilisation_picture(found.points, LIGHT))
+    (folder / PICTURE).write_bytes(utilisation_picture(found.points, found.caption, LIGHT))
     data = {
         "command": request.command,
         "assumptions": found.assumptions,
-        "points": rows,
         "measured": None if measured is None else dataclasses.asdict(measured),
         "versions": versions(),
         "machine": machine(),
     }
-    (folder / DATA).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (folder / DATA).write_text(json.dumps(data) + "\n", encoding="utf-8")
 
 
 def rows_of(points: Sequence[Point]) -> list[dict[str, object]]:

@@ -57,7 +57,7 @@ class Case:
     rate: float
     hook: str
     seconds: tuple[float, ...]  # of each real step, as reported
-    compute: ComputeTimes  # of steps without communication, which took turns with the real ones; mean over the ranks
+    compute: ComputeTimes  # of steps without communication, in turns with the real ones: each step's slowest rank's
     unlimited: Unlimited
 
 
@@ -75,7 +75,7 @@ def run_steps(rank: int, ranks: int, work: Work, send: Send) -> None:
         _set_rate(work, rank, rate / work.dilation)
         for spec in work.hooks:
             seconds = _steps(task, clock, spec, rate, work)
-            compute = _mean_over_ranks(clock.take(), ranks)
+            compute = clock.take(lambda times: dist.all_reduce(times, dist.ReduceOp.MAX))
             if rank == 0:
                 reported = tuple(one / work.dilation for one in seconds)
                 send(Case(rate, spec.label, reported, compute, unlimited))
@@ -125,13 +125,6 @@ def _steps(task: LoadedTask, clock: ComputeClock, spec: Spec, rate: float, work:
     dist.all_reduce(means)
     seconds: list[float] = (means / ranks).tolist()
     return seconds
-
-
-def _mean_over_ranks(compute: ComputeTimes, ranks: int) -> ComputeTimes:
-    means = torch.tensor([compute.seconds, compute.optimizer, *compute.ready], dtype=torch.float64)
-    dist.all_reduce(means)
-    seconds, optimizer, *ready = (means / ranks).tolist()
-    return ComputeTimes(seconds, optimizer, tuple(ready), compute.buckets)
 
 
 def _median_seconds(action: Callable[[], object]) -> float:
