@@ -1,0 +1,217 @@
+"""Figure 9: the latency of an iteration against the number of hosts.
+
+All ranks run all the time. For a world size of W they form groups of W, each of which trains a model of its own: with
+8 hosts, a world size of 2 is four pairs. So a rank has the same share of the processor at every world size, and the
+world sizes take turns in the same processes. A group's latency is that of its slowest rank; a turn's is the mean over
+its groups.
+
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import matplotlib
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from commhooks.tensors import tensor_bytes
+from commhooks.units import counted, three_digits
+from ddp_core import GradBucket
+
+from ...launch import Send
+from ...links.link import LinkSettings, format_rate, parse_rate
+from ...report.plots import Theme, canvas, legend, png, style
+from ...specs import Spec
+from ...summary import Spread
+from ..notes import Notes
+from ..reproduction import Block, Picture, Reproduction, Table
+from .cells import draw_spreads, factor, milliseconds
+from .iterations import Replica, dilation, measure_in_world, timed
+
+_WARM_UP = 2  # iterations before the first turn: ddp_core arranges its buckets anew after the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured, and on groups of how many hosts."""
+
+    tasks: tuple[str, ...]
+    worlds: tuple[int, ...]  # numbers of hosts; each must divide the last one
+    base: int = 2  # hosts with which the others are compared
+    rate: str = "1Gbit/s"
+    bucket_cap_mb: float = 5.0  # about what the paper found best with Gloo
+    turns: int
+    kind: str = "hosts"
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the ranks are told."""
+
+    task: str
+    worlds: tuple[int, ...]
+    bucket_cap_mb: float
+    link: LinkSettings
+    turns: int
+    dilation: float
+
+
+def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
+    """Measure every task."""
+    ranks = settings.worlds[-1]
+    slower = dilation(ranks)
+    link = LinkSettings(kind=settings.kind, bits_per_second=parse_rate(settings.rate)).slowed(slower)
+    found = {}
+    for task in settings.tasks:
+        work = _Work(task, tuple(settings.worlds), settings.bucket_cap_mb, link, settings.turns, slower)
+        notes.tell(f"{task} on {ranks} ranks")
+        found[task] = notes.once(task, partial(measure_in_world, _rank, ranks, work, link, notes))
+    return {"dilation": slower, "tasks": found}
+
+
+def _rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
+    """Time iterations of groups in turns on one rank; rank 0 sends their seconds for each world size."""
+    torch.set_num_threads(1)
+    replicas = {}
+    for world in work.worlds:
+        group, _ = dist.new_subgroups(world)
+        assert group is not None, "every rank is in a group"
+        replicas[world] = Replica(Spec.parse(work.task, "task"), "core", work.bucket_cap_mb, work.link, group)
+    alone = _Alone()
+    replicas[1].ddp.register_comm_hook(alone, _note_bucket)
+    for replica in replicas.values():
+        for _ in range(_WARM_UP):
+            replica.step()
+    found: dict[str, list[float]] = {str(world): [] for world in work.worlds}
+    ready, sizes = list[list[float]](), list[int]()
+    for turn in range(work.turns):
+        for world, replica in replicas.items():
+            seconds = timed(partial(_step, replica, alone))
+            slowest = [max(seconds[first : first + world]) for first in range(0, ranks, world)]
+            found[str(world)].append(statistics.fmean(slowest) / work.dilation)
+            if world == 1:
+                ready.append([moment / work.dilation for moment in alone.ready])
+                sizes = alone.sizes
+        if rank == 0:
+            send(f"  turn {turn + 1} of {work.turns}")
+    parameters = replicas[1].parameters
+    for replica in replicas.values():
+        replica.close()
+    if rank == 0:
+        send({"parameters": parameters, "seconds": found, "ready": ready, "bucket_bytes": sizes})
+
+
+class _Alone:
+    """When the buckets of a model that is alone in its group were ready."""
+
+    def __init__(self) -> None:
+        self.ready: list[float] = []  # seconds since the iteration began
+        self.sizes: list[int] = []  # bytes
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self.ready, self.sizes = [], []
+        self._began = time.perf_counter()
+
+    def note(self, bucket: GradBucket) -> None:
+        """Note that a bucket is ready."""
+        self.ready.append(time.perf_counter() - self._began)
+        self.sizes.append(tensor_bytes(bucket.buffer()))
+
+
+def _note_bucket(alone: _Alone, bucket: Any) -> Future[Tensor]:
+    alone.note(bucket)
+    mean: Future[Tensor] = Future()
+    mean.set_result(bucket.buffer())
+    return mean
+
+
+def _step(replica: Replica, alone: _Alone) -> None:
+    alone.begin()
+    replica.step()
+
+
+def longer(found: Mapping[str, Any], world: int, than: int) -> Spread:
+    """Return by which factor an iteration takes longer on one number of hosts than on another, in each turn."""
+    seconds = found["seconds"]
+    return Spread.of([more / less for more, less in zip(seconds[str(world)], seconds[str(than)], strict=True)])
+
+
+def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
+    """Return a table for each task, what was found, and the picture."""
+    blocks: list[Block] = []
+    for task, found in measured["tasks"].items():
+        blocks += [_table(settings, task, found), _finding(settings, task, found)]
+    caption = f"Latency of an iteration against the number of hosts at {_rate(settings)}."
+    return [*blocks, Picture("latency", caption, partial(_draw, settings, measured["tasks"]))]
+
+
+def _rate(settings: Settings) -> str:
+    return format_rate(parse_rate(settings.rate))
+
+
+def _table(settings: Settings, task: str, found: Mapping[str, Any]) -> Table:
+    rows = [
+        [
+            str(world),
+            three_digits(2 * (world - 1) / world * sum(found["bucket_bytes"]) / 1e6),
+            milliseconds(Spread.of(found["seconds"][str(world)])),
+            factor(longer(found, world, settings.base)) if world != settings.base else "",
+        ]
+        for world in settings.worlds
+    ]
+    title = f"{task} at {_rate(settings)}: {found['parameters']:,} parameters, {settings.turns} turns"
+    against = f"times that of {counted(settings.base, 'host')} (quartiles)"
+    return Table(title, ("hosts", "MB sent by each", "ms an iteration (quartiles)", against), rows)
+
+
+def _finding(settings: Settings, task: str, found: Mapping[str, Any]) -> str:
+    most = settings.worlds[-1]
+    spread = longer(found, most, settings.base)
+    return (
+        f"{task}: an iteration takes {spread.median:.2f} times as long on {counted(most, 'host')} as on "
+        f"{settings.base} (quartiles {spread.low:.2f} to {spread.high:.2f})."
+    )
+
+
+def _draw(settings: Settings, tasks: Mapping[str, Mapping[str, Any]], theme: Theme) -> bytes:
+    """Draw the medians and quartiles of every task."""
+    with matplotlib.rc_context(style(theme)):
+        figure, axes = canvas(f"An iteration at {_rate(settings)}", "hosts", 6.4, 4.0)
+        for (task, found), colour in zip(tasks.items(), theme.hooks, strict=False):
+            spreads = [Spread.of(found["seconds"][str(world)]) for world in settings.worlds]
+            draw_spreads(axes, settings.worlds, spreads, colour=colour, label=f"{task}, measured: median and quartiles")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(settings.worlds, [str(world) for world in settings.worlds])
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("milliseconds an iteration")
+        legend(figure, axes)
+        return png(figure)
+
+
+REPRODUCTION = Reproduction(
+    name="ddp-figure-9",
+    title="The latency of an iteration from 1 to 256 hosts",
+    source="PyTorch DDP paper (Li et al., VLDB 2020), figure 9",
+    said=(
+        "From 1 to 256 GPUs the latency of an iteration grows, and mildly: throughput scales near-linearly (recalled).",
+        "With Gloo it grows more than with NCCL (recalled).",
+    ),
+    sizes={
+        "default": Settings(
+            tasks=("digits:batch_size=64,network=resnet18", "gpt:size=base"), worlds=(1, 2, 4, 8), turns=7
+        ),
+        "tiny": Settings(tasks=("gpt:size=tiny",), worlds=(1, 2), base=1, turns=2, kind="emulated"),
+    },
+    measure=measure,
+    show=show,
+)
