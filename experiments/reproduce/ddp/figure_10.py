@@ -168,12 +168,13 @@ def _draw(settings: Settings, scenes: Sequence[Mapping[str, Any]], theme: Theme)
         figure, panels = canvases("", "", 9.6, 3.6, columns=len(scenes))
         for axes, scene in zip(panels, scenes, strict=True):
             axes.set_title(_title(scene), loc="left", fontweight="bold", fontsize=10)
-            for (ddp, name), colour in zip(CLASSES.items(), theme.hooks, strict=False):
+            for (ddp, name), colour, beside in zip(CLASSES.items(), theme.hooks, (0.97, 1.03), strict=False):
                 seconds = scene["seconds"][ddp]
                 spreads = [Spread.of(seconds[str(cycle)]) for cycle in settings.cycles]
-                draw_spreads(axes, settings.cycles, spreads, colour=colour, label=f"{name}, median and quartiles")
+                places = [beside * cycle for cycle in settings.cycles]
+                draw_spreads(axes, places, spreads, colour=colour, label=f"{name}, median and quartiles")
                 axes.plot(
-                    settings.cycles,
+                    places,
                     [1e3 * arithmetic(seconds, cycle) for cycle in settings.cycles],
                     color=colour,
                     linestyle=":",

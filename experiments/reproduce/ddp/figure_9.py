@@ -9,6 +9,7 @@ its groups.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -22,13 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from commhooks.planning.links import Link
+from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from commhooks.tensors import tensor_bytes
 from commhooks.units import counted, three_digits
 from ddp_core import GradBucket
 
 from ...launch import Send
-from ...links.link import LinkSettings, format_rate, parse_rate
-from ...report.plots import Theme, canvas, legend, png, style
+from ...links.link import LinkSettings, format_rate, parse_latency, parse_rate
+from ...report.plots import Theme, canvases, legend, png, style
+from ...report.words import listed
 from ...specs import Spec
 from ...summary import Spread
 from ..notes import Notes
@@ -41,10 +45,12 @@ _WARM_UP = 2  # iterations before the first turn: ddp_core arranges its buckets 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured, and on groups of how many hosts."""
+    """What is measured, on groups of how many hosts, and on how many it is simulated."""
 
     tasks: tuple[str, ...]
     worlds: tuple[int, ...]  # numbers of hosts; each must divide the last one
+    simulated: tuple[int, ...]
+    latencies: tuple[str, ...] = ("0", "0.1ms")  # of the simulated link, for each message that waits for another
     base: int = 2  # hosts with which the others are compared
     rate: str = "1Gbit/s"
     bucket_cap_mb: float = 5.0  # about what the paper found best with Gloo
@@ -146,12 +152,27 @@ def longer(found: Mapping[str, Any], world: int, than: int) -> Spread:
     return Spread.of([more / less for more, less in zip(seconds[str(world)], seconds[str(than)], strict=True)])
 
 
+def simulated(settings: Settings, found: Mapping[str, Any], world: int, latency: str = "0") -> float:
+    """Return an iteration's seconds on so many hosts by the step-time model, from what groups of one measured."""
+    ready = [statistics.median(moments) for moments in zip(*found["ready"], strict=True)]
+    alone = statistics.median(found["seconds"]["1"])
+    buckets = tuple(
+        Bucket(moment, (Stage(0.0, (("all-reduce", size),)),))
+        for moment, size in zip(ready, found["bucket_bytes"], strict=True)
+    )
+    step = Step(compute=ready[-1], optimizer=max(0.0, alone - ready[-1]), buckets=buckets)
+    link = Link(rate=parse_rate(settings.rate) or math.inf, latency=parse_latency(latency))
+    return step_time(step, link, world).seconds
+
+
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
-    """Return a table for each task, what was found, and the picture."""
+    """Return tables of what was measured and simulated for each task, what was found, and the picture."""
     blocks: list[Block] = []
     for task, found in measured["tasks"].items():
         blocks += [_table(settings, task, found), _finding(settings, task, found)]
-    caption = f"Latency of an iteration against the number of hosts at {_rate(settings)}."
+    blocks.append(_simulated(settings, measured["tasks"]))
+    blocks += [_simulated_finding(settings, task, found) for task, found in measured["tasks"].items()]
+    caption = f"Latency of an iteration against the number of hosts at {_rate(settings)}, measured and simulated."
     return [*blocks, Picture("latency", caption, partial(_draw, settings, measured["tasks"]))]
 
 
@@ -166,35 +187,83 @@ def _table(settings: Settings, task: str, found: Mapping[str, Any]) -> Table:
             three_digits(2 * (world - 1) / world * sum(found["bucket_bytes"]) / 1e6),
             milliseconds(Spread.of(found["seconds"][str(world)])),
             factor(longer(found, world, settings.base)) if world != settings.base else "",
+            three_digits(1e3 * simulated(settings, found, world)),
         ]
         for world in settings.worlds
     ]
     title = f"{task} at {_rate(settings)}: {found['parameters']:,} parameters, {settings.turns} turns"
     against = f"times that of {counted(settings.base, 'host')} (quartiles)"
-    return Table(title, ("hosts", "MB sent by each", "ms an iteration (quartiles)", against), rows)
+    return Table(title, ("hosts", "MB sent by each", "ms an iteration (quartiles)", against, "simulated, ms"), rows)
 
 
 def _finding(settings: Settings, task: str, found: Mapping[str, Any]) -> str:
     most = settings.worlds[-1]
     spread = longer(found, most, settings.base)
+    errors = {
+        world: simulated(settings, found, world) / statistics.median(found["seconds"][str(world)]) - 1
+        for world in settings.worlds
+        if world > 1
+    }
+    off = listed([f"{100 * error:+.0f} % at {world}" for world, error in errors.items()])
     return (
         f"{task}: an iteration takes {spread.median:.2f} times as long on {counted(most, 'host')} as on "
-        f"{settings.base} (quartiles {spread.low:.2f} to {spread.high:.2f})."
+        f"{settings.base} (quartiles {spread.low:.2f} to {spread.high:.2f}). The simulated time differs from the "
+        f"measured median by {off}."
     )
 
 
+def _simulated(settings: Settings, tasks: Mapping[str, Mapping[str, Any]]) -> Table:
+    pairs = [(task, latency) for task in tasks for latency in settings.latencies]
+    rows = [
+        [
+            str(world),
+            *(three_digits(1e3 * simulated(settings, tasks[task], world, latency)) for task, latency in pairs),
+        ]
+        for world in settings.simulated
+    ]
+    columns = ("hosts", *(f"{_name(task)} {_latency(latency)}, ms" for task, latency in pairs))
+    return Table(f"Simulated at {_rate(settings)}, not measured", columns, rows)
+
+
+def _simulated_finding(settings: Settings, task: str, found: Mapping[str, Any]) -> str:
+    fewest, most = settings.worlds[-1], settings.simulated[-1]
+    factors = []
+    for latency in settings.latencies:
+        few, many = (simulated(settings, found, world, latency) for world in (fewest, most))
+        factors.append(f"{many / few:.2f} {_latency(latency)}")
+    return f"{task}: from {fewest} to {most} hosts the simulated time grows by a factor of {listed(factors)}."
+
+
+def _name(task: str) -> str:
+    """Return the task's network, or its name if it has only one."""
+    spec = Spec.parse(task, "task")
+    return str(dict(spec.settings).get("network", spec.name))
+
+
+def _latency(latency: str) -> str:
+    seconds = parse_latency(latency)
+    return f"with {1e3 * seconds:g} ms of latency" if seconds else "without latency"
+
+
 def _draw(settings: Settings, tasks: Mapping[str, Mapping[str, Any]], theme: Theme) -> bytes:
-    """Draw the medians and quartiles of every task."""
+    """Draw a panel for each task: what was measured as medians and quartiles, what was simulated as lines."""
+    worlds = [*settings.worlds, *settings.simulated]
     with matplotlib.rc_context(style(theme)):
-        figure, axes = canvas(f"An iteration at {_rate(settings)}", "hosts", 6.4, 4.0)
-        for (task, found), colour in zip(tasks.items(), theme.hooks, strict=False):
+        figure, panels = canvases("", "", 9.6, 3.8, columns=len(tasks))
+        for axes, (task, found) in zip(panels, tasks.items(), strict=True):
+            axes.set_title(f"{_name(task)} at {_rate(settings)}", loc="left", fontweight="bold", fontsize=10)
+            for latency, dashes in zip(settings.latencies, ("-", ":"), strict=True):
+                milliseconds_of = [1e3 * simulated(settings, found, world, latency) for world in worlds]
+                label = f"simulated, {_latency(latency)}"
+                axes.plot(worlds, milliseconds_of, color=theme.hooks[1], linestyle=dashes, label=label)
             spreads = [Spread.of(found["seconds"][str(world)]) for world in settings.worlds]
-            draw_spreads(axes, settings.worlds, spreads, colour=colour, label=f"{task}, measured: median and quartiles")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(settings.worlds, [str(world) for world in settings.worlds])
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("milliseconds an iteration")
-        legend(figure, axes)
+            draw_spreads(axes, settings.worlds, spreads, colour=theme.hooks[0], label="measured, median and quartiles")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(worlds, [str(world) for world in worlds])
+            axes.set_ylim(bottom=0)
+            axes.set_xlabel("hosts")
+        panels[0].set_ylabel("milliseconds an iteration")
+        legend(figure, panels[0], width=9.6)
         return png(figure)
 
 
@@ -208,9 +277,12 @@ REPRODUCTION = Reproduction(
     ),
     sizes={
         "default": Settings(
-            tasks=("digits:batch_size=64,network=resnet18", "gpt:size=base"), worlds=(1, 2, 4, 8), turns=7
+            tasks=("digits:batch_size=64,network=resnet18", "gpt:size=base"),
+            worlds=(1, 2, 4, 8),
+            simulated=(16, 32, 64, 128, 256),
+            turns=7,
         ),
-        "tiny": Settings(tasks=("gpt:size=tiny",), worlds=(1, 2), base=1, turns=2, kind="emulated"),
+        "tiny": Settings(tasks=("gpt:size=tiny",), worlds=(1, 2), simulated=(4, 8), base=1, turns=2, kind="emulated"),
     },
     measure=measure,
     show=show,
