@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,29 +23,28 @@ import torch.distributed as dist
 from commhooks.units import three_digits
 
 from ...launch import Send
-from ...links.link import LinkSettings, format_rate, parse_rate
+from ...links.link import LinkSettings, parse_rate
+from ...overlap import longest
 from ...report.plots import Theme, canvases, legend, png, style
-from ...specs import Spec
-from ...summary import Spread
+from .. import Block, Picture, Reproduction, Table
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
-from .cells import draw_spreads, milliseconds, percent
-from .iterations import Replica, dilation, measure_in_world, timed
+from .iterations import Replica, dilation, draw_quartiles, measure_in_world
+from .medians import Ratio, milliseconds
+from .turns import DDPS, MODELS, TINY_MODELS
 
 RANKS = 2
 NEVER = "never"  # the key of iterations that do not synchronize
-CLASSES = {"core": "ddp_core", "torch": "PyTorch"}
 _NEVER_ITERATIONS = 2  # of a measurement, for less noise
-_WARM_UP = 2  # synchronized iterations: PyTorch and ddp_core arrange their buckets anew after the first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is measured."""
 
-    scenes: tuple[tuple[str, str], ...]  # a task, and the rate of the link
+    scenes: tuple[tuple[str, str], ...]  # a model, and the rate of the link
+    models: Mapping[str, str] = field(default_factory=lambda: dict(MODELS))
     cycles: tuple[int, ...] = (1, 2, 4, 8)  # iterations of which the last one synchronizes
-    turns: int  # higher: steadier medians
+    turns: int  # higher: narrower intervals; from 6 on they are finite
     kind: str = "hosts"
 
 
@@ -64,39 +63,40 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Measure every scene."""
     slower = dilation(RANKS)
     scenes = []
-    for task, rate in settings.scenes:
+    for model, rate in settings.scenes:
         link = LinkSettings(kind=settings.kind, bits_per_second=parse_rate(rate)).slowed(slower)
-        work = _Work(task, link, tuple(settings.cycles), settings.turns, slower)
-        notes.tell(f"{task} at {rate}")
-        found = notes.once(f"{task} at {rate}", partial(measure_in_world, _rank, RANKS, work, link, notes))
-        scenes.append({"task": task, "rate": rate, **found})
+        work = _Work(settings.models[model], link, tuple(settings.cycles), settings.turns, slower)
+        notes.tell(f"{model} at {rate}")
+        found = notes.once(f"{model} at {rate}", partial(measure_in_world, _rank, RANKS, work, link, notes))
+        scenes.append({"model": model, "rate": rate, **found})
     return {"dilation": slower, "scenes": scenes}
 
 
 def _rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
     """Time cycles in turns on one rank; rank 0 sends the seconds of an iteration, for each class and cycle."""
     torch.set_num_threads(1)
-    group: Any = dist.group.WORLD
-    replicas = {name: Replica(Spec.parse(work.task, "task"), name, None, work.link, group) for name in CLASSES}
+    if rank == 0:
+        send("  the ranks have started")
+    group = dist.group.WORLD
+    assert group is not None, "run_world has made the default group"
+    replicas = {ddp: Replica(work.task, ddp, None, work.link, group) for ddp in DDPS}
     for replica in replicas.values():
-        for _ in range(_WARM_UP):
-            replica.step()
+        replica.warm_up()
     found: dict[str, dict[str, list[float]]] = {
-        name: {key: [] for key in (NEVER, *map(str, work.cycles))} for name in CLASSES
+        ddp: {key: [] for key in (NEVER, *map(str, work.cycles))} for ddp in DDPS
     }
-    pairs = [(name, cycle) for cycle in (0, *work.cycles) for name in CLASSES]
+    pairs = [(ddp, cycle) for cycle in (0, *work.cycles) for ddp in DDPS]
     for turn in range(work.turns):
-        for name, cycle in pairs if turn % 2 == 0 else reversed(pairs):
-            seconds = max(timed(partial(_cycle, replicas[name], cycle))) / (cycle or _NEVER_ITERATIONS)
-            replicas[name].forget()
-            found[name][str(cycle) if cycle else NEVER].append(seconds / work.dilation)
+        for ddp, cycle in pairs if turn % 2 == 0 else reversed(pairs):
+            seconds = longest(partial(_cycle, replicas[ddp], cycle)) / (cycle or _NEVER_ITERATIONS)
+            replicas[ddp].forget()
+            found[ddp][str(cycle) if cycle else NEVER].append(seconds / work.dilation)
         if rank == 0:
             send(f"  turn {turn + 1} of {work.turns}")
-    parameters = replicas["core"].parameters
+    if rank == 0:
+        send({"parameters": replicas["core"].parameters, "seconds": found})
     for replica in replicas.values():
         replica.close()
-    if rank == 0:
-        send({"parameters": parameters, "seconds": found})
 
 
 def _cycle(replica: Replica, iterations: int) -> None:
@@ -112,53 +112,53 @@ def arithmetic(seconds: Mapping[str, Sequence[float]], cycle: int) -> float:
     return compute + (every - compute) / cycle
 
 
-def saved(seconds: Mapping[str, Sequence[float]], cycle: int) -> Spread:
-    """Return the share of an iteration's latency that cycles of n save, in each turn."""
-    return Spread.of([1 - long / every for long, every in zip(seconds[str(cycle)], seconds["1"], strict=True)])
-
-
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
     """Return a table for each scene, what was found in it, and the picture."""
     blocks: list[Block] = []
     for scene in measured["scenes"]:
-        seconds = scene["seconds"]
         blocks.append(_table(scene, settings))
-        for ddp, name in CLASSES.items():
-            blocks.append(_finding(f"{_title(scene)}, {name}", seconds[ddp], settings.cycles[-1]))
-    caption = (
-        "Latency of an iteration against the iterations of a cycle, measured and by arithmetic, in a panel for each"
-    )
-    return [*blocks, Picture("latency", f"{caption} model and link.", partial(_draw, settings, measured["scenes"]))]
+        for ddp, name in DDPS.items():
+            blocks.append(_finding(f"{_title(scene)}, {name}", scene["seconds"][ddp], settings.cycles[-1]))
+    caption = "Latency of an iteration against the iterations of a cycle, measured and by arithmetic"
+    return [*blocks, Picture("latency", caption, partial(_draw, settings, measured["scenes"]))]
 
 
 def _title(scene: Mapping[str, Any]) -> str:
-    return f"{scene['task']} at {format_rate(parse_rate(scene['rate']))}"
+    return f"{scene['model']} at {scene['rate']}"
 
 
 def _table(scene: Mapping[str, Any], settings: Settings) -> Table:
     rows = []
-    for ddp, name in CLASSES.items():
+    for ddp, name in DDPS.items():
         seconds = scene["seconds"][ddp]
         rows += [
             [
                 f"{name}, every {cycle}" if cycle > 1 else f"{name}, every iteration",
-                milliseconds(Spread.of(seconds[str(cycle)])),
+                milliseconds(seconds[str(cycle)]),
                 three_digits(1e3 * arithmetic(seconds, cycle)),
-                percent(saved(seconds, cycle)) if cycle > 1 else "",
+                Ratio.of(seconds[str(cycle)], seconds["1"]).saved if cycle > 1 else "",
             ]
             for cycle in settings.cycles
         ]
-        rows.append([f"{name}, never", milliseconds(Spread.of(seconds[NEVER])), "", ""])
-    title = f"{_title(scene)}: {scene['parameters']:,} parameters, {len(scene['seconds']['core']['1'])} turns"
-    columns = ("synchronized", "ms an iteration (quartiles)", "compute + exposed / n, ms", "saved, % (quartiles)")
+        rows.append([f"{name}, never", milliseconds(seconds[NEVER]), "", ""])
+    title = f"{_title(scene)}: {scene['parameters']:,} parameters, {settings.turns} turns"
+    columns = ("synchronized", "ms an iteration (quartiles)", "compute + exposed / n, ms", "saved (95 %)")
     return Table(title, columns, rows)
 
 
 def _finding(what: str, seconds: Mapping[str, Sequence[float]], cycle: int) -> str:
-    found, expected = saved(seconds, cycle), 1 - arithmetic(seconds, cycle) / statistics.median(seconds["1"])
+    ratio, expected = Ratio.of(seconds[str(cycle)], seconds["1"]), arithmetic(seconds, cycle)
+    by_arithmetic = f"the arithmetic gives {100 * (1 - expected / statistics.median(seconds['1'])):.0f} %"
+    if ratio.sign == 0:
+        return (
+            f"{what}: no difference seen between synchronizing every {cycle} iterations and every one, which takes "
+            f"{ratio.text} of the time (95 % interval over turns); {by_arithmetic} less."
+        )
+    if ratio.sign > 0:
+        return f"{what}: synchronizing every {cycle} iterations takes {ratio.text} times as long; {by_arithmetic} less."
     return (
-        f"{what}: synchronizing every {cycle} iterations saves {100 * found.median:.0f} % of an iteration's latency "
-        f"(quartiles {100 * found.low:.0f} to {100 * found.high:.0f} %); the arithmetic gives {100 * expected:.0f} %."
+        f"{what}: synchronizing every {cycle} iterations saves {ratio.saved} of an iteration's latency (95 % interval "
+        f"over turns); {by_arithmetic}."
     )
 
 
@@ -168,18 +168,13 @@ def _draw(settings: Settings, scenes: Sequence[Mapping[str, Any]], theme: Theme)
         figure, panels = canvases("", "", 9.6, 3.6, columns=len(scenes))
         for axes, scene in zip(panels, scenes, strict=True):
             axes.set_title(_title(scene), loc="left", fontweight="bold", fontsize=10)
-            for (ddp, name), colour, beside in zip(CLASSES.items(), theme.hooks, (0.97, 1.03), strict=False):
+            for (ddp, name), colour, beside in zip(DDPS.items(), theme.hooks, (0.97, 1.03), strict=False):
                 seconds = scene["seconds"][ddp]
-                spreads = [Spread.of(seconds[str(cycle)]) for cycle in settings.cycles]
                 places = [beside * cycle for cycle in settings.cycles]
-                draw_spreads(axes, places, spreads, colour=colour, label=f"{name}, median and quartiles")
-                axes.plot(
-                    places,
-                    [1e3 * arithmetic(seconds, cycle) for cycle in settings.cycles],
-                    color=colour,
-                    linestyle=":",
-                    label=f"{name}, compute + exposed / n",
-                )
+                of_cycles = [seconds[str(cycle)] for cycle in settings.cycles]
+                draw_quartiles(axes, places, of_cycles, colour=colour, label=f"{name}, median and quartiles")
+                expected = [1e3 * arithmetic(seconds, cycle) for cycle in settings.cycles]
+                axes.plot(places, expected, color=colour, linestyle=":", label=f"{name}, compute + exposed / n")
             axes.set_xscale("log", base=2)
             axes.set_xticks(settings.cycles, [str(cycle) for cycle in settings.cycles])
             axes.set_ylim(bottom=0)
@@ -199,14 +194,10 @@ REPRODUCTION = Reproduction(
     ),
     sizes={
         "default": Settings(
-            scenes=(
-                ("digits:network=resnet18", "1Gbit/s"),
-                ("gpt:size=base", "1Gbit/s"),
-                ("gpt:size=base", "100Mbit/s"),
-            ),
-            turns=5,
+            scenes=(("ResNet-18", "1 Gbit/s"), ("GPT", "1 Gbit/s"), ("GPT", "100 Mbit/s")),
+            turns=6,
         ),
-        "tiny": Settings(scenes=(("gpt:size=tiny", "100Mbit/s"),), turns=2, kind="emulated"),
+        "tiny": Settings(scenes=(("GPT", "100 Mbit/s"),), models=TINY_MODELS, turns=2, kind="emulated"),
     },
     measure=measure,
     show=show,

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,31 +30,28 @@ from commhooks.units import counted, three_digits
 from ddp_core import GradBucket
 
 from ...launch import Send
-from ...links.link import LinkSettings, format_rate, parse_latency, parse_rate
+from ...links.link import LinkSettings, parse_latency, parse_rate
 from ...report.plots import Theme, canvases, legend, png, style
 from ...report.words import listed
-from ...specs import Spec
-from ...summary import Spread
+from .. import Block, Picture, Reproduction, Table
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
-from .cells import draw_spreads, factor, milliseconds
-from .iterations import Replica, dilation, measure_in_world, timed
-
-_WARM_UP = 2  # iterations before the first turn: ddp_core arranges its buckets anew after the first
+from .iterations import Replica, dilation, draw_quartiles, measure_in_world
+from .medians import Ratio, milliseconds
+from .turns import MODELS, TINY_MODELS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is measured, on groups of how many hosts, and on how many it is simulated."""
 
-    tasks: tuple[str, ...]
+    models: Mapping[str, str] = field(default_factory=lambda: dict(MODELS))
     worlds: tuple[int, ...]  # numbers of hosts; each must divide the last one
     simulated: tuple[int, ...]
     latencies: tuple[str, ...] = ("0", "0.1ms")  # of the simulated link, for each message that waits for another
     base: int = 2  # hosts with which the others are compared
-    rate: str = "1Gbit/s"
-    bucket_cap_mb: float = 5.0  # about what the paper found best with Gloo
-    turns: int
+    rate: str = "1 Gbit/s"
+    bucket_mib: float = 5.0  # about what the paper found best with Gloo
+    turns: int  # higher: narrower intervals; from 6 on they are finite
     kind: str = "hosts"
 
 
@@ -64,43 +61,46 @@ class _Work:
 
     task: str
     worlds: tuple[int, ...]
-    bucket_cap_mb: float
+    bucket_mib: float
     link: LinkSettings
     turns: int
     dilation: float
 
 
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
-    """Measure every task."""
+    """Measure every model."""
     ranks = settings.worlds[-1]
     slower = dilation(ranks)
     link = LinkSettings(kind=settings.kind, bits_per_second=parse_rate(settings.rate)).slowed(slower)
     found = {}
-    for task in settings.tasks:
-        work = _Work(task, tuple(settings.worlds), settings.bucket_cap_mb, link, settings.turns, slower)
-        notes.tell(f"{task} on {ranks} ranks")
-        found[task] = notes.once(task, partial(measure_in_world, _rank, ranks, work, link, notes))
-    return {"dilation": slower, "tasks": found}
+    for model, task in settings.models.items():
+        work = _Work(task, tuple(settings.worlds), settings.bucket_mib, link, settings.turns, slower)
+        notes.tell(f"{model} on {ranks} ranks")
+        found[model] = notes.once(model, partial(measure_in_world, _rank, ranks, work, link, notes))
+    return {"dilation": slower, "models": found}
 
 
 def _rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
     """Time iterations of groups in turns on one rank; rank 0 sends their seconds for each world size."""
     torch.set_num_threads(1)
+    if rank == 0:
+        send("  the ranks have started")
     replicas = {}
     for world in work.worlds:
         group, _ = dist.new_subgroups(world)
         assert group is not None, "every rank is in a group"
-        replicas[world] = Replica(Spec.parse(work.task, "task"), "core", work.bucket_cap_mb, work.link, group)
+        replicas[world] = Replica(work.task, "core", work.bucket_mib, work.link, group)
     alone = _Alone()
     replicas[1].ddp.register_comm_hook(alone, _note_bucket)
-    for replica in replicas.values():
-        for _ in range(_WARM_UP):
-            replica.step()
+    for world, replica in replicas.items():
+        replica.warm_up()
+        if rank == 0:
+            send(f"  the models of groups of {world} are in place")
     found: dict[str, list[float]] = {str(world): [] for world in work.worlds}
     ready, sizes = list[list[float]](), list[int]()
     for turn in range(work.turns):
         for world, replica in replicas.items():
-            seconds = timed(partial(_step, replica, alone))
+            seconds = _seconds_of_ranks(partial(_step, replica, alone))
             slowest = [max(seconds[first : first + world]) for first in range(0, ranks, world)]
             found[str(world)].append(statistics.fmean(slowest) / work.dilation)
             if world == 1:
@@ -108,11 +108,10 @@ def _rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
                 sizes = alone.sizes
         if rank == 0:
             send(f"  turn {turn + 1} of {work.turns}")
-    parameters = replicas[1].parameters
+    if rank == 0:
+        send({"parameters": replicas[1].parameters, "seconds": found, "ready": ready, "bucket_bytes": sizes})
     for replica in replicas.values():
         replica.close()
-    if rank == 0:
-        send({"parameters": parameters, "seconds": found, "ready": ready, "bucket_bytes": sizes})
 
 
 class _Alone:
@@ -146,10 +145,20 @@ def _step(replica: Replica, alone: _Alone) -> None:
     replica.step()
 
 
-def longer(found: Mapping[str, Any], world: int, than: int) -> Spread:
+def _seconds_of_ranks(action: Callable[[], object]) -> list[float]:
+    """Return the seconds that the action takes on every rank; all begin together."""
+    dist.barrier()
+    begin = time.perf_counter()
+    action()
+    own = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [seconds.item() for seconds in found]
+
+
+def longer(found: Mapping[str, Any], world: int, than: int) -> Ratio:
     """Return by which factor an iteration takes longer on one number of hosts than on another, in each turn."""
-    seconds = found["seconds"]
-    return Spread.of([more / less for more, less in zip(seconds[str(world)], seconds[str(than)], strict=True)])
+    return Ratio.of(found["seconds"][str(world)], found["seconds"][str(than)])
 
 
 def simulated(settings: Settings, found: Mapping[str, Any], world: int, latency: str = "0") -> float:
@@ -166,78 +175,67 @@ def simulated(settings: Settings, found: Mapping[str, Any], world: int, latency:
 
 
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
-    """Return tables of what was measured and simulated for each task, what was found, and the picture."""
+    """Return tables of what was measured and simulated for each model, what was found, and the picture."""
+    models = measured["models"]
     blocks: list[Block] = []
-    for task, found in measured["tasks"].items():
-        blocks += [_table(settings, task, found), _finding(settings, task, found)]
-    blocks.append(_simulated(settings, measured["tasks"]))
-    blocks += [_simulated_finding(settings, task, found) for task, found in measured["tasks"].items()]
-    caption = f"Latency of an iteration against the number of hosts at {_rate(settings)}, measured and simulated."
-    return [*blocks, Picture("latency", caption, partial(_draw, settings, measured["tasks"]))]
+    for model, found in models.items():
+        blocks += [_table(settings, model, found), _finding(settings, model, found)]
+    blocks.append(_simulated(settings, models))
+    blocks += [_simulated_finding(settings, model, found) for model, found in models.items()]
+    caption = f"Latency of an iteration against the number of hosts at {settings.rate}, measured and simulated"
+    return [*blocks, Picture("latency", caption, partial(_draw, settings, models))]
 
 
-def _rate(settings: Settings) -> str:
-    return format_rate(parse_rate(settings.rate))
-
-
-def _table(settings: Settings, task: str, found: Mapping[str, Any]) -> Table:
+def _table(settings: Settings, model: str, found: Mapping[str, Any]) -> Table:
     rows = [
         [
             str(world),
             three_digits(2 * (world - 1) / world * sum(found["bucket_bytes"]) / 1e6),
-            milliseconds(Spread.of(found["seconds"][str(world)])),
-            factor(longer(found, world, settings.base)) if world != settings.base else "",
+            milliseconds(found["seconds"][str(world)]),
+            longer(found, world, settings.base).text if world != settings.base else "1",
             three_digits(1e3 * simulated(settings, found, world)),
         ]
         for world in settings.worlds
     ]
-    title = f"{task} at {_rate(settings)}: {found['parameters']:,} parameters, {settings.turns} turns"
-    against = f"times that of {counted(settings.base, 'host')} (quartiles)"
+    title = f"{model} at {settings.rate}: {found['parameters']:,} parameters, {settings.turns} turns"
+    against = f"times {counted(settings.base, 'host')} (95 %)"
     return Table(title, ("hosts", "MB sent by each", "ms an iteration (quartiles)", against, "simulated, ms"), rows)
 
 
-def _finding(settings: Settings, task: str, found: Mapping[str, Any]) -> str:
+def _finding(settings: Settings, model: str, found: Mapping[str, Any]) -> str:
     most = settings.worlds[-1]
-    spread = longer(found, most, settings.base)
     errors = {
         world: simulated(settings, found, world) / statistics.median(found["seconds"][str(world)]) - 1
         for world in settings.worlds
         if world > 1
     }
-    off = listed([f"{100 * error:+.0f} % at {world}" for world, error in errors.items()])
+    off = listed([f"{100 * error:+.0f} % on {world}" for world, error in errors.items()])
     return (
-        f"{task}: an iteration takes {spread.median:.2f} times as long on {counted(most, 'host')} as on "
-        f"{settings.base} (quartiles {spread.low:.2f} to {spread.high:.2f}). The simulated time differs from the "
-        f"measured median by {off}."
+        f"{model}: an iteration takes {longer(found, most, settings.base).text} times as long on {most} hosts as on "
+        f"{settings.base} (95 % interval over turns). The simulated time differs from the measured median by {off}."
     )
 
 
-def _simulated(settings: Settings, tasks: Mapping[str, Mapping[str, Any]]) -> Table:
-    pairs = [(task, latency) for task in tasks for latency in settings.latencies]
+def _simulated(settings: Settings, models: Mapping[str, Mapping[str, Any]]) -> Table:
+    pairs = [(model, latency) for model in models for latency in settings.latencies]
     rows = [
         [
             str(world),
-            *(three_digits(1e3 * simulated(settings, tasks[task], world, latency)) for task, latency in pairs),
+            *(three_digits(1e3 * simulated(settings, models[model], world, latency)) for model, latency in pairs),
         ]
         for world in settings.simulated
     ]
-    columns = ("hosts", *(f"{_name(task)} {_latency(latency)}, ms" for task, latency in pairs))
-    return Table(f"Simulated at {_rate(settings)}, not measured", columns, rows)
+    columns = ("hosts", *(f"{model} {_latency(latency)}, ms" for model, latency in pairs))
+    return Table(f"Simulated at {settings.rate}, not measured", columns, rows)
 
 
-def _simulated_finding(settings: Settings, task: str, found: Mapping[str, Any]) -> str:
+def _simulated_finding(settings: Settings, model: str, found: Mapping[str, Any]) -> str:
     fewest, most = settings.worlds[-1], settings.simulated[-1]
     factors = []
     for latency in settings.latencies:
         few, many = (simulated(settings, found, world, latency) for world in (fewest, most))
         factors.append(f"{many / few:.2f} {_latency(latency)}")
-    return f"{task}: from {fewest} to {most} hosts the simulated time grows by a factor of {listed(factors)}."
-
-
-def _name(task: str) -> str:
-    """Return the task's network, or its name if it has only one."""
-    spec = Spec.parse(task, "task")
-    return str(dict(spec.settings).get("network", spec.name))
+    return f"{model}: from {fewest} to {most} hosts the simulated time grows by a factor of {listed(factors)}."
 
 
 def _latency(latency: str) -> str:
@@ -245,19 +243,21 @@ def _latency(latency: str) -> str:
     return f"with {1e3 * seconds:g} ms of latency" if seconds else "without latency"
 
 
-def _draw(settings: Settings, tasks: Mapping[str, Mapping[str, Any]], theme: Theme) -> bytes:
-    """Draw a panel for each task: what was measured as medians and quartiles, what was simulated as lines."""
+def _draw(settings: Settings, models: Mapping[str, Mapping[str, Any]], theme: Theme) -> bytes:
+    """Draw a panel for each model: what was measured as medians and quartiles, what was simulated as lines."""
     worlds = [*settings.worlds, *settings.simulated]
     with matplotlib.rc_context(style(theme)):
-        figure, panels = canvases("", "", 9.6, 3.8, columns=len(tasks))
-        for axes, (task, found) in zip(panels, tasks.items(), strict=True):
-            axes.set_title(f"{_name(task)} at {_rate(settings)}", loc="left", fontweight="bold", fontsize=10)
+        figure, panels = canvases("", "", 9.6, 3.8, columns=len(models))
+        for axes, (model, found) in zip(panels, models.items(), strict=True):
+            axes.set_title(f"{model} at {settings.rate}", loc="left", fontweight="bold", fontsize=10)
             for latency, dashes in zip(settings.latencies, ("-", ":"), strict=True):
-                milliseconds_of = [1e3 * simulated(settings, found, world, latency) for world in worlds]
+                expected = [1e3 * simulated(settings, found, world, latency) for world in worlds]
                 label = f"simulated, {_latency(latency)}"
-                axes.plot(worlds, milliseconds_of, color=theme.hooks[1], linestyle=dashes, label=label)
-            spreads = [Spread.of(found["seconds"][str(world)]) for world in settings.worlds]
-            draw_spreads(axes, settings.worlds, spreads, colour=theme.hooks[0], label="measured, median and quartiles")
+                axes.plot(worlds, expected, color=theme.hooks[1], linestyle=dashes, label=label)
+            seconds = [found["seconds"][str(world)] for world in settings.worlds]
+            draw_quartiles(
+                axes, settings.worlds, seconds, colour=theme.hooks[0], label="measured, median and quartiles"
+            )
             axes.set_xscale("log", base=2)
             axes.set_xticks(worlds, [str(world) for world in worlds])
             axes.set_ylim(bottom=0)
@@ -277,12 +277,13 @@ REPRODUCTION = Reproduction(
     ),
     sizes={
         "default": Settings(
-            tasks=("digits:batch_size=64,network=resnet18", "gpt:size=base"),
             worlds=(1, 2, 4, 8),
             simulated=(16, 32, 64, 128, 256),
             turns=7,
         ),
-        "tiny": Settings(tasks=("gpt:size=tiny",), worlds=(1, 2), simulated=(4, 8), base=1, turns=2, kind="emulated"),
+        "tiny": Settings(
+            models={"GPT": TINY_MODELS["GPT"]}, worlds=(1, 2), simulated=(4, 8), base=1, turns=2, kind="emulated"
+        ),
     },
     measure=measure,
     show=show,

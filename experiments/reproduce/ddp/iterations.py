@@ -1,4 +1,4 @@
-"""What figures 9 and 10 share: ranks that train on a link, and iterations that are timed in turns.
+"""What figures 9 and 10 share: models that train on a link with or without synchronizing, and how they are drawn.
 
 A rank gets what one core computes, although several may share a core: time is dilated (`dilation`), as with the
 setting `compute` of runs. With four ranks on each core compute takes four times as long, so the link is slowed down by
@@ -7,26 +7,25 @@ four as well, and every reported time is divided by four.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from matplotlib.axes import Axes
 
-from ...cluster import Cluster
-from ...launch import RankFunction, run_world
+from ...launch import RankFunction
 from ...links.link import LinkSettings, Wire
 from ...links.linked_group import LinkedGroup
 from ...machine import cores
 from ...specs import Spec
+from ...summary import Spread
 from ...tasks import load_task
 from ...training.registration import wrap_in_ddp
 from ..notes import Notes
+from .turns import run_on_link
 
-_SILENCE = 180.0  # seconds without a word from the ranks, after which they are stuck
+_WARM_UP = 2  # iterations that synchronize, before the first turn: DDPs rebuild their buckets after the first one
 
 
 def dilation(ranks: int) -> float:
@@ -35,16 +34,12 @@ def dilation(ranks: int) -> float:
 
 
 def measure_in_world(function: RankFunction, ranks: int, argument: object, link: LinkSettings, notes: Notes) -> Any:
-    """Call the function in ranks on links of this kind and rate, and return what rank 0 sends in the end.
+    """Call the function in new ranks on such links, and return what rank 0 sends in the end.
 
     Texts that are sent before are progress.
     """
     heard = _Heard(notes)
-    with ExitStack() as stack:
-        cluster = None
-        if link.kind == "hosts":
-            cluster = stack.enter_context(Cluster.create(ranks, up=link.bits_per_second, down=link.bits_per_second))
-        run_world(function, ranks, argument, heard, timeout=_SILENCE, cluster=cluster)
+    run_on_link(function, ranks, argument, link, heard)
     return heard.result
 
 
@@ -64,19 +59,25 @@ class _Heard:
 
 
 class Replica:
-    """One rank's model, in a DDP without a hook whose collectives pass a link."""
+    """One rank's model, in a DDP whose collectives pass a link."""
 
     def __init__(
-        self, task: Spec, ddp: str, bucket_cap_mb: float | None, link: LinkSettings, group: dist.ProcessGroup
+        self, task: str, ddp: str, bucket_mib: float | None, link: LinkSettings, group: dist.ProcessGroup
     ) -> None:
-        self.task = load_task(task)
-        self.parameters = sum(p.numel() for p in self.task.model.parameters())
+        self._task = load_task(Spec.parse(task, "task"))
+        model = self._task.model
+        # Rank 0's buffers would be sent before each forward pass: they are no gradients.
+        model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_buffers()]  # type: ignore[assignment]  # 'expression has type "list[str]"'
+        self.parameters = sum(p.numel() for p in model.parameters())
         self._linked = LinkedGroup(group, Wire(link)) if link.kind == "emulated" else None
-        self.ddp: Any = wrap_in_ddp(
-            self.task.model, ddp, bucket_cap_mb, group if self._linked is None else self._linked
-        )
-        self._batch = self.task.batch(0, dist.get_rank(), dist.get_world_size())
-        self._optimizer = self.task.optimizer()
+        self.ddp: Any = wrap_in_ddp(model, ddp, bucket_mib, group if self._linked is None else self._linked)
+        self._batch = self._task.batch(0, dist.get_rank(), dist.get_world_size())
+        self._optimizer = self._task.optimizer()
+
+    def warm_up(self) -> None:
+        """Run the iterations that are not timed."""
+        for _ in range(_WARM_UP):
+            self.step()
 
     def accumulate(self, iterations: int) -> None:
         """Run forward and backward passes that do not synchronize the gradients."""
@@ -101,15 +102,14 @@ class Replica:
             self._linked.close()
 
     def _backward(self) -> None:
-        self.task.loss(self.ddp, self._batch).backward()
+        self._task.loss(self.ddp, self._batch).backward()
 
 
-def timed(action: Callable[[], object]) -> list[float]:
-    """Return the seconds that the action takes on every rank; all begin together."""
-    dist.barrier()
-    begin = time.perf_counter()
-    action()
-    own = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    return [seconds.item() for seconds in found]
+def draw_quartiles(
+    axes: Axes, places: Sequence[float], seconds: Sequence[Sequence[float]], *, colour: str, label: str
+) -> None:
+    """Draw the median of each measurement in milliseconds, with a bar from quartile to quartile."""
+    spreads = [Spread.of(each) for each in seconds]
+    medians = [1e3 * each.median for each in spreads]
+    bars = [[1e3 * (each.median - each.low) for each in spreads], [1e3 * (each.high - each.median) for each in spreads]]
+    axes.errorbar(places, medians, yerr=bars, color=colour, marker="o", markersize=4, capsize=3, label=label)

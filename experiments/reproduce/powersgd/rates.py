@@ -23,7 +23,7 @@ from matplotlib.ticker import NullFormatter
 from commhooks.units import three_digits
 
 from ...intervals import Estimate, differences, ratios
-from ...links.link import format_rate, parse_rate
+from ...links.link import format_rate
 from ...report.plots import Theme, canvases, legend, png, style
 from ...report.words import listed
 from ...runs import RunResult, RunSettings
@@ -175,16 +175,12 @@ def _times(settings: Settings, found: Mapping[str, Any], whole: Mapping[str, Any
             ]
         )
     title = (
-        f"{_rate(found)}: {found['steps']} steps for each seed, compared with {base}; a step is "
+        f"{found['rate']}: {found['steps']} steps for each seed, compared with {base}; a step is "
         f"{' + '.join(PARTS)}; the loss is {whole['target']:.3f}"
     )
     return Table(
         title, ("hook", "step, ms", "of it", "times as fast", f"{whole['steps']} steps, s", "to loss, s"), rows
     )
-
-
-def _rate(found: Mapping[str, Any]) -> str:
-    return format_rate(parse_rate(found["rate"]))
 
 
 def _with_interval(estimate: Estimate, form: str) -> str:
@@ -213,9 +209,9 @@ def _time_finding(settings: Settings, found: Mapping[str, Any]) -> str:
     for sign, word in ((1, "faster"), (-1, "slower")):
         hooks = [f"{hook} ({_with_interval(one, '.2f')} times)" for hook, one in ratios_of.items() if one.sign == sign]
         if hooks:
-            sentences.append(f"At {_rate(found)} a step is {word} than with {base} for {listed(hooks)}.")
+            sentences.append(f"At {found['rate']} a step is {word} than with {base} for {listed(hooks)}.")
     if same := [hook for hook, one in ratios_of.items() if not one.sign]:
-        sentences.append(f"At {_rate(found)} no difference in a step's time from {base} was seen for {listed(same)}.")
+        sentences.append(f"At {found['rate']} no difference in a step's time from {base} was seen for {listed(same)}.")
     return " ".join(sentences)
 
 
@@ -233,7 +229,7 @@ def _draw(settings: Settings, rates: Sequence[Mapping[str, Any]], theme: Theme) 
         ticks = [0.5, 1, 2, 5, 10, 20]
         speed.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         speed.yaxis.set_minor_formatter(NullFormatter())
-        speed.set_xticks(places, [_rate(each) for each in rates])
+        speed.set_xticks(places, [each["rate"] for each in rates])
         speed.set_ylabel(f"times as fast as {base}")
         accuracy.set_title(f"Accuracy after {rates[-1]['steps']} steps", loc="left", fontweight="bold", pad=10)
         for place, (hook, colour) in enumerate(zip(settings.hooks, (theme.first, *theme.hooks), strict=False)):
@@ -261,13 +257,13 @@ REPRODUCTION = Reproduction(
         "default": Settings(
             task="digits:channels=48",
             hooks=("all-reduce", "fp16", "powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=4"),
-            steps=(("10Mbit/s", 5), ("100Mbit/s", 10), ("1Gbit/s", 120)),
+            steps=(("10 Mbit/s", 5), ("100 Mbit/s", 10), ("1 Gbit/s", 100)),
             seeds=5,
         ),
         "tiny": Settings(
             task="digits:size=tiny",
             hooks=("all-reduce", "powersgd:rank=1"),
-            steps=(("1Gbit/s", 4),),
+            steps=(("1 Gbit/s", 4),),
             seeds=2,
             kind="emulated",
         ),
