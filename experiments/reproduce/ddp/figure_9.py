@@ -85,12 +85,7 @@ def _rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
     torch.set_num_threads(1)
     if rank == 0:
         send("  the ranks have started")
-    replicas = {}
-    for world in work.worlds:
-        group, _ = dist.new_subgroups(world)
-        assert group is not None, "every rank is in a group"
-        replicas[world] = Replica(work.task, "core", work.bucket_mib, work.link, group)
-    alone = _Alone()
+    replicas, alone = _replicas(work), _Alone()
     replicas[1].ddp.register_comm_hook(alone, _note_bucket)
     for world, replica in replicas.items():
         replica.warm_up()
@@ -112,6 +107,16 @@ def _rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
         send({"parameters": replicas[1].parameters, "seconds": found, "ready": ready, "bucket_bytes": sizes})
     for replica in replicas.values():
         replica.close()
+
+
+def _replicas(work: _Work) -> dict[int, Replica]:
+    """Return this rank's model for each number of hosts."""
+    replicas = {}
+    for world in work.worlds:
+        group, _ = dist.new_subgroups(world)
+        assert group is not None, "every rank is in a group"
+        replicas[world] = Replica(work.task, "core", work.bucket_mib, work.link, group)
+    return replicas
 
 
 class _Alone:
