@@ -147,18 +147,17 @@ def _table(scene: Mapping[str, Any], settings: Settings) -> Table:
 
 
 def _finding(what: str, seconds: Mapping[str, Sequence[float]], cycle: int) -> str:
-    ratio, expected = Ratio.of(seconds[str(cycle)], seconds["1"]), arithmetic(seconds, cycle)
-    by_arithmetic = f"the arithmetic gives {100 * (1 - expected / statistics.median(seconds['1'])):.0f} %"
-    if ratio.sign == 0:
+    ratio = Ratio.of(seconds[str(cycle)], seconds["1"])
+    expected = arithmetic(seconds, cycle) / statistics.median(seconds["1"])
+    if ratio.sign < 0:
         return (
-            f"{what}: no difference seen between synchronizing every {cycle} iterations and every one, which takes "
-            f"{ratio.text} of the time (95 % interval over turns); {by_arithmetic} less."
+            f"{what}: synchronizing every {cycle} iterations saves {ratio.saved} of an iteration's latency (95 % "
+            f"interval over turns); the arithmetic gives {100 * (1 - expected):.0f} %."
         )
-    if ratio.sign > 0:
-        return f"{what}: synchronizing every {cycle} iterations takes {ratio.text} times as long; {by_arithmetic} less."
+    seen = "takes longer" if ratio.sign else "no difference seen"
     return (
-        f"{what}: synchronizing every {cycle} iterations saves {ratio.saved} of an iteration's latency (95 % interval "
-        f"over turns); {by_arithmetic}."
+        f"{what}: {seen} if only every {cycle}th iteration synchronizes: {ratio.text} of the latency (95 % interval "
+        f"over turns); the arithmetic gives {expected:.2f}."
     )
 
 
