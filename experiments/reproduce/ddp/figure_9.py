@@ -215,9 +215,11 @@ def _finding(settings: Settings, model: str, found: Mapping[str, Any]) -> str:
         if world > 1
     }
     off = listed([f"{100 * error:+.0f} % on {world}" for world, error in errors.items()])
+    ratio = longer(found, most, settings.base)
+    seen = "an iteration takes" if ratio.sign else "no difference seen: an iteration takes"
     return (
-        f"{model}: an iteration takes {longer(found, most, settings.base).text} times as long on {most} hosts as on "
-        f"{settings.base} (95 % interval over turns). The simulated time differs from the measured median by {off}."
+        f"{model}: {seen} {ratio.text} times as long on {most} hosts as on {settings.base} (95 % interval over turns). "
+        f"The simulated time differs from the measured median by {off}."
     )
 
 
@@ -230,8 +232,8 @@ def _simulated(settings: Settings, models: Mapping[str, Mapping[str, Any]]) -> T
         ]
         for world in settings.simulated
     ]
-    columns = ("hosts", *(f"{model} {_latency(latency)}, ms" for model, latency in pairs))
-    return Table(f"Simulated at {settings.rate}, not measured", columns, rows)
+    columns = ("hosts", *(f"{model}, {latency} latency" for model, latency in pairs))
+    return Table(f"Simulated at {settings.rate}, not measured: ms an iteration", columns, rows)
 
 
 def _simulated_finding(settings: Settings, model: str, found: Mapping[str, Any]) -> str:
