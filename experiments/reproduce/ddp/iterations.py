@@ -8,7 +8,6 @@ four as well, and every reported time is divided by four.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -34,28 +33,8 @@ def dilation(ranks: int) -> float:
 
 
 def measure_in_world(function: RankFunction, ranks: int, argument: object, link: LinkSettings, notes: Notes) -> Any:
-    """Call the function in new ranks on such links, and return what rank 0 sends in the end.
-
-    Texts that are sent before are progress.
-    """
-    heard = _Heard(notes)
-    run_on_link(function, ranks, argument, link, heard)
-    return heard.result
-
-
-@dataclass
-class _Heard:
-    """What the ranks have said."""
-
-    notes: Notes
-    result: Any = None
-
-    def __call__(self, message: object) -> None:
-        """Pass on progress, and keep the result."""
-        if isinstance(message, str):
-            self.notes.tell(message)
-        else:
-            self.result = message
+    """Call the function in new ranks on such links, and return what rank 0 sends in the end."""
+    return run_on_link(function, ranks, argument, link, notes.tell)[-1]
 
 
 class Replica:
