@@ -194,9 +194,8 @@ def _accuracy_finding(settings: Settings, whole: Mapping[str, Any]) -> str:
     found = {hook: gained(whole, hook, base) for hook in others}
     sentences = []
     for sign, word in ((1, "higher"), (-1, "lower")):
-        hooks = [f"{hook} ({_with_interval(one, '+.2f')} points)" for hook, one in found.items() if one.sign == sign]
-        if hooks:
-            sentences.append(f"Held-out accuracy is {word} than with {base} for {listed(hooks)}.")
+        if points := [f"{_with_interval(one, '+.2f')} for {hook}" for hook, one in found.items() if one.sign == sign]:
+            sentences.append(f"Held-out accuracy is {word} than with {base}; difference in points: {listed(points)}.")
     if same := [hook for hook, one in found.items() if not one.sign]:
         sentences.append(f"In held-out accuracy no difference from {base} was seen for {listed(same)}.")
     return " ".join(sentences)
@@ -204,13 +203,12 @@ def _accuracy_finding(settings: Settings, whole: Mapping[str, Any]) -> str:
 
 def _time_finding(settings: Settings, found: Mapping[str, Any]) -> str:
     base, *others = settings.hooks
-    ratios_of = {hook: speed_up(found, hook, base) for hook in others}
+    factors = {hook: speed_up(found, hook, base) for hook in others}
     sentences = []
     for sign, word in ((1, "faster"), (-1, "slower")):
-        hooks = [f"{hook} ({_with_interval(one, '.2f')} times)" for hook, one in ratios_of.items() if one.sign == sign]
-        if hooks:
-            sentences.append(f"At {found['rate']} a step is {word} than with {base} for {listed(hooks)}.")
-    if same := [hook for hook, one in ratios_of.items() if not one.sign]:
+        if times := [f"{_with_interval(one, '.2f')} for {hook}" for hook, one in factors.items() if one.sign == sign]:
+            sentences.append(f"At {found['rate']} a step is {word} than with {base}; times as fast: {listed(times)}.")
+    if same := [hook for hook, one in factors.items() if not one.sign]:
         sentences.append(f"At {found['rate']} no difference in a step's time from {base} was seen for {listed(same)}.")
     return " ".join(sentences)
 
@@ -229,6 +227,7 @@ def _draw(settings: Settings, rates: Sequence[Mapping[str, Any]], theme: Theme) 
         ticks = [0.5, 1, 2, 5, 10, 20]
         speed.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         speed.yaxis.set_minor_formatter(NullFormatter())
+        speed.set_xlim(-0.2, len(rates) - 0.8)
         speed.set_xticks(places, [each["rate"] for each in rates])
         speed.set_ylabel(f"times as fast as {base}")
         accuracy.set_title(f"Accuracy after {rates[-1]['steps']} steps", loc="left", fontweight="bold", pad=10)
