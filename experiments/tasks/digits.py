@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits with a small network, or with ResNet-18.
+"""scikit-learn's handwritten digits with a small network, or with ResNet-18; also with other classes on each rank.
 
 1,797 grey images of 8×8 pixels that ship with scikit-learn: real handwriting, nothing to download.
 """
@@ -13,8 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from .images import ResNet18, SmallCnn, classification_loss, evaluate_in_parts, sgd, warm_up_and_cosine
+from .images import (
+    ResNet18,
+    SmallCnn,
+    SmallResNet,
+    SmallVgg,
+    classification_loss,
+    evaluate_in_parts,
+    sgd,
+    warm_up_and_cosine,
+)
 from .sizes import asked_for, size_named
+from .skew import Skewed
 from .task import Task
 
 _HELD_OUT = 360  # of 1,797: a fifth
@@ -49,20 +59,32 @@ class DigitsMlp(nn.Sequential):
 _NETWORKS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     "cnn": (SmallCnn, "a convolutional network with batch norm ({} channels in its first layer)"),
     "mlp": (DigitsMlp, "a perceptron with two hidden layers of {}"),
+    "resnet": (SmallResNet, "a residual network with 13 convolutions in a row ({} channels in its first layer)"),
     "resnet18": (lambda channels: ResNet18(inputs=1), "ResNet-18 in its CIFAR form"),
+    "vgg": (SmallVgg, "a plain network with 15 convolutions in a row ({} channels in its first layer)"),
 }
 
 
-def digits(size: str = "medium", *, network: str = "", channels: int = 0, batch_size: int = 0, steps: int = 0) -> Task:
+def digits(
+    size: str = "medium",
+    *,
+    network: str = "",
+    channels: int = 0,
+    batch_size: int = 0,
+    steps: int = 0,
+    skew: float = 0.0,
+) -> Task:
     """Return handwritten digits with SGD and momentum; a 0 stands for the size's own value.
 
     Args:
         size: "tiny", "small", "medium" or "large".
-        network: "cnn" (three convolutions), "mlp" (a perceptron) or "resnet18", which has 11 million parameters in
-            every size; empty: the size's own.
+        network: "cnn" (three convolutions), "mlp" (a perceptron), "vgg" (15 convolutions), "resnet" (13 beside
+            shortcuts) or "resnet18", which has 11 million parameters in every size; empty: the size's own.
         channels: Of the first layer; resnet18 has its own.
         batch_size: Images per rank and step.
         steps: Optimizer steps of a run.
+        skew: How unevenly the classes are spread over the ranks, from 0 to 1. At 1 the images are sorted by label
+            before they are dealt out, so that each rank sees only its own classes; at 0.5, half of them are.
 
     """
     preset = size_named(SIZES, size)
@@ -75,7 +97,7 @@ def digits(size: str = "medium", *, network: str = "", channels: int = 0, batch_
     training, held_out = _data()
     return Task(
         model=make(shape.channels),
-        data=TensorDataset(*training),
+        data=Skewed(*training, skew=skew, batch_size=shape.batch_size) if skew else TensorDataset(*training),
         held_out=TensorDataset(*held_out),
         loss=classification_loss,
         evaluate=lambda model: evaluate_in_parts([held_out], model),
@@ -86,6 +108,7 @@ def digits(size: str = "medium", *, network: str = "", channels: int = 0, batch_
         description=(
             "scikit-learn's handwritten digits (1,437 images to train on, 360 held out), "
             f"{words.format(shape.channels)}, SGD with momentum, {shape.batch_size} images per rank and step"
+            f"{f', {skew:.0%} of the images sorted by label and dealt out to the ranks' if skew else ''}"
         ),
     )
 

@@ -1,9 +1,9 @@
-"""What the tasks on images share: two networks, how they are trained, and how they are judged."""
+"""What the tasks on images share: their networks, how they are trained, and how they are judged."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -49,15 +49,42 @@ class ResNet18(nn.Sequential):
     """
 
     def __init__(self, inputs: int = 3, classes: int = 10) -> None:
-        blocks, before = list[nn.Module](), 64
-        for channels in (64, 128, 256, 512):
-            blocks += [_BasicBlock(before, channels, channels // before), _BasicBlock(channels, channels, 1)]
-            before = channels
-        super().__init__(
-            *(nn.Conv2d(inputs, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
-            *blocks,
-            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes)),
-        )
+        super().__init__(*_residual_layers(inputs, (64, 128, 256, 512), classes))
+
+
+class SmallResNet(nn.Sequential):
+    """ResNet-18 of any width, with three stages instead of four: 13 convolutions in a row, beside their shortcuts."""
+
+    def __init__(self, channels: int, inputs: int = 1, classes: int = 10) -> None:
+        super().__init__(*_residual_layers(inputs, (channels, 2 * channels, 4 * channels), classes))
+
+
+class SmallVgg(nn.Sequential):
+    """A deep network without shortcuts: three stages of five 3×3 convolutions with batch norm, and a linear layer.
+
+    After Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015, with
+    batch norm and a single linear layer, as is usual for CIFAR; for images of any size from 4×4 on.
+    """
+
+    def __init__(self, channels: int, inputs: int = 1, classes: int = 10) -> None:
+        layers, before = list[nn.Module](), inputs
+        for width in (channels, 2 * channels, 4 * channels):
+            for _ in range(5):
+                layers += [nn.Conv2d(before, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+                before = width
+            layers.append(nn.MaxPool2d(2))
+        layers[-1] = nn.AdaptiveAvgPool2d(1)
+        super().__init__(*layers, nn.Flatten(), nn.Linear(before, classes))
+
+
+def _residual_layers(inputs: int, stages: Sequence[int], classes: int) -> list[nn.Module]:
+    """Return a residual network's layers, with two blocks in each stage of that many channels."""
+    blocks, before = list[nn.Module](), stages[0]
+    for channels in stages:
+        blocks += [_BasicBlock(before, channels, channels // before), _BasicBlock(channels, channels, 1)]
+        before = channels
+    first = (nn.Conv2d(inputs, stages[0], 3, padding=1, bias=False), nn.BatchNorm2d(stages[0]), nn.ReLU())
+    return [*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes)]
 
 
 def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:

@@ -105,6 +105,18 @@ def gpt_parameters(width: int, layers: int, context: int) -> int:
     return layers * (12 * width**2 + 13 * width) + (256 + context) * width + 2 * width + 256 * width
 
 
+def plain_parameters(c: int) -> int:
+    """Return how many the plain network has: five convolutions in each of three stages, their norms, and the head."""
+    weights = sum(9 * (before * width + 4 * width**2) for before, width in ((1, c), (c, 2 * c), (2 * c, 4 * c)))
+    return weights + 2 * 5 * (c + 2 * c + 4 * c) + 10 * (4 * c + 1)
+
+
+def residual_parameters(c: int) -> int:
+    """Return how many the residual network has: a convolution, six blocks of two, two shortcuts, and the head."""
+    weights = 9 * c + sum(9 * (before * width + 3 * width**2) for before, width in ((c, c), (c, 2 * c), (2 * c, 4 * c)))
+    return weights + (c * 2 * c + 2 * c * 4 * c) + 2 * (c + 4 * c + 5 * 2 * c + 5 * 4 * c) + 10 * (4 * c + 1)
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -113,6 +125,8 @@ def gpt_parameters(width: int, layers: int, context: int) -> int:
         ("gpt:width=256,layers=5,heads=8,context=64", gpt_parameters(width=256, layers=5, context=64)),
         ("lstm:width=40,layers=3", 3 * (8 * 40**2 + 8 * 40) + 256 * 40 + 256),
         ("digits:network=resnet18", 11_173_962 - 2 * 64 * 9),  # one input channel instead of three
+        ("digits:network=resnet,channels=8", residual_parameters(8)),
+        ("digits:network=vgg,channels=8", plain_parameters(8)),
     ],
 )
 def test_sizes_and_settings_decide_about_the_model(name: str, parameters: int) -> None:
@@ -124,7 +138,7 @@ def test_sizes_and_settings_decide_about_the_model(name: str, parameters: int) -
     [
         ("gpt:width=100,heads=8", "8 heads do not divide a width of 100"),
         ("gpt:layers=-1", "task 'gpt:layers=-1': layers must be at least 1"),
-        ("digits:network=vgg", "network must be one of cnn, mlp, resnet18"),
+        ("digits:network=lenet", "network must be one of cnn, mlp, resnet, resnet18, vgg"),
         ("digits:network=resnet18,channels=8", "channels cannot be chosen for resnet18"),
         ("cifar10", "needs the folder of the unpacked archive.*the task 'digits' needs no files"),
     ],
@@ -134,7 +148,8 @@ def test_settings_that_cannot_work_are_refused(name: str, message: str) -> None:
         load_task(name)
 
 
-def test_resnet18_takes_a_step_on_digits() -> None:
-    task = load_task("digits:network=resnet18,batch_size=2")
+@pytest.mark.parametrize("network", ["resnet18", "resnet", "vgg"])
+def test_deep_networks_take_a_step_on_digits(network: str) -> None:
+    task = load_task(f"digits:network={network},batch_size=2")
     task.check(1)
     assert task.model(inputs(task, 0, 0)).shape == (2, 10)
