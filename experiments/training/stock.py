@@ -64,13 +64,19 @@ def check_stock(spec: Spec) -> None:
             raise ValueError(f"hook {spec.label!r}: {error}") from error
 
 
-def register_stock(ddp: Any, spec: Spec, group: dist.ProcessGroup) -> None:
-    """Register one of PyTorch's hooks with a DDP of either class; it communicates over `group`, the DDP's own."""
+def register_stock(ddp: Any, spec: Spec, group: dist.ProcessGroup) -> powerSGD_hook.PowerSGDState | None:
+    """Register one of PyTorch's hooks with a DDP of either class, and return PowerSGD's state, if that is the hook.
+
+    It communicates over `group`, the DDP's own.
+    """
     check_stock(spec)
     if spec.name == _POWERSGD:
-        ddp.register_comm_hook(_powersgd_state(spec, group), _powersgd_of_one_bucket)
-    elif spec.name != _NONE:
+        state = _powersgd_state(spec, group)
+        ddp.register_comm_hook(state, _powersgd_of_one_bucket)
+        return state
+    if spec.name != _NONE:
         ddp.register_comm_hook(group, _STATELESS[spec.name])
+    return None
 
 
 def _powersgd_of_one_bucket(state: powerSGD_hook.PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
