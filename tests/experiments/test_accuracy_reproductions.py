@@ -65,13 +65,13 @@ def test_skipping_is_compared_seed_by_seed_with_synchronising_always() -> None:
     assert [row[0] for row in rows] == ["iteration", "4 iterations", "8 iterations"]
     assert [row[1] for row in rows] == ["40", "10", "5"]
     assert rows[2][4] == "+0.500 (+0.475 to +0.525)"
-    assert "every 4 iterations, no difference seen" in text
-    assert "every 8 iterations, the held-out loss is 0.500 higher (+0.475 to +0.525, 3 seeds)" in text
+    assert "every 4 iterations, no difference seen (-0.025 to +0.025, 3 seeds)" in text
+    assert "every 8 iterations, 0.500 higher (+0.475 to +0.525, 3 seeds)" in text
 
 
 def test_a_loss_that_is_not_finite_counts_as_diverged() -> None:
     _, text = skipped({1: 1.0, 8: float("nan")})
-    assert "every 8 iterations, it diverged in every run" in text
+    assert "every 8 iterations, not finite in any run" in text
 
 
 def residual_run(label: str, seed: int, norm: float, accuracy: float) -> dict[str, Any]:

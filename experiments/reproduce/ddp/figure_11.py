@@ -103,7 +103,6 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
     """Return a table, sentences and a picture for each batch size."""
     blocks: list[Block] = []
     for batch, rate in settings.batches:
-        title = f"{batch} images per worker, learning rate {rate:g}"
         runs = {
             every: {
                 row["seed"]: row
@@ -112,9 +111,12 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
             }
             for every in settings.every
         }
-        blocks += [_table(settings, title, runs), _sentences(settings, title, runs)]
-        caption = f"Training loss over the iterations for each interval: {title} (high losses are cut off)"
+        title = f"{batch} images per worker, learning rate {rate:g}"
+        highest = max(loss for of_every in runs.values() for row in of_every.values() for loss in row["curve"])
+        cut = " (higher losses are cut off)" if highest > _top(runs) else ""
+        caption = f"Training loss over the iterations for each interval: {title}{cut}"
         draw = partial(_draw, settings, title, runs)
+        blocks += [_table(settings, title, runs), _sentence(settings, batch, rate, runs)]
         blocks.append(Picture(f"loss-batch-{batch}-rate-{rate:g}", caption, draw))
     return blocks
 
@@ -168,24 +170,33 @@ def _bounds(found: Estimate, form: str) -> str:
     return bounds(found.interval, partial(signed, form=form))
 
 
-def _sentences(settings: Settings, title: str, runs: Runs) -> str:
+def _sentence(settings: Settings, batch: int, rate: float, runs: Runs) -> str:
     """Return what the held-out loss did, with its intervals."""
     parts = []
     for every in settings.every[1:]:
         found = _difference(runs, settings, every, "loss")
         assert found is not None, "only the first interval is compared with nothing"
         parts.append(f"every {every} iterations, {_in_words(found)}")
-    return f"With {title}, and gradients synchronised: {'; '.join(parts)}."
+    return (
+        f"With {batch} images per worker and a learning rate of {rate:g}, held-out loss compared with synchronising in "
+        f"every iteration: {'; '.join(parts)}."
+    )
 
 
 def _in_words(found: Estimate) -> str:
     """Return what a difference in held-out loss means."""
     if not math.isfinite(found.mean):
-        return "it diverged in every run"
+        return "not finite in any run"
     interval = f"({_bounds(found, '.3f')}, {found.seeds} seeds)"
     if found.sign:
-        return f"the held-out loss is {abs(found.mean):.3f} {'higher' if found.sign > 0 else 'lower'} {interval}"
-    return f"no difference seen in held-out loss {interval}"
+        return f"{abs(found.mean):.3f} {'higher' if found.sign > 0 else 'lower'} {interval}"
+    return f"no difference seen {interval}"
+
+
+def _top(runs: Runs) -> float:
+    """Return the highest loss that is drawn."""
+    first: float = max(row["curve"][0] for of_every in runs.values() for row in of_every.values())
+    return _ROOM * first
 
 
 def _draw(settings: Settings, title: str, runs: Runs, theme: Theme) -> bytes:
@@ -199,8 +210,7 @@ def _draw(settings: Settings, title: str, runs: Runs, theme: Theme) -> bytes:
             curves = zip(*(row["curve"] for row in runs[every].values()), strict=True)
             axes.plot(places, [statistics.fmean(values) for values in curves], color=colour, label=f"every {every}")
         axes.set_ylabel(f"training loss,\nmean of {settings.seeds} seeds")
-        begun = max(row["curve"][0] for of_every in runs.values() for row in of_every.values())
-        axes.set_ylim(0, _ROOM * begun)
+        axes.set_ylim(0, _top(runs))
         axes.set_xlim(0, settings.iterations)
         legend(figure, axes, width=7.0)
         return png(figure)

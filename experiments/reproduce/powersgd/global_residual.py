@@ -1,7 +1,7 @@
 """PyTorch's PowerSGD hook beside ours, on data spread evenly over the ranks and on data that is not.
 
-PyTorch's hook keeps as its residual the distance of what it compressed from the *mean over all ranks*; ours, like the
-paper, keeps what this rank itself did not get through. Both train the same models on the same batches in PyTorch's DDP,
+PyTorch's hook keeps as its residual the distance of what it compressed from the *mean over all ranks*; ours keeps what
+this rank itself did not get through. Both train the same models on the same batches in PyTorch's DDP,
 with the same rank, start step and `min_compression_rate`, so that they compress the same matrices.
 """
 
@@ -227,7 +227,7 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
         "elements sent a step",
         "residual / gradient, last look",
         "mean residual / gradient, last look",
-        "growth of the residual since the first look",
+        "residual, last look / first look",
         "accuracy, %",
         "difference, points (95 %)",
     )
@@ -271,7 +271,7 @@ def _cells(rows: Sequence[Mapping[str, Any]], skew: float, label: str) -> list[s
         f"{_data(skew)}, {label}",
         f"{_mean(own, lambda row: row['elements']).mean:,.0f}",
         *(f"{value:.3g}" for value in last),
-        f"{_mean(own, _growth).mean:.3g}×",
+        f"{_mean(own, _growth).mean:.3g}",
         f"{_mean(own, lambda row: 100 * row['accuracy']).mean:.2f}",
         f"{signed(found.mean, '.2f')} ({_range(found)})" if label == _OURS else "—",
     ]
@@ -310,9 +310,10 @@ def _draw(settings: Settings, rows: Sequence[Mapping[str, Any]], theme: Theme) -
             axes.set_title(f"{_data(skew)} data", loc="left", fontweight="bold", pad=8)
             axes.set_xlabel("step")
             axes.set_yscale("log")
-            for label, colour in ((_STOCK, theme.hooks[1]), (_OURS, theme.hooks[0])):
-                _curve(axes, list(_of(rows, skew, label).values()), "residuals", f"{label}, of a rank", colour, "-")
-                _curve(axes, list(_of(rows, skew, label).values()), "common", f"{label}, mean of all", colour, ":")
+            for field, words, dashes in (("residuals", "one rank", "-"), ("common", "the mean", ":")):
+                for label, colour in ((_STOCK, theme.hooks[1]), (_OURS, theme.hooks[0])):
+                    own = list(_of(rows, skew, label).values())
+                    _curve(axes, own, field, f"{label}: {words}", colour, dashes)
         panels[0].set_ylabel("norm of the residual / of a rank's gradient")
         legend(figure, panels[0], width=8.4)
         return png(figure)
@@ -328,9 +329,8 @@ REPRODUCTION = Reproduction(
     title="The residual against the global mean, and the local one, on skewed data",
     source="PyTorch's `powerSGD_hook`, and the PowerSGD paper (Vogels et al., NeurIPS 2019), algorithm 2",
     said=(
-        "The paper keeps on each worker what that worker's own gradient lost in compression.",
-        "PyTorch's hook keeps the difference of a rank's input from the mean of all ranks, and describes it as the "
-        "error of local compression.",
+        "The paper's workers memorise local errors: what the decompression of a worker's own message lacks (recalled).",
+        "PyTorch's hook says the same in its comments, but subtracts the mean over all ranks instead.",
     ),
     sizes={
         "default": Settings(),
