@@ -106,7 +106,9 @@ def _draw(settings: Settings, rows: Sequence[Mapping[str, Any]], theme: Theme) -
                 mean = statistics.fmean(found)
                 axes.plot([place - 0.3, place + 0.3], [mean, mean], color=theme.hooks[0], linewidth=2.4)
                 axes.plot([place] * len(found), found, "o", color=theme.first, markersize=4, alpha=0.8)
-            axes.set_xticks(range(len(settings.variants)), [label.replace(", ", ",\n") for label in settings.variants])
+            axes.set_xticks(
+                range(len(settings.variants)), [label.replace("adaptive ", "adaptive\n") for label in settings.variants]
+            )
         panels[0].set_ylabel("held-out accuracy, %")
         return png(figure)
 
