@@ -1,7 +1,8 @@
-"""How long an iteration takes with buckets of different sizes.
+"""How long an iteration takes with buckets of different sizes, on fewer hosts (figure 7) and on more (figure 8).
 
-The same model is in memory once per size, and the copies take turns; one world of ranks for each model. Size 0 gives
-every gradient a bucket of its own, and the last size puts all of them into one.
+The same model is in memory once per size, and the copies take turns; one world of ranks for each model and number of
+hosts. Size 0 gives every gradient a bucket of its own, and the last size puts all of them into one. If ranks share
+cores, time is dilated (`dilation`), so that each has what one core computes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ...summary import Spread
 from ...tasks import load_task
 from .. import Block, Picture, Reproduction, Table
 from ..notes import Notes
+from .iterations import dilation
 from .medians import Ratio, milliseconds
 from .turns import DDPS, MODELS, TINY_MODELS, Entrant, Turns, link_of, take_turns, whole
 
@@ -36,33 +38,39 @@ class Settings:
 
     kind: str = "hosts"
     rate: str = "1 Gbit/s"
-    ranks: int = 2
+    worlds: tuple[int, ...] = (2, 4)  # numbers of hosts
     ddp: str = "core"
     models: Mapping[str, str] = field(default_factory=lambda: dict(MODELS))
-    bucket_mib: tuple[float, ...] = (0, 0.5, 1, 2, 5, 10, 25)  # those below a model's size, which comes last
-    turns: int = 15
+    bucket_mib: tuple[float, ...] = (0, 1, 2, 5, 10, 25)  # those below a model's size, which comes last
+    turns: int = 10
 
 
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
-    """Return every model's turns at each size."""
+    """Return every model's turns at each size, for each number of hosts."""
     return {
         "models": [
-            {"model": model, "rows": notes.once(model, partial(_rows, task, settings, notes))}
+            {
+                "model": model,
+                "ranks": ranks,
+                "rows": notes.once(f"{model} on {ranks}", partial(_rows, task, ranks, settings, notes)),
+            }
+            for ranks in settings.worlds
             for model, task in settings.models.items()
         ]
     }
 
 
-def _rows(task: str, settings: Settings, notes: Notes) -> list[Row]:
+def _rows(task: str, ranks: int, settings: Settings, notes: Notes) -> list[Row]:
     model = load_task(Spec.parse(task, "task")).model
     mib = sum(parameter.nbytes for parameter in model.parameters()) / MIB
     sizes = {f"{size:g}": max(size, 1 / MIB) for size in settings.bucket_mib if size < mib} | {"all": mib + 1}
     entrants = tuple(Entrant(task=task, ddp=settings.ddp, bucket_mib=size) for size in sizes.values())
-    link = link_of(settings.rate, settings.kind)
-    notes.tell(f"{task} ({mib:.1f} MiB) in {len(sizes)} sizes of buckets takes {settings.turns} turns")
-    taken = take_turns(Turns(entrants=entrants, link=link, ranks=settings.ranks, count=settings.turns), notes.tell)
+    slower = dilation(ranks)
+    link = link_of(settings.rate, settings.kind).slowed(slower)
+    notes.tell(f"{task} ({mib:.1f} MiB) on {ranks} ranks in {len(sizes)} sizes of buckets: {settings.turns} turns")
+    taken = take_turns(Turns(entrants=entrants, link=link, ranks=ranks, count=settings.turns), notes.tell)
     return [
-        {"size": label, "buckets": one["buckets"], "seconds": whole(one)}
+        {"size": label, "buckets": one["buckets"], "seconds": [seconds / slower for seconds in whole(one)]}
         for label, one in zip(sizes, taken, strict=True)
     ]
 
@@ -81,14 +89,13 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
             ]
             for row in each["rows"]
         ]
-        title = (
-            f"{each['model']}, {DDPS[settings.ddp]}, {settings.ranks} ranks at {settings.rate}: {settings.turns} turns"
-        )
+        setting = f"{each['model']} on {each['ranks']} hosts"
+        title = f"{setting} at {settings.rate}, {DDPS[settings.ddp]}: {settings.turns} turns"
         columns = ["bucket size, MiB", "buckets", "iteration, ms (quartiles)", "of the fastest's time (95 %)"]
-        caption = f"Boxes of the quartiles of an iteration's time at each bucket size: {each['model']}"
+        caption = f"Boxes of the quartiles of an iteration's time at each bucket size: {setting}"
         blocks += [
             Table(title, columns, rows),
-            f"{each['model']}: {optimum(each['rows'])}",
+            f"{setting}: {optimum(each['rows'])}",
             Picture(f"latency-{number}", caption, partial(_boxes, each)),
         ]
     return blocks
@@ -130,7 +137,7 @@ def _boxes(each: Mapping[str, Any], theme: Theme) -> bytes:
         low, median, high = np.percentile(seconds, [25, 50, 75])
         boxes.append({"med": median, "q1": low, "q3": high, "whislo": seconds.min(), "whishi": seconds.max()})
     with matplotlib.rc_context(style(theme)):
-        title = f"{each['model']}: time of an iteration (quartiles and range)"
+        title = f"{each['model']} on {each['ranks']} hosts: time of an iteration (quartiles and range)"
         figure, axes = canvas(title, "bucket size, MiB (0: one bucket per gradient; all: one bucket)", 7.2, 3.2)
         ink = {"color": theme.ink}
         axes.bxp(
@@ -163,6 +170,7 @@ REPRODUCTION = Reproduction(
         "tiny": Settings(
             kind="emulated",
             rate="100 Mbit/s",
+            worlds=(2,),
             models=TINY_MODELS,
             bucket_mib=(0, 0.05),
             turns=2,
