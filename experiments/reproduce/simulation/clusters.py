@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from commhooks.planning.links import Link
-from commhooks.planning.step_time import Step, step_time
+from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
 from commhooks.units import seconds_in_words, three_digits
 
 from ...cluster import Cluster
@@ -50,7 +50,7 @@ class Settings:
 
 
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
-    """Return the cases of all numbers of hosts, each with what the model says and is based on."""
+    """Return the cases of all numbers of hosts, each with what the model is given."""
     cases: list[Any] = []
     for hosts in settings.hosts:
         cases += notes.once(f"{hosts} hosts", lambda hosts=hosts: _measure(settings, hosts, notes))  # type: ignore[misc]  # 'Cannot infer type of lambda'
@@ -86,7 +86,7 @@ def _measure(settings: Settings, hosts: int, notes: Notes) -> list[dict[str, Any
 
 
 def _row(hosts: int, case: Case, dilation: float) -> dict[str, Any]:
-    """Return a case with what the model says of it, in the seconds that are reported."""
+    """Return a case with what the model is given for it, in the seconds that are reported."""
     hook, compute = case.unlimited.hooks[case.hook], case.compute
     step = Step(
         compute=compute.seconds / dilation,
@@ -104,20 +104,32 @@ def _row(hosts: int, case: Case, dilation: float) -> dict[str, Any]:
         "rate": case.rate,
         "hook": case.hook,
         "steps": list(case.seconds),
-        "simulated": asdict(step_time(step, link, hosts)),
-        "latency": link.latency,
-        "seconds_per_byte": link.seconds_per_byte,
-        "compression": sum(one.after + sum(stage.seconds for stage in one.stages) for one in step.buckets),
+        "step": asdict(step),
+        "link": {"latency": link.latency, "seconds_per_byte": link.seconds_per_byte},
     }
+
+
+def simulated(case: Mapping[str, Any]) -> StepTime:
+    """Return what the model says of a case."""
+    given = case["step"]
+    buckets = tuple(
+        Bucket(
+            one["ready"],
+            tuple(Stage(each["seconds"], tuple(map(tuple, each["collectives"]))) for each in one["stages"]),
+            one["after"],
+        )
+        for one in given["buckets"]
+    )
+    return step_time(Step(**{**given, "buckets": buckets}), Link(rate=case["rate"], **case["link"]), case["hosts"])
 
 
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
     """Return a table of all cases, the errors, and a picture."""
-    cases = measured["cases"]
+    cases = [{**case, "simulated": asdict(simulated(case))} for case in measured["cases"]]
     rows, errors = [], []
     for case in cases:
-        real, simulated = statistics.median(case["steps"]), case["simulated"]["seconds"]
-        errors.append(simulated / real - 1)
+        real, expected = statistics.median(case["steps"]), case["simulated"]["seconds"]
+        errors.append(expected / real - 1)
         low, _, high = statistics.quantiles(case["steps"], n=4, method="inclusive")
         rows.append(
             [
@@ -125,9 +137,9 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
                 format_rate(case["rate"]),
                 f"`{case['hook']}`",
                 f"{three_digits(1e3 * real)} ({three_digits(1e3 * low)} to {three_digits(1e3 * high)})",
-                three_digits(1e3 * simulated),
+                three_digits(1e3 * expected),
                 f"{100 * errors[-1]:+.0f} %",
-                percent(case["simulated"]["compute"] / simulated),
+                percent(case["simulated"]["compute"] / expected),
             ]
         )
     columns = ["hosts", "rate", "hook", "measured, ms (quartiles)", "simulated, ms", "error", "utilisation, simulated"]
@@ -183,8 +195,8 @@ def _inputs_in_words(cases: list[Any]) -> str:
     for hosts in dict.fromkeys(case["hosts"] for case in cases):
         own = [case for case in cases if case["hosts"] == hosts]
         compute = statistics.median(case["simulated"]["compute"] for case in own)
-        latency = statistics.median(case["latency"] for case in own)
-        a_byte = statistics.median(case["seconds_per_byte"] for case in own)
+        latency = statistics.median(case["link"]["latency"] for case in own)
+        a_byte = statistics.median(case["link"]["seconds_per_byte"] for case in own)
         found.append(
             f"{hosts} hosts: compute {seconds_in_words(compute)}, {1e6 * latency:.0f} µs for a message and "
             f"{1e9 * a_byte:.2g} ns for a byte over links without a limit"
