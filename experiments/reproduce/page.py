@@ -43,14 +43,13 @@ def markdown(reproduction: Reproduction, results: Results, blocks: Sequence[Bloc
 
 def circumstances(results: Results) -> list[str]:
     """Return sentences about how, where and with what it was measured."""
-    settings = ", ".join(f"{name} {_plain(value)}" for name, value in results.settings.items())
+    settings = [f"- {name.replace('_', ' ')}: {_plain(value)}" for name, value in results.settings.items() if value]
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     here = results.machine
     return [
         f"`{results.command}` took {seconds_in_words(results.seconds)} on {here['processor']}, {here['cores']} cores, "
         f"with {versions}; {here['load']} processes wanted to run in the minute before the end.",
-        "",
-        f"Settings: {settings or 'none'}.",
+        *(["", "With these settings:", "", *settings] if settings else []),
     ]
 
 
@@ -78,5 +77,5 @@ def _markdown_table(table: Table) -> list[str]:
 
 def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+        return "; ".join(f"{key}: `{_plain(item)}`" for key, item in value.items())
     return ", ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)
