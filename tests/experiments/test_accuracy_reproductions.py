@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,8 @@ def test_gradients_add_up_until_they_are_synchronised() -> None:
         torch.testing.assert_close(dict(one.model.named_parameters())[name], parameter - rate * sums[name])
 
 
-def skipped(losses: Mapping[int, float]) -> tuple[list[Sequence[Sequence[str]]], str]:
+def skipped(losses: Mapping[int, float], diverged: int | None = None) -> tuple[list[Sequence[Sequence[str]]], str]:
+    """Return what is shown of losses by interval; seed 1 has none with the interval `diverged`."""
     settings = Skipped(batches=((8, 0.02),), every=tuple(losses), iterations=40, points=2, seeds=3)
     runs: list[dict[str, Any]] = [
         {
@@ -49,7 +51,7 @@ def skipped(losses: Mapping[int, float]) -> tuple[list[Sequence[Sequence[str]]],
             "seed": seed,
             "every": every,
             "curve": [2.0, loss],
-            "loss": loss + seed,
+            "loss": math.nan if (every, seed) == (diverged, 1) else loss + seed,
             "accuracy": 0.5,
         }
         for every, loss in losses.items()
@@ -69,9 +71,14 @@ def test_skipping_is_compared_seed_by_seed_with_synchronising_always() -> None:
     assert "every 8 iterations, 0.500 higher (+0.475 to +0.525, 3 seeds)" in text
 
 
-def test_a_loss_that_is_not_finite_counts_as_diverged() -> None:
-    _, text = skipped({1: 1.0, 8: float("nan")})
-    assert "every 8 iterations, not finite in any run" in text
+def test_one_run_that_diverged_is_said_and_its_interval_not_compared() -> None:
+    (rows,), text = skipped({1: 1.0, 4: 1.5, 8: 1.0}, diverged=8)
+    assert rows[2][2:] == ["1 of 3 runs diverged", "—", "—", "—", "—"]
+    assert "every 8 iterations, 1 of 3 runs diverged" in text
+    assert "every 4 iterations, 0.500 higher" in text
+    (rows,), text = skipped({1: 1.0, 4: 1.5}, diverged=1)
+    assert rows[1][4] == rows[1][6] == "—"
+    assert "1 of 3 runs that synchronise in every iteration diverged, so nothing is compared" in text
 
 
 def residual_run(label: str, seed: int, norm: float, accuracy: float) -> dict[str, Any]:
@@ -92,3 +99,6 @@ def test_residuals_are_compared_as_ratios_and_accuracies_as_differences(gain: fl
     assert rows[0][1] == rows[1][1] == "1,234"
     assert "PyTorch's residual ends 40 times as large as ours (40 to 40, 3 seeds)" in text
     assert said in text
+    runs[0] |= {"loss": math.nan, "accuracy": 0.1}  # what it still guesses right
+    (rows,), text = shown("powersgd-global-residual", settings, {"runs": runs})
+    assert rows[1][-1] == "—" and "1 run diverged, so the two hooks are not compared" in text

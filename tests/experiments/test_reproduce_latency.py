@@ -121,6 +121,9 @@ def test_runs_are_compared_seed_by_seed_and_a_difference_that_holds_zero_is_not_
     assert at_1000 == "At 1 Gbit/s no difference in a step's time from all-reduce was seen for fp16."
     lower = sentences(rates.show(settings, {"rates": [same, fast]}))[0]
     assert "lower than with all-reduce; difference in points: -4.90 (" in lower
+    same["runs"][1]["held_out_loss"] = math.nan
+    diverged = sentences(rates.show(settings, {"rates": [fast, same]}))[0]
+    assert diverged.endswith("count with what they still guessed right: 1 of 3 with fp16.")
     assert all(picture.startswith(b"\x89PNG") for picture in pictures(blocks))
 
 

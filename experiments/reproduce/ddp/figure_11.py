@@ -112,8 +112,8 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
             for every in settings.every
         }
         title = f"{batch} images per worker, learning rate {rate:g}"
-        highest = max(loss for of_every in runs.values() for row in of_every.values() for loss in row["curve"])
-        cut = " (higher losses are cut off)" if highest > _top(runs) else ""
+        losses = [loss for of_every in runs.values() for row in of_every.values() for loss in row["curve"]]
+        cut = "" if all(loss <= _top(runs) for loss in losses) else " (higher losses are cut off)"
         caption = f"Training loss over the iterations for each interval: {title}{cut}"
         draw = partial(_draw, settings, title, runs)
         blocks += [_table(settings, title, runs), _sentence(settings, batch, rate, runs)]
@@ -140,11 +140,13 @@ def _table(settings: Settings, title: str, runs: Runs) -> Table:
 
 
 def _cells(settings: Settings, runs: Runs, every: int) -> list[str]:
-    own = runs[every].values()
+    own, diverged = runs[every].values(), _diverged(runs, every)
     loss, accuracy = _difference(runs, settings, every, "loss"), _difference(runs, settings, every, "accuracy")
+    label = ["iteration" if every == 1 else f"{every} iterations", str(settings.iterations // every)]
+    if diverged:
+        return [*label, f"{diverged} of {len(own)} runs diverged", *["—"] * 4]
     return [
-        "iteration" if every == 1 else f"{every} iterations",
-        str(settings.iterations // every),
+        *label,
         f"{statistics.fmean(row['curve'][-1] for row in own):.3f}",
         f"{statistics.fmean(row['loss'] for row in own):.3f}",
         "—" if loss is None else _with_bounds(loss, ".3f"),
@@ -153,9 +155,17 @@ def _cells(settings: Settings, runs: Runs, every: int) -> list[str]:
     ]
 
 
+def _diverged(runs: Runs, every: int) -> int:
+    """Return how many runs ended with a loss that is not finite; what they still guess right says nothing."""
+    return sum(not math.isfinite(row["loss"]) for row in runs[every].values())
+
+
 def _difference(runs: Runs, settings: Settings, every: int, field: str) -> Estimate | None:
-    """Return by how much a result exceeds that of the first interval, seed by seed; None for the first itself."""
-    if every == settings.every[0]:
+    """Return by how much a result exceeds that of the first interval, seed by seed.
+
+    None for the first itself, and if a run of either diverged.
+    """
+    if every == settings.every[0] or _diverged(runs, every) or _diverged(runs, settings.every[0]):
         return None
     ours, theirs = ({seed: row[field] for seed, row in runs[n].items()} for n in (every, settings.every[0]))
     scale = 100 if field == "accuracy" else 1
@@ -172,11 +182,17 @@ def _bounds(found: Estimate, form: str) -> str:
 
 def _sentence(settings: Settings, batch: int, rate: float, runs: Runs) -> str:
     """Return what the held-out loss did, with its intervals."""
+    first, *others = settings.every
+    if diverged := _diverged(runs, first):
+        return (
+            f"With {batch} images per worker and a learning rate of {rate:g}, {diverged} of {settings.seeds} runs that "
+            "synchronise in every iteration diverged, so nothing is compared with them."
+        )
     parts = []
-    for every in settings.every[1:]:
+    for every in others:
         found = _difference(runs, settings, every, "loss")
-        assert found is not None, "only the first interval is compared with nothing"
-        parts.append(f"every {every} iterations, {_in_words(found)}")
+        words = f"{_diverged(runs, every)} of {settings.seeds} runs diverged" if found is None else _in_words(found)
+        parts.append(f"every {every} iterations, {words}")
     return (
         f"With {batch} images per worker and a learning rate of {rate:g}, held-out loss compared with synchronising in "
         f"every iteration: {'; '.join(parts)}."
@@ -185,8 +201,6 @@ def _sentence(settings: Settings, batch: int, rate: float, runs: Runs) -> str:
 
 def _in_words(found: Estimate) -> str:
     """Return what a difference in held-out loss means."""
-    if not math.isfinite(found.mean):
-        return "not finite in any run"
     interval = f"({_bounds(found, '.3f')}, {found.seeds} seeds)"
     if found.sign:
         return f"{abs(found.mean):.3f} {'higher' if found.sign > 0 else 'lower'} {interval}"
@@ -195,8 +209,8 @@ def _in_words(found: Estimate) -> str:
 
 def _top(runs: Runs) -> float:
     """Return the highest loss that is drawn."""
-    first: float = max(row["curve"][0] for of_every in runs.values() for row in of_every.values())
-    return _ROOM * first
+    first = [row["curve"][0] for of_every in runs.values() for row in of_every.values()]
+    return _ROOM * max(filter(math.isfinite, first), default=1.0)
 
 
 def _draw(settings: Settings, title: str, runs: Runs, theme: Theme) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks.language.entries import RESIDUAL
+from commhooks.units import counted
 
 from ...hooks import make_hook
 from ...intervals import Estimate, differences
@@ -249,8 +251,13 @@ def _data(skew: float) -> str:
     return "even" if skew == 0 else "skewed" if skew == 1 else f"{100 * skew:.0f} % skewed"
 
 
-def _mean(rows: Mapping[int, Mapping[str, Any]], value: Callable[[Mapping[str, Any]], float]) -> Estimate:
-    return Estimate.of({seed: value(row) for seed, row in rows.items()})
+def _mean(rows: Mapping[int, Mapping[str, Any]], value: Callable[[Mapping[str, Any]], float]) -> float:
+    return statistics.fmean(map(value, rows.values()))
+
+
+def _diverged(rows: Sequence[Mapping[str, Any]], skew: float) -> int:
+    """Return how many runs on data of this skew ended with a loss that is not finite."""
+    return sum(row["skew"] == skew and not math.isfinite(row["loss"]) for row in rows)
 
 
 def _growth(row: Mapping[str, Any]) -> float:
@@ -266,14 +273,15 @@ def _accuracies(rows: Sequence[Mapping[str, Any]], skew: float) -> Estimate:
 def _cells(rows: Sequence[Mapping[str, Any]], skew: float, label: str) -> list[str]:
     own = _of(rows, skew, label)
     found = _accuracies(rows, skew)
-    last = [_mean(own, lambda row: row["residuals"][-1]).mean, _mean(own, lambda row: row["common"][-1]).mean]
+    last = [_mean(own, lambda row: row["residuals"][-1]), _mean(own, lambda row: row["common"][-1])]
+    is_compared = label == _OURS and not _diverged(rows, skew)
     return [
         f"{_data(skew)}, {label}",
-        f"{_mean(own, lambda row: row['elements']).mean:,.0f}",
+        f"{_mean(own, lambda row: row['elements']):,.0f}",
         *(f"{value:.3g}" for value in last),
-        f"{_mean(own, _growth).mean:.3g}",
-        f"{_mean(own, lambda row: 100 * row['accuracy']).mean:.2f}",
-        f"{signed(found.mean, '.2f')} ({_range(found)})" if label == _OURS else "—",
+        f"{_mean(own, _growth):.3g}",
+        f"{_mean(own, lambda row: 100 * row['accuracy']):.2f}",
+        f"{signed(found.mean, '.2f')} ({_range(found)})" if is_compared else "—",
     ]
 
 
@@ -283,6 +291,8 @@ def _range(found: Estimate) -> str:
 
 def _sentences(rows: Sequence[Mapping[str, Any]], skew: float) -> str:
     """Return what the residuals and the accuracies did on data of this skew."""
+    if diverged := _diverged(rows, skew):
+        return f"On {_data(skew)} data {counted(diverged, 'run')} diverged, so the two hooks are not compared."
     ratios = Estimate.of_ratios(
         {
             seed: row["norms"][-1] / _of(rows, skew, _OURS)[seed]["norms"][-1]
@@ -294,8 +304,6 @@ def _sentences(rows: Sequence[Mapping[str, Any]], skew: float) -> str:
         f"({bounds(ratios.interval, '{:.3g}'.format)}, {ratios.seeds} seeds)"
     )
     found = _accuracies(rows, skew)
-    if not math.isfinite(found.mean):
-        return f"{size}; a run diverged, so accuracies are not compared."
     if found.sign == 0:
         return f"{size}; no difference seen in accuracy ({_range(found)} points)."
     word = "more" if found.mean > 0 else "less"

@@ -198,6 +198,10 @@ def _accuracy_finding(settings: Settings, whole: Mapping[str, Any]) -> str:
             sentences.append(f"Held-out accuracy is {word} than with {base}; difference in points: {listed(points)}.")
     if same := [hook for hook, one in found.items() if not one.sign]:
         sentences.append(f"In held-out accuracy no difference from {base} was seen for {listed(same)}.")
+    losses = {hook: by_seed(whole, hook, "held_out_loss").values() for hook in settings.hooks}
+    lost = {hook: sum(not math.isfinite(loss) for loss in each) for hook, each in losses.items()}
+    if guesses := [f"{count} of {settings.seeds} with {hook}" for hook, count in lost.items() if count]:
+        sentences.append(f"Runs that diverged, and count with what they still guessed right: {listed(guesses)}.")
     return " ".join(sentences)
 
 
