@@ -38,7 +38,7 @@ class Ablation:
     seeds: int = 5
     """Higher: narrower intervals."""
     workers: int = 4
-    """Higher: each batch is divided further, among more gradients."""
+    """Higher: more gradients in a mean, each of a batch of the task's size."""
     processes: int = 0
     """How many runs are made at a time; 0: one for each core."""
 
