@@ -82,16 +82,16 @@ def _adaptive(rows: Sequence[Mapping[str, Any]], compared: Sequence[Compared]) -
     of_task = [row for row in rows if row["task"] == adaptive.task]
     found = between(of_task, adaptive.score, _ADAPTIVE, _ONE)
     sent = (
-        f"It sends {adaptive.payload_bytes / most.payload_bytes:.2f} of the bytes of {_FOUR} "
+        f"sends {adaptive.payload_bytes / most.payload_bytes:.2f} of the bytes of {_FOUR} "
         f"({_ONE}: {least.payload_bytes / most.payload_bytes:.2f})."
     )
     if found is None:
-        return sent
+        return f"The adaptive rank {sent}"
     low, high = (signed(bound, ".2f") for bound in (found.low, found.high))
     if found.sign == 0:
-        return f"No difference seen between the adaptive rank and {_ONE} ({low} to {high} points). {sent}"
+        return f"No difference seen between the adaptive rank and {_ONE} ({low} to {high} points). It {sent}"
     word = "above" if found.sign > 0 else "below"
-    return f"The adaptive rank ends {abs(found.mean):.2f} points {word} {_ONE} ({low} to {high}). {sent}"
+    return f"The adaptive rank ends {abs(found.mean):.2f} points {word} {_ONE} ({low} to {high}). It {sent}"
 
 
 def _draw(settings: Settings, rows: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:
