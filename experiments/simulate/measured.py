@@ -78,9 +78,10 @@ class HookTimes:
         return tuple(found)
 
     def is_counted(self, ranks: int) -> bool:
-        """Return whether the payloads for so many ranks were counted, or are the same for all that were."""
+        """Return whether the payloads for so many ranks were counted, or do not depend on them."""
         known = [tuple(one.sends for one in buckets) for buckets in self.by_workers.values()]
-        return ranks in self.by_workers or ranks in self.counted or all(one == known[0] for one in known)
+        is_constant = all(one == known[0] and not is_padded(one) for one in known)
+        return ranks in self.by_workers or ranks in self.counted or is_constant
 
     def buckets(self, ready: Sequence[float], ranks: int) -> tuple[Bucket, ...]:
         """Return the buckets of the model, for any number of ranks.
@@ -171,6 +172,12 @@ class Measured:
                 f"measured {path}: expected a file of format {FORMAT} that 'commhooks simulate --save' wrote "
                 f"({type(error).__name__}: {error}); measure again with --task and --save"
             ) from error
+
+
+def is_padded(sends: Sequence[Sequence[Sends]]) -> bool:
+    """Return whether a collective has a row for each rank: with other ranks, padding may change its payload."""
+    kinds = {kind for rounds in sends for collectives in rounds for kind, _ in collectives}
+    return not kinds.isdisjoint({"all-to-all", "reduce-scatter"})
 
 
 def answer_bytes(sends: Sends, ranks: int) -> int:

@@ -31,7 +31,7 @@ from ..leaderboard.lockstep import Gradients, own_gradients
 from ..machine import machine, versions
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
-from .measured import BucketTimes, ComputeTimes, HookTimes, Measured, Sends
+from .measured import BucketTimes, ComputeTimes, HookTimes, Measured, Sends, is_padded
 
 WORKERS = (2, 4, 8, 16)
 _WARM_UP = 2  # steps that are not counted
@@ -160,7 +160,7 @@ def measure_hook(spec: Spec, compute: ComputeTimes, gradients: Sequence[Gradient
         raise ValueError(f"hook {spec.label!r} takes more rounds with more workers, which the model does not know")
     payloads = [tuple(one.sends for one in buckets) for buckets in timed.values()]
     counted: dict[int, tuple[tuple[Sends, ...], ...]] = {}
-    if any(payload != payloads[0] for payload in payloads):
+    if not all(payload == payloads[0] and not is_padded(payload) for payload in payloads):
         for ranks in sorted(set(asked.ranks) - set(timed) - {1}):
             if _largest_answer(payloads[-1], ranks) <= _LARGEST_ANSWER:
                 counted[ranks] = _count_for(spec, compute, gradients[0], ranks, asked.seed)

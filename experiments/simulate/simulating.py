@@ -113,9 +113,10 @@ def simulate_measured(request: Request, measured: Measured) -> Simulation:
     compute = seconds_in_words(factor * measured.compute.in_all)
     caption = (
         f"{measured.task} on {measured.machine['processor']}: compute {compute} a step, "
-        f"{counted(request.cores, 'core')} a rank, latency {seconds_in_words(request.links[0].latency)}. "
-        f"Compression beyond {workers} ranks is extrapolated."
+        f"{counted(request.cores, 'core')} a rank, latency {seconds_in_words(request.links[0].latency)}."
     )
+    if max(request.ranks) > workers:
+        caption += f" Compression beyond {workers} ranks is extrapolated."
     return Simulation(points, (*_said_of(measured, factor, request), *_said_of_links(request)), caption)
 
 
@@ -221,6 +222,12 @@ def _said_of(measured: Measured, factor: float, request: Request) -> list[str]:
     beyond: dict[int, list[str]] = {}
     for label in dict.fromkeys(hook.label for hook in request.hooks):
         times = measured.hooks[label]
+        timed = sorted(times.by_workers)
+        if between := [f"{n:,}" for n in request.ranks if n < timed[-1] and n not in timed]:
+            said.append(
+                f"Interpolated: the compression of {label} with {listed(between)} ranks, from that of the nearest of "
+                f"{listed([str(workers) for workers in timed])} workers."
+            )
         if max(request.ranks) > times.most_workers:
             beyond.setdefault(times.most_workers, []).append(label)
         if uncounted := [f"{ranks:,}" for ranks in request.ranks if ranks > 1 and not times.is_counted(ranks)]:

@@ -87,6 +87,19 @@ def test_payloads_that_were_not_counted_follow_those_that_were() -> None:
     assert hook.sends(64) == (((("all-to-all", 1024),), (("all-gather", 16),)),)
     assert [hook.is_counted(ranks) for ranks in (2, 3, 8, 64)] == [True, False, True, False]
     assert MADE_UP.hooks["top-k"].is_counted(1000)
+    rows = {workers: (BucketTimes((0.01,), ((("all-to-all", 1024),),), 0.03),) for workers in (2, 4)}
+    assert not HookTimes("fifo", rows, {}).is_counted(1000)  # 1,024 bytes do not divide into rows for so many
+
+
+def test_what_lies_between_the_workers_that_were_timed_is_said_to_be_interpolated() -> None:
+    link, hooks = Link(rate=math.inf), (Spec("top-k"),)
+    within, timed = (
+        simulate_measured(SimulationRequest(hooks=hooks, ranks=ranks, links=(link,)), MADE_UP)
+        for ranks in ((2, 3), (2, 4))
+    )
+    said = "Interpolated: the compression of top-k with 3 ranks, from that of the nearest of 2 and 4 workers."
+    assert said in within.assumptions
+    assert not any("polated" in text for text in (*timed.assumptions, timed.caption))
 
 
 def test_compute_that_is_stated_scales_compression_too() -> None:
