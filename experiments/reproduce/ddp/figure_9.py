@@ -1,10 +1,9 @@
 """Figure 9: the latency of an iteration against the number of hosts.
 
 All ranks run all the time. For a world size of W they form groups of W, each of which trains a model of its own: with
-8 hosts, a world size of 2 is four pairs. So a rank has the same share of the processor at every world size, and the
-world sizes take turns in the same processes. A group's latency is that of its slowest rank; a turn's is the mean over
-its groups.
-
+8 hosts, a world size of 2 is four pairs. So while all compute, a rank has the same share of the processor at every
+world size, and the world sizes take turns in the same processes. A group's latency is that of its slowest rank; a
+turn's is the mean over its groups.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ what is sent. Two replicas each have a link of the stated bandwidth in both dire
 all-reduce, data alone. Gradients (or, once in H steps, what the outer optimizer needs) become ready during the backward
 pass, the last two thirds of a step, and are sent in 24 parts, one for each layer, while it goes on. An author of the
 table says on his simulator's page that reductions overlap with the backward pass; the bytes for a parameter and the
-number of replicas are not in the table, so other choices are shown beside ours.
+number of replicas are not in the table: ours were chosen with it in view, and other choices are shown beside them.
 """
 
 from __future__ import annotations
