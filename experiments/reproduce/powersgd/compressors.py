@@ -104,7 +104,7 @@ REPRODUCTION = Reproduction(
         "and PowerSGD none (recalled).",
         "With about the bytes of rank 7, all of them are within about a point of SGD (recalled).",
         "Unbiased low-rank compression without feedback loses 20 points or so (recalled).",
-        "PowerSGD compresses much faster than sorting by size or a full SVD.",
+        "PowerSGD compresses much faster than sorting by size or a full SVD (recalled).",
     ),
     sizes={
         "default": _DEFAULT,

@@ -19,7 +19,7 @@ REPRODUCTION = Reproduction(
     said=(
         "PyTorch's hook sends uncompressed gradients in its first 1,000 steps by default (`start_powerSGD_iter`), "
         "because compressing early gradients may cost accuracy.",
-        "The PowerSGD paper compresses from the first step, with a warm-up of the learning rate.",
+        "The PowerSGD paper compresses from the first step, with a warm-up of the learning rate (recalled).",
     ),
     sizes=sizes(
         variants={
