@@ -30,7 +30,7 @@ from .standing_rows import (
     score_in_words,
     standing_row,
 )
-from .table import plain_table
+from .table import markdown_table, plain_table
 
 PAGE, RUNS, STANDINGS, GRACE, TABLES = "leaderboard.html", "runs.csv", "standings.csv", "grace.csv", "tables.md"
 _RUN_FIELDS = ["task", "compressor", "error_feedback", "seed", *(field.name for field in dataclasses.fields(Trained))]
@@ -192,18 +192,13 @@ def _markdown(results: Results, folder: str) -> str:
         lines += [f"![{task}: {picture}]({folder}/{task}.{picture}.png)" for picture in PICTURES]
         lines += ["", f"Pareto front, from few bytes to many: {front_in_words(rows, code=True)}.", ""]
         cells = map(standing_row, rows)
-        lines += _markdown_table(headings(task), [[f"`{label}`", *others] for label, *others in cells])
+        lines += markdown_table(headings(task), [[f"`{label}`", *others] for label, *others in cells])
     if results.grace:
         lines += ["### Error feedback, beside GRACE", ""]
-        lines += _markdown_table(GRACE_HEADINGS, [grace_row(one) for one in results.grace])
+        lines += markdown_table(GRACE_HEADINGS, [grace_row(one) for one in results.grace])
     if results.left_out:
         lines += ["### Left out", "", *(f"- `{one.label}`: {one.reason}" for one in results.left_out), ""]
     return "\n".join(lines)
-
-
-def _markdown_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    table = [names, ["---", *["---:"] * (len(names) - 1)], *rows]
-    return [*("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table), ""]
 
 
 def _write_csv(path: Path, fields: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

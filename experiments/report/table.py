@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -52,6 +52,12 @@ def print_tables(
     if len(settings) > 1:
         console.print()
         _print(console, overview_grid(settings, names))
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown, with an empty one at the end: names first, numbers in other columns."""
+    table = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return [*("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table), ""]
 
 
 def plain_table(title: str, headings: tuple[str, ...], first: str = "hook") -> Table:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from commhooks import units
 from commhooks.units import three_digits
 
-from ..intervals import Interval
+from ..intervals import Estimate, Interval
 from ..links.link import LinkSettings
 from ..summary import Spread
 
@@ -56,6 +56,12 @@ def signed(value: float, form: str = ".3f") -> str:
 def bounds(interval: Interval | None, form: Callable[[float], str]) -> str:
     """Return '2.11 to 2.14'; nothing without an interval."""
     return "" if interval is None else f"{form(interval.low)} to {form(interval.high)}"
+
+
+def with_bounds(found: Interval | Estimate, form: Callable[[float], str]) -> str:
+    """Return the mean with its interval, as in '2.12 (2.11 to 2.14)'; the mean alone if there is no interval."""
+    interval = found if isinstance(found, Interval) else found.interval
+    return form(found.mean) if interval is None else f"{form(found.mean)} ({bounds(interval, form)})"
 
 
 def listed(names: Collection[str], last: str = "and") -> str:

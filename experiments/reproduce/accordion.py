@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib
 
 from ..report.plots import Theme, canvases, png, style
-from ..report.words import signed
+from ..report.words import bounds, signed
 from .ablation import Ablation, train_variants
 from .comparing import Compared, between, compare, finding, table
 from .notes import Notes
@@ -87,11 +87,11 @@ def _adaptive(rows: Sequence[Mapping[str, Any]], compared: Sequence[Compared]) -
     )
     if found is None:
         return f"The adaptive rank {sent}"
-    low, high = (signed(bound, ".2f") for bound in (found.low, found.high))
+    within = bounds(found, partial(signed, form=".2f"))
     if found.sign == 0:
-        return f"No difference seen between the adaptive rank and {_ONE} ({low} to {high} points). It {sent}"
+        return f"No difference seen between the adaptive rank and {_ONE} ({within} points). It {sent}"
     word = "above" if found.sign > 0 else "below"
-    return f"The adaptive rank ends {abs(found.mean):.2f} points {word} {_ONE} ({low} to {high}). It {sent}"
+    return f"The adaptive rank ends {abs(found.mean):.2f} points {word} {_ONE} ({within}). It {sent}"
 
 
 def _draw(settings: Settings, rows: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:

@@ -14,7 +14,7 @@ import matplotlib
 from ..intervals import Interval, differences
 from ..leaderboard.standings import ACCURACY, LOSS, SCORES, Score
 from ..report.plots import Theme, canvases, png, style
-from ..report.words import folded, signed
+from ..report.words import bounds, folded, signed, with_bounds
 from ..specs import Spec
 from .ablation import Ablation
 from .reproduction import Block, Picture, Table
@@ -69,13 +69,14 @@ def finding(one: Compared) -> str:
         return f"{one.label} cannot be compared with {one.to}, of which runs diverged."
     form, score, mean = _form(one.score), one.score, one.difference.mean
     if one.difference.sign == 0:
-        low, high = (signed(bound, form) for bound in (one.difference.low, one.difference.high))
+        within = bounds(one.difference, functools.partial(signed, form=form))
         text = f"no difference seen between {one.label} and {one.to}: {signed(mean, form)} {score.unit}"
     else:
-        low, high = (f"{bound:{form}}" for bound in sorted(abs(b) for b in (one.difference.low, one.difference.high)))
+        low, high = sorted(abs(bound) for bound in (one.difference.low, one.difference.high))
+        within = f"{low:{form}} to {high:{form}}"
         direction = "higher" if mean > 0 else "lower"
         text = f"with {one.label}, {score.name} is {abs(mean):{form}} {score.unit} {direction} than with {one.to}"
-    return f"{text} ({low} to {high}, {one.runs} seeds)."
+    return f"{text} ({within}, {one.runs} seeds)."
 
 
 def findings(compared: Sequence[Compared]) -> str:
@@ -158,10 +159,10 @@ def _cells(one: Compared) -> list[str]:
     sent = f"{one.payload_bytes / 1e3:.2f}"
     if one.difference is None:
         return [one.label, sent, mean, NONE, one.to or NONE, NONE]
-    middle, low, high = (signed(v, form) for v in (one.difference.mean, one.difference.low, one.difference.high))
+    difference = with_bounds(one.difference, functools.partial(signed, form=form))
     better = (one.difference.sign > 0) == one.score.higher_is_better
     effect = ("better" if better else "worse") if one.difference.sign else "none seen"
-    return [one.label, sent, mean, f"{middle} ({low} to {high})", one.to or NONE, effect]
+    return [one.label, sent, mean, difference, one.to or NONE, effect]
 
 
 def _form(score: Score) -> str:

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from commhooks.units import seconds_in_words
 
-from ..report.table import plain_table
+from ..report.table import markdown_table, plain_table
 from .reproduction import Block, Picture, Reproduction, Table
 from .results import Results
 
@@ -32,12 +32,11 @@ def markdown(reproduction: Reproduction, results: Results, blocks: Sequence[Bloc
     lines += [*circumstances(results), ""]
     for block in blocks:
         if isinstance(block, Table):
-            lines += [f"**{block.title}**", "", *_markdown_table(block)]
+            lines += [f"**{block.title}**", "", *markdown_table(block.columns, block.rows)]
         elif isinstance(block, Picture):
-            lines.append(f"![{block.caption}]({folder}{block.name}.png)")
+            lines += [f"![{block.caption}]({folder}{block.name}.png)", ""]
         else:
-            lines.append(block)
-        lines.append("")
+            lines += [block, ""]
     return "\n".join(lines)
 
 
@@ -68,11 +67,6 @@ def print_blocks(reproduction: Reproduction, blocks: Sequence[Block], console: C
             console.print(table)
         elif isinstance(block, str):
             console.print(block.replace("`", ""), highlight=False, markup=False)
-
-
-def _markdown_table(table: Table) -> list[str]:
-    rows = [table.columns, ["---", *["---:"] * (len(table.columns) - 1)], *table.rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
 def _plain(value: Any) -> str:

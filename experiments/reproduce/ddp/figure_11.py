@@ -21,12 +21,13 @@ from torch import Tensor
 
 from ...intervals import Estimate, differences
 from ...report.plots import Theme, canvas, legend, png, style
-from ...report.words import bounds, signed
+from ...report.words import bounds, signed, with_bounds
 from ...specs import Spec
 from ...tasks import LoadedTask, load_task
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
 
+_LOSS, _POINTS = partial(signed, form=".3f"), partial(signed, form=".2f")
 _OPTIMIZER = "sgd:lr={}"
 _ROOM = 1.25  # times the first loss are drawn: one that explodes would flatten all others
 
@@ -149,9 +150,9 @@ def _cells(settings: Settings, runs: Runs, every: int) -> list[str]:
         *label,
         f"{statistics.fmean(row['curve'][-1] for row in own):.3f}",
         f"{statistics.fmean(row['loss'] for row in own):.3f}",
-        "—" if loss is None else _with_bounds(loss, ".3f"),
+        "—" if loss is None else with_bounds(loss, _LOSS),
         f"{100 * statistics.fmean(row['accuracy'] for row in own):.2f}",
-        "—" if accuracy is None else _with_bounds(accuracy, ".2f"),
+        "—" if accuracy is None else with_bounds(accuracy, _POINTS),
     ]
 
 
@@ -170,14 +171,6 @@ def _difference(runs: Runs, settings: Settings, every: int, field: str) -> Estim
     ours, theirs = ({seed: row[field] for seed, row in runs[n].items()} for n in (every, settings.every[0]))
     scale = 100 if field == "accuracy" else 1
     return Estimate.of({seed: scale * value for seed, value in differences(ours, theirs).items()})
-
-
-def _with_bounds(found: Estimate, form: str) -> str:
-    return f"{signed(found.mean, form)} ({_bounds(found, form)})"
-
-
-def _bounds(found: Estimate, form: str) -> str:
-    return bounds(found.interval, partial(signed, form=form))
 
 
 def _sentence(settings: Settings, batch: int, rate: float, runs: Runs) -> str:
@@ -201,7 +194,7 @@ def _sentence(settings: Settings, batch: int, rate: float, runs: Runs) -> str:
 
 def _in_words(found: Estimate) -> str:
     """Return what a difference in held-out loss means."""
-    interval = f"({_bounds(found, '.3f')}, {found.seeds} seeds)"
+    interval = f"({bounds(found.interval, _LOSS)}, {found.seeds} seeds)"
     if found.sign:
         return f"{abs(found.mean):.3f} {'higher' if found.sign > 0 else 'lower'} {interval}"
     return f"no difference seen {interval}"

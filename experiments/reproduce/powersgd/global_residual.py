@@ -29,7 +29,7 @@ from ...hooks import make_hook
 from ...intervals import Estimate, differences
 from ...launch import Send, run_world
 from ...report.plots import Theme, canvases, legend, png, style
-from ...report.words import bounds, signed
+from ...report.words import bounds, signed, with_bounds
 from ...specs import Spec
 from ...tasks import load_task
 from ...training.registration import wrap_in_ddp
@@ -37,6 +37,7 @@ from ...training.stock import is_stock, register_stock
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
 
+_POINTS = partial(signed, form=".2f")
 _ONE_BUCKET_MB = 1024.0  # PyTorch's hook does not survive several over Gloo
 _SILENCE_SECONDS = 300.0
 _STOCK, _OURS = "PyTorch's", "ours"
@@ -281,12 +282,8 @@ def _cells(rows: Sequence[Mapping[str, Any]], skew: float, label: str) -> list[s
         *(f"{value:.3g}" for value in last),
         f"{_mean(own, _growth):.3g}",
         f"{_mean(own, lambda row: 100 * row['accuracy']):.2f}",
-        f"{signed(found.mean, '.2f')} ({_range(found)})" if is_compared else "—",
+        with_bounds(found, _POINTS) if is_compared else "—",
     ]
-
-
-def _range(found: Estimate) -> str:
-    return bounds(found.interval, partial(signed, form=".2f"))
 
 
 def _sentences(rows: Sequence[Mapping[str, Any]], skew: float) -> str:
@@ -305,9 +302,9 @@ def _sentences(rows: Sequence[Mapping[str, Any]], skew: float) -> str:
     )
     found = _accuracies(rows, skew)
     if found.sign == 0:
-        return f"{size}; no difference seen in accuracy ({_range(found)} points)."
+        return f"{size}; no difference seen in accuracy ({bounds(found.interval, _POINTS)} points)."
     word = "more" if found.mean > 0 else "less"
-    return f"{size}; ours is {abs(found.mean):.2f} points {word} accurate ({_range(found)})."
+    return f"{size}; ours is {abs(found.mean):.2f} points {word} accurate ({bounds(found.interval, _POINTS)})."
 
 
 def _draw(settings: Settings, rows: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:

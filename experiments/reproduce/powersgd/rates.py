@@ -25,7 +25,7 @@ from commhooks.units import three_digits
 from ...intervals import Estimate, differences, ratios
 from ...links.link import format_rate
 from ...report.plots import Theme, canvases, legend, png, style
-from ...report.words import listed
+from ...report.words import listed, signed, with_bounds
 from ...runs import RunResult, RunSettings
 from ...summary import Typical, steps_to, target_loss, unprobed
 from ...sweeps.execute import RunFailed, execute
@@ -37,6 +37,8 @@ from ..reproduction import Block, Picture, Reproduction, Table
 PAPER = "PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019): training time on two backends, and tables of accuracy"
 RANKS = 2
 PARTS = ("compute", "compression", "waiting")  # of a step's seconds
+_POINTS = partial(signed, form=".2f")
+_TWO_DECIMALS = "{:.2f}".format
 _UNTIMED = 1  # steps at the beginning: memory is allocated in the first one, and its gradients are all in one bucket
 
 
@@ -139,8 +141,8 @@ def _accuracies(settings: Settings, whole: Mapping[str, Any]) -> Table:
             [
                 hook,
                 three_digits(statistics.fmean(by_seed(whole, hook, "payload_bytes").values()) / 1e3),
-                _with_interval(accuracy, ".2f"),
-                _with_interval(gained(whole, hook, base), "+.2f") if hook != base else "",
+                with_bounds(accuracy, _TWO_DECIMALS),
+                with_bounds(gained(whole, hook, base), _POINTS) if hook != base else "",
                 f"{steps.mean:.0f}" if steps.seeds == settings.seeds else f"{steps.seeds} of {settings.seeds} runs",
             ]
         )
@@ -169,7 +171,7 @@ def _times(settings: Settings, found: Mapping[str, Any], whole: Mapping[str, Any
                 hook,
                 three_digits(1e3 * step.mean),
                 " + ".join(three_digits(1e3 * part) for part in parts),
-                _with_interval(speed_up(found, hook, base), ".2f") if hook != base else "",
+                with_bounds(speed_up(found, hook, base), _TWO_DECIMALS) if hook != base else "",
                 three_digits(whole["steps"] * step.mean),
                 three_digits(reached.mean * step.mean) if reached.seeds == settings.seeds else "",
             ]
@@ -183,18 +185,12 @@ def _times(settings: Settings, found: Mapping[str, Any], whole: Mapping[str, Any
     )
 
 
-def _with_interval(estimate: Estimate, form: str) -> str:
-    if estimate.interval is None:
-        return f"{estimate.mean:{form}}"
-    return f"{estimate.mean:{form}} ({estimate.interval.low:{form}} to {estimate.interval.high:{form}})"
-
-
 def _accuracy_finding(settings: Settings, whole: Mapping[str, Any]) -> str:
     base, *others = settings.hooks
     found = {hook: gained(whole, hook, base) for hook in others}
     sentences = []
     for sign, word in ((1, "higher"), (-1, "lower")):
-        if points := [f"{_with_interval(one, '+.2f')} for {hook}" for hook, one in found.items() if one.sign == sign]:
+        if points := [f"{with_bounds(one, _POINTS)} for {hook}" for hook, one in found.items() if one.sign == sign]:
             sentences.append(f"Held-out accuracy is {word} than with {base}; difference in points: {listed(points)}.")
     if same := [hook for hook, one in found.items() if not one.sign]:
         sentences.append(f"In held-out accuracy no difference from {base} was seen for {listed(same)}.")
@@ -210,7 +206,9 @@ def _time_finding(settings: Settings, found: Mapping[str, Any]) -> str:
     factors = {hook: speed_up(found, hook, base) for hook in others}
     sentences = []
     for sign, word in ((1, "faster"), (-1, "slower")):
-        if times := [f"{_with_interval(one, '.2f')} for {hook}" for hook, one in factors.items() if one.sign == sign]:
+        if times := [
+            f"{with_bounds(one, _TWO_DECIMALS)} for {hook}" for hook, one in factors.items() if one.sign == sign
+        ]:
             sentences.append(f"At {found['rate']} a step is {word} than with {base}; times as fast: {listed(times)}.")
     if same := [hook for hook, one in factors.items() if not one.sign]:
         sentences.append(f"At {found['rate']} no difference in a step's time from {base} was seen for {listed(same)}.")
