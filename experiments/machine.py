@@ -40,6 +40,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def dilation(ranks: int) -> float:
+    """Return how many seconds here stand for one, so that each of these ranks has what one core computes."""
+    return max(1.0, ranks / cores())
+
+
 def _processor() -> str:
     """Return the processor's model name, if Linux provides it."""
     table = Path("/proc/cpuinfo")

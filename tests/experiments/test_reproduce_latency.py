@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from experiments.machine import cores
+from experiments.machine import cores, dilation
 from experiments.report.plots import DARK
 from experiments.reproduce import Block, Table
 from experiments.reproduce.ddp import figure_9, figure_10
-from experiments.reproduce.ddp.iterations import dilation
 from experiments.reproduce.powersgd import rates
 
 TURNS = 6

@@ -24,11 +24,12 @@ from commhooks.units import three_digits
 
 from ...launch import Send
 from ...links.link import LinkSettings, parse_rate
+from ...machine import dilation
 from ...overlap import longest
 from ...report.plots import Theme, canvases, legend, png, style
 from .. import Block, Picture, Reproduction, Table
 from ..notes import Notes
-from .iterations import Replica, dilation, draw_quartiles, measure_in_world
+from .iterations import Replica, draw_quartiles, measure_in_world
 from .medians import Ratio, milliseconds
 from .turns import DDPS, MODELS, TINY_MODELS
 

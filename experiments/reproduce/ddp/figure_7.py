@@ -2,7 +2,7 @@
 
 The same model is in memory once per size, and the copies take turns; one world of ranks for each model and number of
 hosts. Size 0 gives every gradient a bucket of its own, and the last size puts all of them into one. If ranks share
-cores, time is dilated (`dilation`), so that each has what one core computes.
+cores, time is dilated (`experiments.machine.dilation`), so that each has what one core computes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from ddp_core.bucketing import MIB
 
+from ...machine import dilation
 from ...report.plots import Theme, canvas, png, style
 from ...report.words import listed
 from ...specs import Spec
@@ -24,7 +25,6 @@ from ...summary import Spread
 from ...tasks import load_task
 from .. import Block, Picture, Reproduction, Table
 from ..notes import Notes
-from .iterations import dilation
 from .medians import Ratio, milliseconds
 from .turns import DDPS, MODELS, TINY_MODELS, Entrant, Turns, link_of, take_turns, whole
 

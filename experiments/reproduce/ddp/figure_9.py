@@ -30,11 +30,12 @@ from ddp_core import GradBucket
 
 from ...launch import Send
 from ...links.link import LinkSettings, parse_latency, parse_rate
+from ...machine import dilation
 from ...report.plots import Theme, canvases, legend, png, style
 from ...report.words import listed
 from .. import Block, Picture, Reproduction, Table
 from ..notes import Notes
-from .iterations import Replica, dilation, draw_quartiles, measure_in_world
+from .iterations import Replica, draw_quartiles, measure_in_world
 from .medians import Ratio, milliseconds
 from .turns import MODELS, TINY_MODELS
 

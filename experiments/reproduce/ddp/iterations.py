@@ -1,8 +1,8 @@
 """What figures 9 and 10 share: models that train on a link with or without synchronizing, and how they are drawn.
 
-A rank gets what one core computes, although several may share a core: time is dilated (`dilation`), as with the
-setting `compute` of runs. With four ranks on each core compute takes four times as long, so the link is slowed down by
-four as well, and every reported time is divided by four.
+Each rank has what one core computes, even if several share a core: time is dilated
+(`experiments.machine.dilation`), as with the setting `compute` of runs. With four ranks on each core, compute takes
+four times as long, so the link is slowed down by four as well, and every reported time is divided by four.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from matplotlib.axes import Axes
 from ...launch import RankFunction
 from ...links.link import LinkSettings, Wire
 from ...links.linked_group import LinkedGroup
-from ...machine import cores
 from ...specs import Spec
 from ...summary import Spread
 from ...tasks import load_task
@@ -25,11 +24,6 @@ from ..notes import Notes
 from .turns import run_on_link
 
 _WARM_UP = 2  # iterations that synchronize, before the first turn: DDPs rebuild their buckets after the first one
-
-
-def dilation(ranks: int) -> float:
-    """Return how many seconds here stand for one, if each rank is to have what one core computes."""
-    return max(1.0, ranks / cores())
 
 
 def measure_in_world(function: RankFunction, ranks: int, argument: object, link: LinkSettings, notes: Notes) -> Any:

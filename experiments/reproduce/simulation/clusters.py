@@ -24,7 +24,7 @@ from commhooks.units import seconds_in_words, three_digits
 from ...cluster import Cluster
 from ...launch import run_world
 from ...links.link import format_rate, parse_rate
-from ...machine import cores
+from ...machine import cores, dilation
 from ...report.words import percent
 from ...specs import Spec
 from ..notes import Notes
@@ -67,7 +67,7 @@ def _measure(settings: Settings, hosts: int, notes: Notes) -> list[dict[str, Any
         "kind": settings.kind,
         "steps": settings.steps,
         "bucket_cap_mb": settings.bucket_cap_mb,
-        "dilation": max(1.0, hosts / cores()),
+        "dilation": dilation(hosts),
         "cores": cores(),
     }
     cases: list[Case] = []
