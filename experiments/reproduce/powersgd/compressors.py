@@ -41,7 +41,7 @@ _AT_RANK_7 = ("random block 15 %", "random k 15 %", "top-k 10 %")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed(Ablation):
+class Settings(Ablation):
     """An ablation whose variants are timed, too."""
 
     timed: str = "gpt:size=medium"
@@ -55,7 +55,7 @@ class _Timing:
     """One variant to be timed."""
 
     label: str
-    settings: Timed
+    settings: Settings
 
     def run(self) -> dict[str, Any]:
         """Time it, and return the quartiles."""
@@ -65,14 +65,16 @@ class _Timing:
         return {"variant": self.label, **asdict(spread)}
 
 
-def _measure(settings: Timed, notes: Notes) -> dict[str, Any]:
+def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
+    """Train every variant, and then time each of them alone."""
     measured, timings = train_variants(settings, notes), list[Any]()
     notes.tell(f"timing {len(settings.variants)} compressors on {settings.timed}")
     run_jobs([_Timing(label, settings) for label in settings.variants], 1, timings.append)
     return {**measured, "timings": timings}
 
 
-def _show(settings: Timed, measured: Mapping[str, Any]) -> list[Block]:
+def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
+    """Return what an ablation shows, and a table of times."""
     rows = [
         [one["variant"], times(one["median"]), f"{times(one['low'])} to {times(one['high'])}"]
         for one in measured["timings"]
@@ -88,7 +90,7 @@ def _show(settings: Timed, measured: Mapping[str, Any]) -> list[Block]:
     ]
 
 
-_DEFAULT = Timed(
+_DEFAULT = Settings(
     tasks=TASKS,
     variants=_VARIANTS,
     against={"rank 2": "all-reduce", "rank 7": "all-reduce"}
@@ -108,8 +110,8 @@ REPRODUCTION = Reproduction(
     ),
     sizes={
         "default": _DEFAULT,
-        "tiny": Timed(variants=_VARIANTS, against=_DEFAULT.against, timed="digits:size=tiny", rounds=2, **TINY),
+        "tiny": Settings(variants=_VARIANTS, against=_DEFAULT.against, timed="digits:size=tiny", rounds=2, **TINY),
     },
-    measure=_measure,
-    show=_show,
+    measure=measure,
+    show=show,
 )

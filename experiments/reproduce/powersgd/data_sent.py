@@ -67,7 +67,7 @@ _MODELS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSent:
+class Settings:
     """What is sent by how many workers."""
 
     schemes: Mapping[str, tuple[str, ...]]  # by model: keys of `HOOKS`, the dense one first
@@ -88,7 +88,8 @@ def bytes_sent(model: nn.Module, hook: str, workers: int) -> float:
     return float(exchangers[0].statistics().payload_bytes)
 
 
-def _measure(settings: DataSent, notes: Notes) -> dict[str, Any]:
+def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
+    """Return the bytes that each scheme sends for each model."""
     rows = []
     for name, schemes in settings.schemes.items():
         model = _MODELS[name].make()
@@ -99,7 +100,8 @@ def _measure(settings: DataSent, notes: Notes) -> dict[str, Any]:
     return {"sent": rows}
 
 
-def _show(settings: DataSent, measured: Mapping[str, Any]) -> list[Block]:
+def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
+    """Return a table for each model, and how many of its figures are the source's."""
     blocks: list[Block] = []
     for name in settings.schemes:
         of_model = [row for row in measured["sent"] if row["model"] == name]
@@ -132,9 +134,9 @@ REPRODUCTION = Reproduction(
         "and for top-k and random k four bytes for each element that is kept.",
     ),
     sizes={
-        "default": DataSent(schemes={name: tuple(model.said) for name, model in _MODELS.items()}),
-        "tiny": DataSent(schemes={"resnet18": ("SGD", "rank 1", "rank 2")}, workers=2),
+        "default": Settings(schemes={name: tuple(model.said) for name, model in _MODELS.items()}),
+        "tiny": Settings(schemes={"resnet18": ("SGD", "rank 1", "rank 2")}, workers=2),
     },
-    measure=_measure,
-    show=_show,
+    measure=measure,
+    show=show,
 )

@@ -36,6 +36,7 @@ from ...training.registration import wrap_in_ddp
 from ...training.stock import is_stock, register_stock
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
+from .tasks import PAPER
 
 _POINTS = partial(signed, form=".2f")
 _ONE_BUCKET_MB = 1024.0  # PyTorch's hook does not survive several over Gloo
@@ -332,9 +333,9 @@ def _curve(axes: Axes, rows: Sequence[Mapping[str, Any]], field: str, label: str
 REPRODUCTION = Reproduction(
     name="powersgd-global-residual",
     title="The residual against the global mean, and the local one, on skewed data",
-    source="PyTorch's `powerSGD_hook`, and the PowerSGD paper (Vogels et al., NeurIPS 2019), algorithm 2",
+    source=f"PyTorch's `powerSGD_hook`, and the {PAPER}, algorithm 2",
     said=(
-        "The paper's workers memorise local errors: what the decompression of a worker's own message lacks (recalled).",
+        "The paper's workers memorize local errors: what the decompression of a worker's own message lacks (recalled).",
         "PyTorch's hook says the same in its comments, but subtracts the mean over all ranks instead.",
     ),
     sizes={

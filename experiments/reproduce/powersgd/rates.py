@@ -33,8 +33,8 @@ from ...sweeps.plan import plan
 from ...training.worker import RunDone
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
+from .tasks import PAPER
 
-PAPER = "PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019): training time on two backends, and tables of accuracy"
 RANKS = 2
 PARTS = ("compute", "compression", "waiting")  # of a step's seconds
 _POINTS = partial(signed, form=".2f")
@@ -247,7 +247,7 @@ def _draw(settings: Settings, rates: Sequence[Mapping[str, Any]], theme: Theme) 
 REPRODUCTION = Reproduction(
     name="powersgd-rates",
     title="PowerSGD's time and accuracy at 10, 100 and 1,000 Mbit/s",
-    source=PAPER,
+    source=f"{PAPER}, training times on two backends, and tables of accuracy",
     said=(
         "With a slow backend (Gloo) rank 2 shortens training by much more than with a fast one (NCCL), where plain "
         "all-reduce is nearly as fast (recalled).",

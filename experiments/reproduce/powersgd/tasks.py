@@ -1,4 +1,4 @@
-"""What the tables of the PowerSGD paper are made again with: the two tasks, and the sizes."""
+"""What the reproductions of the PowerSGD paper's tables share: the two tasks, and the sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ..ablation import Ablation
 
-PAPER = 'Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression" (NeurIPS 2019)'
+PAPER = "PowerSGD paper (Vogels et al., NeurIPS 2019)"
 TASKS = ("digits:batch_size=8,channels=16,size=small,steps=80", "lstm:size=small,steps=300")
 """A CNN with batch norm under SGD with momentum, and an LSTM under AdamW: small models of the paper's two kinds. Both
 keep their own optimizers, learning rates and schedules; nothing was tuned for any variant."""
