@@ -1,4 +1,4 @@
-"""Figure 10: gradients that are synchronized every 1, 2, 4 or 8 iterations, with `no_sync()`.
+"""How the latency of an iteration falls if gradients are synchronized every 1, 2, 4 or 8 iterations, with `no_sync()`.
 
 Two ranks train on links of a real rate, with ddp_core's class and with PyTorch's. A turn measures a whole cycle of each
 length with each class: iterations under `no_sync()`, then one that synchronizes, and the optimizer's step. A cycle's
@@ -27,10 +27,10 @@ from ...links.link import LinkSettings, parse_rate
 from ...machine import dilation
 from ...overlap import longest
 from ...report.plots import Theme, canvases, legend, png, style
-from .. import Block, Picture, Reproduction, Table
+from ..medians import Ratio, milliseconds
 from ..notes import Notes
-from .iterations import Replica, draw_quartiles, measure_in_world
-from .medians import Ratio, milliseconds
+from ..reproduction import Block, Picture, Reproduction, Table
+from .iterations import Replica, draw_quartiles, label_axes, measure_in_world
 from .turns import DDPS, MODELS, TINY_MODELS
 
 RANKS = 2
@@ -167,7 +167,6 @@ def _draw(settings: Settings, scenes: Sequence[Mapping[str, Any]], theme: Theme)
     with matplotlib.rc_context(style(theme)):
         figure, panels = canvases("", "", 9.6, 3.6, columns=len(scenes))
         for axes, scene in zip(panels, scenes, strict=True):
-            axes.set_title(_title(scene), loc="left", fontweight="bold", fontsize=10)
             for (ddp, name), colour, beside in zip(DDPS.items(), theme.hooks, (0.97, 1.03), strict=False):
                 seconds = scene["seconds"][ddp]
                 places = [beside * cycle for cycle in settings.cycles]
@@ -175,10 +174,7 @@ def _draw(settings: Settings, scenes: Sequence[Mapping[str, Any]], theme: Theme)
                 draw_quartiles(axes, places, of_cycles, colour=colour, label=f"{name}, median and quartiles")
                 expected = [1e3 * arithmetic(seconds, cycle) for cycle in settings.cycles]
                 axes.plot(places, expected, color=colour, linestyle=":", label=f"{name}, compute + exposed / n")
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(settings.cycles, [str(cycle) for cycle in settings.cycles])
-            axes.set_ylim(bottom=0)
-            axes.set_xlabel("iterations of a cycle")
+            label_axes(axes, _title(scene), "iterations of a cycle", settings.cycles)
         panels[0].set_ylabel("milliseconds an iteration")
         legend(figure, panels[0], width=9.6)
         return png(figure)

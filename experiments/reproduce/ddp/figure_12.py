@@ -17,10 +17,10 @@ import matplotlib
 
 from ...report.plots import Theme, canvases, png, style
 from ...report.words import listed
-from .. import Block, Picture, Reproduction, Table
+from ..medians import Ratio, milliseconds
 from ..notes import Notes
+from ..reproduction import Block, Picture, Reproduction, Table
 from .hooks import use_groups_in_turn
-from .medians import Ratio, milliseconds
 from .turns import DDPS, LOOPBACK, TINY_MODELS, Entrant, Turns, link_of, place_in_words, take_turns, whole
 
 _RIGHT = 2.5  # edge of the picture: what a disturbed turn adds beyond it is cut off

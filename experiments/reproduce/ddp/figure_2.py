@@ -29,9 +29,9 @@ from ...report.plots import Theme, canvas, canvases, png, style
 from ...specs import Spec
 from ...summary import Spread
 from ...tasks import load_task
-from .. import Block, Picture, Reproduction, Table
+from ..medians import Ratio
 from ..notes import Notes
-from .medians import Ratio
+from ..reproduction import Block, Picture, Reproduction, Table
 from .turns import LOOPBACK, MODELS, TINY_MODELS, end_groups, groups_on, link_of, place_in_words, run_on_link
 
 NEAR = 1.10  # times the fastest: a call size below which the rest of the cost is negligible

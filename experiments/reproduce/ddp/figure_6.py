@@ -18,10 +18,10 @@ import matplotlib
 from commhooks.units import three_digits
 
 from ...report.plots import Theme, canvas, png, style
-from .. import Block, Picture, Reproduction, Table
+from ..medians import Ratio, milliseconds
 from ..notes import Notes
+from ..reproduction import Block, Picture, Reproduction, Table
 from .hooks import do_not_overlap, overlap
-from .medians import Ratio, milliseconds
 from .turns import DDPS, MODELS, PARTS, TINY_MODELS, Entrant, Turns, link_of, take_turns, whole
 
 _WAYS = {"with": overlap, "without": do_not_overlap}

@@ -23,9 +23,9 @@ from ...report.words import listed
 from ...specs import Spec
 from ...summary import Spread
 from ...tasks import load_task
-from .. import Block, Picture, Reproduction, Table
+from ..medians import Ratio, milliseconds
 from ..notes import Notes
-from .medians import Ratio, milliseconds
+from ..reproduction import Block, Picture, Reproduction, Table
 from .turns import DDPS, MODELS, TINY_MODELS, Entrant, Turns, link_of, take_turns, whole
 
 Row = Mapping[str, Any]

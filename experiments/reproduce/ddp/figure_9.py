@@ -1,4 +1,4 @@
-"""Figure 9: the latency of an iteration against the number of hosts.
+"""How the latency of an iteration grows with the number of hosts.
 
 All ranks run all the time. For a world size of W they form groups of W, each of which trains a model of its own: with
 8 hosts, a world size of 2 is four pairs. So while all compute, a rank has the same share of the processor at every
@@ -33,10 +33,10 @@ from ...links.link import LinkSettings, parse_latency, parse_rate
 from ...machine import dilation
 from ...report.plots import Theme, canvases, legend, png, style
 from ...report.words import listed
-from .. import Block, Picture, Reproduction, Table
+from ..medians import Ratio, milliseconds
 from ..notes import Notes
-from .iterations import Replica, draw_quartiles, measure_in_world
-from .medians import Ratio, milliseconds
+from ..reproduction import Block, Picture, Reproduction, Table
+from .iterations import Replica, draw_quartiles, label_axes, measure_in_world
 from .turns import MODELS, TINY_MODELS
 
 
@@ -256,7 +256,6 @@ def _draw(settings: Settings, models: Mapping[str, Mapping[str, Any]], theme: Th
     with matplotlib.rc_context(style(theme)):
         figure, panels = canvases("", "", 9.6, 3.8, columns=len(models))
         for axes, (model, found) in zip(panels, models.items(), strict=True):
-            axes.set_title(f"{model} at {settings.rate}", loc="left", fontweight="bold", fontsize=10)
             for latency, dashes in zip(settings.latencies, ("-", ":"), strict=True):
                 expected = [1e3 * simulated(settings, found, world, latency) for world in worlds]
                 label = f"simulated, {_latency(latency)}"
@@ -265,10 +264,7 @@ def _draw(settings: Settings, models: Mapping[str, Mapping[str, Any]], theme: Th
             draw_quartiles(
                 axes, settings.worlds, seconds, colour=theme.hooks[0], label="measured, median and quartiles"
             )
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(worlds, [str(world) for world in worlds])
-            axes.set_ylim(bottom=0)
-            axes.set_xlabel("hosts")
+            label_axes(axes, f"{model} at {settings.rate}", "hosts", worlds)
         panels[0].set_ylabel("milliseconds an iteration")
         legend(figure, panels[0], width=9.6)
         return png(figure)

@@ -16,12 +16,10 @@ from matplotlib.axes import Axes
 from ...launch import RankFunction
 from ...links.link import LinkSettings, Wire
 from ...links.linked_group import LinkedGroup
-from ...specs import Spec
 from ...summary import Spread
-from ...tasks import load_task
 from ...training.registration import wrap_in_ddp
 from ..notes import Notes
-from .turns import run_on_link
+from .turns import load_without_broadcasts, run_on_link
 
 _WARM_UP = 2  # iterations that synchronize, before the first turn: DDPs rebuild their buckets after the first one
 
@@ -37,10 +35,8 @@ class Replica:
     def __init__(
         self, task: str, ddp: str, bucket_mib: float | None, link: LinkSettings, group: dist.ProcessGroup
     ) -> None:
-        self._task = load_task(Spec.parse(task, "task"))
+        self._task = load_without_broadcasts(task)
         model = self._task.model
-        # Rank 0's buffers would be sent before each forward pass: they are no gradients.
-        model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_buffers()]  # type: ignore[assignment]  # 'expression has type "list[str]"'
         self.parameters = sum(p.numel() for p in model.parameters())
         self._linked = LinkedGroup(group, Wire(link)) if link.kind == "emulated" else None
         self.ddp: Any = wrap_in_ddp(model, ddp, bucket_mib, group if self._linked is None else self._linked)
@@ -86,3 +82,12 @@ def draw_quartiles(
     medians = [1e3 * each.median for each in spreads]
     bars = [[1e3 * (each.median - each.low) for each in spreads], [1e3 * (each.high - each.median) for each in spreads]]
     axes.errorbar(places, medians, yerr=bars, color=colour, marker="o", markersize=4, capsize=3, label=label)
+
+
+def label_axes(axes: Axes, title: str, label: str, places: Sequence[int]) -> None:
+    """Give axes a title, milliseconds from 0 on, and these places on a logarithmic horizontal axis."""
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=10)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places])
+    axes.set_xlabel(label)
+    axes.set_ylim(bottom=0)

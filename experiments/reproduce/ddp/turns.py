@@ -23,7 +23,7 @@ from ...launch import RankFunction, Send, run_world
 from ...links.link import LinkSettings, Wire, parse_rate
 from ...links.linked_group import LinkedGroup
 from ...specs import Spec
-from ...tasks import load_task
+from ...tasks import LoadedTask, load_task
 from ...training.measure import StepClock, WaitClock
 from ...training.registration import wrap_in_ddp
 from .hooks import Groups
@@ -132,6 +132,14 @@ def end_groups(groups: Sequence[dist.ProcessGroup]) -> None:
             group.close()
 
 
+def load_without_broadcasts(task: str) -> LoadedTask:
+    """Return a task whose model's buffers no DDP broadcasts before its forward passes, so that only gradients are sent."""
+    loaded = load_task(Spec.parse(task, "task"))
+    names = [name for name, _ in loaded.model.named_buffers()]
+    loaded.model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]  # 'expression has type "list[str]"'
+    return loaded
+
+
 def whole(taken: Taken) -> list[float]:
     """Return the seconds of each step."""
     parts = (taken["forward"], taken["backward"], taken["exposed"], taken["optimizer"])
@@ -172,15 +180,12 @@ class _Training:
     """One entrant on one rank."""
 
     def __init__(self, entrant: Entrant, groups: Groups) -> None:
-        self.task = load_task(Spec.parse(entrant.task, "task"))
-        model = self.task.model
-        # Rank 0's buffers would be sent before each forward pass: they are no gradients.
-        model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_buffers()]  # type: ignore[assignment]  # 'expression has type "list[str]"'
-        self.ddp = wrap_in_ddp(model, entrant.ddp, entrant.bucket_mib, groups[0])
+        self.task = load_without_broadcasts(entrant.task)
+        self.ddp = wrap_in_ddp(self.task.model, entrant.ddp, entrant.bucket_mib, groups[0])
         if entrant.register is not None:
             entrant.register(self.ddp, groups)
         self.optimizer = self.task.optimizer()
-        self.clock = StepClock(self.ddp, model, WaitClock())
+        self.clock = StepClock(self.ddp, self.task.model, WaitClock())
 
     def step(self, number: int, rank: int, ranks: int) -> list[float]:
         """Take a step, and return the seconds of its parts."""

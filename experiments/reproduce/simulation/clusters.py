@@ -27,6 +27,7 @@ from ...links.link import format_rate, parse_rate
 from ...machine import cores, dilation
 from ...report.words import percent
 from ...specs import Spec
+from ..medians import milliseconds
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
 from .cluster_ranks import Case, Work, run_steps
@@ -130,13 +131,12 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
     for case in cases:
         real, expected = statistics.median(case["steps"]), case["simulated"]["seconds"]
         errors.append(expected / real - 1)
-        low, _, high = statistics.quantiles(case["steps"], n=4, method="inclusive")
         rows.append(
             [
                 str(case["hosts"]),
                 format_rate(case["rate"]),
                 f"`{case['hook']}`",
-                f"{three_digits(1e3 * real)} ({three_digits(1e3 * low)} to {three_digits(1e3 * high)})",
+                milliseconds(case["steps"]),
                 three_digits(1e3 * expected),
                 f"{100 * errors[-1]:+.0f} %",
                 percent(case["simulated"]["compute"] / expected),
