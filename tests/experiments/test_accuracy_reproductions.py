@@ -27,7 +27,7 @@ def shown(name: str, settings: Any, measured: Mapping[str, Any]) -> tuple[list[S
     )
 
 
-def test_gradients_add_up_until_they_are_synchronised() -> None:
+def test_gradients_add_up_until_they_are_synchronized() -> None:
     workers, rate = 3, 0.1
     one, plain = load_task("digits:size=tiny", 1), load_task("digits:size=tiny", 1)
     training = Training(one, rate, every=2)
@@ -62,7 +62,7 @@ def skipped(losses: Mapping[int, float], diverged: int | None = None) -> tuple[l
     return shown("ddp-figure-11", settings, {"runs": runs})
 
 
-def test_skipping_is_compared_seed_by_seed_with_synchronising_always() -> None:
+def test_skipping_is_compared_seed_by_seed_with_synchronizing_always() -> None:
     (rows,), text = skipped({1: 1.0, 4: 1.0, 8: 1.5})
     assert [row[0] for row in rows] == ["iteration", "4 iterations", "8 iterations"]
     assert [row[1] for row in rows] == ["40", "10", "5"]

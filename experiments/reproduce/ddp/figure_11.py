@@ -1,7 +1,7 @@
-"""Training with gradients that are synchronised every 1, 2, 4 or 8 iterations, with a small and a large batch.
+"""Training with gradients that are synchronized every 1, 2, 4 or 8 iterations, with a small and a large batch.
 
 In the iterations between, `no_sync` lets every worker add up its gradients; the optimizer takes a step after each
-synchronisation, with the mean over the workers of those sums. All intervals train side by side, from the same initial
+synchronization, with the mean over the workers of those sums. All intervals train side by side, from the same initial
 model and on the same batches, so that they differ in nothing else. The sum over iterations of the workers' mean
 gradients is what DDP's `no_sync` gives (`tests/ddp_core/test_accumulation.py`), so one process is enough.
 """
@@ -39,7 +39,7 @@ class Settings:
     task: str = "digits:size=tiny"
     batches: tuple[tuple[int, float], ...] = ((8, 0.02), (256, 0.06), (256, 0.5))
     """Images per worker and iteration, and the learning rate, which is the same for every interval."""
-    every: tuple[int, ...] = (1, 2, 4, 8)  # iterations from one synchronisation to the next; the first is the reference
+    every: tuple[int, ...] = (1, 2, 4, 8)  # iterations from one synchronization to the next; the first is the reference
     iterations: int = 400
     points: int = 50  # of a curve: each is the mean loss of as many iterations
     workers: int = 2
@@ -47,7 +47,7 @@ class Settings:
 
 
 class Training:
-    """One model, whose gradients are synchronised every `every` iterations."""
+    """One model, whose gradients are synchronized every `every` iterations."""
 
     def __init__(self, task: LoadedTask, rate: float, every: int) -> None:
         self.task, self.every = task, every
@@ -55,7 +55,7 @@ class Training:
         self.losses: list[float] = []
 
     def iterate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add the workers' mean gradient to those of the iterations before, and step if it is time to synchronise."""
+        """Add the workers' mean gradient to those of the iterations before, and step if it is time to synchronize."""
         losses = [self.task.loss(self.task.model, batch) for batch in batches]
         mean = torch.stack(losses).mean()
         mean.backward()  # adds to what is there, the mean over the workers of their gradients
@@ -128,7 +128,7 @@ Runs = Mapping[int, Mapping[int, Mapping[str, Any]]]
 
 def _table(settings: Settings, title: str, runs: Runs) -> Table:
     columns = (
-        "synchronised every",
+        "synchronized every",
         "optimizer steps",
         "training loss at the end",
         "held-out loss",
@@ -187,7 +187,7 @@ def _sentence(settings: Settings, batch: int, rate: float, runs: Runs) -> str:
         words = f"{_diverged(runs, every)} of {settings.seeds} runs diverged" if found is None else _in_words(found)
         parts.append(f"every {every} iterations, {words}")
     return (
-        f"With {batch} images per worker and a learning rate of {rate:g}, held-out loss compared with synchronising in "
+        f"With {batch} images per worker and a learning rate of {rate:g}, held-out loss compared with synchronizing in "
         f"every iteration: {'; '.join(parts)}."
     )
 
@@ -225,10 +225,10 @@ def _draw(settings: Settings, title: str, runs: Runs, theme: Theme) -> bytes:
 
 REPRODUCTION = Reproduction(
     name="ddp-figure-11",
-    title="Loss when gradients are synchronised every 1, 2, 4 or 8 iterations",
+    title="Loss when gradients are synchronized every 1, 2, 4 or 8 iterations",
     source="PyTorch DDP paper (Li et al., VLDB 2020), figure 11",
     said=(
-        "Loss on MNIST over 400 iterations when gradients are synchronised every 1, 2, 4 or 8 iterations.",
+        "Loss on MNIST over 400 iterations when gradients are synchronized every 1, 2, 4 or 8 iterations.",
         "With a small batch (8 images, learning rate 0.02; recalled), skipping does no harm.",
         "With a large batch (256 images, learning rate 0.06; recalled), the loss ends higher.",
     ),
