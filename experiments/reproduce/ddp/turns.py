@@ -133,7 +133,7 @@ def end_groups(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def load_without_broadcasts(task: str) -> LoadedTask:
-    """Return a task whose model's buffers no DDP broadcasts before its forward passes, so that only gradients are sent."""
+    """Return a task whose model's buffers are not broadcast before each forward pass: a DDP sends only gradients."""
     loaded = load_task(Spec.parse(task, "task"))
     names = [name for name, _ in loaded.model.named_buffers()]
     loaded.model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]  # 'expression has type "list[str]"'
