@@ -19,7 +19,7 @@ COMMANDS = {
     "report": "Write tables and the report again from the results in folders, without training.",
     "overlap": "Measure how much of the communication hides behind the backward pass.",
     "leaderboard": "Train two small tasks under every compressor, and rank them by accuracy, bytes and compute.",
-    "reproduce": "Make an experiment of the DDP paper, of PowerSGD's or of others again, beside what they found.",
+    "reproduce": "Run an experiment of the DDP paper, of PowerSGD or of others again, and compare the results.",
     "simulate": "Compute step time and utilisation for 2 to 1,024 ranks from what is measured on this machine.",
     "cluster": "Make a slow cluster on this machine: hosts in network namespaces, links with a real rate.",
 }

@@ -52,8 +52,9 @@ class Bucket:
     """A bucket of gradients and its exchange."""
 
     ready: float
-    """Seconds of compute, from the beginning of the step, after which its gradients are there."""
+    """Seconds of compute, from the beginning of the step, after which its gradients are ready."""
     stages: tuple[Stage, ...]
+    """One for each round."""
     after: float = 0.0
     """Seconds of compression after the last answer: unpacking, and writing the mean."""
 
@@ -69,6 +70,7 @@ class Step:
     buckets: tuple[Bucket, ...]
     """In the order in which they become ready."""
     policy: str = "fifo"
+    """"fifo" or "fused", as for `commhooks.attach`."""
     cores: int = 1
     """Of each rank; with 2 or more, compression runs beside the backward pass."""
 
@@ -108,10 +110,13 @@ class StepTime:
     """A step's seconds; compute + compression + waiting = seconds."""
 
     seconds: float
+    """Of the whole step."""
     compute: float
+    """Forward and backward pass, and the optimizer."""
     compression: float
-    """In which nothing was computed."""
+    """Seconds of compression in which nothing was computed."""
     waiting: float
+    """All other seconds."""
     communication: float
     """Seconds in which the link was busy, hidden or not."""
     bytes_sent: int

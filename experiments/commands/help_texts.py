@@ -134,7 +134,7 @@ grace.csv and plots/*.png. Existing results are replaced only with --overwrite.
 REPRODUCE = f"""
 {COMMANDS["reproduce"]}
 
-[bold]A list[/bold] of all of them.
+[bold]A list[/bold] of all reproductions.
 
     commhooks reproduce
 
@@ -146,20 +146,20 @@ REPRODUCE = f"""
 
     commhooks reproduce powersgd-error-feedback --seeds 20 --out runs/twenty
 
-[bold]Without root[/bold], where links would be those between hosts (network namespaces).
+[bold]Without root[/bold], with emulated links in place of those between hosts (network namespaces).
 
     commhooks reproduce ddp-figure-10 --link emulated
 
 [bold]The folder[/bold] given by --out receives results.json (all measurements, with settings, versions and machine), \
 measured.md (what the source says, tables and findings) and the pictures. The same command prints a finished \
-one again; after Ctrl-C, it continues. The documentation has a page for each, with the numbers of a run that was made.
+one again; after Ctrl-C, it continues. The documentation has a page for each.
 """
 
 SIMULATE = f"""
 {COMMANDS["simulate"]}
 
 A step of the task is measured here without any link, and the compression of every hook with up to 16 workers in one \
-process. What more ranks and other links would make of it is computed. \
+process. Step times with more ranks and over other links are computed from that. \
 The model, and how close it is to real clusters, are described in the guide (simulate.md).
 
 [bold]Five hooks[/bold] on a GPT of 4 million parameters, at 100 Mbit/s to 100 Gbit/s.

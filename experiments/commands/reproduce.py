@@ -11,7 +11,7 @@ from .terminal import errors_in_words
 
 
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="Which one; without it, all of them are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Its name; without one, all reproductions are listed.")] = None,
     size: Annotated[
         str, typer.Option(help="default, or tiny: a trial that takes seconds and shows little.")
     ] = "default",
@@ -20,10 +20,10 @@ def reproduce(
         str | None, typer.Option(help="hosts: network namespaces, which need root; emulated: without root.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; default: runs/reproduce/NAME.")] = None,
-    docs: Annotated[Path | None, typer.Option(help="The documentation's folder: docs/reproductions.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again what is finished already.")] = False,
+    docs: Annotated[Path | None, typer.Option(help="Write them here, too: docs/reproductions.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again, even what is finished.")] = False,
 ) -> None:
-    """Make a published experiment again."""
+    """Run a published experiment again."""
     with errors_in_words() as console:
         from ..reproduce import MODULES, load_reproduction
         from ..reproduce.running import Request

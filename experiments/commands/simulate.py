@@ -16,12 +16,12 @@ _POWERS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def simulate(
-    task: Annotated[str | None, typer.Option(help="Whose step to measure; default: gpt:size=base.")] = None,
+    task: Annotated[str | None, typer.Option(help="The task whose step is measured; default: gpt:size=base.")] = None,
     hook: Hooks = None,
     rate: Annotated[
         list[str] | None, typer.Option("--rate", help="The rate of a host's link: 1Gbit/s. Repeat for more.")
     ] = None,
-    latency: Annotated[str, typer.Option(help="For each message that waits for another one: 50us, 0.")] = "0.05ms",
+    latency: Annotated[str, typer.Option(help="Of each message that waits for another one: 50us, 0.")] = "0.05ms",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks; dots continue by doubling.")] = "2,4,...,1024",
     ranks_per_host: Annotated[int, typer.Option(help="How many ranks share a host's link.")] = 1,
     inner_rate: Annotated[
@@ -32,15 +32,15 @@ def simulate(
     site_rate: Annotated[str | None, typer.Option(help="The rate of that uplink.")] = None,
     algorithm: Annotated[str, typer.Option(help="gloo: with its headers and messages; ring: data alone.")] = "gloo",
     compute: ComputeOption = None,
-    cores: Annotated[int, typer.Option(help="Of each rank; from 2 on, compression runs beside compute.")] = 1,
+    cores: Annotated[int, typer.Option(help="Cores of each rank; from 2 on, compression runs beside compute.")] = 1,
     bucket_cap_mb: BucketCap = None,
     parameters: Annotated[str | None, typer.Option(help="Instead of a task: 124M, 1B. Needs --compute.")] = None,
-    measured: Annotated[Path | None, typer.Option(help="Measurements of an earlier --save, instead of a task.")] = None,
+    measured: Annotated[Path | None, typer.Option(help="A file that --save wrote, instead of a task.")] = None,
     save: Annotated[Path | None, typer.Option(help="Keep the measurements in this file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the table, the picture and all data.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in that folder.")] = False,
 ) -> None:
-    """Compute the step time of clusters that are not there."""
+    """Compute step times on clusters of any size."""
     with errors_in_words() as console:
         from commhooks.planning.links import Link
 

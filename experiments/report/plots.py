@@ -98,7 +98,7 @@ def canvas(title: str, x_label: str, width: float, height: float) -> tuple[Figur
 def canvases(
     title: str, x_label: str, width: float, height: float, *, rows: int = 1, columns: int = 1, sharey: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with axes in rows or in columns; the title stands over the first, `x_label` below the last."""
+    """Return a figure with axes, row by row; the title stands over the first, `x_label` below the last."""
     figure = Figure(figsize=(width, height), layout="constrained")
     every = list(figure.subplots(rows, columns, squeeze=False, sharex=rows > 1, sharey=sharey).flat)
     every[0].set_title(title, loc="left", fontweight="bold", pad=10)

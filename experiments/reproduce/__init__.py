@@ -1,4 +1,4 @@
-"""Experiments that others published, made again: one module each, and the pages of what came out."""
+"""Reproductions of published experiments: a module for each, and pages with what was measured."""
 
 from __future__ import annotations
 

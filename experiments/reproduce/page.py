@@ -21,7 +21,7 @@ def markdown(reproduction: Reproduction, results: Results, blocks: Sequence[Bloc
     """Return what the source says and what was measured, as Markdown.
 
     Args:
-        reproduction: What was made again.
+        reproduction: What was reproduced.
         results: What came out.
         blocks: What is shown of it.
         folder: Where the pictures are, seen from the page, with a slash at the end.

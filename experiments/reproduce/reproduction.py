@@ -34,7 +34,7 @@ Block = Table | Picture | str
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """One experiment of a source, made again.
+    """A published experiment that can be run again.
 
     Settings are frozen dataclasses whose fields JSON can hold. Two field names have a meaning: `seeds`, the number of
     seeds, and `kind`, "hosts" or "emulated", the kind of the links between ranks.

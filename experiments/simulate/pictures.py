@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import matplotlib
-from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from ..links.link import format_rate
-from ..report.plots import Theme, looks, png, style
+from ..report.plots import Theme, canvases, looks, png, style
 
 if TYPE_CHECKING:
     from .simulating import Point
@@ -26,8 +25,9 @@ def utilisation_picture(points: Sequence[Point], caption: str, theme: Theme) -> 
     drawn = looks(hooks, "all-reduce" if "all-reduce" in hooks else None)
     with matplotlib.rc_context(style(theme)):
         width = 4.0 if len(insides) == 1 else 6.6
-        figure = Figure(figsize=(width, 1.5 * len(rates) + 1.2), layout="constrained")
-        grid = figure.subplots(len(rates), len(insides), squeeze=False, sharex=True, sharey=True)
+        height, columns = 1.5 * len(rates) + 1.2, len(insides)
+        figure, every = canvases("", "", width, height, rows=len(rates), columns=columns, sharey=True)
+        grid = [every[first : first + columns] for first in range(0, len(every), columns)]
         for axes_of_rate, rate in zip(grid, rates, strict=True):
             for axes, inside in zip(axes_of_rate, insides, strict=True):
                 for hook in hooks:
@@ -45,7 +45,6 @@ def utilisation_picture(points: Sequence[Point], caption: str, theme: Theme) -> 
                     )  # fmt: skip
                 axes.set_ylim(-0.03, 1.03)
                 axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-                axes.spines[["top", "right"]].set_visible(False)
                 axes.set_xscale("log", base=2)
                 axes.set_xticks(ranks[::2] if len(ranks) > 6 else ranks)
                 axes.xaxis.set_major_formatter("{x:,.0f}")

@@ -182,7 +182,7 @@ def _draw(settings: Settings, scenes: Sequence[Mapping[str, Any]], theme: Theme)
 
 REPRODUCTION = Reproduction(
     name="ddp-figure-10",
-    title="Synchronize every 1, 2, 4 or 8 iterations",
+    title="Synchronizing every 1, 2, 4 or 8 iterations",
     source="PyTorch DDP paper (Li et al., VLDB 2020), figure 10",
     said=(
         "The fewer iterations synchronize, the lower the average latency of an iteration.",

@@ -332,7 +332,7 @@ def _curve(axes: Axes, rows: Sequence[Mapping[str, Any]], field: str, label: str
 
 REPRODUCTION = Reproduction(
     name="powersgd-global-residual",
-    title="The residual against the global mean, and the local one, on skewed data",
+    title="The residual against the global mean, and the local one",
     source=f"PyTorch's `powerSGD_hook`, and the {PAPER}, algorithm 2",
     said=(
         "The paper's workers memorize local errors: what the decompression of a worker's own message lacks (recalled).",
