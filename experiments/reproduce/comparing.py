@@ -17,9 +17,7 @@ from ..report.plots import Theme, canvases, png, style
 from ..report.words import bounds, folded, signed, with_bounds
 from ..specs import Spec
 from .ablation import Ablation
-from .reproduction import Block, Picture, Table
-
-NONE = "—"
+from .reproduction import NONE, Block, Picture, Table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,8 @@ from typing import Any
 from ..report.plots import Theme
 from .notes import Notes
 
+NONE = "—"  # in a cell that has no value
+
 
 @dataclass(frozen=True)
 class Table:

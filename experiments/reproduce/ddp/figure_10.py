@@ -29,7 +29,7 @@ from ...overlap import longest
 from ...report.plots import Theme, canvases, legend, png, style
 from ..medians import Ratio, milliseconds
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
+from ..reproduction import NONE, Block, Picture, Reproduction, Table
 from .iterations import Replica, draw_quartiles, label_axes, measure_in_world
 from .turns import DDPS, MODELS, TINY_MODELS
 
@@ -137,11 +137,11 @@ def _table(scene: Mapping[str, Any], settings: Settings) -> Table:
                 f"{name}, every {cycle}" if cycle > 1 else f"{name}, every iteration",
                 milliseconds(seconds[str(cycle)]),
                 three_digits(1e3 * arithmetic(seconds, cycle)),
-                Ratio.of(seconds[str(cycle)], seconds["1"]).saved if cycle > 1 else "",
+                Ratio.of(seconds[str(cycle)], seconds["1"]).saved if cycle > 1 else NONE,
             ]
             for cycle in settings.cycles
         ]
-        rows.append([f"{name}, never", milliseconds(seconds[NEVER]), "", ""])
+        rows.append([f"{name}, never", milliseconds(seconds[NEVER]), NONE, NONE])
     title = f"{_title(scene)}: {scene['parameters']:,} parameters, {settings.turns} turns"
     columns = ("synchronized", "ms an iteration (quartiles)", "compute + exposed / n, ms", "saved (95 %)")
     return Table(title, columns, rows)

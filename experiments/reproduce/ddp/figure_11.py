@@ -25,7 +25,7 @@ from ...report.words import bounds, signed, with_bounds
 from ...specs import Spec
 from ...tasks import LoadedTask, load_task
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
+from ..reproduction import NONE, Block, Picture, Reproduction, Table
 
 _LOSS, _POINTS = partial(signed, form=".3f"), partial(signed, form=".2f")
 _OPTIMIZER = "sgd:lr={}"
@@ -130,9 +130,9 @@ def _table(settings: Settings, title: str, runs: Runs) -> Table:
     columns = (
         "synchronized every",
         "optimizer steps",
-        "training loss at the end",
-        "held-out loss",
-        "difference (95 %)",
+        "training loss at the end, nats",
+        "held-out loss, nats",
+        "difference, nats (95 %)",
         "accuracy, %",
         "difference, points (95 %)",
     )
@@ -150,9 +150,9 @@ def _cells(settings: Settings, runs: Runs, every: int) -> list[str]:
         *label,
         f"{statistics.fmean(row['curve'][-1] for row in own):.3f}",
         f"{statistics.fmean(row['loss'] for row in own):.3f}",
-        "—" if loss is None else with_bounds(loss, _LOSS),
+        NONE if loss is None else with_bounds(loss, _LOSS),
         f"{100 * statistics.fmean(row['accuracy'] for row in own):.2f}",
-        "—" if accuracy is None else with_bounds(accuracy, _POINTS),
+        NONE if accuracy is None else with_bounds(accuracy, _POINTS),
     ]
 
 

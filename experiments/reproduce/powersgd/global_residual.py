@@ -35,7 +35,7 @@ from ...tasks import load_task
 from ...training.registration import wrap_in_ddp
 from ...training.stock import is_stock, register_stock
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
+from ..reproduction import NONE, Block, Picture, Reproduction, Table
 from .tasks import PAPER
 
 _POINTS = partial(signed, form=".2f")
@@ -283,7 +283,7 @@ def _cells(rows: Sequence[Mapping[str, Any]], skew: float, label: str) -> list[s
         *(f"{value:.3g}" for value in last),
         f"{_mean(own, _growth):.3g}",
         f"{_mean(own, lambda row: 100 * row['accuracy']):.2f}",
-        with_bounds(found, _POINTS) if is_compared else "—",
+        with_bounds(found, _POINTS) if is_compared else NONE,
     ]
 
 

@@ -32,7 +32,7 @@ from ...sweeps.execute import RunFailed, execute
 from ...sweeps.plan import plan
 from ...training.worker import RunDone
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
+from ..reproduction import NONE, Block, Picture, Reproduction, Table
 from .tasks import PAPER
 
 RANKS = 2
@@ -142,7 +142,7 @@ def _accuracies(settings: Settings, whole: Mapping[str, Any]) -> Table:
                 hook,
                 three_digits(statistics.fmean(by_seed(whole, hook, "payload_bytes").values()) / 1e3),
                 with_bounds(accuracy, _TWO_DECIMALS),
-                with_bounds(gained(whole, hook, base), _POINTS) if hook != base else "",
+                with_bounds(gained(whole, hook, base), _POINTS) if hook != base else NONE,
                 f"{steps.mean:.0f}" if steps.seeds == settings.seeds else f"{steps.seeds} of {settings.seeds} runs",
             ]
         )
@@ -153,8 +153,8 @@ def _accuracies(settings: Settings, whole: Mapping[str, Any]) -> Table:
     columns = (
         "hook",
         "kB a step",
-        "held-out accuracy, %",
-        "difference, points",
+        "held-out accuracy, % (95 %)",
+        "difference, points (95 %)",
         f"steps to loss {whole['target']:.3f}",
     )
     return Table(title, columns, rows)
@@ -171,18 +171,18 @@ def _times(settings: Settings, found: Mapping[str, Any], whole: Mapping[str, Any
                 hook,
                 three_digits(1e3 * step.mean),
                 " + ".join(three_digits(1e3 * part) for part in parts),
-                with_bounds(speed_up(found, hook, base), _TWO_DECIMALS) if hook != base else "",
+                with_bounds(speed_up(found, hook, base), _TWO_DECIMALS) if hook != base else NONE,
                 three_digits(whole["steps"] * step.mean),
-                three_digits(reached.mean * step.mean) if reached.seeds == settings.seeds else "",
+                three_digits(reached.mean * step.mean) if reached.seeds == settings.seeds else NONE,
             ]
         )
     title = (
-        f"{found['rate']}: {found['steps']} steps for each seed, compared with {base}; a step is "
-        f"{' + '.join(PARTS)}; the loss is {whole['target']:.3f}"
+        f"{found['rate']}: {found['steps']} steps for each seed, compared with {base}; the loss is "
+        f"{whole['target']:.3f}"
     )
-    return Table(
-        title, ("hook", "step, ms", "of it", "times as fast", f"{whole['steps']} steps, s", "to loss, s"), rows
-    )
+    parts_of_it = f"{' + '.join(PARTS)}, ms"
+    columns = ("hook", "step, ms", parts_of_it, "times as fast (95 %)", f"{whole['steps']} steps, s", "to loss, s")
+    return Table(title, columns, rows)
 
 
 def _accuracy_finding(settings: Settings, whole: Mapping[str, Any]) -> str:
