@@ -131,5 +131,5 @@ def test_a_time_to_a_loss_is_left_out_if_a_run_did_not_reach_it() -> None:
     never = at_rate("1 Gbit/s", 2.0, 0.0, steps=None)
     accuracies, times = tables(rates.show(settings, {"rates": [never]}))
     assert [row[-1] for row in accuracies.rows] == ["50", "0 of 3 runs"]
-    assert [row[-1] for row in times.rows] == ["100", ""]
+    assert [row[-1] for row in times.rows] == ["100", "—"]
     assert math.isnan(rates.by_seed(never, "fp16", "steps_to_target")[0])
