@@ -78,7 +78,7 @@ def test_one_run_that_diverged_is_said_and_its_interval_not_compared() -> None:
     assert "every 4 iterations, 0.500 higher" in text
     (rows,), text = skipped({1: 1.0, 4: 1.5}, diverged=1)
     assert rows[1][4] == rows[1][6] == "—"
-    assert "1 of 3 runs that synchronise in every iteration diverged, so nothing is compared" in text
+    assert "1 of 3 runs that synchronize in every iteration diverged, so nothing is compared" in text
 
 
 def residual_run(label: str, seed: int, norm: float, accuracy: float) -> dict[str, Any]:

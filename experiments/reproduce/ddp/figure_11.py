@@ -145,7 +145,7 @@ def _cells(settings: Settings, runs: Runs, every: int) -> list[str]:
     loss, accuracy = _difference(runs, settings, every, "loss"), _difference(runs, settings, every, "accuracy")
     label = ["iteration" if every == 1 else f"{every} iterations", str(settings.iterations // every)]
     if diverged:
-        return [*label, f"{diverged} of {len(own)} runs diverged", *["—"] * 4]
+        return [*label, f"{diverged} of {len(own)} runs diverged", *[NONE] * 4]
     return [
         *label,
         f"{statistics.fmean(row['curve'][-1] for row in own):.3f}",
@@ -179,7 +179,7 @@ def _sentence(settings: Settings, batch: int, rate: float, runs: Runs) -> str:
     if diverged := _diverged(runs, first):
         return (
             f"With {batch} images per worker and a learning rate of {rate:g}, {diverged} of {settings.seeds} runs that "
-            "synchronise in every iteration diverged, so nothing is compared with them."
+            "synchronize in every iteration diverged, so nothing is compared with them."
         )
     parts = []
     for every in others:
