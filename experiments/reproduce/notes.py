@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from commhooks.units import counted
+
 PARTS = "parts.jsonl"
 BEGINNING = '{"parts of": '  # how the text of the file begins
 
@@ -24,7 +26,7 @@ class Notes:
             say: Called with each line of progress.
 
         Raises:
-            ValueError: The file holds parts of something else.
+            ValueError: The file holds parts of something else, or a line that is damaged.
 
         """
         self.tell = say
@@ -37,12 +39,21 @@ class Notes:
                 f"{self._path} holds what an interrupted reproduction with other settings or versions had finished: "
                 "continue that one with its own command, name another folder with --out, or remove it with --overwrite"
             )
-        kept = [json.loads(line) for line in lines[1:]]
-        self._parts: dict[str, Any] = {key: value for key, value, _ in kept}
-        self._begun = time.perf_counter() - (kept[-1][2] if kept else 0.0)
+        self._parts: dict[str, Any] = {}
+        before = 0.0
+        for number, line in enumerate(lines[1:], 2):
+            try:
+                key, value, seconds = json.loads(line)
+                self._parts[key], before = value, float(seconds)
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{self._path}, line {number}: expected a key, a value and seconds in a JSON array ({error}); "
+                    "remove the line to measure that part again, or begin anew with --overwrite"
+                ) from error
+        self._begun = time.perf_counter() - before
         self._path.write_text("".join(f"{line}\n" for line in lines or [first]), encoding="utf-8")
         if self._parts:
-            say(f"continuing: {len(self._parts)} parts are finished already ({self._path})")
+            say(f"continuing: {counted(len(self._parts), 'part')} finished already ({self._path})")
 
     @property
     def seconds(self) -> float:

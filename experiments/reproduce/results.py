@@ -52,6 +52,11 @@ class Results:
             fields = {field.name for field in dataclasses.fields(cls)}
             if raw.keys() != fields:
                 raise ValueError(f"it has the keys {', '.join(raw)}")
+            others = [
+                name for name in ("settings", "versions", "machine", "measured") if not isinstance(raw[name], dict)
+            ]
+            if others:
+                raise ValueError(f"its {others[0]} must be an object")
         except (ValueError, AttributeError) as error:
             raise ValueError(
                 f"{path}: expected the results of a reproduction, of format {FORMAT} ({error}); move it away, or "

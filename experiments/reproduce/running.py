@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from .reproduction import Block, Picture, Reproduction
 from .results import RESULTS, Results
 
 KINDS = ("hosts", "emulated")
+_MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +62,32 @@ def reproduce(request: Request, console: Console) -> Results:
     reproduction = load_reproduction(request.name)
     settings = settings_of(reproduction, request)
     folder = request.folder
+    if request.docs is not None and not request.docs.is_dir():
+        raise ValueError(f"docs: there is no folder {request.docs}; name the documentation's: docs/reproductions")
+    if request.overwrite or not (folder / RESULTS).exists():
+        _check_place(reproduction, settings)  # before the folder is touched
     with claimed(folder):
-        _prepare(folder, overwrite=request.overwrite)
-        found = _finished(folder, request, settings, console)
-        if found is None:
-            _check_place(reproduction, settings)
-            found = _measure(reproduction, request, settings, console)
-        blocks = reproduction.show(settings, found.measured)
-        _write(reproduction, found, blocks, folder, "")
-    if request.docs is not None:
-        _write(reproduction, found, blocks, request.docs / reproduction.name, f"{reproduction.name}/")
-        found.write(request.docs / reproduction.name)
+        _check_folder(folder)
+        finished = None if request.overwrite else _finished(folder, request, settings, console)
+        found = finished or _measure(reproduction, request, settings, console)
+        try:
+            blocks = reproduction.show(settings, found.measured)
+            _write(reproduction, found, blocks, folder, "")
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            if finished is None:
+                raise
+            raise ValueError(
+                f"{folder / RESULTS} does not hold what {request.name} shows ({type(error).__name__}: {error}): it was "
+                "edited, or written by another version; measure again with --overwrite, or name another folder"
+            ) from error
     print_blocks(reproduction, blocks, console)
-    console.print(f"\nresults, tables and pictures  {folder}", highlight=False, soft_wrap=True, markup=False)
+    places = [folder]
+    if request.docs is not None:
+        places.append(request.docs / reproduction.name)
+        _write(reproduction, found, blocks, places[-1], f"{reproduction.name}/")
+        found.write(places[-1])
+    for place in places:
+        console.print(f"\nresults, tables and pictures  {place}", highlight=False, soft_wrap=True, markup=False)
     return found
 
 
@@ -84,6 +99,8 @@ def settings_of(reproduction: Reproduction, request: Request) -> Any:
         raise ValueError(f"link {request.link!r}: the kind of the links must be one of {', '.join(KINDS)}")
     if request.seeds is not None and request.seeds < 2:
         raise ValueError(f"seeds must be at least 2, for an interval (got {request.seeds})")
+    if request.seeds is not None and request.seeds > _MOST_SEEDS:
+        raise ValueError(f"seeds must be at most {_MOST_SEEDS:,}; more would take weeks (got {request.seeds:,})")
     settings = reproduction.sizes[request.size]
     changes = {"seeds": request.seeds, "kind": request.link}
     for field, value in changes.items():
@@ -91,7 +108,7 @@ def settings_of(reproduction: Reproduction, request: Request) -> Any:
             continue
         if not hasattr(settings, field):
             option = "--seeds" if field == "seeds" else "--link"
-            raise ValueError(f"{reproduction.name} has no {option}: it has {_fields(settings)}")
+            raise ValueError(f"{reproduction.name} takes no {option}: its settings are {_fields(settings)}")
         settings = dataclasses.replace(settings, **{field: value})
     return settings
 
@@ -103,22 +120,19 @@ def _fields(settings: Any) -> str:
 def _check_place(reproduction: Reproduction, settings: Any) -> None:
     """Raise ValueError if this process cannot start the ranks that are needed."""
     if torchrun_world() is not None:
-        raise ValueError(f"{reproduction.name} starts its own ranks: run it without torchrun")
+        raise ValueError(f"{reproduction.name} starts the processes that it needs: run it without torchrun")
     if getattr(settings, "kind", None) == "hosts" and (reason := why_not()):
         raise ValueError(f"{reproduction.name} measures between hosts: {reason}")
 
 
-def _prepare(folder: Path, *, overwrite: bool) -> None:
-    """Raise ValueError if the folder belongs to another program; with `overwrite`, remove what was measured."""
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError if the folder belongs to another program."""
     files = [path for path in folder.iterdir() if path.name != LOCK]
     beginnings = {RESULTS: results.BEGINNING, PARTS: notes.BEGINNING}
     strangers = [path.name for path in files if path.suffix not in {".png", ".md", ".part"} and not _is_own(path)]
     if strangers or (files and not any(path.name in beginnings for path in files)):
         first = sorted(strangers or [path.name for path in files])[0]
         raise ValueError(f"out: {folder} holds files of another kind ({first}); name a new or empty folder")
-    if overwrite:
-        for name in beginnings:
-            (folder / name).unlink(missing_ok=True)
 
 
 def _is_own(path: Path) -> bool:
@@ -138,9 +152,10 @@ def _finished(folder: Path, request: Request, settings: Any, console: Console) -
     asked = Results.of_settings(settings)
     if (found.reproduction, found.settings) != (request.name, asked):
         raise ValueError(
-            f"out: {folder} holds the results of {found.reproduction} with other settings ({dict(found.settings)}, not "
-            f"{asked}); name another folder, or replace them with --overwrite"
+            f"out: {folder} holds the results of {found.reproduction}{_difference(found, request.name, asked)}; name "
+            "another folder, or replace them with --overwrite"
         )
+    (folder / PARTS).unlink(missing_ok=True)  # a process that was killed at the end may have left them
     text = f"{request.name} is finished already ({folder / RESULTS}); --overwrite measures it again"
     if found.versions != versions():
         other = ", ".join(f"{name} {number}" for name, number in found.versions.items())
@@ -149,15 +164,28 @@ def _finished(folder: Path, request: Request, settings: Any, console: Console) -
     return found
 
 
+def _difference(found: Results, name: str, asked: Mapping[str, Any]) -> str:
+    """Return by which settings the results differ from what is asked for."""
+    if found.reproduction != name:
+        return f", not of {name}"
+    keys = [key for key in {**found.settings, **asked} if found.settings.get(key) != asked.get(key)]
+    return " with other settings: " + "; ".join(
+        f"{key} {found.settings.get(key)}, not {asked.get(key)}" for key in keys
+    )
+
+
 def _measure(reproduction: Reproduction, request: Request, settings: Any, console: Console) -> Results:
-    """Measure, and keep the results."""
+    """Measure, and keep the results; those that are to be overwritten go once the file of parts is there."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     written = Results.of_settings(settings)
     head = {"name": reproduction.name, "settings": written, "versions": versions()}
+    if request.overwrite:
+        (request.folder / PARTS).unlink(missing_ok=True)
     kept = Notes(request.folder, head, say)
+    (request.folder / RESULTS).unlink(missing_ok=True)
     measured = reproduction.measure(settings, kept)
     made = Results(
         reproduction=reproduction.name,

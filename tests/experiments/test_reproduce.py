@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def run(out: Path, **changes: Any) -> str:
 
 def test_what_was_measured_is_shown_kept_and_not_measured_twice(made_up: MadeUp, tmp_path: Path) -> None:
     out, docs = tmp_path / "out", tmp_path / "docs"
+    docs.mkdir()
     assert "0.333" in run(out)
     assert {path.name for path in out.iterdir()} == {RESULTS, MEASURED, "curve.png"}
     assert Results.read(out / RESULTS).measured == {"values": [1 / 3, float("inf")]}
@@ -116,9 +118,9 @@ def test_an_interrupted_one_continues_and_other_settings_do_not_take_its_parts(m
     made_up.fails = False
     with pytest.raises(ValueError, match="other settings or versions"):
         run(tmp_path, seeds=4)
-    assert "1 parts are finished already" in run(tmp_path)
+    assert "1 part finished already" in run(tmp_path)
     assert made_up.made == [1, 2]
-    with pytest.raises(ValueError, match="with other settings"):
+    with pytest.raises(ValueError, match=r"with other settings: parts \[1, 2\], not \[1\];"):
         run(tmp_path, size="tiny")
 
 
@@ -134,6 +136,66 @@ def test_results_of_another_version_are_shown_with_a_note_and_other_formats_are_
         run(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"measured": {}}, r"does not hold what made-up shows \(KeyError: 'values'\)"),
+        ({"measured": {"values": ["many", None]}}, "does not hold what made-up shows"),
+        ({"machine": {}}, "does not hold what made-up shows"),
+        ({"seconds": None}, "does not hold what made-up shows"),
+        ({"versions": "none"}, "its versions must be an object"),
+        ({"measured": [1]}, "its measured must be an object"),
+    ],
+)
+def test_results_that_were_edited_are_rejected_in_words(
+    made_up: MadeUp, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    run(tmp_path)
+    damaged = vars(Results.read(tmp_path / RESULTS)) | change
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in damaged.items())
+    (tmp_path / RESULTS).write_text(f"{{\n{lines}\n}}\n")
+    with pytest.raises(ValueError, match=f"{said}.*--overwrite"):
+        run(tmp_path)
+    assert "0.333" in run(tmp_path, overwrite=True)
+
+
+@pytest.mark.parametrize("line", ["nonsense", '["part 1", 1]', '["part 1", 1, "soon"]', '[["part 1"], 1, 2]'])
+def test_parts_that_were_edited_are_rejected_in_words(made_up: MadeUp, tmp_path: Path, line: str) -> None:
+    made_up.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    made_up.fails = False
+    head, _ = (tmp_path / PARTS).read_text().splitlines()
+    (tmp_path / PARTS).write_text(f"{head}\n{line}\n")
+    with pytest.raises(ValueError, match=r"parts\.jsonl, line 2: expected a key.*--overwrite"):
+        run(tmp_path)
+    assert "0.333" in run(tmp_path, overwrite=True)
+
+
+def test_a_refused_command_leaves_no_folder_and_takes_no_results(
+    made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "old")
+    before = {path: path.read_bytes() for path in (tmp_path / "old").iterdir()}
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for out in ("old", "new"):
+        with pytest.raises(ValueError, match="without torchrun"):
+            run(tmp_path / out, overwrite=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "old").iterdir()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_interrupted_overwriting_continues_without_the_option(made_up: MadeUp, tmp_path: Path) -> None:
+    run(tmp_path, size="tiny")
+    made_up.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, overwrite=True)
+    made_up.fails = False
+    assert "1 part finished already" in run(tmp_path)
+    assert made_up.made == [1, 1, 2] and not (tmp_path / PARTS).exists()
+
+
 def test_what_cannot_work_is_rejected_before_anything_is_measured(
     made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +203,8 @@ def test_what_cannot_work_is_rejected_before_anything_is_measured(
         ({"size": "huge"}, "default, tiny"),
         ({"link": "real"}, "hosts, emulated"),
         ({"seeds": 1}, "at least 2"),
+        ({"seeds": 10**9}, "at most 1,000"),
+        ({"docs": tmp_path / "missing"}, "there is no folder"),
     ):
         with pytest.raises(ValueError, match=said):
             run(tmp_path, **changes)
