@@ -38,7 +38,7 @@ def simulate(
     measured: Annotated[Path | None, typer.Option(help="A file that --save wrote, instead of a task.")] = None,
     save: Annotated[Path | None, typer.Option(help="Keep the measurements in this file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the table, the picture and all data.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in that folder.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of --out and --save.")] = False,
 ) -> None:
     """Compute step times on clusters of any size."""
     with errors_in_words() as console:

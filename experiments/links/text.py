@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
@@ -61,7 +62,7 @@ def parse_latency(text: str) -> float:
 
 def format_rate(bits_per_second: float | None) -> str:
     """Return the rate in a readable form: '100 Mbit/s'."""
-    if bits_per_second is None:
+    if bits_per_second is None or math.isinf(bits_per_second):
         return "unlimited"
     for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if bits_per_second >= factor:

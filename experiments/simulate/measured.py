@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from commhooks.planning.step_time import Bucket, Stage, Step
+from commhooks.planning.links import Link
+from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 
 FORMAT = 1  # of the file; increased when readers must change
 
@@ -154,7 +155,7 @@ class Measured:
             raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if raw.get("format") != FORMAT:
                 raise ValueError(f"its format is {raw.get('format')}, which another version of commhooks wrote")
-            return cls(
+            found = cls(
                 task=raw["task"],
                 parameters=raw["parameters"],
                 compute=ComputeTimes(
@@ -167,11 +168,24 @@ class Measured:
                 versions=raw["versions"],
                 machine=raw["machine"],
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            found._try()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"measured {path}: expected a file of format {FORMAT} that 'commhooks simulate --save' wrote "
                 f"({type(error).__name__}: {error}); measure again with --task and --save"
             ) from error
+        return found
+
+    def _try(self) -> None:
+        """Raise an error of some kind if a simulation could not use these measurements."""
+        for hook in self.hooks:
+            for ranks in (2, 3, 10_000):
+                step_time(self.step(hook, ranks), Link(rate=1e9), ranks)
+        if not isinstance(self.task, str) or not isinstance(self.parameters, int):
+            raise TypeError("the task must be a text, and its parameters a number")
+        if missing := {"processor", "cores", "load"} - self.machine.keys():
+            raise ValueError(f"the machine has no {', '.join(sorted(missing))}")
+        self.versions.items()
 
 
 def is_padded(sends: Sequence[Sequence[Sends]]) -> bool:

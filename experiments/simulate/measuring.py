@@ -29,8 +29,10 @@ from ..hooks import make_hook, policy_of
 from ..launch import Send, run_world
 from ..leaderboard.lockstep import Gradients, own_gradients
 from ..machine import machine, versions
+from ..runs import check_ddp
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
+from ..training.stock import is_stock
 from .measured import BucketTimes, ComputeTimes, HookTimes, Measured, Sends, is_padded
 
 WORKERS = (2, 4, 8, 16)
@@ -64,8 +66,13 @@ def measure(asked: Asked, tell: Callable[[str], None]) -> Measured:
         WorldError: The measuring process failed.
 
     """
+    check_ddp("simulate", "core", asked.bucket_cap_mb)
     parameters = dict(load_task(asked.task, asked.seed).model.named_parameters())
     for spec in asked.hooks:
+        if is_stock(spec):
+            raise ValueError(
+                f"hook {spec.label!r} is PyTorch's own, whose rounds cannot be watched: simulate one of ours"
+            )
         make_hook(spec, asked.seed).check_parameters(parameters)
     found: list[Measured] = []
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from commhooks.planning.links import Link
-from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
+from commhooks.planning.step_time import Step, StepTime, step_time
 from commhooks.units import bytes_in_words, counted, seconds_in_words
 
+from ..launch import torchrun_world
 from ..links.link import format_rate
 from ..machine import machine, versions
 from ..report.plots import LIGHT
@@ -28,12 +30,10 @@ from ..specs import Spec
 from .measured import Measured
 from .measuring import Asked, measure
 from .pictures import utilisation_picture
+from .sizes import BUCKET_BYTES, BYTES_PER_ELEMENT, FORWARD_SHARE, step_of_size
 
 DEFAULT_HOOKS = ("all-reduce", "fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01")
 TABLE, PICTURE, DATA = "simulation.csv", "utilisation.png", "simulation.json"
-_BYTES_PER_ELEMENT = {"all-reduce": 4, "fp16": 2, "bf16": 2}
-_BUCKET_BYTES = 25 * 2**20  # of a DDP
-_FORWARD_SHARE = 1 / 3  # of compute; the backward pass costs about twice as much
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +82,12 @@ def simulate(request: Request, console: Console) -> Simulation:
 
     """
     _check(request)
-    for ranks in request.ranks:  # refuse before anything is measured
-        for link in request.links:
-            link.transfer("all-reduce", 1, ranks)
+    _check_files(request)
     measured = None
     if request.parameters is None:
         measured = _measurements(request, console)
         if request.save is not None:
+            request.save.parent.mkdir(parents=True, exist_ok=True)
             measured.write(request.save)
         found = simulate_measured(request, measured)
     else:
@@ -126,13 +125,13 @@ def simulate_sizes(request: Request) -> Simulation:
     seconds = Compute.parse(request.compute).seconds
     assert seconds is not None, "checked before"
     points = _points(
-        request, lambda hook, ranks: step_of_size(request.parameters or 0, _BYTES_PER_ELEMENT[hook], seconds)
+        request, lambda hook, ranks: step_of_size(request.parameters or 0, BYTES_PER_ELEMENT[hook], seconds)
     )
     said = (
         f"{request.parameters:,.0f} parameters and {seconds_in_words(seconds)} of compute are given; nothing was "
         "measured, and the time of compression is not counted.",
-        f"Gradients become ready evenly over the last {percent(1 - _FORWARD_SHARE)} of compute, in buckets of "
-        f"{bytes_in_words(_BUCKET_BYTES)} (of fp32); the optimizer's time is part of the compute.",
+        f"Gradients become ready evenly over the last {percent(1 - FORWARD_SHARE)} of compute, in buckets of "
+        f"{bytes_in_words(BUCKET_BYTES)} (of fp32); the optimizer's time is part of the compute.",
     )
     caption = (
         f"{request.parameters:,.0f} parameters, compute {seconds_in_words(seconds)} a step, latency "
@@ -141,43 +140,55 @@ def simulate_sizes(request: Request) -> Simulation:
     return Simulation(points, (*said, *_said_of_links(request)), caption)
 
 
-def step_of_size(parameters: float, bytes_per_parameter: float, compute: float) -> Step:
-    """Return the step of a model that sends all its gradients by all-reduce, in buckets, during the backward pass."""
-    buckets = max(1, round(4 * parameters / _BUCKET_BYTES))
-    payload = round(parameters * bytes_per_parameter / buckets)
-    stage, forward = Stage(0.0, (("all-reduce", payload),)), _FORWARD_SHARE * compute
-    return Step(
-        compute=compute,
-        buckets=tuple(
-            Bucket(min(compute, forward + (n + 1) / buckets * (compute - forward)), (stage,)) for n in range(buckets)
-        ),
-    )
-
-
 def _check(request: Request) -> None:
-    """Raise ValueError if the request contradicts itself."""
+    """Raise ValueError if the request contradicts itself, before anything is measured."""
     given = [request.parameters is not None, request.measured is not None, request.task is not None]
-    if sum(given) != 1 and not (request.task is None and sum(given) == 0):
+    if sum(given) > 1:
         raise ValueError("give one of --task, --measured and --parameters: each says of what the compute is")
     if request.parameters is not None:
-        if request.compute is None or Compute.parse(request.compute).seconds is None:
-            raise ValueError("--parameters needs the seconds of a step's compute: --compute 100ms")
-        unknown = [hook.label for hook in request.hooks if hook.label not in _BYTES_PER_ELEMENT]
-        if unknown:
-            raise ValueError(
-                f"hook {unknown[0]!r} needs the shapes of the parameters and its compression measured: name a task "
-                f"(--task), or simulate {listed(tuple(_BYTES_PER_ELEMENT), 'or')} from --parameters"
-            )
-        if request.save is not None:
-            raise ValueError("--save keeps measurements, and with --parameters nothing is measured")
-    existing = [name for name in (TABLE, PICTURE, DATA) if request.out and (request.out / name).exists()]
-    if existing and not request.overwrite:
-        raise ValueError(f"out: {request.out} has a {existing[0]} already; replace it with --overwrite")
+        _check_sizes(request)
+    for option, value in (("--save", request.save), ("--bucket-cap-mb", request.bucket_cap_mb)):
+        if value is not None and any(given[:2]):
+            raise ValueError(f"{option} is for measuring, but with --parameters or --measured nothing is measured")
+    for label in (texts := [*(hook.label for hook in request.hooks), *map(title_of, request.links)]):
+        if texts.count(label) > 1:
+            raise ValueError(f"{label} is given twice: it is simulated once")
+    if request.compute is not None:
+        Compute.parse(request.compute)
+    Step(compute=0.0, buckets=(), cores=request.cores)  # raises if there are none
+    for ranks in request.ranks:
+        for link in request.links:
+            link.transfer("all-reduce", 1, ranks)
+
+
+def _check_sizes(request: Request) -> None:
+    """Raise ValueError if sizes alone are not enough."""
+    if request.compute is None or Compute.parse(request.compute).seconds is None:
+        raise ValueError("--parameters needs the seconds of a step's compute: --compute 100ms")
+    unknown = [hook.label for hook in request.hooks if hook.label not in BYTES_PER_ELEMENT]
+    if unknown:
+        raise ValueError(
+            f"hook {unknown[0]!r} needs the shapes of the parameters and its compression measured: name a task "
+            f"(--task), or simulate {listed(tuple(BYTES_PER_ELEMENT), 'or')} from --parameters"
+        )
+
+
+def _check_files(request: Request) -> None:
+    """Raise ValueError if a file exists already or cannot be written, before anything is measured."""
+    files = [] if request.out is None else [request.out / name for name in (TABLE, PICTURE, DATA)]
+    for file in [*files, *filter(None, [request.save])]:
+        if file.exists() and not request.overwrite:
+            raise ValueError(f"{file} exists already; replace it with --overwrite, or name another place")
+        nearest = next(folder for folder in file.absolute().parents if folder.exists())
+        if file.is_dir() or not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise ValueError(f"{file} cannot be written, because of {nearest}; name another place")
 
 
 def _measurements(request: Request, console: Console) -> Measured:
     """Return what was measured, now or by an earlier command."""
     if request.measured is None:
+        if torchrun_world() is not None:
+            raise ValueError("the step is measured in one process: run 'commhooks simulate' without torchrun")
         asked = Asked(
             task=request.task or Spec.parse("gpt:size=base", "task"),
             hooks=request.hooks,

@@ -17,8 +17,9 @@ from experiments.commands.simulate import numbers_in
 from experiments.machine import machine, versions
 from experiments.simulate.measured import BucketTimes, ComputeTimes, HookTimes, Measured
 from experiments.simulate.measuring import Asked, measure
-from experiments.simulate.simulating import DATA, PICTURE, TABLE, simulate_measured, step_of_size
+from experiments.simulate.simulating import DATA, PICTURE, TABLE, simulate_measured
 from experiments.simulate.simulating import Request as SimulationRequest
+from experiments.simulate.sizes import step_of_size
 from experiments.specs import Spec
 
 GATHER = (("all-gather", 1000),)
@@ -151,7 +152,9 @@ def test_measurements_of_another_version_are_used_with_a_note_and_other_formats_
     words = ["--measured", str(saved), "--hook", "top-k", "--ranks", "2"]
     code, text = run(*words)
     assert code == 0 and "measured with other versions: torch 1.0" in text
-    for broken in (json.dumps(raw | {"format": 99}), "[]", "{", json.dumps({"format": 1})):
+    wrong = [{"format": 99}, {"machine": {}}, {"versions": None}, {"parameters": "many"}, {"hooks": {"top-k": {}}}]
+    wrong += [{"compute": raw["compute"] | change} for change in ({"seconds": math.nan}, {"ready": []})]
+    for broken in (*(json.dumps(raw | change) for change in wrong), "[]", "{", json.dumps({"format": 1})):
         saved.write_text(broken)
         code, text = run(*words)
         assert code == 2 and "measure again with --task and --save" in text
@@ -177,11 +180,43 @@ def test_measurements_of_another_version_are_used_with_a_note_and_other_formats_
         (["--task", "gtp"], "did you mean 'gpt'"),
         (["--hook", "powersdg"], "powersdg"),
         (["--latency", "1ms", "--latency", "2ms"], "takes one value"),
+        (["--rate", "1Gbit/s", "--rate", "1000Mbit/s"], "1 Gbit/s is given twice"),
+        (["--hook", "fp16", "--hook", "fp16"], "fp16 is given twice"),
+        (["--hook", "torch.powersgd"], "is PyTorch's, whose rounds"),
+        (["--cores", "0"], "cores must be at least 1"),
+        (["--compute", "fast"], "compute 'fast' does not parse"),
+        (["--bucket-cap-mb", "nan"], "bucket_cap_mb must be above zero"),
+        (["--parameters", "1B", "--compute", "1s", "--bucket-cap-mb", "1"], "--bucket-cap-mb is for measuring"),
+        (["--measured", "missing.json", "--save", "x.json"], "--save is for measuring"),
     ],
 )
 def test_a_request_that_cannot_work_is_rejected_in_words(words: list[str], said: str) -> None:
     code, text = run(*words)
     assert code == 2 and said in text
+
+
+def test_files_that_cannot_be_written_are_an_error_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.simulate.simulating.measure", lambda asked, tell: pytest.fail("measured"))
+    taken = tmp_path / "notes.txt"
+    taken.write_text("mine")
+    for words, said in (
+        (["--out", str(taken)], "cannot be written"),
+        (["--save", str(taken / "measured.json")], "cannot be written"),
+        (["--save", str(tmp_path), "--overwrite"], "cannot be written"),
+        (["--save", str(taken)], "notes.txt exists already; replace it with --overwrite"),
+    ):
+        code, text = run(*words)
+        assert code == 2 and said in text, text
+    assert taken.read_text() == "mine" and list(tmp_path.iterdir()) == [taken]
+
+
+def test_no_step_is_measured_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, text = run("--task", "gpt:size=tiny")
+    assert code == 2 and "without torchrun" in text
 
 
 def test_a_hook_that_was_not_measured_is_rejected_with_those_that_were(saved: Path) -> None:
