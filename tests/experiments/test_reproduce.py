@@ -6,7 +6,8 @@ import dataclasses
 import io
 import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,14 @@ from typer.testing import CliRunner
 
 import experiments.reproduce as registry
 from experiments.commands.cli import app
+from experiments.launch import run_world
 from experiments.machine import versions
 from experiments.reproduce import MODULES, Block, Picture, Reproduction, Table, load_reproduction
 from experiments.reproduce.notes import PARTS, Notes
 from experiments.reproduce.page import MEASURED, markdown
 from experiments.reproduce.results import RESULTS, Results
 from experiments.reproduce.running import Request, reproduce
+from tests.experiments.standing_ranks import StandingRanks
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ROOT / "docs" / "reproductions"
@@ -230,8 +233,21 @@ def test_without_a_name_all_are_listed() -> None:
     assert [line.split()[0] for line in lines] == list(MODULES)
 
 
+@pytest.fixture(scope="module")
+def standing() -> Iterator[StandingRanks]:
+    ranks = StandingRanks(timeout=120.0)
+    yield ranks
+    ranks.close()
+
+
 @pytest.mark.parametrize("name", MODULES)
-def test_every_reproduction_runs_at_its_tiny_size(name: str, tmp_path: Path) -> None:
+def test_every_reproduction_runs_at_its_tiny_size(
+    name: str, tmp_path: Path, standing: StandingRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_reproduction(name)
+    for module in [module for module in sys.modules.values() if getattr(module, "run_world", None) is run_world]:
+        if module.__name__.startswith(("experiments.reproduce.", "experiments.sweeps.")):
+            monkeypatch.setattr(module, "run_world", standing.run)
     found = reproduce(Request(name=name, size="tiny", out=tmp_path), Console(quiet=True))
     blocks = load_reproduction(name).show(load_reproduction(name).sizes["tiny"], found.measured)
     assert any(isinstance(block, str) for block in blocks), "a finding in a sentence"

@@ -152,8 +152,15 @@ def test_measurements_of_another_version_are_used_with_a_note_and_other_formats_
     words = ["--measured", str(saved), "--hook", "top-k", "--ranks", "2"]
     code, text = run(*words)
     assert code == 0 and "measured with other versions: torch 1.0" in text
-    wrong = [{"format": 99}, {"machine": {}}, {"versions": None}, {"parameters": "many"}, {"hooks": {"top-k": {}}}]
-    wrong += [{"compute": raw["compute"] | change} for change in ({"seconds": math.nan}, {"ready": []})]
+    wrong: list[dict[str, object]] = [
+        {"format": 99},
+        {"machine": {}},
+        {"versions": None},
+        {"parameters": "many"},
+        {"hooks": {"top-k": {}}},
+        {"compute": raw["compute"] | {"seconds": math.nan}},
+        {"compute": raw["compute"] | {"ready": []}},
+    ]
     for broken in (*(json.dumps(raw | change) for change in wrong), "[]", "{", json.dumps({"format": 1})):
         saved.write_text(broken)
         code, text = run(*words)
