@@ -81,7 +81,8 @@ class HookTimes:
     def is_counted(self, ranks: int) -> bool:
         """Return whether the payloads for so many ranks were counted, or do not depend on them."""
         known = [tuple(one.sends for one in buckets) for buckets in self.by_workers.values()]
-        is_constant = all(one == known[0] and not is_padded(one) for one in known)
+        known += self.counted.values()
+        is_constant = len(known) > 1 and all(one == known[0] and not is_padded(one) for one in known)
         return ranks in self.by_workers or ranks in self.counted or is_constant
 
     def buckets(self, ready: Sequence[float], ranks: int) -> tuple[Bucket, ...]:

@@ -167,7 +167,8 @@ def measure_hook(spec: Spec, compute: ComputeTimes, gradients: Sequence[Gradient
         raise ValueError(f"hook {spec.label!r} takes more rounds with more workers, which the model does not know")
     payloads = [tuple(one.sends for one in buckets) for buckets in timed.values()]
     counted: dict[int, tuple[tuple[Sends, ...], ...]] = {}
-    if not all(payload == payloads[0] and not is_padded(payload) for payload in payloads):
+    is_constant = all(payload == payloads[0] and not is_padded(payload) for payload in payloads)
+    if len(payloads) == 1 or not is_constant:
         for ranks in sorted(set(asked.ranks) - set(timed) - {1}):
             if _largest_answer(payloads[-1], ranks) <= _LARGEST_ANSWER:
                 counted[ranks] = _count_for(spec, compute, gradients[0], ranks, asked.seed)

@@ -224,6 +224,8 @@ def _said_of(measured: Measured, factor: float, request: Request) -> list[str]:
         f"{here['processor']}, {here['cores']} cores, with a load of {here['load']}.",
         f"Each rank has {counted(request.cores, 'core')}"
         + (": compression delays the backward pass." if request.cores == 1 else ": compression runs beside compute."),
+        "Hooks are simulated as in the first steps that were measured; what they do only later, as after start_after "
+        "or at the end of a schedule, is not described.",
     ]
     if factor != 1:
         said.append(

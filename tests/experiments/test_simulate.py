@@ -90,6 +90,7 @@ def test_payloads_that_were_not_counted_follow_those_that_were() -> None:
     assert MADE_UP.hooks["top-k"].is_counted(1000)
     rows = {workers: (BucketTimes((0.01,), ((("all-to-all", 1024),),), 0.03),) for workers in (2, 4)}
     assert not HookTimes("fifo", rows, {}).is_counted(1000)  # 1,024 bytes do not divide into rows for so many
+    assert not gathering({2: 0.002}).is_counted(1000)  # nobody knows whether it is the same for others
 
 
 def test_what_lies_between_the_workers_that_were_timed_is_said_to_be_interpolated() -> None:
@@ -125,6 +126,7 @@ def test_the_command_says_what_was_extrapolated_and_writes_a_table_a_picture_and
     assert "Extrapolated: the payloads of int8 for 16, 32 and 64 ranks" in text
     assert "Extrapolated: the compression of top-k and int8 beyond the 4 workers" in text
     assert "1 Gbit/s, 8 ranks per host, 1 Tbit/s inside" in text
+    assert "what they do only later, as after start_after" in text
     assert {path.name for path in out.iterdir()} == {TABLE, PICTURE, DATA}
     rows = list(csv.DictReader((out / TABLE).open(encoding="utf-8")))
     assert len(rows) == 2 * 2 * 6
@@ -189,7 +191,7 @@ def test_measurements_of_another_version_are_used_with_a_note_and_other_formats_
         (["--latency", "1ms", "--latency", "2ms"], "takes one value"),
         (["--rate", "1Gbit/s", "--rate", "1000Mbit/s"], "1 Gbit/s is given twice"),
         (["--hook", "fp16", "--hook", "fp16"], "fp16 is given twice"),
-        (["--hook", "torch.powersgd"], "is PyTorch's, whose rounds"),
+        (["--hook", "torch.powersgd"], "is PyTorch's own, whose rounds"),
         (["--cores", "0"], "cores must be at least 1"),
         (["--compute", "fast"], "compute 'fast' does not parse"),
         (["--bucket-cap-mb", "nan"], "bucket_cap_mb must be above zero"),
