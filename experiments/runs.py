@@ -242,7 +242,7 @@ class RunResult:
             "evaluations": [dataclasses.asdict(one) for one in self.evaluations],
             "probes": [{**vars(one), "layers": _columns(LayerRecord, one.layers)} for one in self.probes],
         }
-        lines = [f" {json.dumps(key)}: {json.dumps(_strict(value), allow_nan=False)}" for key, value in raw.items()]
+        lines = [f" {json.dumps(key)}: {json.dumps(strict(value), allow_nan=False)}" for key, value in raw.items()]
         return HEAD + f"{FORMAT},\n" + ",\n".join(lines) + "\n}"
 
     def write(self, folder: Path) -> Path:
@@ -285,7 +285,7 @@ class RunResult:
             ) from error
 
 
-_NOT_FINITE = {"nan", "inf", "-inf"}
+NOT_FINITE = {"nan", "inf", "-inf"}
 """JSON has no number that is not finite, so these are written as text."""
 _NAN_FOR_NULL = {"loss", "error"}  # files of earlier versions have null instead
 
@@ -299,12 +299,12 @@ def _records(kind: type, columns: Mapping[str, list[Any]]) -> tuple[Any, ...]:
     return tuple(kind(**_with_nan(dict(zip(columns, row, strict=True)))) for row in rows)
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """Return the value in a form that JSON can represent: a number that is not finite becomes text."""
     if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
+        return [strict(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -315,7 +315,7 @@ def _with_nan(raw: dict[str, Any]) -> dict[str, Any]:
         key: _number(value)
         for key, value in raw.items()
         if key != "name"
-        and ((value is None and key in _NAN_FOR_NULL) or (isinstance(value, str) and value in _NOT_FINITE))
+        and ((value is None and key in _NAN_FOR_NULL) or (isinstance(value, str) and value in NOT_FINITE))
     }
     return {**raw, **numbers, **metrics}
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..runs import NOT_FINITE, strict
 
 RESULTS = "results.json"
 FORMAT = 1  # of the file; increased when readers must change
@@ -33,7 +34,7 @@ class Results:
         """Write the file, completely or not at all, and return its path."""
         path = folder / RESULTS
         partial = path.with_suffix(".json.part")
-        lines = [f" {json.dumps(key)}: {json.dumps(_strict(value))}" for key, value in vars(self).items()]
+        lines = [f" {json.dumps(key)}: {json.dumps(strict(value))}" for key, value in vars(self).items()]
         partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
         return partial.replace(path)
 
@@ -71,21 +72,10 @@ class Results:
         return written
 
 
-_NOT_FINITE = {"number: nan": math.nan, "number: inf": math.inf, "number: -inf": -math.inf}
-"""JSON has no number that is not finite, so these are written as text."""
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return f"number: {value}" if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _with_numbers(value: Any) -> Any:
+    """Return the value with the numbers that are not finite, which JSON has as text."""
     if isinstance(value, dict):
         return {key: _with_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_numbers(item) for item in value]
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    return float(value) if isinstance(value, str) and value in NOT_FINITE else value

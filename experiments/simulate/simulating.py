@@ -259,9 +259,11 @@ def _said_of(measured: Measured, factor: float, request: Request) -> list[str]:
 
 def _said_of_links(request: Request) -> list[str]:
     link = request.links[0]
+    place = "" if link.hosts_per_site is None else " of a site"
     said = [
         f"Every host has its own link of the stated rate in both directions, with a latency of "
-        f"{seconds_in_words(link.latency)} for each message that waits for another one; switches have room for all.",
+        f"{seconds_in_words(link.latency)} for each message that waits for another one; "
+        f"switches{place} have room for all.",
         "Collectives pass the link one after another. "
         + (
             "Bytes and messages are those of Gloo, with the headers of packets."
