@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from commhooks.communicators.collective import KINDS, ring_bytes
 from commhooks.planning.gloo import MESSAGE_BYTES, Course, course_of
@@ -49,6 +49,14 @@ class Transfer(NamedTuple):
     """Of the rank's core, within `seconds`."""
     bytes_sent: int
     """Bytes of data sent per rank, on average over the ranks, also inside hosts."""
+
+
+class Network(Protocol):
+    """What the step-time model needs to know of a network: a `Link`, computed, or a `Probe`, measured."""
+
+    def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
+        """Return the seconds and bytes of a collective with a payload of so many bytes per rank."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from commhooks.planning.links import Link, Transfer
+from commhooks.planning.links import Network, Transfer
 
 POLICIES = ("fifo", "fused")
 _NO_TIME = 1e-12  # seconds: differences that come from rounding
@@ -128,7 +128,7 @@ class StepTime:
         return self.compute / self.seconds if self.seconds else 1.0
 
 
-def step_time(step: Step, link: Link, ranks: int) -> StepTime:
+def step_time(step: Step, link: Network, ranks: int) -> StepTime:
     """Return how long the step takes with so many ranks.
 
     Raises:
@@ -166,7 +166,7 @@ class _Task:
 class _Rank:
     """One rank's processor and link."""
 
-    def __init__(self, step: Step, link: Link, ranks: int) -> None:
+    def __init__(self, step: Step, link: Network, ranks: int) -> None:
         self.step, self.link, self.ranks = step, link, ranks
         self.now = 0.0
         self.done = 0.0  # seconds of compute

@@ -1,0 +1,122 @@
+"""What a profile holds: where the time of a model's steps goes, measured in the ranks that train it.
+
+All seconds are medians over steps, of the rank on which a step took longest unless a field says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+Sends = tuple[tuple[str, int], ...]
+"""The kind of each collective, and the bytes that this rank puts in."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """A time, in seconds, with its spread over the steps."""
+
+    median: float
+    low: float
+    """The lower quartile."""
+    high: float
+    """The upper quartile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepParts:
+    """Where a step's time goes; forward + backward + exposed + optimizer = seconds, of one median step."""
+
+    seconds: Seconds
+    forward: float
+    """From the beginning of the step to the end of the loss."""
+    backward: float
+    """Until the last gradient: compute."""
+    exposed: float
+    """The rest of the backward pass, in which nothing is computed: communication and compression."""
+    optimizer: float
+    """The rest of the step."""
+    steps: int
+    """How many were measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientProfile:
+    """One parameter's gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    ready: float
+    """Seconds from the beginning of the step, under the noop hook."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundProfile:
+    """One round of a bucket's exchange."""
+
+    seconds: float
+    """Of compression before its collectives are started, of the processor if the worker thread shares a core with the
+    backward pass (`Profile.cores == 1`), of the wall clock otherwise."""
+    sends: Sends
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketProfile:
+    """A bucket under one hook."""
+
+    parameters: tuple[str, ...]
+    bytes: int
+    ready: float
+    """Seconds from the beginning of the step until it was handed to the hook."""
+    rounds: tuple[RoundProfile, ...]
+    after: float
+    """Seconds of compression after the last answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HookProfile:
+    """Steps under one compressor whose collectives were answered at once, without a link.
+
+    So it holds all that the hook costs a real step, thread hand-offs and shared caches included, except transfers.
+    """
+
+    hook: str
+    """A name with settings, such as 'powersgd:rank=4', or a compressor as printed by `str`."""
+    policy: str
+    """"fifo" or "fused"."""
+    step: StepParts
+    buckets: tuple[BucketProfile, ...]
+    """In the order in which they became ready."""
+    state_bytes: int = 0
+    """Memory that the compressor keeps between steps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A model's steps in its DistributedDataParallel."""
+
+    model: str
+    """The class of the model, or the name of the task."""
+    fingerprint: str
+    """A hash of the names, shapes and dtypes of the parameters: a profile of another model has another one."""
+    ranks: int
+    ranks_per_host: int
+    ddp: str
+    """"core" or "torch"."""
+    cores: int
+    """Of each rank that are free for the worker thread beside the backward pass, and one: 1 or 2."""
+    plain: StepParts
+    """Under the DDP's own all-reduce, over the link."""
+    noop: StepParts
+    """Without communication."""
+    gradients: tuple[GradientProfile, ...]
+    """In the order in which they became ready."""
+    hooks: Mapping[str, HookProfile]
+    """By the hook's label; "noop" and "allreduce" are always there."""
+    own_share: float
+    """The profiler's own time as a part of the step under the noop hook, summed over its callbacks."""
+    bucket_cap_mb: float | None = None
+    """Of the DDP, in MiB; None: its default."""
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    machine: str = ""
