@@ -53,6 +53,7 @@ from commhooks.errors import (
     GradientError,
     HookDidNotRunError,
     HookTypeError,
+    ProfileError,
     SettingsError,
 )
 from commhooks.hooks.attach import Attachment, attach
@@ -85,6 +86,9 @@ from commhooks.language.requests import (
     Request,
 )
 from commhooks.making import make_compressor
+from commhooks.planning.candidates import Candidate
+from commhooks.planning.profile import Profile
+from commhooks.planning.profiling import profile
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.state.memory import MemoryReport
@@ -104,6 +108,7 @@ __all__ = [
     "Attachment",
     "BucketView",
     "COMPRESSORS",
+    "Candidate",
     "Cast",
     "Checkpoint",
     "CheckpointError",
@@ -149,6 +154,8 @@ __all__ = [
     "PowerSGD",
     "PowerSGDState",
     "ProcessGroupCommunicator",
+    "Profile",
+    "ProfileError",
     "QSGD",
     "RandomBlock",
     "RandomK",
@@ -189,6 +196,7 @@ __all__ = [
     "merge_state_dicts",
     "noop_hook",
     "powerSGD_hook",
+    "profile",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
     "register_ddp_comm_hook",

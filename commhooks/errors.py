@@ -37,3 +37,7 @@ class CompressorError(CommHooksError, RuntimeError):
 
 class CollectiveError(CommHooksError, RuntimeError):
     """A collective that failed, on this rank or because another rank failed first."""
+
+
+class ProfileError(CommHooksError, RuntimeError):
+    """A profile that could not be measured, because a step failed on some rank; the model is as it was."""

@@ -1,4 +1,4 @@
-"""The ranks that save or load a checkpoint together."""
+"""Ranks that do something together, such as saving a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from commhooks.errors import CheckpointError
+from commhooks.errors import CheckpointError, CommHooksError
 
 Value = TypeVar("Value")
 
 
 class Ranks:
-    """The ranks of a process group, None for the default one: what fails on one of them raises on all."""
+    """The ranks of a process group, None for the default one: what fails on one of them raises `error` on all."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
-        self.rank = 0 if self._group is None else dist.get_rank(self._group)
-        self.world_size = 1 if self._group is None else dist.get_world_size(self._group)
+    def __init__(self, group: dist.ProcessGroup | None, error: type[CommHooksError] = CheckpointError) -> None:
+        self._error = error
+        self.group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
 
     def gather(self, what: str, act: Callable[[], Value]) -> list[Any]:
-        """Return what `act` returned on every rank, by rank; if it fails on any, raise `CheckpointError` on all.
+        """Return what `act` returned on every rank, by rank; if it fails on any, raise the error on all.
 
         `what` is the purpose that the error names: "could not ...".
         """
@@ -32,12 +33,12 @@ class Ranks:
         except Exception as failure:
             error, done = failure, (None, f"{type(failure).__name__}: {failure}")
         told = [done]
-        if self._group is not None:
+        if self.group is not None:
             told = [done] * self.world_size
-            dist.all_gather_object(told, done, group=self._group)
+            dist.all_gather_object(told, done, group=self.group)
         failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text is not None]
         if failed:
-            raise CheckpointError(f"could not {what}. " + " ".join(failed)) from error
+            raise self._error(f"could not {what}. " + " ".join(failed)) from error
         return [value for value, _ in told]
 
     def each(self, what: str, act: Callable[[], Value]) -> Value:
@@ -48,10 +49,10 @@ class Ranks:
 
     def gather_to(self, rank: int, value: Value) -> list[Value] | None:
         """Return every rank's value, by rank, on `rank`; return None elsewhere."""
-        if self._group is None:
+        if self.group is None:
             return [value]
         told = [value] * self.world_size if self.rank == rank else None
-        dist.gather_object(value, told, group=self._group, group_dst=rank)
+        dist.gather_object(value, told, group=self.group, group_dst=rank)
         return told
 
     def first(self, what: str, act: Callable[[], Any]) -> Any:

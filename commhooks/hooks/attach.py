@@ -180,17 +180,8 @@ def attach(
     if torch._C._current_graph_task_id() != -1:
         raise AttachError("attach: a backward pass is under way; call attach between two passes.")
     group = group_or_default(process_group if process_group is not None else getattr(ddp, "process_group", None))
+    check_is_free("attach", ddp)
     socket = _sockets.setdefault(ddp, _Socket())
-    if socket.attachment is not None:
-        raise AttachError(
-            f"attach: {socket.attachment.compressor!r} is attached to this model already; detach it first."
-        )
-    registered = [hook for hook, _ in getattr(ddp, "_comm_hooks", []) if hook is not attachment_hook]
-    if registered:
-        raise AttachError(
-            f"attach: the hook {name_of(registered[-1])} is registered on this model already; PyTorch's "
-            "DistributedDataParallel never takes another one, ddp_core's does after remove_comm_hook()."
-        )
     named = trained_parameters(model, ddp)
     if not named:
         raise AttachError("attach: no gradient comes in a bucket: every parameter is ignored or delayed.")
@@ -214,6 +205,21 @@ def attach(
     attachment = Attachment(engine, socket, named, ddp)
     socket.plug_in(attachment, ddp, line.timeout if hook_timeout is None else hook_timeout)
     return attachment
+
+
+def check_is_free(caller: str, ddp: Module) -> None:
+    """Raise `AttachError` if a hook is attached to a DDP or registered on it."""
+    socket = _sockets.get(ddp)
+    if socket is not None and socket.attachment is not None:
+        raise AttachError(
+            f"{caller}: {socket.attachment.compressor!r} is attached to this model already; detach it first."
+        )
+    registered = [hook for hook, _ in getattr(ddp, "_comm_hooks", []) if hook is not attachment_hook]
+    if registered:
+        raise AttachError(
+            f"{caller}: the hook {name_of(registered[-1])} is registered on this model already; PyTorch's "
+            "DistributedDataParallel never takes another one, ddp_core's does after remove_comm_hook()."
+        )
 
 
 def _refusal_of(compressor: Compressor, named: list[tuple[str, Tensor]], line: Line) -> SettingsError | None:

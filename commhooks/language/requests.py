@@ -18,6 +18,8 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from commhooks.tensors import tensor_bytes
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
@@ -95,6 +97,8 @@ class Request(ABC):
     """A request for one collective over `parts`."""
 
     kind: ClassVar[str]
+    is_sum: ClassVar[bool] = False
+    """Whether parts are added up, and therefore sent in the dtype `Part.wire`."""
 
     def __init__(self, *parts: Part, last: bool = False, group: Group | None = None) -> None:
         if not parts or not all(isinstance(part, Part) for part in parts):
@@ -122,6 +126,11 @@ class Request(ABC):
         raise TypeError(f"{type(self).__name__} was not answered: write `yield {type(self).__name__}(...)`.")
 
     @property
+    def part_bytes(self) -> tuple[int, ...]:
+        """The bytes of each part, as this rank puts it in."""
+        return tuple(tensor_bytes(part.tensor, part.wire if self.is_sum else None) for part in self.parts)
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send. An empty sparse tensor is sent: other ranks' may be non-empty."""
         return not any(part.tensor.is_sparse or part.tensor.numel() for part in self.parts)
@@ -138,6 +147,7 @@ class AllReduce(Request):
     """
 
     kind: ClassVar[str] = "all-reduce"
+    is_sum: ClassVar[bool] = True
 
     def __init__(self, *parts: Part, average: bool = False, last: bool = False, group: Group | None = None) -> None:
         super().__init__(*parts, last=last, group=group)
@@ -170,6 +180,7 @@ class ReduceScatter(Request):
     """
 
     kind: ClassVar[str] = "reduce-scatter"
+    is_sum: ClassVar[bool] = True
 
 
 class Judge:

@@ -25,7 +25,10 @@ class Seconds:
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """Where a step's time goes; forward + backward + exposed + optimizer = seconds, of one median step."""
+    """Where a step's time goes; forward + backward + exposed + optimizer = the median of the seconds.
+
+    It is divided in the proportions of the steps between the quartiles.
+    """
 
     seconds: Seconds
     forward: float

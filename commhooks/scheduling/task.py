@@ -16,9 +16,8 @@ from commhooks.communicators.collective import ring_bytes
 from commhooks.errors import CompressorError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
-from commhooks.language.requests import AllReduce, Judge, Layout, Part, ReduceScatter, Request, ranks_in
+from commhooks.language.requests import Judge, Layout, Part, Request, ranks_in
 from commhooks.scheduling.packing import Shipment, check, empty_answers
-from commhooks.tensors import tensor_bytes
 
 
 class Asking(NamedTuple):
@@ -176,8 +175,7 @@ class BucketTask:
         )
 
     def _asking(self, request: Request) -> Asking:
-        is_sum = isinstance(request, (AllReduce, ReduceScatter))
-        sizes = tuple(tensor_bytes(part.tensor, part.wire if is_sum else None) for part in request.parts)
+        sizes = request.part_bytes
         is_sparse = request.parts[0].tensor.is_sparse
         ranks = ranks_in(request.group, self.world_size)
         moved = ring_bytes(request.kind, sum(sizes), ranks, is_sparse=is_sparse)

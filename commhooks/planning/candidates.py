@@ -1,0 +1,96 @@
+"""The hooks that a profile measures unless it is told others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from commhooks.errors import SettingsError
+from commhooks.language.compressor import Compressor, check_compressor
+from commhooks.making import make_compressor
+from commhooks.scheduling.scheduler import POLICIES
+from commhooks.wrappers.hierarchical import is_hierarchical
+
+NOOP, ALL_REDUCE = "noop", "allreduce"
+"""The labels of the two hooks that every profile has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A compressor and the order of its collectives."""
+
+    hook: str
+    """A name with settings, such as 'powersgd:rank=4', or a compressor as printed by `str`."""
+    compressor: Compressor
+    policy: str = "fifo"
+    label: str = ""
+    """What it is called in tables; empty: `hook`, with the policy among its settings if that is not "fifo"."""
+
+    def __post_init__(self) -> None:
+        check_compressor("Candidate", self.compressor)
+        if self.policy not in POLICIES:
+            raise SettingsError(f"Candidate(policy={self.policy!r}): policy must be one of {', '.join(POLICIES)}.")
+        if is_hierarchical(self.compressor):
+            raise SettingsError(
+                f"Candidate({self.hook!r}): a collective among some of the ranks has no place in a profile; measure "
+                "the compressor inside Hierarchical."
+            )
+        if not self.label:
+            object.__setattr__(self, "label", _labelled(self.hook, self.policy))
+
+
+def named(name: str, *, policy: str = "fifo", label: str = "", **settings: Any) -> Candidate:
+    """Return the candidate of a name that `make_compressor` knows, with its settings."""
+    return Candidate(_spelled(name, settings), make_compressor(name, **settings), policy, label)
+
+
+def candidate_of(hook: Candidate | Compressor | str) -> Candidate:
+    """Return the candidate of what a user passes as a hook: also what `attach` takes."""
+    if isinstance(hook, Candidate):
+        return hook
+    compressor = make_compressor(hook) if isinstance(hook, str) else hook
+    check_compressor("profile", compressor)
+    return Candidate(hook if isinstance(hook, str) else str(hook), compressor)
+
+
+def with_the_two(hooks: Iterable[Candidate | Compressor | str]) -> list[Candidate]:
+    """Return noop and all-reduce, and then the others; raise `SettingsError` if one is given twice."""
+    found = {one.label: one for one in (named("noop"), named("all-reduce", label=ALL_REDUCE))}
+    given = [candidate_of(hook) for hook in hooks]
+    for one in given:
+        if one.label in found and one.label not in (NOOP, ALL_REDUCE):
+            raise SettingsError(f"profile: hook {one.label!r} is given twice.")
+        found.setdefault(one.label, one)
+    return list(found.values())
+
+
+def default_candidates() -> tuple[Candidate, ...]:
+    """Return the hooks that are measured by default, beside noop and all-reduce."""
+    fifo = (
+        named("fp16"),
+        named("int8"),
+        named("top-k", ratio=0.01),
+        *(named("powersgd", rank=rank) for rank in (1, 2, 4)),
+    )
+    fused = (
+        named("top-k", policy="fused", ratio=0.01),
+        *(named("powersgd", policy="fused", rank=r) for r in (1, 2, 4)),
+    )
+    return (*fifo, *fused)
+
+
+def _spelled(name: str, settings: dict[str, Any]) -> str:
+    pairs = ",".join(f"{key}={settings[key]}" for key in sorted(settings))
+    return f"{name}:{pairs}" if pairs else name
+
+
+def _labelled(hook: str, policy: str) -> str:
+    """Return the hook with the policy among its settings, which are sorted."""
+    if policy == "fifo":
+        return hook
+    if "(" in hook:
+        return f"{hook} {policy}"
+    name, _, settings = hook.partition(":")
+    pairs = sorted([*filter(None, settings.split(",")), f"policy={policy}"])
+    return f"{name}:{','.join(pairs)}"

@@ -1,0 +1,147 @@
+"""The phases of a training step, seen from outside: when a forward and a backward pass and the optimizer run.
+
+Nothing is asked of the step. Hooks on the DDP, on the parameters and on all optimizers note moments, and
+`torch.autograd.backward`, which `Tensor.backward` calls too, is wrapped while steps are watched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from commhooks.errors import SettingsError
+
+Interval = tuple[float, float]
+
+
+@dataclasses.dataclass
+class Phases:
+    """The moments of one step on one rank, by the wall clock."""
+
+    begin: float
+    end: float
+    forward: list[Interval]
+    """When the DDP ran its forward pass."""
+    backward: list[tuple[float, float, float]]
+    """Of each backward pass: its beginning, its last gradient, and its end."""
+    optimizer: list[Interval]
+    gradients: list[tuple[float, int]]
+    """When which parameter's gradient was ready."""
+    own_seconds: float
+    """What it took to note all this."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.end - self.begin
+
+    @property
+    def parts(self) -> tuple[float, float, float, float]:
+        """Seconds of forward, backward, exposed and optimizer, as in `StepParts`; their sum is the step."""
+        backward = sum(gradient - begin for begin, gradient, _ in self.backward)
+        exposed = sum(end - gradient for _, gradient, end in self.backward)
+        optimizer = self.end - self.backward[-1][2]
+        return self.seconds - backward - exposed - optimizer, backward, exposed, optimizer
+
+
+class PhaseWatch:
+    """Notes the phases of steps while it is installed: use it as a context manager."""
+
+    def __init__(
+        self,
+        ddp: Module,
+        parameters: Sequence[Tensor],
+        seen: Callable[[Optimizer], None] = lambda optimizer: None,
+    ) -> None:
+        """Watch a DDP. `seen` is called with an optimizer before it steps; its time does not count as our own."""
+        self._ddp = ddp
+        self._parameters = parameters
+        self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        self._seen = seen
+        self._handles: list[Any] = []
+        self._backward: Any = None
+        self._forget()
+
+    def __enter__(self) -> PhaseWatch:
+        """Install the hooks."""
+        self._backward = torch.autograd.backward
+        torch.autograd.backward = self._run_backward
+        self._handles = [
+            self._ddp.register_forward_pre_hook(self._forward_begins, prepend=True),
+            self._ddp.register_forward_hook(self._forward_ends),
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+            *(p.register_post_accumulate_grad_hook(self._gradient_ready) for p in self._parameters if p.requires_grad),
+        ]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Remove them."""
+        torch.autograd.backward = self._backward
+        while self._handles:
+            self._handles.pop().remove()
+
+    def watch(self, step: Callable[[], object]) -> Phases:
+        """Run a step, and return its phases; raise `SettingsError` if it ran no backward pass."""
+        self._forget()
+        begin = time.perf_counter()
+        step()
+        end = time.perf_counter()
+        if not self._backwards:
+            raise SettingsError("the step ran no backward pass; it must be a whole training step of this model.")
+        gradients = [(moment, self._numbers[parameter]) for moment, parameter in self._gradients]
+        return Phases(begin, end, self._forwards, self._backwards, self._optimizers, gradients, self._own)
+
+    def _forget(self) -> None:
+        self._forwards: list[Interval] = []
+        self._backwards: list[tuple[float, float, float]] = []
+        self._optimizers: list[Interval] = []
+        self._gradients: list[tuple[float, Tensor]] = []
+        self._own = self._begun = 0.0
+        self._depth = 0
+
+    def _forward_begins(self, module: Module, inputs: object) -> None:
+        self._begun = time.perf_counter()
+
+    def _forward_ends(self, module: Module, inputs: object, outputs: object) -> None:
+        now = time.perf_counter()
+        self._forwards.append((self._begun, now))
+        self._own += time.perf_counter() - now
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        now = time.perf_counter()
+        self._gradients.append((now, parameter))
+        self._own += time.perf_counter() - now
+
+    def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass; those inside another one, of checkpointed parts of a model, belong to that one."""
+        if self._depth:
+            return self._backward(*args, **kwargs)
+        self._depth, begin, before = 1, time.perf_counter(), len(self._gradients)
+        try:
+            return self._backward(*args, **kwargs)
+        finally:
+            end, self._depth = time.perf_counter(), 0
+            last = self._gradients[-1][0] if len(self._gradients) > before else begin
+            self._backwards.append((begin, last, end))
+            self._own += time.perf_counter() - end
+
+    def _optimizer_begins(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._seen(optimizer)
+        self._begun = time.perf_counter()
+
+    def _optimizer_ends(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        now = time.perf_counter()
+        self._optimizers.append((self._begun, now))
+        self._own += time.perf_counter() - now
