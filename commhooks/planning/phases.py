@@ -70,6 +70,7 @@ class PhaseWatch:
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._seen = seen
         self._handles: list[Any] = []
+        self._listening: list[Any] = []
         self._backward: Any = None
         self._forget()
 
@@ -82,15 +83,22 @@ class PhaseWatch:
             self._ddp.register_forward_hook(self._forward_ends),
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ends),
-            *(p.register_post_accumulate_grad_hook(self._gradient_ready) for p in self._parameters if p.requires_grad),
         ]
+        self.listen(self._parameters)
         return self
 
     def __exit__(self, *raised: object) -> None:
         """Remove them."""
         torch.autograd.backward = self._backward
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in (*self._handles, *self._listening):
+            handle.remove()
+
+    def listen(self, parameters: Sequence[Tensor]) -> None:
+        """Note the gradients of these parameters only. The last one of a step must be among them."""
+        for handle in self._listening:
+            handle.remove()
+        hook = self._gradient_ready
+        self._listening = [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.requires_grad]
 
     def watch(self, step: Callable[[], object]) -> Phases:
         """Run a step, and return its phases; raise `SettingsError` if it ran no backward pass."""
