@@ -40,4 +40,4 @@ class CollectiveError(CommHooksError, RuntimeError):
 
 
 class ProfileError(CommHooksError, RuntimeError):
-    """A profile that could not be measured, because a step failed on some rank; the model is as it was."""
+    """A profile that could not be measured, because a step failed on some rank, or that could not be read."""

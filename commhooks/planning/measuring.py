@@ -12,7 +12,7 @@ import numpy as np
 
 from commhooks.errors import SettingsError
 from commhooks.planning.phases import Phases
-from commhooks.planning.profile import BucketProfile, RoundProfile, Seconds, StepParts
+from commhooks.planning.profile import BucketProfile, Event, RoundProfile, Seconds, StepParts
 from commhooks.planning.segments import BucketRecord, Span
 
 
@@ -34,6 +34,25 @@ class StepRecord:
             ready[number] = moment - begin
         buckets = [dataclasses.replace(one, handed_in=one.handed_in - begin) for one in self.buckets]
         return Brief(self.phases.seconds, self.phases.parts, self.own_seconds, ready, buckets)
+
+    def events(self, rank: int, names: Sequence[str]) -> list[Event]:
+        """Return what happened in this step, given the names of the parameters."""
+        phases, begin = self.phases, self.phases.begin
+        intervals = [("training", "step", begin, phases.end)]
+        intervals += [("training", "forward", *interval) for interval in phases.forward]
+        for since, gradient, until in phases.backward:
+            intervals += [("training", "backward", since, gradient), ("training", "exposed", gradient, until)]
+        intervals += [("training", "optimizer", *interval) for interval in phases.optimizer]
+        for span in self.spans:
+            rounds = len(self.buckets[span.bucket].seconds)
+            what = f"round {span.round + 1}" if span.round < rounds else "end"
+            intervals.append(("worker", f"bucket {span.bucket}, {what}", span.begin, span.end))
+        moments = [(moment, f"gradient {names[number]}") for moment, number in phases.gradients]
+        moments += [(bucket.handed_in, f"bucket {number} ready") for number, bucket in enumerate(self.buckets)]
+        return [
+            *(Event(rank, thread, name, since - begin, until - since) for thread, name, since, until in intervals),
+            *(Event(rank, "training", name, moment - begin) for moment, name in sorted(moments)),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
+
+from commhooks.errors import ProfileError
+from commhooks.planning import stored
+
+FORMAT = 1  # of the file; increased when readers must change
+LITTLE_TO_WIN = 1.1
+"""Below this bound a compressor, which costs compute itself, can hardly pay."""
 
 Sends = tuple[tuple[str, int], ...]
 """The kind of each collective, and the bytes that this rank puts in."""
@@ -95,6 +103,20 @@ class HookProfile:
     """Memory that the compressor keeps between steps."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that one rank did in a step, or something that happened in it."""
+
+    rank: int
+    thread: str
+    """"training" or "worker"."""
+    name: str
+    begin: float
+    """Seconds from the beginning of the step."""
+    seconds: float | None = None
+    """None: a moment."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
     """A model's steps in its DistributedDataParallel."""
@@ -123,3 +145,41 @@ class Profile:
     """Of the DDP, in MiB; None: its default."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     machine: str = ""
+    events: Mapping[str, tuple[Event, ...]] = dataclasses.field(default_factory=dict)
+    """What all ranks did in the step of median length, by the hook's label, and under the DDP's own all-reduce by
+    "plain"; see `commhooks.planning.trace`."""
+
+    @property
+    def bound(self) -> float:
+        """How many times as fast a step would be if communication cost nothing: plain over noop."""
+        return self.plain.seconds.median / self.noop.seconds.median
+
+    def verdict(self) -> str:
+        """Return what the bound says, in a sentence."""
+        low = self.plain.seconds.low / self.noop.seconds.high
+        high = self.plain.seconds.high / self.noop.seconds.low
+        if low <= 1 <= high or self.bound < LITTLE_TO_WIN:
+            end = "communication is not your bottleneck"
+        else:
+            end = f"communication takes {1 - 1 / self.bound:.0%} of a step"
+        return f"at most {max(1.0, self.bound):.2f}× to be won ({max(1.0, low):.2f} to {max(1.0, high):.2f}): {end}"
+
+    def write(self, path: Path) -> None:
+        """Write the profile into a JSON file."""
+        stored.write(self, path, form=FORMAT)
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """Return the profile in a file.
+
+        Raises:
+            ProfileError: There is no such file, or it holds something else.
+
+        """
+        try:
+            return stored.read(cls, path, form=FORMAT)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ProfileError(
+                f"profile {path}: expected a file of format {FORMAT} that Profile.write wrote "
+                f"({type(error).__name__}: {error}); profile again."
+            ) from error

@@ -11,17 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
 from commhooks.errors import SettingsError
 from commhooks.hooks.attach import check_is_free
+from commhooks.hooks.stateless import group_or_default
 from commhooks.language.compressor import Compressor
 from commhooks.planning.candidates import NOOP, Candidate, default_candidates, with_the_two
 from commhooks.planning.keeping import Kept
-from commhooks.planning.measuring import Brief, buckets_of, longest, parts_of, ready_of
+from commhooks.planning.measuring import Brief, buckets_of, longest, median_step, parts_of, ready_of
 from commhooks.planning.place import machine_in_words, ranks_per_host
-from commhooks.planning.profile import GradientProfile, HookProfile, Profile
+from commhooks.planning.profile import Event, GradientProfile, HookProfile, Profile
 from commhooks.planning.turns import LEAST_STEPS, PLAIN, Turns
 from commhooks.unwrapping import find_ddp, trained_parameters
 
@@ -37,6 +39,7 @@ def profile(
     steps: int | None = None,
     seconds: float = 60.0,
     name: str = "",
+    process_group: dist.ProcessGroup | None = None,
 ) -> Profile:
     """Measure where the time of a training step goes, and what every hook would add to it without a link.
 
@@ -54,6 +57,7 @@ def profile(
     - `steps`: how many steps of each hook count, at least 3; None: as many as fit into `seconds`, up to 42.
     - `seconds`: how long to measure, if `steps` is None.
     - `name`: the model in reports; empty: its class.
+    - `process_group`: whose ranks agree about the steps; None: the model's own.
 
     Afterwards parameters, buffers, gradients and optimizer states are as before: they are copied first, which takes as
     much memory again as they do. Optimizers are found when they step, if they are `torch.optim.Optimizer`s. What else
@@ -76,7 +80,8 @@ def profile(
     named = trained_parameters(model, ddp)
     _check(named, steps, seconds)
     kept = Kept(ddp)
-    turns = Turns(ddp, named, step_fn, candidates, kept)
+    group = group_or_default(process_group if process_group is not None else getattr(ddp, "process_group", None))
+    turns = Turns(ddp, named, step_fn, candidates, kept, group)
     try:
         turns.run(steps, seconds)
     finally:
@@ -114,7 +119,12 @@ def _profile_of(
         )
         for one in candidates
     }
-    noop = steps[NOOP]
+    noop, names = steps[NOOP], [parameter for parameter, _ in named]
+    own = {
+        label: record[median_step(steps[label])].events(turns.ranks.rank, names)
+        for label, record in turns.records.items()
+    }
+    events: list[dict[str, list[Event]]] = turns.ranks.gather("exchange the steps of median length", lambda: own)
     return Profile(
         model=name,
         fingerprint=fingerprint_of(named),
@@ -130,6 +140,7 @@ def _profile_of(
         bucket_cap_mb=_bucket_cap(ddp),
         versions=_versions(),
         machine=machine_in_words(),
+        events={label: tuple(event for one in events for event in one[label]) for label in own},
     )
 
 

@@ -14,7 +14,6 @@ from torch.nn import Module
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import ProfileError, SettingsError
 from commhooks.hooks.attach import Attachment, attach
-from commhooks.hooks.stateless import group_or_default
 from commhooks.planning.candidates import NOOP, Candidate
 from commhooks.planning.keeping import Kept
 from commhooks.planning.measuring import StepRecord
@@ -47,8 +46,9 @@ class Turns:
         step: Callable[[], object],
         candidates: Sequence[Candidate],
         kept: Kept,
+        group: dist.ProcessGroup,
     ) -> None:
-        self.ranks = Ranks(group_or_default(getattr(ddp, "process_group", None)), ProfileError)
+        self.ranks = Ranks(group, ProfileError)
         self.places = places_of(self.ranks)
         self.cores = free_cores(self.places)
         self.records: dict[str, list[StepRecord]] = {PLAIN: [], **{one.label: [] for one in candidates}}
@@ -117,6 +117,7 @@ class Turns:
             self._ddp,
             watched[own[0].label],
             policy=policy,
+            process_group=self.ranks.group,
             wrap_communicator=functools.partial(WatchedCommunicator, segments=segments),
         )
         try:

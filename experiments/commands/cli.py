@@ -37,6 +37,7 @@ from .options import (
     Tasks,
 )
 from .overlap import overlap
+from .profile import profile
 from .reproduce import reproduce
 from .simulate import simulate
 from .terminal import EachOptionOnce, command_given, errors_in_words
@@ -230,6 +231,7 @@ def report(
 
 
 app.command(help=help_texts.OVERLAP, cls=EachOptionOnce)(overlap)
+app.command(help=help_texts.PROFILE, cls=EachOptionOnce)(profile)
 app.command(help=help_texts.LEADERBOARD, cls=EachOptionOnce)(leaderboard)
 app.command(help=help_texts.REPRODUCE, cls=EachOptionOnce)(reproduce)
 app.command(help=help_texts.SIMULATE, cls=EachOptionOnce)(simulate)

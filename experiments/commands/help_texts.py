@@ -182,3 +182,23 @@ The model, and how close it is to real clusters, are described in the guide (sim
 [bold]The folder[/bold] given by --out receives simulation.csv, utilisation.png and simulation.json. \
 What was extrapolated, and all other assumptions, are printed and written beside the results.
 """
+
+PROFILE = f"""
+{COMMANDS["profile"]}
+
+Some steps run as they are. Then every hook takes steps in turns, in which nothing is sent: what remains is what it \
+costs besides its transfers. The model is as before afterwards. The guide (profile.md) explains the table.
+
+[bold]A task of yours[/bold], on two ranks of this machine.
+
+    commhooks profile --task my_task.py:task
+
+[bold]Everything[/bold], with a picture, and a trace for ui.perfetto.dev.
+
+    commhooks profile --task gpt:size=small --json profile.json --trace trace.json --picture profile.png
+
+[bold]On your cluster[/bold], with two hooks on PyTorch's DistributedDataParallel.
+
+    torchrun --nnodes 4 ... -m commhooks.experiments profile --task my_task.py:task --ddp torch \
+--hook fp16 --hook powersgd:rank=4,policy=fused
+"""

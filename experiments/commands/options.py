@@ -53,3 +53,13 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Remove the results of earlier commands in that folder first.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show nothing while the runs go.")]
+WorldRanks = Annotated[
+    int | None, typer.Option("--ranks", help="Processes on this machine; default: 2, or torchrun's world size.")
+]
+WorldLink = Annotated[
+    str | None,
+    typer.Option(
+        "--link",
+        help="hosts:1Gbit/s (as root), an emulated 100Mbit/s,latency=1ms, or, under torchrun, real; default: no limit.",
+    ),
+]

@@ -1,0 +1,74 @@
+"""Dataclasses in JSON files: written at once or not at all, and read back with their types checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def write(value: Any, path: Path, *, form: int) -> None:
+    """Write a dataclass, and the number of its format; an existing file is replaced at once, or stays as it is."""
+    write_text(path, json.dumps({"format": form, **dataclasses.asdict(value)}, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file; an existing one is replaced at once, or stays as it is."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file; an existing one is replaced at once, or stays as it is."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read(kind: type[T], path: Path, *, form: int) -> T:
+    """Return the dataclass in a file.
+
+    Raises:
+        OSError: There is no such file.
+        TypeError, ValueError, LookupError: It holds something else; fields with defaults may be missing.
+
+    """
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(raw, dict) or raw.get("format") != form:
+        found = raw.get("format") if isinstance(raw, dict) else None
+        raise ValueError(f"its format is {found}, not {form}")
+    value: T = _read(kind, {key: one for key, one in raw.items() if key != "format"})
+    return value
+
+
+def _read(kind: Any, raw: Any) -> Any:
+    """Return a value of an annotated type, given what JSON makes of it."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        made: Any = kind
+        return made(**{name: _read(hints[name], value) for name, value in _checked(raw, dict, kind).items()})
+    if origin is tuple:
+        values = _checked(raw, list, kind)
+        each = arguments[:1] * len(values) if arguments[-1] is Ellipsis else arguments
+        return tuple(_read(one, value) for one, value in zip(each, values, strict=True))
+    if origin is Mapping:
+        return {key: _read(arguments[1], value) for key, value in _checked(raw, dict, kind).items()}
+    if origin in (types.UnionType, typing.Union):
+        return None if raw is None else _read(next(one for one in arguments if one is not type(None)), raw)
+    return _checked(raw, (int, float) if kind is float else kind, kind)
+
+
+def _checked(raw: Any, expected: Any, kind: Any) -> Any:
+    if not isinstance(raw, expected) or (isinstance(raw, bool) and kind is not bool):
+        raise TypeError(f"expected {kind} (got {raw!r:.80})")
+    return float(raw) if kind is float else raw

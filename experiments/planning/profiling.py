@@ -1,0 +1,152 @@
+"""`commhooks profile`: where the time of a task's steps goes, and what every hook adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+import commhooks
+from commhooks import Candidate, Profile
+from commhooks.errors import CommHooksError
+from commhooks.planning.profile import StepParts
+from commhooks.units import bytes_in_words, counted
+
+from ..hooks import make_hook, policy_of
+from ..launch import Send, WorldError
+from ..links.link import LinkSettings, Wire
+from ..links.linked_group import LinkedGroup
+from ..report.table import plain_table
+from ..report.words import percent
+from ..runs import check_ddp
+from ..specs import Spec
+from ..tasks import load_task
+from ..training.registration import wrap_in_ddp
+from ..training.stock import is_stock
+from .stepping import Stepper
+from .worlds import run_over
+
+_SILENCE = 300.0  # seconds beyond those of the profile itself: a task may take long to load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What to profile."""
+
+    task: Spec
+    hooks: tuple[Spec, ...] | None = None  # None: those that a profile has by default
+    link: LinkSettings
+    ddp: str = "core"
+    bucket_cap_mb: float | None = None
+    steps: int | None = None
+    seconds: float = 60.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Refused:
+    """There is no profile."""
+
+    why: str
+
+
+def measure_profile(asked: Asked, ranks: int) -> Profile | None:
+    """Return the profile on the process that reports: this one, or torchrun's rank 0; None on torchrun's others.
+
+    Raises:
+        ValueError: There is no such task or hook, or it does not accept the task's parameters.
+        WorldError: A rank failed, or steps do not fit into the time; the message says why.
+
+    """
+    check_ddp("profile", asked.ddp, asked.bucket_cap_mb)
+    parameters = dict(load_task(asked.task, asked.seed).model.named_parameters())
+    for spec in asked.hooks or ():
+        if is_stock(spec):
+            raise ValueError(
+                f"hook {spec.label!r} is PyTorch's own, whose rounds cannot be watched: profile one of ours"
+            )
+        make_hook(spec, asked.seed).check_parameters(parameters)
+    found: list[Profile] = []
+
+    def hear(message: object) -> None:
+        if isinstance(message, Refused):
+            raise WorldError(f"error: {message.why}")
+        assert isinstance(message, Profile), "ranks send nothing else"
+        found.append(message)
+
+    run_over(asked.link, profile_on_rank, ranks, asked, hear, timeout=_SILENCE + asked.seconds)
+    return found[0] if found else None
+
+
+def profile_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
+    """Profile; rank 0 sends the result, and every rank that cannot go on why."""
+    torch.set_num_threads(1)
+    task = load_task(asked.task, asked.seed)
+    world = dist.group.WORLD
+    assert world is not None, "ranks have a process group"
+    group = LinkedGroup(world, Wire(asked.link)) if asked.link.kind == "emulated" else None
+    step = Stepper(task, wrap_in_ddp(task.model, asked.ddp, asked.bucket_cap_mb, group))
+    hooks = None
+    if asked.hooks is not None:
+        own = [(spec, make_hook(spec, asked.seed)) for spec in asked.hooks]
+        hooks = [Candidate(_without_policy(spec), made, policy_of(spec), spec.label) for spec, made in own]
+    try:
+        found = commhooks.profile(
+            step.ddp,
+            step,
+            hooks=hooks,
+            steps=asked.steps,
+            seconds=asked.seconds,
+            name=task.name,
+            process_group=world,
+        )
+    except CommHooksError as error:
+        send(Refused(str(error)))
+        return
+    finally:
+        del step  # a DDP must go before its process group does
+        if group is not None:
+            group.close()
+    if rank == 0:
+        send(found)
+
+
+def _without_policy(spec: Spec) -> str:
+    return Spec(spec.name, tuple(pair for pair in spec.settings if pair[0] != "policy")).label
+
+
+def profile_table(found: Profile) -> Table:
+    """Return a table of all settings: the step, and its parts."""
+    title = (
+        f"{found.model}, {counted(found.ranks, 'rank')}, {found.ddp} DDP; nothing is sent but in the first row; "
+        f"milliseconds, median (quartiles) of {found.noop.steps} steps"
+    )
+    table = plain_table(title, ("step", "forward", "backward", "exposed", "optimizer", "state"), first="hook")
+    table.add_row("plain all-reduce", *_row(found.plain), "")
+    for label, hook in found.hooks.items():
+        table.add_row(label, *_row(hook.step), bytes_in_words(hook.state_bytes) if hook.state_bytes else "")
+    return table
+
+
+def sentences(found: Profile) -> Sequence[str]:
+    """Return what follows from a profile."""
+    first, last = (f"{1e3 * one.ready:.1f} ms ({one.name})" for one in (found.gradients[0], found.gradients[-1]))
+    buckets = found.hooks["noop"].buckets
+    handed_in = ", ".join(f"{1e3 * bucket.ready:.1f}" for bucket in buckets)
+    return (
+        f"Noop bound: {found.verdict()}.",
+        f"Gradients are ready from {first} to {last}, {counted(len(buckets), 'bucket')} at {handed_in} ms.",
+        f"The profiler itself took {percent(found.own_share)} of a step.",
+    )
+
+
+def _row(step: StepParts) -> list[str]:
+    whole = step.seconds
+    parts = (step.forward, step.backward, step.exposed, step.optimizer)
+    return [
+        f"{1e3 * whole.median:.2f} ({1e3 * whole.low:.2f}–{1e3 * whole.high:.2f})",
+        *(f"{1e3 * part:.2f}" for part in parts),
+    ]

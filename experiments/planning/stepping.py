@@ -1,0 +1,86 @@
+"""Real steps under hooks, in turns: what a plan's predictions are compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commhooks
+from commhooks.communicators.connection import WrapCommunicator
+from commhooks.planning.candidates import Candidate
+from commhooks.scheduling.scheduler import POLICIES
+
+from ..tasks import LoadedTask
+
+_IN_A_TURN = 3  # steps that count; one before them does not, as in a profile
+_LEAST_TURNS, _MOST_TURNS = 3, 14
+
+
+class Stepper:
+    """A task's model in its DistributedDataParallel, which takes a step with each call."""
+
+    def __init__(self, task: LoadedTask, ddp: nn.Module) -> None:
+        self.ddp = ddp
+        self._task = task
+        self._optimizer = task.optimizer()
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._taken = 0
+
+    def __call__(self) -> None:
+        """Take a step: a batch, the forward and the backward pass, and the optimizer."""
+        batch = self._task.batch(self._taken, self._rank, self._ranks)
+        self._taken += 1
+        self._task.loss(self.ddp, batch).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def measure_steps(
+    step: Stepper, candidates: Sequence[Candidate], seconds: float, wrap: WrapCommunicator | None = None
+) -> Mapping[str, Sequence[float]]:
+    """Return the seconds of steps under every hook, each as long as on the slowest rank.
+
+    The hooks take turns for so many seconds or less, but at least three turns each. All ranks return the same.
+    """
+    found: dict[str, list[float]] = {one.label: [] for one in candidates}
+    deadline = time.perf_counter() + seconds
+    for turn in range(_MOST_TURNS):
+        begun = time.perf_counter()
+        for policy in POLICIES:
+            own = [one for one in candidates if one.policy == policy]
+            if own:
+                _turn(step, own, policy, wrap, found)
+        now = time.perf_counter()
+        is_last = torch.tensor(float(2 * now - begun > deadline and turn + 1 >= _LEAST_TURNS))
+        dist.broadcast(is_last, 0)
+        if is_last.item():
+            break
+    times = torch.tensor(list(found.values()), dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return dict(zip(found, times.tolist(), strict=True))
+
+
+def _turn(
+    step: Stepper,
+    candidates: Sequence[Candidate],
+    policy: str,
+    wrap: WrapCommunicator | None,
+    found: Mapping[str, list[float]],
+) -> None:
+    """Let every hook of a policy take some steps."""
+    attachment = commhooks.attach(step.ddp, candidates[0].compressor, policy=policy, wrap_communicator=wrap)
+    try:
+        for one in candidates:
+            attachment.replace(one.compressor)
+            for number in range(1 + _IN_A_TURN):
+                dist.barrier()
+                begun = time.perf_counter()
+                step()
+                if number:
+                    found[one.label].append(time.perf_counter() - begun)
+    finally:
+        attachment.detach()

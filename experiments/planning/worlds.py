@@ -1,0 +1,75 @@
+"""The ranks of a command that measures: torchrun's, or processes of this machine with a link between them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from commhooks.communicators import Communicator
+from commhooks.communicators.connection import WrapCommunicator
+
+from ..cluster import Cluster
+from ..launch import RankFunction, Send, run_in_torchrun, run_world, torchrun_world
+from ..links.link import EmulatedLink, LinkSettings, Wire
+
+
+def check_world(ranks: int | None, link: str | None) -> tuple[int, LinkSettings]:
+    """Return how many ranks there will be, and their link: torchrun's, or those asked for.
+
+    Raises:
+        ValueError: torchrun started this process, and other ranks or other hosts are asked for; or the link's text does
+            not parse, or its rate changes in time.
+
+    """
+    joined = torchrun_world()
+    settings = LinkSettings.parse(link or ("real" if joined else "unlimited"))
+    if joined and (settings.kind == "hosts" or ranks not in {None, joined[1]}):
+        raise ValueError(
+            f"under torchrun there are {joined[1]} ranks on their hosts already: leave out --ranks, and use --link "
+            "real, or an emulated link"
+        )
+    if settings.schedule:
+        raise ValueError(f"link {settings.label!r} changes in time, so no figure holds for it: name one rate")
+    return joined[1] if joined else 2 if ranks is None else ranks, settings
+
+
+def check_place(*files: Path | None) -> None:
+    """Raise ValueError if a file cannot be written there, before anything is measured."""
+    for file in filter(None, files):
+        folder = file.absolute().parent
+        if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ValueError(f"{file} cannot be written: its folder must exist and be writable; name another place")
+
+
+def run_over(
+    link: LinkSettings, function: RankFunction, ranks: int, argument: object, on_message: Send, *, timeout: float
+) -> None:
+    """Call the function on every rank, torchrun's or new ones; see `run_world`. Hosts are made if the link asks for it.
+
+    An emulated link is not there by itself: the function puts `around(link)` around its communicators.
+    """
+    if torchrun_world() is not None:
+        run_in_torchrun(function, argument, on_message, timeout=timeout)
+        return
+    with ExitStack() as stack:
+        cluster = None
+        if link.kind == "hosts":
+            up, down = link.bits_per_second, link.down_bits_per_second or link.bits_per_second
+            cluster = stack.enter_context(Cluster.create(ranks, up=up, down=down))
+        run_world(function, ranks, argument, on_message, timeout=timeout, cluster=cluster)
+
+
+def around(link: LinkSettings) -> WrapCommunicator | None:
+    """Return what puts an emulated link around a communicator; None if the link takes its time by itself.
+
+    All communicators of a rank that it is called for share one link.
+    """
+    if link.kind != "emulated" or link == LinkSettings():
+        return None
+    wire = Wire(link)
+
+    def wrap(inner: Communicator) -> Communicator:
+        return EmulatedLink(inner, wire)
+
+    return wrap
