@@ -100,7 +100,7 @@ class HookProfile:
     buckets: tuple[BucketProfile, ...]
     """In the order in which they became ready."""
     state_bytes: int = 0
-    """Memory that the compressor keeps between steps."""
+    """Memory that the compressor keeps between steps, on the rank that keeps most."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,13 +109,14 @@ def _profile_of(
     brief = {label: [one.brief(len(named)) for one in steps] for label, steps in turns.records.items()}
     of_ranks: list[dict[str, list[Brief]]] = turns.ranks.gather("exchange what was measured", lambda: brief)
     steps = {label: longest([one[label] for one in of_ranks]) for label in brief}
+    states: list[dict[str, int]] = turns.ranks.gather("exchange the sizes of states", lambda: turns.state_bytes)
     hooks = {
         one.label: HookProfile(
             one.hook,
             one.policy,
             parts_of(steps[one.label]),
             buckets_of(one.label, steps[one.label]),
-            turns.state_bytes[one.label],
+            max(state[one.label] for state in states),
         )
         for one in candidates
     }

@@ -21,8 +21,9 @@ def timeline(profile: Profile, theme: Theme = LIGHT) -> bytes:
         "optimizer": theme.faint,
     }
     with matplotlib.rc_context(style(theme)):
-        title = f"A step of {profile.model} on {profile.ranks} ranks; below the first bar nothing is sent"
-        figure, axes = canvas(title, "milliseconds since the step began", 8.0, 1.6 + 0.32 * len(settings))
+        title = f"A step of {profile.model} on {profile.ranks} ranks"
+        x_label = "milliseconds since the step began; nothing is sent except in the first bar"
+        figure, axes = canvas(title, x_label, 8.0, 1.6 + 0.32 * len(settings))
         begins = [0.0] * len(settings)
         for part, colour in colours.items():
             lengths = [1e3 * getattr(step, part) for step in settings.values()]

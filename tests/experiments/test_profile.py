@@ -1,0 +1,240 @@
+"""Profiles: what is measured in real ranks, what they leave as it was, and what is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from commhooks import Collective, Profile, ProfileError, SettingsError
+from commhooks.planning.phases import PhaseWatch
+from commhooks.planning.place import Place, free_cores, ranks_per_host
+from commhooks.planning.pretending import PretendingCommunicator
+from commhooks.planning.trace import trace_of, write_trace
+from experiments.planning.profiling import profile_table, sentences
+from experiments.planning.timeline import timeline
+from tests.experiments import profiling_in_ranks
+from tests.experiments.standing_ranks import RANKS, StandingRanks
+
+LABELS = {one.label for one in profiling_in_ranks.candidates()}
+
+
+@pytest.fixture(scope="module")
+def standing() -> Iterator[StandingRanks]:
+    ranks = StandingRanks(timeout=120.0)
+    yield ranks
+    ranks.close()
+
+
+Said = list[tuple[int, Profile, bool, bool, dict[str, dict[str, int]]]]
+
+
+def measured(standing: StandingRanks, ddp: str) -> Said:
+    said: Said = []
+    standing.run(profiling_in_ranks.profiled, RANKS, ddp, said.append, timeout=120.0)  # type: ignore[arg-type]  # it hears objects
+    return sorted(said, key=lambda message: message[0])
+
+
+@pytest.fixture(scope="module")
+def core(standing: StandingRanks) -> Said:
+    return measured(standing, "core")
+
+
+@pytest.fixture(scope="module", params=["core", "torch"])
+def either(request: pytest.FixtureRequest, standing: StandingRanks, core: Said) -> Said:
+    return core if request.param == "core" else measured(standing, request.param)
+
+
+def test_all_ranks_return_the_same_profile_of_all_hooks(either: Said) -> None:
+    (_, first, *_), (_, second, *_) = either
+    assert first == second
+    assert set(first.hooks) == LABELS | {"noop", "allreduce"}
+    assert (first.ranks, first.plain.steps, first.noop.steps) == (2, 3, 3)
+
+
+def test_model_gradients_and_optimizer_are_as_before_and_nothing_stays_installed(either: Said) -> None:
+    assert [(is_as_before, is_gone) for _, _, is_as_before, is_gone, _ in either] == [(True, True)] * RANKS
+
+
+def test_parts_add_up_to_the_step(either: Said) -> None:
+    found = either[0][1]
+    for step in (found.plain, *(hook.step for hook in found.hooks.values())):
+        parts = step.forward, step.backward, step.exposed, step.optimizer
+        assert sum(parts) == pytest.approx(step.seconds.median)
+        assert min(parts) > 0
+        assert step.seconds.low <= step.seconds.median <= step.seconds.high
+
+
+def test_rounds_send_what_the_communicator_counts_in_a_real_step(either: Said) -> None:
+    _, found, _, _, real = either[0]
+    for label in LABELS:
+        expected = profiling_in_ranks.pretended(found, label)
+        assert expected.keys() == real[label].keys()
+        for kind, payload in real[label].items():
+            # A message of several parts ends at a multiple of its widest element, of 4 bytes here.
+            room = 3 if kind == "all-gather" and label.startswith("top-k") else 0
+            assert expected[kind] <= payload <= expected[kind] + room, (label, kind)
+
+
+def test_gradients_and_buckets_are_ready_in_order_within_the_step(either: Said) -> None:
+    found = either[0][1]
+    gradients = [gradient.ready for gradient in found.gradients]
+    assert len(gradients) == 6
+    assert gradients[0] > 0
+    assert gradients == sorted(gradients)
+    for hook in found.hooks.values():
+        assert sorted(name for bucket in hook.buckets for name in bucket.parameters) == sorted(
+            gradient.name for gradient in found.gradients
+        )
+        assert len(hook.buckets) > 1
+        assert all(one.seconds > 0 for bucket in hook.buckets for one in bucket.rounds)
+    assert not any(bucket.rounds for bucket in found.hooks["noop"].buckets)
+
+
+def test_state_is_that_of_each_hook_alone(core: Said) -> None:
+    hooks, elements = core[0][1].hooks, 8 * 16 + 16 + 16 * 16 + 16 + 16 * 4 + 4
+    matrices = 8 * 16 + 16 * 16 + 16 * 4
+    assert hooks["noop"].state_bytes == hooks["allreduce"].state_bytes == 0
+    assert hooks["top-k:policy=fused,ratio=0.1"].state_bytes == 4 * elements
+    bases = hooks["powersgd:rank=1"].state_bytes - 4 * matrices
+    assert 4 * (8 + 16 + 4) <= bases <= 4 * (16 + 16 + 16)  # a column of Q for each matrix, on either side
+
+
+def test_a_step_that_fails_on_one_rank_ends_the_profile_on_all(standing: StandingRanks) -> None:
+    said: list[tuple[int, str, bool, bool]] = []
+    for step in (1, 9):  # the first one, and one under a hook
+        said.clear()
+        standing.run(profiling_in_ranks.failing, RANKS, step, said.append, timeout=120.0)  # type: ignore[arg-type]  # it hears objects
+        for _, error, is_as_before, is_gone in said:
+            assert "rank 1: LookupError: the data is gone" in error
+            assert error.startswith("ProfileError: could not take a ")
+            assert (is_as_before, is_gone) == (True, True)
+
+
+def test_what_cannot_be_profiled_is_refused_in_words(standing: StandingRanks) -> None:
+    said: list[dict[str, str]] = []
+    standing.run(profiling_in_ranks.refused, RANKS, None, said.append, timeout=120.0)  # type: ignore[arg-type]  # it hears objects
+    expected = {
+        "steps": "SettingsError: profile(steps=2): steps must be a whole number of at least 3",
+        "seconds": "SettingsError: profile(seconds=0.0): seconds must be above zero",
+        "budget": "SettingsError: profile: 3 steps of each of 2 hooks do not fit into the time",
+        "inner model": "SettingsError: profile: no gradient passed through the hook",
+        "no backward": "ran no backward pass",
+        "twice": "SettingsError: profile: hook 'fp16' is given twice",
+        "attached": "AttachError: profile: ",
+    }
+    assert {name: words in said[0][name] for name, words in expected.items()} == dict.fromkeys(expected, True), said
+
+
+def test_a_profile_survives_json_and_what_is_none_is_refused(core: Said, tmp_path: Path) -> None:
+    found, path = core[0][1], tmp_path / "profile.json"
+    found.write(path)
+    assert Profile.read(path) == found
+    assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]
+    raw = json.loads(path.read_text())
+    for damage in ({"format": 99}, {"ranks": "two"}, {"gradients": 3}, {"noop": {}}, {"unknown": 1}):
+        path.write_text(json.dumps(raw | damage))
+        with pytest.raises(ProfileError, match="expected a file of format 1"):
+            Profile.read(path)
+    with pytest.raises(ProfileError, match="FileNotFoundError"):
+        Profile.read(tmp_path / "nothing.json")
+
+
+def test_the_trace_is_in_the_trace_event_format(core: Said, tmp_path: Path) -> None:
+    found = core[0][1]
+    write_trace(found, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace == trace_of(found)
+    events = [event for event in trace["traceEvents"] if event["ph"] != "M"]
+    assert {event["ph"] for event in events} == {"X", "i"}
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["cat"] for event in events} == {"plain", *found.hooks}
+    for event in events:
+        assert event["ts"] >= 0
+        assert event["ph"] == "i" or event["dur"] >= 0
+    names = {event["name"] for event in events if event["cat"] == "powersgd:rank=1"}
+    assert names >= {"forward", "backward", "exposed", "optimizer", "bucket 0 ready", "bucket 0, round 1"}
+    lengths = [event["dur"] / 1e6 for event in events if event["name"] == "noop"]
+    assert max(lengths) == pytest.approx(found.noop.seconds.median)
+
+
+def test_table_sentences_and_picture_are_made_of_a_profile(core: Said) -> None:
+    found = core[0][1]
+    assert profile_table(found).row_count == len(found.hooks) + 1
+    assert sentences(found)[0].startswith("Noop bound: at most ")
+    assert timeline(found).startswith(b"\x89PNG")
+
+
+def test_the_bound_is_plain_over_noop_and_says_when_little_is_to_be_won(core: Said) -> None:
+    found = core[0][1]
+
+    def with_plain(factor: float) -> Profile:
+        seconds = found.noop.seconds
+        same = dataclasses.replace(seconds, low=seconds.median, high=seconds.median)
+        longer = dataclasses.replace(
+            seconds, median=factor * seconds.median, low=factor * seconds.median, high=factor * seconds.median
+        )
+        return dataclasses.replace(
+            found,
+            plain=dataclasses.replace(found.plain, seconds=longer),
+            noop=dataclasses.replace(found.noop, seconds=same),
+        )
+
+    assert with_plain(1.08).verdict() == (
+        "at most 1.08× to be won (1.08 to 1.08): communication is not your bottleneck"
+    )
+    assert with_plain(2.0).verdict() == "at most 2.00× to be won (2.00 to 2.00): communication takes 50% of a step"
+
+
+def test_backward_passes_inside_another_one_belong_to_it() -> None:
+    model = nn.Linear(3, 1)
+
+    def twice() -> None:
+        for _ in range(2):
+            checkpointed = torch.utils.checkpoint.checkpoint(
+                model, torch.ones(2, 3).requires_grad_(), use_reentrant=True
+            )
+            checkpointed.sum().backward()
+
+    with PhaseWatch(model, list(model.parameters())) as watch:
+        phases = watch.watch(twice)
+        assert len(phases.backward) == 2
+        assert sum(phases.parts) == pytest.approx(phases.seconds)
+        with pytest.raises(SettingsError, match="no backward pass"):
+            watch.watch(lambda: model(torch.ones(1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("all-reduce", (3, 2)), ("all-gather", (3, 3, 2)), ("all-to-all", (3, 2)), ("reduce-scatter", (2,))],
+)
+def test_pretended_answers_have_the_shape_of_real_ones(kind: str, shape: tuple[int, ...]) -> None:
+    collective = Collective(kind, torch.arange(6.0).reshape(3, 2))  # type: ignore[arg-type]  # each is a kind
+    pending = PretendingCommunicator(1, 3).start(collective)
+    pending.wait()
+    assert pending.result.shape == shape
+    assert torch.isfinite(pending.result).all()
+
+
+def test_a_core_is_free_if_processors_are_left_beside_those_that_compute() -> None:
+    def place(host: str, machine: str, processors: set[int], threads: int = 1, local: int = 0) -> Place:
+        return Place(host, machine, frozenset(processors), threads, local)
+
+    alone = place("a", "one", {0, 1})
+    assert free_cores([alone]) == 2
+    assert free_cores([alone, place("b", "one", {0, 1})]) == 1  # namespaces of one machine
+    assert free_cores([alone, place("b", "two", {0, 1})]) == 2
+    assert free_cores([place("a", "one", {0}), place("a", "one", {1})]) == 1  # pinned: one each
+    assert free_cores([place("a", "one", {0, 1}, threads=2)]) == 1
+    assert ranks_per_host([alone, alone, place("b", "one", {0})]) == 2
+    assert ranks_per_host([place("a", "one", {0}, local=1), place("a", "one", {1}, local=1)]) == 1
+
+
+@pytest.mark.bench
+def test_the_profilers_own_time_is_under_two_percent_of_a_step(core: Said) -> None:
+    assert 0 < core[0][1].own_share < 0.02
