@@ -23,6 +23,7 @@ import commhooks
 import ddp_core
 from commhooks import Collective, Communicator, Compressor, Exchanger, Pending
 from commhooks.communicators import LockstepGroup
+from commhooks.planning.pretending import PretendingCommunicator
 from commhooks.scheduling.lockstep import LockstepLine, LockstepScheduler
 
 from ..hooks import make_hook, policy_of
@@ -292,30 +293,6 @@ def _typical(times: Sequence[tuple[list[float], tuple[Sends, ...], float]]) -> B
     return BucketTimes(tuple(seconds.tolist()), times[-1][1], statistics.median(after for _, _, after in times))
 
 
-class _OneOfMany:
-    """A communicator that claims many ranks, and answers with what it is given: payloads are right, means are not."""
-
-    rank = 0
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-
-    def start(self, collective: Collective) -> Pending:
-        return _Echo(collective, self.world_size)
-
-
-class _Echo:
-    def __init__(self, collective: Collective, ranks: int) -> None:
-        tensor = collective.tensor
-        self.result = {
-            "all-gather": lambda: tensor.expand(ranks, *tensor.shape),
-            "reduce-scatter": lambda: tensor[0],
-        }.get(collective.kind, lambda: tensor)()
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return: the answer is there."""
-
-
 def _count_for(
     spec: Spec, compute: ComputeTimes, gradients: Gradients, ranks: int, seed: int
 ) -> tuple[tuple[Sends, ...], ...]:
@@ -324,7 +301,7 @@ def _count_for(
     found = []
     for names in compute.buckets:
         own: Mapping[str, Tensor] = {name: gradients[name].clone() for name in names}
-        exchangers = _exchangers(dict(own), compressor, [_OneOfMany(ranks)], policy_of(spec), watch)
+        exchangers = _exchangers(dict(own), compressor, [PretendingCommunicator(0, ranks)], policy_of(spec), watch)
         watch.clear()
         commhooks.average_in_lockstep(exchangers, [own])
         found.append(watch.times()[1])

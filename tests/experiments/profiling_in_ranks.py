@@ -15,7 +15,7 @@ from commhooks.errors import CommHooksError
 from commhooks.planning.candidates import Candidate, named
 from experiments.launch import Send
 
-CLASSES = {"core": ddp_core.DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
+CLASSES: dict[str, Any] = {"core": ddp_core.DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
 
 
 def candidates() -> list[Candidate]:

@@ -137,7 +137,14 @@ def test_a_profile_survives_json_and_what_is_none_is_refused(core: Said, tmp_pat
     assert Profile.read(path) == found
     assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]
     raw = json.loads(path.read_text())
-    for damage in ({"format": 99}, {"ranks": "two"}, {"gradients": 3}, {"noop": {}}, {"unknown": 1}):
+    damages: list[dict[str, object]] = [
+        {"format": 99},
+        {"ranks": "two"},
+        {"gradients": 3},
+        {"noop": {}},
+        {"unknown": 1},
+    ]
+    for damage in damages:
         path.write_text(json.dumps(raw | damage))
         with pytest.raises(ProfileError, match="expected a file of format 1"):
             Profile.read(path)
