@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import commhooks
 import ddp_core
 from commhooks import Collective, Communicator, Compressor, Exchanger, Pending
 from commhooks.communicators import LockstepGroup
-from commhooks.planning.pretending import PretendingCommunicator
+from commhooks.planning.payloads import check_is_among_all, rounds_of
 from commhooks.scheduling.lockstep import LockstepLine, LockstepScheduler
 
 from ..hooks import make_hook, policy_of
@@ -172,7 +172,11 @@ def measure_hook(spec: Spec, compute: ComputeTimes, gradients: Sequence[Gradient
     if len(payloads) == 1 or not is_constant:
         for ranks in sorted(set(asked.ranks) - set(timed) - {1}):
             if _largest_answer(payloads[-1], ranks) <= _LARGEST_ANSWER:
-                counted[ranks] = _count_for(spec, compute, gradients[0], ranks, asked.seed)
+                compressor = make_hook(spec, asked.seed)
+                counted[ranks] = tuple(
+                    rounds_of(compressor, {name: gradients[0][name].clone() for name in names}, ranks, policy_of(spec))
+                    for names in compute.buckets
+                )
     return HookTimes(policy_of(spec), timed, counted)
 
 
@@ -211,11 +215,7 @@ class _Stopwatch:
         self.running += time.perf_counter() - self._began
 
     def start(self, collective: Collective) -> None:
-        if collective.group is not None:
-            raise ValueError(
-                f"the hook starts a collective among {collective.group.kind} ranks only, which is not modelled; "
-                "simulate the compressor inside it, with --ranks-per-host and --inner-rate"
-            )
+        check_is_among_all(collective)
         if not self._in_round:  # all collectives of a round are started in one turn
             self.end()
             self.seconds.append(self.running)
@@ -291,18 +291,3 @@ def _typical(times: Sequence[tuple[list[float], tuple[Sends, ...], float]]) -> B
     """Return the medians, and what the last step sent."""
     seconds = np.median([one for one, _, _ in times], axis=0)
     return BucketTimes(tuple(seconds.tolist()), times[-1][1], statistics.median(after for _, _, after in times))
-
-
-def _count_for(
-    spec: Spec, compute: ComputeTimes, gradients: Gradients, ranks: int, seed: int
-) -> tuple[tuple[Sends, ...], ...]:
-    """Return what each bucket would send in each round, as one of so many ranks."""
-    compressor, watch = make_hook(spec, seed), _Stopwatch()
-    found = []
-    for names in compute.buckets:
-        own: Mapping[str, Tensor] = {name: gradients[name].clone() for name in names}
-        exchangers = _exchangers(dict(own), compressor, [PretendingCommunicator(0, ranks)], policy_of(spec), watch)
-        watch.clear()
-        commhooks.average_in_lockstep(exchangers, [own])
-        found.append(watch.times()[1])
-    return tuple(found)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from commhooks.planning.links import Link
+from commhooks.planning.sizes import BUCKET_BYTES, BYTES_PER_ELEMENT, FORWARD_SHARE, step_of_size
 from commhooks.planning.step_time import Step, StepTime, step_time
 from commhooks.units import bytes_in_words, counted, seconds_in_words
 
@@ -30,7 +31,6 @@ from ..specs import Spec
 from .measured import Measured
 from .measuring import Asked, measure
 from .pictures import utilisation_picture
-from .sizes import BUCKET_BYTES, BYTES_PER_ELEMENT, FORWARD_SHARE, step_of_size
 
 DEFAULT_HOOKS = ("all-reduce", "fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01")
 TABLE, PICTURE, DATA = "simulation.csv", "utilisation.png", "simulation.json"

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from commhooks.planning.links import Link
+from commhooks.planning.sizes import step_of_size
 from commhooks.planning.step_time import Stage
 from experiments.commands.cli import app
 from experiments.commands.simulate import numbers_in
@@ -19,7 +20,6 @@ from experiments.simulate.measured import BucketTimes, ComputeTimes, HookTimes, 
 from experiments.simulate.measuring import Asked, measure
 from experiments.simulate.simulating import DATA, PICTURE, TABLE, simulate_measured
 from experiments.simulate.simulating import Request as SimulationRequest
-from experiments.simulate.sizes import step_of_size
 from experiments.specs import Spec
 
 GATHER = (("all-gather", 1000),)

@@ -70,9 +70,9 @@ def run_steps(rank: int, ranks: int, work: Work, send: Send) -> None:
     clock.step(alone.batch(0, rank, ranks))
     first = clock.take()
     for rate in work.rates:
-        _set_rate(work, rank, None)
+        set_rate(work.cluster, rank, None)
         unlimited = _unlimited(task, first, work, rank, ranks)
-        _set_rate(work, rank, rate / work.dilation)
+        set_rate(work.cluster, rank, rate / work.dilation)
         for spec in work.hooks:
             seconds = _steps(task, clock, spec, rate, work)
             compute = clock.take(lambda times: dist.all_reduce(times, dist.ReduceOp.MAX))
@@ -82,10 +82,10 @@ def run_steps(rank: int, ranks: int, work: Work, send: Send) -> None:
     del clock  # a DDP must go before its process group does
 
 
-def _set_rate(work: Work, rank: int, rate: float | None) -> None:
-    """Set the rate of all links, if they are real; an emulated one is part of what is registered."""
-    if work.cluster is not None and rank == 0:
-        work.cluster.set_rate(rate)
+def set_rate(cluster: Cluster | None, rank: int, rate: float | None) -> None:
+    """Set the rate of all links, if they are real; an emulated one is part of what is registered. Every rank calls this."""
+    if cluster is not None and rank == 0:
+        cluster.set_rate(rate)
     dist.barrier()
 
 

@@ -1,0 +1,165 @@
+"""What compression costs a step, measured once, in units that carry to another machine.
+
+The unit of whatever grows with the data is the time in which this machine copies as many bytes of memory: a cost of 3
+means that a rank spends on an element what three copies of it take. `copy_seconds` times the copy here. What does not
+grow with the data (handing a bucket to the worker thread, a round trip through Gloo) is in seconds.
+
+A parameter's cost is interpolated between matrices of several sizes, because a small matrix costs more per element than
+a large one. All was measured in real steps of two ranks, beside their backward passes, with collectives answered at
+once: what a hook adds to the step without communication is its cost. `python -m experiments.estimate.costs` measures
+it, and writes the file `costs.json` beside this one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from commhooks.planning.sizes import Shape
+
+FILE = Path(__file__).with_name("costs.json")
+FORMAT = 1  # of the file; increased when readers must change
+COPIED_ELEMENTS = 1 << 22  # of fp32: 16 MiB, more than the caches nearest to a core
+_SECONDS_OF_COPYING = 0.1
+_LEAST_COPIES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A parameter of some size, and what it costs a rank."""
+
+    elements: int
+    rounds: tuple[float, ...]
+    """Before each round, and after the last one, in copies of one element."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HookCosts:
+    """What one hook costs on two ranks."""
+
+    compressor: str
+    """As printed by `str`; `commhooks.make_compressor` makes it."""
+    bucket_seconds: float
+    """For each bucket, of any size."""
+    matrices: tuple[Sample, ...]
+    """Square ones, from the smallest on."""
+    vector: Sample
+    """A parameter of one dimension."""
+    growth: tuple[float, ...]
+    """Before each round, and after the last one: by how much each rank beyond two increases the cost, as a part of it."""
+
+    def seconds(self, shapes: Sequence[Shape], ranks: int, copy: float, rounds: int) -> tuple[float, ...]:
+        """Return the seconds before each round of a bucket, and after the last one.
+
+        Args:
+            shapes: Of the bucket's parameters.
+            ranks: How many take part.
+            copy: Seconds in which one element of fp32 is copied.
+            rounds: How many the bucket takes. If there are fewer than of a matrix, their costs come after the last.
+
+        """
+        copies = np.zeros(len(self.growth))
+        for shape, count in Counter(shapes).items():
+            copies += count * self._parameter(shape)
+        copies *= 1 + np.array(self.growth) * max(0, ranks - 2)
+        each = copy * copies + self.bucket_seconds / len(copies)
+        return (*each[:rounds].tolist(), *[0.0] * (rounds - len(each)), float(each[rounds:].sum()))
+
+    def _parameter(self, shape: Shape) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return the copies of an element that a parameter costs, for each round and after the last."""
+        elements = math.prod(shape)
+        samples = self.matrices
+        if len(shape) < 2:  # beyond its own size it grows like a large matrix
+            last = samples[-1]
+            grown = np.array(last.rounds) / last.elements * max(0, elements - self.vector.elements)
+            return np.array(self.vector.rounds) + grown
+        if elements >= samples[-1].elements:
+            return np.array(samples[-1].rounds) * elements / samples[-1].elements
+        low, high = next(pair for pair in zip(samples, samples[1:], strict=False) if elements <= pair[1].elements)
+        share = (elements - low.elements) / (high.elements - low.elements)
+        found: np.ndarray[Any, np.dtype[np.float64]] = (1 - share) * np.array(low.rounds) + share * np.array(high.rounds)
+        return np.maximum(found, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The costs of all hooks that were measured, and of Gloo."""
+
+    hooks: Mapping[str, HookCosts]
+    """By name with settings, such as 'powersgd:rank=4'."""
+    hop_seconds: float
+    """That a message of a few bytes takes in Gloo, on a network without latency."""
+    copies_per_byte: float
+    """The processor time of sending one byte through Gloo, and adding what comes, in copies of one byte."""
+    copy_rate: float
+    """Bytes per second that the machine copied on which this was measured."""
+    machine: Mapping[str, str | int]
+    versions: Mapping[str, str]
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+        beside = path.with_name(path.name + ".new")
+        beside.write_text(text + "\n", encoding="utf-8")
+        beside.replace(path)
+
+    @classmethod
+    def read(cls, path: Path = FILE) -> Costs:
+        """Return the costs in a file; by default in the one that comes with this package.
+
+        Raises:
+            ValueError: There is no such file, or it does not hold costs of this format.
+
+        """
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if (found := raw.pop("format")) != FORMAT:
+                raise ValueError(f"its format is {found}, which another version of commhooks wrote")
+            hooks = {label: _hook_of(hook) for label, hook in raw.pop("hooks").items()}
+            return cls(hooks=hooks, **raw)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"costs {path}: expected a file of format {FORMAT} that 'python -m experiments.estimate.costs' wrote "
+                f"({type(error).__name__}: {error}); write it again"
+            ) from error
+
+
+def copy_seconds() -> float:
+    """Return the seconds in which one thread here copies an element of fp32: the median of many copies, 0.1 s in all."""
+    source, target = np.ones(COPIED_ELEMENTS, np.float32), np.zeros(COPIED_ELEMENTS, np.float32)
+    found: list[float] = []
+    ends = time.perf_counter() + _SECONDS_OF_COPYING
+    while time.perf_counter() < ends or len(found) < _LEAST_COPIES:
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found) / COPIED_ELEMENTS
+
+
+def _hook_of(raw: Mapping[str, Any]) -> HookCosts:
+    growth = tuple(raw["growth"])
+    matrices = tuple(_sample_of(sample, len(growth)) for sample in raw["matrices"])
+    sizes = [sample.elements for sample in matrices]
+    if len(sizes) < 2 or sizes != sorted(set(sizes)):
+        raise ValueError(f"matrices must be at least two, from the smallest on (got {sizes})")
+    return HookCosts(
+        compressor=raw["compressor"],
+        bucket_seconds=raw["bucket_seconds"],
+        matrices=matrices,
+        vector=_sample_of(raw["vector"], len(growth)),
+        growth=growth,
+    )
+
+
+def _sample_of(raw: Mapping[str, Any], rounds: int) -> Sample:
+    if len(raw["rounds"]) != rounds or raw["elements"] < 1 or not all(0 <= cost < math.inf for cost in raw["rounds"]):
+        raise ValueError(f"a sample must have {rounds} costs of at least 0 (got {dict(raw)})")
+    return Sample(raw["elements"], tuple(raw["rounds"]))

@@ -1,0 +1,295 @@
+"""Measuring the costs of `commhooks.planning.costs`: `python -m experiments.estimate.costs`.
+
+Two ranks take steps of made-up models of equal parameters, in turns with and without a hook. Collectives are answered
+at once, so what the hook adds to a step is its cost, on a core that it shares with the backward pass. The same hook then
+averages one bucket among workers of one process, which says how its cost divides over the rounds, and how it grows with
+the number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commhooks
+import ddp_core
+from commhooks import Collective, Communicator, Compressor, Pending
+from commhooks.planning.costs import FILE, Costs, HookCosts, Sample, copy_seconds
+from commhooks.planning.payloads import OneOfMany
+from commhooks.planning.profile import Sends
+
+from ..hooks import make_hook
+from ..launch import Send, run_world
+from ..machine import machine, versions
+from ..simulate.measured import BucketTimes, ComputeTimes
+from ..simulate.measuring import Asked, measure_hook
+from ..specs import Spec
+
+HOOKS = (
+    "all-reduce",
+    "fp16",
+    "bf16",
+    "fp8",
+    "mxfp8",
+    "natural",
+    "int8",
+    "int4",
+    "mxfp4",
+    "qsgd",
+    "terngrad",
+    "sign",
+    "signum",
+    "affine",
+    "top-k:ratio=0.01",
+    "top-k:ratio=0.1",
+    "dgc:ratio=0.01",
+    "random-k:ratio=0.01",
+    "random-block:ratio=0.01",
+    "demo",
+    "sparse-loco",
+    "powersgd:rank=1",
+    "powersgd:rank=2",
+    "powersgd:rank=4",
+    "powersgd:rank=8",
+    "powersgd:rank=32",
+)
+LEFT_OUT: Mapping[str, str] = {
+    "noop": "it sends nothing",
+    "adaptive-rank": "its ranks change in training: take the powersgd of the rank that it settles at",
+    "bf16-two-hop": "bf16 sends the same bytes in one hop",
+    "fp16-two-hop": "fp16 sends the same bytes in one hop",
+    "distro": "it is demo with other settings",
+    "powersgd-unbiased": "it is powersgd without its residual",
+    "svd": "it is far slower than powersgd, which approximates it",
+    "threshold": "how much it sends depends on the gradients",
+}
+"""The names of compressors whose costs are not measured, and why."""
+_BATCH = 64  # rows
+_WARM_UP = 2  # steps that are not counted
+_TIMEOUT = 120.0  # seconds without a message
+_PROBES = 9
+_LARGE = 1 << 22  # elements of fp32
+_MANY = 8  # workers among which growth with the ranks is measured
+_LEAST_GROWTH = 0.01  # a rank; less is noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A made-up model of equal parameters."""
+
+    shape: tuple[int, ...]
+    count: int
+    bucket_mib: float
+
+    @property
+    def elements(self) -> int:
+        """Of one parameter."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def buckets(self) -> int:
+        """How many its DDP makes."""
+        return round(4 * self.elements * self.count / 2**20 / self.bucket_mib)
+
+    def make(self) -> nn.Module:
+        """Return it; parameters are the same on every rank."""
+        torch.manual_seed(0)
+        side = self.shape[-1]
+        layer = (lambda: nn.LayerNorm(side, bias=False)) if len(self.shape) == 1 else _linear(side)
+        return nn.Sequential(*(layer() for _ in range(self.count)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure."""
+
+    hooks: tuple[str, ...] = HOOKS
+    matrices: tuple[Model, ...] = (
+        Model((64, 64), 64, 0.25),
+        Model((256, 256), 32, 2.0),
+        Model((1024, 1024), 4, 4.0),
+    )  # in four buckets each
+    vector: Model = Model((256,), 128, 1 / 32)
+    split: Model = Model((256, 256), 32, 0.25)  # as in `matrices`, in more buckets
+    turns: int = 9
+    rounds: int = 5  # among workers of one process
+
+
+def measure(plan: Plan, tell: Callable[[str], None]) -> Costs:
+    """Measure all costs on two ranks.
+
+    Raises:
+        ValueError: There is no such hook.
+        WorldError: A rank failed.
+
+    """
+    found: list[Costs] = []
+    for hook in plan.hooks:
+        make_hook(Spec.parse(hook))
+
+    def hear(message: object) -> None:
+        found.append(message) if isinstance(message, Costs) else tell(str(message))
+
+    run_world(_measure, 2, plan, hear, timeout=_TIMEOUT)
+    return found[0]
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, and write the file, by default the one that comes with the package."""
+    path = Path(arguments[0]) if arguments else FILE
+    begun = time.perf_counter()
+    costs = measure(Plan(), print)
+    costs.write(path)
+    print(f"{path}: the costs of {len(costs.hooks)} hooks, measured in {time.perf_counter() - begun:.0f} s")
+
+
+def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
+    torch.set_num_threads(1)
+    own = torch.tensor([copy_seconds()])  # both at the same time, as both will compress
+    dist.all_reduce(own)
+    copy = float(own) / ranks
+    small, large = (_seconds_of(torch.zeros(elements)) for elements in (1, _LARGE))
+    hooks = {}
+    for hook in plan.hooks:
+        hooks[hook] = _costs_of(make_hook(Spec.parse(hook)), hook, plan, copy)
+        if rank == 0:
+            send(f"{hook}: {hooks[hook].bucket_seconds * 1e3:.2f} ms a bucket, and copies of one element:")
+            samples = (*hooks[hook].matrices, hooks[hook].vector)
+            send("".join(f"  {sum(one.rounds) / one.elements:.1f} (of {one.elements:,})" for one in samples))
+    here = machine()
+    if rank == 0:
+        send(
+            Costs(
+                hooks=hooks,
+                hop_seconds=small / (2 * (ranks - 1)),
+                copies_per_byte=max(0.0, large - small) / (4 * _LARGE * 2 * (ranks - 1) / ranks) / (copy / 4),
+                copy_rate=4 / copy,
+                machine={name: here[name] for name in ("system", "processor", "cores")},  # type: ignore[misc]  # 'str | int | float'
+                versions=versions(),
+            )
+        )
+
+
+def _costs_of(compressor: Compressor, hook: str, plan: Plan, copy: float) -> HookCosts:
+    """Measure one hook; every rank calls this."""
+    added = {model: _added(compressor, model, plan.turns) for model in {*plan.matrices, plan.vector, plan.split}}
+    whole = next(model for model in plan.matrices if (model.shape, model.count) == (plan.split.shape, plan.split.count))
+    bucket = max(0.0, (added[plan.split] - added[whole]) / (plan.split.buckets - whole.buckets))
+    alone = {model: _among_workers(hook, model, (2,), plan.rounds)[2] for model in (*plan.matrices, plan.vector)}
+    rounds = max(len(one.seconds) for one in alone.values())
+
+    def sample(model: Model) -> Sample:
+        times = alone[model]
+        shares = [*times.seconds, *[0.0] * (rounds - len(times.seconds)), times.after]
+        copies = max(0.0, added[model] - bucket * model.buckets) / model.count / copy
+        return Sample(model.elements, tuple(copies * share / sum(shares) for share in shares))
+
+    return HookCosts(
+        compressor=str(compressor),
+        bucket_seconds=bucket,
+        matrices=tuple(map(sample, plan.matrices)),
+        vector=sample(plan.vector),
+        growth=_growth(hook, whole, plan.rounds),
+    )
+
+
+def _added(compressor: Compressor, model: Model, turns: int) -> float:
+    """Return the seconds that a hook adds to a step: the median over the turns, and the mean over the ranks."""
+    plain = ddp_core.DistributedDataParallel(model.make(), bucket_cap_mb=model.bucket_mib)
+    plain.register_comm_hook(None, _answer)
+    hooked = ddp_core.DistributedDataParallel(model.make(), bucket_cap_mb=model.bucket_mib)
+    attachment = commhooks.attach(hooked, compressor, wrap_communicator=_Pretended)
+    batch = torch.randn(_BATCH, model.shape[-1])
+    found = []
+    for turn in range(-_WARM_UP, turns):
+        without, within = _step(plain, batch), _step(hooked, batch)
+        if turn >= 0:
+            found.append(within - without)
+    attachment.detach()
+    added = torch.tensor(statistics.median(found))
+    dist.all_reduce(added)
+    return float(added) / dist.get_world_size()
+
+
+def _step(ddp: nn.Module, batch: Tensor) -> float:
+    """Return the seconds of a step, which all ranks begin together."""
+    dist.barrier()
+    begun = time.perf_counter()
+    ddp(batch).square().mean().backward()
+    seconds = time.perf_counter() - begun
+    ddp.zero_grad()
+    return seconds
+
+
+def _answer(state: object, bucket: ddp_core.GradBucket) -> torch.futures.Future[Tensor]:
+    answered: torch.futures.Future[Tensor] = torch.futures.Future()
+    answered.set_result(bucket.buffer())
+    return answered
+
+
+class _Pretended(OneOfMany):
+    """A communicator in place of another one, whose collectives are answered at once."""
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner.world_size)
+        self.rank = inner.rank
+
+    def start(self, collective: Collective) -> Pending:
+        self.rounds.clear()  # only their times matter
+        self.end_round()
+        return super().start(collective)
+
+
+def _among_workers(hook: str, model: Model, workers: tuple[int, ...], rounds: int) -> Mapping[int, BucketTimes]:
+    """Return the times of one bucket of a model, for each number of workers in this process."""
+    count = max(1, model.count // model.buckets)
+    names = tuple(f"parameter {number}" for number in range(count))
+    generator = torch.Generator().manual_seed(0)
+    gradients = [{name: torch.randn(model.shape, generator=generator) for name in names} for _ in range(max(workers))]
+    asked = Asked(task=Spec("made-up"), hooks=(), workers=workers, rounds=rounds)
+    times = measure_hook(Spec.parse(hook), ComputeTimes(0.0, 0.0, (0.0,), (names,)), gradients, asked)
+    return {number: buckets[0] for number, buckets in times.by_workers.items()}
+
+
+def _growth(hook: str, model: Model, rounds: int) -> tuple[float, ...]:
+    """Return by how much each rank beyond two increases the cost of each round, and after the last."""
+    times = _among_workers(hook, model, (2, _MANY), rounds)
+    few, many = ((*times[workers].seconds, times[workers].after) for workers in (2, _MANY))
+    found = [(b / a - 1) / (_MANY - 2) if a > 0 else 0.0 for a, b in zip(few, many, strict=True)]
+    sends = times[2].sends
+    return tuple(
+        growth if place and _gathers(sends[place - 1]) and growth > _LEAST_GROWTH else 0.0
+        for place, growth in enumerate(found)
+    )
+
+
+def _gathers(sends: Sends) -> bool:
+    """Return whether the answers of a round grow with the ranks."""
+    return any(kind == "all-gather" for kind, _ in sends)
+
+
+def _seconds_of(tensor: Tensor) -> float:
+    """Return the median seconds of an all-reduce of the tensor."""
+    found = []
+    for _ in range(_PROBES):
+        dist.barrier()
+        begun = time.perf_counter()
+        dist.all_reduce(tensor)
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found)
+
+
+def _linear(side: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(side, side, bias=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
