@@ -89,6 +89,7 @@ from commhooks.making import make_compressor
 from commhooks.planning.candidates import Candidate
 from commhooks.planning.profile import Profile
 from commhooks.planning.profiling import profile
+from commhooks.planning.estimate import Estimate, HookEstimate, estimate
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.state.memory import MemoryReport
@@ -125,6 +126,7 @@ __all__ = [
     "DeMo",
     "Entry",
     "ErrorFeedback",
+    "Estimate",
     "Exchange",
     "Exchanger",
     "FP8",
@@ -133,6 +135,7 @@ __all__ = [
     "Half",
     "Hierarchical",
     "HookDidNotRunError",
+    "HookEstimate",
     "HookTypeError",
     "Int4",
     "Int8",
@@ -186,6 +189,7 @@ __all__ = [
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "estimate",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "hook_statistics",

@@ -6,13 +6,15 @@ grow with the data (handing a bucket to the worker thread, a round trip through 
 
 A parameter's cost is interpolated between matrices of several sizes, because a small matrix costs more per element than
 a large one. All was measured in real steps of two ranks, beside their backward passes, with collectives answered at
-once: what a hook adds to the step without communication is its cost. `python -m experiments.estimate.costs` measures
+once: what a hook adds to the step without communication is its cost. What a round adds when it is not answered at once,
+besides its bytes and messages, was measured in such steps too. `python -m experiments.estimate.costs` measures all of
 it, and writes the file `costs.json` beside this one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
 from commhooks.planning.sizes import Shape
 
 FILE = Path(__file__).with_name("costs.json")
@@ -53,11 +57,14 @@ class HookCosts:
     """Square ones, from the smallest on."""
     vector: Sample
     """A parameter of one dimension."""
+    copies_per_byte: float
+    """The processor time of sending one byte through Gloo, and adding what comes, in copies of one byte. Gloo adds half
+    precision more slowly than fp32."""
     growth: tuple[float, ...]
-    """Before each round, and after the last one: by how much each rank beyond two increases the cost, as a part of it."""
+    """Before each round and after the last: the part by which each rank beyond two increases the cost."""
 
     def seconds(self, shapes: Sequence[Shape], ranks: int, copy: float, rounds: int) -> tuple[float, ...]:
-        """Return the seconds before each round of a bucket, and after the last one.
+        """Return the seconds of compression before each round of a bucket, and after the last one.
 
         Args:
             shapes: Of the bucket's parameters.
@@ -73,7 +80,7 @@ class HookCosts:
         each = copy * copies + self.bucket_seconds / len(copies)
         return (*each[:rounds].tolist(), *[0.0] * (rounds - len(each)), float(each[rounds:].sum()))
 
-    def _parameter(self, shape: Shape) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def _parameter(self, shape: Shape) -> npt.NDArray[np.float64]:
         """Return the copies of an element that a parameter costs, for each round and after the last."""
         elements = math.prod(shape)
         samples = self.matrices
@@ -83,10 +90,9 @@ class HookCosts:
             return np.array(self.vector.rounds) + grown
         if elements >= samples[-1].elements:
             return np.array(samples[-1].rounds) * elements / samples[-1].elements
-        low, high = next(pair for pair in zip(samples, samples[1:], strict=False) if elements <= pair[1].elements)
+        low, high = next(pair for pair in itertools.pairwise(samples) if elements <= pair[1].elements)
         share = (elements - low.elements) / (high.elements - low.elements)
-        found: np.ndarray[Any, np.dtype[np.float64]] = (1 - share) * np.array(low.rounds) + share * np.array(high.rounds)
-        return np.maximum(found, 0.0)
+        return np.maximum((1 - share) * np.array(low.rounds) + share * np.array(high.rounds), 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +102,9 @@ class Costs:
     hooks: Mapping[str, HookCosts]
     """By name with settings, such as 'powersgd:rank=4'."""
     hop_seconds: float
-    """That a message of a few bytes takes in Gloo, on a network without latency."""
-    copies_per_byte: float
-    """The processor time of sending one byte through Gloo, and adding what comes, in copies of one byte."""
+    """That a message of a few bytes takes in Gloo between idle ranks, on a network without latency."""
+    round_seconds: float
+    """That a round adds to a step of busy ranks besides: threads that wait for one another on a core that computes."""
     copy_rate: float
     """Bytes per second that the machine copied on which this was measured."""
     machine: Mapping[str, str | int]
@@ -133,7 +139,7 @@ class Costs:
 
 
 def copy_seconds() -> float:
-    """Return the seconds in which one thread here copies an element of fp32: the median of many copies, 0.1 s in all."""
+    """Return the seconds in which one thread here copies an element of fp32: a median, which takes 0.1 s."""
     source, target = np.ones(COPIED_ELEMENTS, np.float32), np.zeros(COPIED_ELEMENTS, np.float32)
     found: list[float] = []
     ends = time.perf_counter() + _SECONDS_OF_COPYING
@@ -153,6 +159,7 @@ def _hook_of(raw: Mapping[str, Any]) -> HookCosts:
     return HookCosts(
         compressor=raw["compressor"],
         bucket_seconds=raw["bucket_seconds"],
+        copies_per_byte=raw["copies_per_byte"],
         matrices=matrices,
         vector=_sample_of(raw["vector"], len(growth)),
         growth=growth,

@@ -3,14 +3,15 @@
 The step of W ranks under each compressor is that of `commhooks.planning.step_time`, given
 
     compute        C seconds, as stated: a third forward, two thirds backward; the optimizer's seconds come after it
-    buckets        as a DDP makes them, ready one after another during the backward pass, each in proportion to its elements
+    buckets        as a DDP makes them; the backward pass takes as long for each as it has elements
     payloads       counted: the compressor runs here once on random gradients, as one of W ranks
-    compression    of bucket b before round i:  bucket_seconds / rounds + Σ cost_i(parameter) · copy
+    compression    of each bucket, before round i:  bucket_seconds / (rounds + 1) + copy · Σ cost_i(parameter),
+                   and round_seconds more after each round
     link           `commhooks.planning.links.Link` with the stated rate, latency + hop_seconds for each message that
                    waits for another one, and copies_per_byte · copy / 4 seconds of the processor for each byte sent
 
-`copy` is the time in which this machine copies an element of fp32; bucket_seconds, cost_i, hop_seconds and
-copies_per_byte are the measured costs of `commhooks.planning.costs`. If nothing overlapped, this would be
+`copy` is the time in which this machine copies an element of fp32; bucket_seconds, cost_i, round_seconds, hop_seconds
+and copies_per_byte are the measured costs of `commhooks.planning.costs`. If nothing overlapped, this would be
 
     seconds = C + optimizer + Σ compression + Σ bytes on the link · 8 / rate + Σ messages · latency
 
@@ -120,8 +121,8 @@ def estimate(
         rate: Bits per second of each host's link; `math.inf`: no limit.
         latency: Seconds of the network for a message, without the time that Gloo itself takes.
         optimizer: Seconds of the optimizer. If it is not known, include it in `compute`.
-        hooks: Names with settings, such as "powersgd:rank=4"; None: all whose costs are known. Dense all-reduce is always
-            among them.
+        hooks: Names with settings, such as "powersgd:rank=4"; None: all whose costs are known. Dense all-reduce is
+            always among them.
         cores: Of each rank; with 2 or more, compression runs beside the backward pass.
         ranks_per_host: How many ranks share a host and its link.
         bucket_cap_mb: Of the DDP, in MiB; None: 1 for the first bucket, and 25.
@@ -146,20 +147,21 @@ def estimate(
     places = in_buckets(shapes, bucket_cap_mb)
     buckets = [tuple(shapes[place] for place in bucket) for bucket in places]
     copy = copy_seconds() if copy_rate is None else 4 / copy_rate
-    link = Link(
-        rate=rate,
-        latency=latency + costs.hop_seconds,
-        ranks_per_host=ranks_per_host,
-        seconds_per_byte=costs.copies_per_byte * copy / 4,
-    )
+    link = Link(rate=rate, latency=latency + costs.hop_seconds, ranks_per_host=ranks_per_host)
     link.transfer("all-reduce", 1, ranks)  # raises if the ranks do not fill their hosts
     plain = Step(compute=compute, optimizer=optimizer, buckets=(), cores=cores)
-    steps = {}
+    cases = {}
     for hook in wanted:
-        sends = _sends_of(make_compressor(costs.hooks[hook].compressor), buckets, ranks, are_alike=made_up)
-        steps[hook] = dataclasses.replace(plain, buckets=_exchanges(costs.hooks[hook], buckets, sends, plain, ranks, copy))
+        own = costs.hooks[hook]
+        sends = _sends_of(make_compressor(own.compressor), buckets, ranks, are_alike=made_up)
+        exchanges = _exchanges(own, costs.round_seconds, buckets, sends, compute, ranks, copy)
+        cases[hook] = Case(
+            dataclasses.replace(plain, buckets=exchanges),
+            dataclasses.replace(link, seconds_per_byte=own.copies_per_byte * copy / 4),
+            ranks,
+        )
     return Estimate(
-        hooks=_compared(steps, link, ranks),
+        hooks=_compared(cases),
         parameters=sum(map(math.prod, shapes)),
         buckets=len(buckets),
         ranks=ranks,
@@ -216,45 +218,57 @@ def _sends_of(
 
 def _exchanges(
     costs: HookCosts,
+    round_seconds: float,
     buckets: Sequence[tuple[Shape, ...]],
     sends: Sequence[tuple[Sends, ...]],
-    plain: Step,
+    compute: float,
     ranks: int,
     copy: float,
 ) -> tuple[Bucket, ...]:
     """Return the exchanges of all buckets under one hook."""
-    moments = ready_moments([sum(map(math.prod, shapes)) for shapes in buckets], plain.compute)
+    moments = ready_moments([sum(map(math.prod, shapes)) for shapes in buckets], compute)
     found = []
     for shapes, mine, moment in zip(buckets, sends, moments, strict=True):
-        *before, after = costs.seconds(shapes, ranks, copy, len(mine))
+        first, *later = costs.seconds(shapes, ranks, copy, len(mine))
+        *before, after = [first, *(seconds + round_seconds for seconds in later)]
         found.append(Bucket(moment, tuple(map(Stage, before, mine)), after))
     return tuple(found)
 
 
-def _compared(steps: Mapping[str, Step], link: Link, ranks: int) -> tuple[HookEstimate, ...]:
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step on a link, whose rate may be varied."""
+
+    step: Step
+    link: Link
+    ranks: int
+
+    def time(self, rate: float | None = None) -> StepTime:
+        """Return the step's time, at the link's own rate or at another one."""
+        link = self.link if rate is None else dataclasses.replace(self.link, rate=rate)
+        return step_time(self.step, link, self.ranks)
+
+
+def _compared(cases: Mapping[str, Case]) -> tuple[HookEstimate, ...]:
     """Return all hooks beside dense all-reduce, the fastest first."""
-    dense = steps[DENSE]
-    dense_seconds = step_time(dense, link, ranks).seconds
+    dense = cases[DENSE]
+    seconds = dense.time().seconds
     found = []
-    for hook, step in steps.items():
-        time = step_time(step, link, ranks)
-        rate = math.nan if hook == DENSE else break_even_rate(dense, step, link, ranks)
-        found.append(HookEstimate(hook, time, dense_seconds / time.seconds, rate))
+    for hook, case in cases.items():
+        time = case.time()
+        rate = math.nan if hook == DENSE else break_even_rate(dense, case)
+        found.append(HookEstimate(hook, time, seconds / time.seconds, rate))
     return tuple(sorted(found, key=lambda one: one.time.seconds))
 
 
-def break_even_rate(dense: Step, other: Step, link: Link, ranks: int) -> float:
+def break_even_rate(dense: Case, other: Case) -> float:
     """Return the rate of the link below which the other step is faster; `math.inf`: at any; 0: at none.
 
-    Between 10 kbit/s and 100 Tbit/s; if there are several such rates, the lowest.
+    It is looked for between 10 kbit/s and 100 Tbit/s; if there are several, the lowest is returned.
     """
-
-    def gain(rate: float) -> float:
-        there = dataclasses.replace(link, rate=rate)
-        return step_time(dense, there, ranks).seconds - step_time(other, there, ranks).seconds
-
+    is_ahead = lambda rate: other.time(rate).seconds < dense.time(rate).seconds
     rates = np.geomspace(_LOWEST, _HIGHEST, 11).tolist()
-    first = next((place for place, rate in enumerate(rates) if gain(rate) <= 0), None)
+    first = next((place for place, rate in enumerate(rates) if not is_ahead(rate)), None)
     if first is None:
         return math.inf
     if first == 0:
@@ -262,5 +276,5 @@ def break_even_rate(dense: Step, other: Step, link: Link, ranks: int) -> float:
     low, high = rates[first - 1], rates[first]
     while high / low > 1 + _TO_THE:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
+        low, high = (middle, high) if is_ahead(middle) else (low, middle)
     return math.sqrt(low * high)

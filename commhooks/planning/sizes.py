@@ -26,8 +26,8 @@ def square_matrices(parameters: float, elements: float) -> list[Shape]:
 def in_buckets(shapes: Sequence[Shape], bucket_cap_mb: float | None = None) -> list[tuple[int, ...]]:
     """Return the places of the parameters in each bucket of a DDP, for fp32 gradients.
 
-    The last parameter's gradient is taken to be ready first. A bucket closes when it has reached its limit: `bucket_cap_mb`
-    MiB, or by default 1 MiB for the first one and 25 for the others.
+    The last parameter's gradient is taken to be ready first. A bucket closes when it has reached its limit:
+    `bucket_cap_mb` MiB, or by default 1 MiB for the first one and 25 for the others.
     """
     limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if bucket_cap_mb is None else [bucket_cap_mb * MIB]
     buckets: list[tuple[int, ...]] = []
@@ -53,7 +53,7 @@ def ready_moments(elements: Sequence[int], compute: float) -> list[float]:
 
 
 def step_of_size(parameters: float, bytes_per_parameter: float, compute: float) -> Step:
-    """Return the step of a model that sends all its gradients by all-reduce, in equal buckets, compressed in no time."""
+    """Return the step of a model whose gradients are all-reduced in equal buckets, and compressed in no time."""
     buckets = max(1, round(4 * parameters / BUCKET_BYTES))
     stage = Stage(0.0, (("all-reduce", round(parameters * bytes_per_parameter / buckets)),))
     return Step(

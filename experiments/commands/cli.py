@@ -13,6 +13,7 @@ import typer
 from ..front import PURPOSE, version
 from ..links.text import DEFAULT_LATENCY, DEFAULT_LINK, DEFAULT_RATE
 from . import cluster, help_texts
+from .estimate import estimate
 from .leaderboard import leaderboard
 from .options import (
     Baseline,
@@ -234,6 +235,7 @@ app.command(help=help_texts.OVERLAP, cls=EachOptionOnce)(overlap)
 app.command(help=help_texts.PROFILE, cls=EachOptionOnce)(profile)
 app.command(help=help_texts.LEADERBOARD, cls=EachOptionOnce)(leaderboard)
 app.command(help=help_texts.REPRODUCE, cls=EachOptionOnce)(reproduce)
+app.command(help=help_texts.ESTIMATE, cls=EachOptionOnce)(estimate)
 app.command(help=help_texts.SIMULATE, cls=EachOptionOnce)(simulate)
 
 

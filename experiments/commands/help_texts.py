@@ -155,6 +155,25 @@ measured.md (what the source says, tables and findings) and the pictures. The sa
 one again; after Ctrl-C, it continues. The documentation has a page for each.
 """
 
+ESTIMATE = f"""
+{COMMANDS["estimate"]}
+
+No processes and no link: arithmetic, with what each hook was measured to cost in copies of memory, and the time of \
+such a copy here. The formula, and how close it is to real steps, are in the guide (estimate.md).
+
+[bold]From sizes[/bold]: gradients are taken to be square matrices of a million elements.
+
+    commhooks estimate --parameters 25M --compute 200ms --ranks 4 --rate 1Gbit/s
+
+[bold]Your model[/bold]: its shapes, and the time of its step here, with one thread.
+
+    commhooks estimate --task my_task.py:task --ranks 8 --rate 100Mbit/s
+
+[bold]Another processor[/bold]: state what a step takes on it, and how fast it copies memory.
+
+    commhooks estimate --parameters 124M --compute 80ms --copy-rate 50GB/s --cores 2 --rate 10Gbit/s
+"""
+
 SIMULATE = f"""
 {COMMANDS["simulate"]}
 

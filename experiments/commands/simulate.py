@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,6 @@ from .options import BucketCap, ComputeOption, Hooks
 from .terminal import command_given, errors_in_words
 
 DEFAULT_RATES = ("100Mbit/s", "1Gbit/s", "10Gbit/s", "100Gbit/s")
-_POWERS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def simulate(
@@ -44,6 +42,7 @@ def simulate(
     with errors_in_words() as console:
         from commhooks.planning.links import Link
 
+        from ..estimate.request import count_in
         from ..links.link import parse_latency, parse_rate
         from ..simulate.simulating import DEFAULT_HOOKS, Request
         from ..simulate.simulating import simulate as run
@@ -75,7 +74,7 @@ def simulate(
             links=links,
             task=None if task is None else Spec.parse(task, "task"),
             measured=measured,
-            parameters=None if parameters is None else _count_in(parameters),
+            parameters=None if parameters is None else count_in(parameters),
             compute=compute,
             cores=cores,
             bucket_cap_mb=bucket_cap_mb,
@@ -110,10 +109,3 @@ def numbers_in(text: str) -> tuple[int, ...]:
     if pieces[-1] == "...":
         raise ValueError(f"ranks {text!r} does not parse: the last number must follow the dots, as in '2,4,...,1024'")
     return tuple(found)
-
-
-def _count_in(text: str) -> float:
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kMBT]?)\s*", text)
-    if match is None or float(match[1]) == 0:
-        raise ValueError(f"parameters {text!r} does not parse: expected a number above zero, such as '124M' or '1B'")
-    return float(match[1]) * _POWERS[match[2]]

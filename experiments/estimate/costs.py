@@ -1,9 +1,9 @@
 """Measuring the costs of `commhooks.planning.costs`: `python -m experiments.estimate.costs`.
 
 Two ranks take steps of made-up models of equal parameters, in turns with and without a hook. Collectives are answered
-at once, so what the hook adds to a step is its cost, on a core that it shares with the backward pass. The same hook then
-averages one bucket among workers of one process, which says how its cost divides over the rounds, and how it grows with
-the number of ranks.
+at once, so what the hook adds to a step is its cost, on a core that it shares with the backward pass. The same hook
+then averages one bucket among workers of one process, which says how its cost divides over the rounds, and how it grows
+with the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import commhooks
 import ddp_core
-from commhooks import Collective, Communicator, Compressor, Pending
+from commhooks import Cast, Collective, Communicator, Compressor, Pending
 from commhooks.planning.costs import FILE, Costs, HookCosts, Sample, copy_seconds
 from commhooks.planning.payloads import OneOfMany
 from commhooks.planning.profile import Sends
@@ -77,6 +77,9 @@ _WARM_UP = 2  # steps that are not counted
 _TIMEOUT = 120.0  # seconds without a message
 _PROBES = 9
 _LARGE = 1 << 22  # elements of fp32
+_WIRES = (torch.float32, torch.float16, torch.bfloat16)
+_HOPS = 2  # of an all-reduce of two ranks
+_SMALL, _SMALL_ROUNDS = "powersgd:rank=1", 2
 _MANY = 8  # workers among which growth with the ranks is measured
 _LEAST_GROWTH = 0.01  # a rank; less is noise
 
@@ -156,11 +159,14 @@ def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
     own = torch.tensor([copy_seconds()])  # both at the same time, as both will compress
     dist.all_reduce(own)
     copy = float(own) / ranks
-    small, large = (_seconds_of(torch.zeros(elements)) for elements in (1, _LARGE))
+    hop = _seconds_of(torch.zeros(1)) / _HOPS
+    by_dtype = {dtype: _seconds_a_byte(dtype, hop) / (copy / 4) for dtype in _WIRES}
+    round_seconds = _round_seconds(plan, hop)
     hooks = {}
     for hook in plan.hooks:
-        hooks[hook] = _costs_of(make_hook(Spec.parse(hook)), hook, plan, copy)
+        hooks[hook] = _costs_of(make_hook(Spec.parse(hook)), hook, plan, copy, by_dtype)
         if rank == 0:
+            send(f"a hop {hop * 1e6:.0f} µs, a round {round_seconds * 1e6:.0f} µs, copies per byte {by_dtype}")
             send(f"{hook}: {hooks[hook].bucket_seconds * 1e3:.2f} ms a bucket, and copies of one element:")
             samples = (*hooks[hook].matrices, hooks[hook].vector)
             send("".join(f"  {sum(one.rounds) / one.elements:.1f} (of {one.elements:,})" for one in samples))
@@ -169,8 +175,8 @@ def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
         send(
             Costs(
                 hooks=hooks,
-                hop_seconds=small / (2 * (ranks - 1)),
-                copies_per_byte=max(0.0, large - small) / (4 * _LARGE * 2 * (ranks - 1) / ranks) / (copy / 4),
+                hop_seconds=hop,
+                round_seconds=round_seconds,
                 copy_rate=4 / copy,
                 machine={name: here[name] for name in ("system", "processor", "cores")},  # type: ignore[misc]  # 'str | int | float'
                 versions=versions(),
@@ -178,7 +184,9 @@ def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
         )
 
 
-def _costs_of(compressor: Compressor, hook: str, plan: Plan, copy: float) -> HookCosts:
+def _costs_of(
+    compressor: Compressor, hook: str, plan: Plan, copy: float, by_dtype: Mapping[torch.dtype, float]
+) -> HookCosts:
     """Measure one hook; every rank calls this."""
     added = {model: _added(compressor, model, plan.turns) for model in {*plan.matrices, plan.vector, plan.split}}
     whole = next(model for model in plan.matrices if (model.shape, model.count) == (plan.split.shape, plan.split.count))
@@ -197,16 +205,27 @@ def _costs_of(compressor: Compressor, hook: str, plan: Plan, copy: float) -> Hoo
         bucket_seconds=bucket,
         matrices=tuple(map(sample, plan.matrices)),
         vector=sample(plan.vector),
+        copies_per_byte=by_dtype[compressor.dtype if isinstance(compressor, Cast) else torch.float32],
         growth=_growth(hook, whole, plan.rounds),
     )
 
 
-def _added(compressor: Compressor, model: Model, turns: int) -> float:
-    """Return the seconds that a hook adds to a step: the median over the turns, and the mean over the ranks."""
+def _round_seconds(plan: Plan, hop: float) -> float:
+    """Return what a round of real collectives adds to a step, besides its messages: with one that sends few bytes."""
+    compressor = make_hook(Spec.parse(_SMALL))
+    pretended, real = (_added(compressor, plan.split, plan.turns, is_real=is_real) for is_real in (False, True))
+    return max(0.0, (real - pretended) / (_SMALL_ROUNDS * plan.split.buckets) - _HOPS * hop)
+
+
+def _added(compressor: Compressor, model: Model, turns: int, *, is_real: bool = False) -> float:
+    """Return the seconds that a hook adds to a step: the median over the turns, and the mean over the ranks.
+
+    Its collectives are answered at once, unless they are to be real, over the loopback.
+    """
     plain = ddp_core.DistributedDataParallel(model.make(), bucket_cap_mb=model.bucket_mib)
     plain.register_comm_hook(None, _answer)
     hooked = ddp_core.DistributedDataParallel(model.make(), bucket_cap_mb=model.bucket_mib)
-    attachment = commhooks.attach(hooked, compressor, wrap_communicator=_Pretended)
+    attachment = commhooks.attach(hooked, compressor, wrap_communicator=None if is_real else _Pretended)
     batch = torch.randn(_BATCH, model.shape[-1])
     found = []
     for turn in range(-_WARM_UP, turns):
@@ -274,6 +293,12 @@ def _growth(hook: str, model: Model, rounds: int) -> tuple[float, ...]:
 def _gathers(sends: Sends) -> bool:
     """Return whether the answers of a round grow with the ranks."""
     return any(kind == "all-gather" for kind, _ in sends)
+
+
+def _seconds_a_byte(dtype: torch.dtype, hop: float) -> float:
+    """Return the seconds that a large all-reduce takes for each byte that a rank sends: two ranks send all of it."""
+    tensor = torch.zeros(_LARGE, dtype=dtype)
+    return max(0.0, _seconds_of(tensor) - _HOPS * hop) / (_LARGE * tensor.element_size())
 
 
 def _seconds_of(tensor: Tensor) -> float:

@@ -83,7 +83,7 @@ def run_steps(rank: int, ranks: int, work: Work, send: Send) -> None:
 
 
 def set_rate(cluster: Cluster | None, rank: int, rate: float | None) -> None:
-    """Set the rate of all links, if they are real; an emulated one is part of what is registered. Every rank calls this."""
+    """Set the rate of all links, if they are real; every rank calls this. An emulated one has its rate already."""
     if cluster is not None and rank == 0:
         cluster.set_rate(rate)
     dist.barrier()

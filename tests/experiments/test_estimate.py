@@ -1,0 +1,117 @@
+"""The command `commhooks estimate`, what it prints, and the comparison with real steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from commhooks import COMPRESSORS
+from commhooks.planning.costs import Costs
+from experiments.commands.cli import app
+from experiments.estimate.checking import WORLDS, Checked, check, page
+from experiments.estimate.costs import HOOKS, LEFT_OUT
+from experiments.estimate.request import count_in
+from experiments.estimate.steps import Steps
+from experiments.hooks import make_hook
+from experiments.specs import Spec
+
+SIZE = ("--parameters", "2M", "--compute", "50ms", "--copy-rate", "10GB/s")
+FEW = ("--hook", "fp16", "--hook", "powersgd:rank=4")
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["estimate", *words])
+    return result.exit_code, result.output
+
+
+def test_a_table_ends_with_a_conclusion() -> None:
+    code, output = run(*SIZE, *FEW, "--rate", "100Mbit/s")
+    assert code == 0, output
+    assert "2,000,000 parameters" in output or "2,000,000" in output.replace("1,999,", "2,000,")
+    assert "At 100 Mbit/s powersgd:rank=4 makes steps" in output
+    assert "all-reduce" in output
+
+
+def test_json_has_every_hook_and_no_number_that_is_not_finite() -> None:
+    code, output = run(*SIZE, *FEW, "--rate", "unlimited", "--json")
+    assert code == 0, output
+    found = json.loads(output, parse_constant=pytest.fail)
+    assert {one["hook"] for one in found["hooks"]} == {"all-reduce", "fp16", "powersgd:rank=4"}
+    assert found["link"]["rate"] == "inf"
+    for one in found["hooks"]:
+        assert one["pays"] == (one["speed_up"] > 1)
+        assert one["seconds"] == pytest.approx(one["compute"] + one["compression"] + one["waiting"])
+
+
+def test_a_task_gives_shapes_and_its_step_is_timed() -> None:
+    code, output = run("--task", "gpt:size=tiny", "--hook", "fp16", "--json", "--copy-rate", "10GB/s")
+    assert code == 0, output
+    found = json.loads(output)
+    assert found["parameters"] > 10_000
+    assert all(one["compute"] > 0 for one in found["hooks"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give --parameters 25M, or --task"),
+        (("--parameters", "2M"), "--parameters needs the seconds of a step's compute"),
+        (("--parameters", "2M", "--compute", "2x"), "is a factor of what a task takes here"),
+        (("--parameters", "many", "--compute", "1s"), "parameters 'many' does not parse"),
+        ((*SIZE, "--rate", "fast"), "rate 'fast' does not parse"),
+        ((*SIZE, "--ranks", "1"), "ranks must be at least 2"),
+        ((*SIZE, "--ranks", "3", "--ranks-per-host", "2"), "do not fill hosts of 2 ranks"),
+        ((*SIZE, "--hook", "powersgd:rank=5"), "the costs of this hook were not measured"),
+        ((*SIZE, "--cores", "0"), "cores must be at least 1"),
+        ((*SIZE, "--bucket-cap-mb", "0"), "bucket_cap_mb must be above zero"),
+    ],
+)
+def test_bad_input_is_a_sentence(words: tuple[str, ...], message: str) -> None:
+    code, output = run(*words)
+    assert code == 2
+    assert message in " ".join(output.split())
+
+
+def test_numbers_of_parameters_are_read() -> None:
+    assert (count_in("124M"), count_in(" 1.5B"), count_in("12")) == (124e6, 1.5e9, 12)
+
+
+def test_every_registered_name_was_measured_or_left_out_for_a_reason() -> None:
+    names = {Spec.parse(hook).name for hook in HOOKS}
+    assert names | LEFT_OUT.keys() == COMPRESSORS.keys()
+    assert not names & LEFT_OUT.keys()
+
+
+def test_the_file_of_costs_has_the_hooks_that_are_measured() -> None:
+    costs = Costs.read()
+    assert list(costs.hooks) == list(HOOKS)
+    for hook, own in costs.hooks.items():
+        assert own.compressor == str(make_hook(Spec.parse(hook)))
+    assert {"processor", "cores", "system"} == costs.machine.keys()
+
+
+def test_twenty_configurations_are_compared() -> None:
+    pairs = [(world, rate, hook) for world in WORLDS for rate in world.rates for hook in world.hooks[1:]]
+    assert len(pairs) == 20
+    assert all(world.hooks[0] == "all-reduce" for world in WORLDS)
+
+
+def test_a_comparison_counts_what_is_right_and_what_is_not() -> None:
+    steps = Steps(WORLDS[0], 1e9, 0.1, 0.0, {"all-reduce": (0.2, 0.2), "int8": (0.3, 0.3)})
+    checked = [Checked(steps, "all-reduce", 0.2, False, float("nan")), Checked(steps, "int8", 0.15, True, 1.5e9)]
+    about = {"machine": {"processor": "a processor", "cores": 2}, "versions": {"torch": "2"}, "copy_rate": 1e10}
+    text = page(checked, about)
+    assert "Of 2 step times 1 are within 20.0 %" in text
+    assert "Of 1 configurations 0 are on the right side" in text
+    assert "0 of the 1 whose rate is within a factor of 2" in text
+    assert "missed" in text
+
+
+def test_a_comparison_gives_the_estimate_only_what_was_measured_without_a_link() -> None:
+    world = WORLDS[2]
+    steps = Steps(world, 1e9, 0.05, 0.01, dict.fromkeys(world.hooks, (0.1, 0.2, 0.1)))
+    found = check([steps], copy_rate=1e10)
+    assert [one.hook for one in found] == list(world.hooks)
+    assert all(one.estimated > 0.06 and one.measured == 0.1 for one in found)
