@@ -266,7 +266,10 @@ def break_even_rate(dense: Case, other: Case) -> float:
 
     It is looked for between 10 kbit/s and 100 Tbit/s; if there are several, the lowest is returned.
     """
-    is_ahead = lambda rate: other.time(rate).seconds < dense.time(rate).seconds
+
+    def is_ahead(rate: float) -> bool:
+        return other.time(rate).seconds < dense.time(rate).seconds
+
     rates = np.geomspace(_LOWEST, _HIGHEST, 11).tolist()
     first = next((place for place, rate in enumerate(rates) if not is_ahead(rate)), None)
     if first is None:

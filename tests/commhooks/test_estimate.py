@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ MADE_UP = Costs(
 )
 
 
-def made_up(rate: float = 1e9, **settings: float) -> commhooks.planning.estimate.Estimate:
+def made_up(rate: float = 1e9, **settings: float) -> commhooks.Estimate:
     return commhooks.estimate(1e6, **{"compute": 0.3, "ranks": 2, **settings}, rate=rate, copy_rate=4e9, costs=MADE_UP)  # type: ignore[arg-type]  # 'incompatible type "**dict[str, float]"'
 
 
@@ -105,7 +106,10 @@ def test_the_fastest_comes_first_and_dense_is_the_baseline() -> None:
 def test_a_cost_is_interpolated_between_matrices_and_proportional_beyond_the_largest() -> None:
     costs = costs_of("", a_matrix=2.0)
     costs = dataclasses.replace(costs, matrices=(Sample(100, (500.0, 0.0)), Sample(300, (900.0, 0.0))))
-    copies = lambda *shape: costs.seconds([shape], 2, 1.0, 1)[0]
+
+    def copies(*shape: int) -> float:
+        return costs.seconds([shape], 2, 1.0, 1)[0]
+
     assert copies(20, 10) == pytest.approx(700)  # half-way
     assert copies(30, 20) == pytest.approx(1800)
     assert copies(5, 10) == pytest.approx(400)  # the line between the first two goes on
@@ -137,7 +141,7 @@ def test_a_bucket_of_fewer_rounds_has_the_cost_of_the_others_after_its_last() ->
     ],
 )
 def test_payloads_are_counted_without_other_ranks(
-    name: str, settings: dict[str, int], expected: tuple[object, ...]
+    name: str, settings: dict[str, Any], expected: tuple[object, ...]
 ) -> None:
     gradients = {"weight": torch.randn(64, 64)}
     assert rounds_of(commhooks.make_compressor(name, **settings), gradients, 8) == expected
