@@ -87,9 +87,9 @@ from commhooks.language.requests import (
 )
 from commhooks.making import make_compressor
 from commhooks.planning.candidates import Candidate
+from commhooks.planning.estimate import Estimate, HookEstimate, estimate
 from commhooks.planning.profile import Profile
 from commhooks.planning.profiling import profile
-from commhooks.planning.estimate import Estimate, HookEstimate, estimate
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.state.memory import MemoryReport
