@@ -90,6 +90,8 @@ from commhooks.planning.candidates import Candidate
 from commhooks.planning.estimate import Estimate, HookEstimate, estimate
 from commhooks.planning.profile import Profile
 from commhooks.planning.profiling import profile
+from commhooks.planning.adaptive import Adaptive
+from commhooks.planning.rule import AdaptiveRule
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.state.memory import MemoryReport
@@ -99,7 +101,9 @@ from commhooks.wrappers import ErrorFeedback, Hierarchical, Match, PerParameter,
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "AdaptiveRank",
+    "AdaptiveRule",
     "Affine",
     "AllGather",
     "AllReduce",

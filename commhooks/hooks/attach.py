@@ -88,6 +88,17 @@ class Attachment(Handle):
         assert isinstance(self._engine.line, ProcessGroupLine), "attach makes no other"
         return self._engine.line.process_group
 
+    def checked(self, compressor: Compressor | str) -> Compressor:
+        """Return the compressor that `replace` would switch to, made if a name is given; nothing changes.
+
+        Raises `AttachError` if nothing can be replaced any more, and `SettingsError` for a compressor that does not
+        exist or does not suit the model or the ranks.
+        """
+        compressor, refusal = self._candidate(compressor)
+        if refusal is not None:
+            raise refusal
+        return compressor
+
     def replace(self, compressor: Compressor | str) -> None:
         """Switch to another compressor from the next step on, keeping the existing state.
 
@@ -95,11 +106,15 @@ class Attachment(Handle):
         a basis of a different size is initialised again. Raises `AttachError` if ranks disagree or a step is under way,
         and `SettingsError` for settings that do not suit the model; in either case the old compressor stays.
         """
+        compressor, refusal = self._candidate(compressor)
+        self._engine.replace(compressor, self._named[0][1].device, refusal)
+
+    def _candidate(self, compressor: Compressor | str) -> tuple[Compressor, SettingsError | None]:
+        """Return the compressor, and why this rank cannot switch to it, which the others must learn."""
         if not self.is_attached:
             raise AttachError("replace: this attachment was detached, or its model is gone; call attach again.")
         compressor = _checked_compressor("replace", compressor)
-        refusal = _refusal_of(compressor, self._named, self._engine.line)
-        self._engine.replace(compressor, self._named[0][1].device, refusal)
+        return compressor, _refusal_of(compressor, self._named, self._engine.line)
 
     def watch(self, *optimizers: object) -> None:
         """Raise `HookDidNotRunError` whenever one of these takes a step on gradients that bypassed the compressor.

@@ -1,0 +1,305 @@
+"""A controller between steps: `Adaptive` moves an attachment along a ladder of compressors as the link changes.
+
+Compressors know no clock, and must not: what a step sends is a function of gradients, state and step. So the clock is
+here, between steps, on the training thread. After each step the ranks exchange one small tensor: how long the step took
+and how long it waited. If waiting has changed, they time two all-reduces, and decide (`Decider`) from numbers that are
+the same on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.communicators.collective import KINDS
+from commhooks.communicators.parent_group import backend_of
+from commhooks.compressors.noop import NoOp
+from commhooks.errors import AttachError, CheckpointError, SettingsError
+from commhooks.language.compressor import Compressor
+from commhooks.planning.deciding import Decider, Seen, link_of, sends_of
+from commhooks.planning.links import Link
+from commhooks.planning.rule import AdaptiveRule
+from commhooks.scheduling.ledger import Statistics
+
+
+class Replaceable(Protocol):
+    """What is asked of an `Attachment`."""
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor in use."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """The number of steps so far."""
+        ...
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group whose ranks average together; None once it has been destroyed."""
+        ...
+
+    def statistics(self) -> Statistics:
+        """Return this rank's totals so far."""
+        ...
+
+    def checked(self, compressor: Compressor | str) -> Compressor:
+        """Return the compressor, made if a name is given; raise if it could not take over."""
+        ...
+
+    def replace(self, compressor: Compressor | str) -> None:
+        """Switch to another compressor from the next step on."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A move from one compressor to another, the same on every rank."""
+
+    step: int
+    """The first step with the new compressor."""
+    source: str
+    target: str
+    reason: str
+
+    def __str__(self) -> str:
+        """Return the decision in a line."""
+        return f"step {self.step}: {self.source} -> {self.target}; {self.reason}"
+
+
+class Adaptive:
+    """Moves an attachment along a ladder of compressors, to the one with which a step takes least on today's link."""
+
+    def __init__(
+        self,
+        attachment: Replaceable,
+        ladder: Sequence[Compressor | str],
+        *,
+        rule: AdaptiveRule | None = None,
+        on_decision: Callable[[Decision], object] | None = None,
+    ) -> None:
+        """Check the ladder; every rank must do so between the same two steps.
+
+        - `attachment` is what `attach` returned; its compressor must be one of the rungs.
+        - `ladder`: compressors, or names for `make_compressor`, such as "powersgd(rank=4)"; at least two. Their order
+          is only that in which they are tried at first.
+        - `rule`: when to look, and when to move.
+        - `on_decision` is called with each decision, on every rank.
+
+        Raises `SettingsError` for a ladder that cannot work, on every rank if it is one rank's, and `AttachError` if
+        ranks disagree. The attachment stays as it is.
+        """
+        self._attachment = attachment
+        self._rule = rule or AdaptiveRule()
+        self._on_decision = on_decision
+        self._meter = _Meter(attachment)
+        self._ladder, rung = self._agreed(ladder)
+        self._decider = Decider(len(self._ladder), self._meter.ranks, rung, self._rule)
+        self.decisions: list[Decision] = []
+        self._steps = attachment.steps
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor of the rung in use."""
+        return self._ladder[self._decider.rung]
+
+    @property
+    def ladder(self) -> tuple[Compressor, ...]:
+        """The compressors."""
+        return self._ladder
+
+    @property
+    def link(self) -> Link | None:
+        """The link as it was last probed: effective rate and latency between ranks; None before that."""
+        return self._decider.link
+
+    def step(self) -> Decision | None:
+        """Look at the steps since the last call, and return the move that is made now, if any.
+
+        Call it on every rank after the optimizer's step. If no step was synchronised since the last call (gradients
+        are being accumulated), it does nothing. Raises the group's own error if a rank is gone, and what
+        `Attachment.replace` raises.
+        """
+        taken = self._attachment.steps - self._steps
+        if taken == 0:
+            return None
+        self._steps = self._attachment.steps
+        seen = self._meter.seen(taken)
+        if not self._decider.take(seen):
+            return None
+        move = self._decider.decide(self._meter.probe(self._decider))
+        self._meter.start()
+        if move is None:
+            return None
+        self._attachment.replace(self._ladder[move.target])
+        names = str(self._ladder[move.source]), str(self._ladder[move.target])
+        decision = Decision(self._steps, *names, move.reason)
+        self.decisions.append(decision)
+        if self._on_decision is not None:
+            self._on_decision(decision)
+        self._meter.start()
+        return decision
+
+    def pause(self) -> None:
+        """Leave out what has passed since the last call of `step`: an evaluation, a checkpoint, a restart."""
+        self._steps = self._attachment.steps
+        self._meter.start()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rung in use, what is known of all, and the decisions, as plain data; it is alike on all ranks."""
+        return {
+            "ladder": list(map(str, self._ladder)),
+            "rule": dataclasses.asdict(self._rule),
+            "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
+            "decider": self._decider.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue as the run that returned this; the attachment's compressor is replaced if another was in use.
+
+        Call it on every rank, before the attachment's own `load_state_dict`, which needs the compressor that was saved.
+        Raises `CheckpointError`, and changes nothing, if ladder or rule differ.
+        """
+        try:
+            differing = [
+                f"{what}: saved {state[what]!r}, now {mine!r}"
+                for what, mine in (("ladder", list(map(str, self._ladder))), ("rule", dataclasses.asdict(self._rule)))
+                if state[what] != mine
+            ]
+            decisions = [Decision(**each) for each in state["decisions"]]
+            saved = state["decider"]
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(f"Adaptive: the state is damaged ({type(error).__name__}: {error}).") from error
+        if differing:
+            raise CheckpointError(f"Adaptive: the state does not match. {'; '.join(differing)}.")
+        decider = Decider(len(self._ladder), self._meter.ranks, self._decider.rung, self._rule)
+        decider.load_state_dict(saved)
+        if self._ladder[decider.rung] != self._attachment.compressor:
+            self._attachment.replace(self._ladder[decider.rung])
+        self._decider, self.decisions = decider, decisions
+        self.pause()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the rung (from 0), the number of moves, and the link's rate in bit/s and latency in seconds."""
+        found = {"commhooks/adaptive/rung": float(self._decider.rung)}
+        found["commhooks/adaptive/moves"] = float(len(self.decisions))
+        if self.link is not None:
+            found["commhooks/adaptive/link_rate"] = self.link.rate
+            found["commhooks/adaptive/link_latency"] = self.link.latency
+        return found
+
+    def _agreed(self, ladder: Sequence[Compressor | str]) -> tuple[tuple[Compressor, ...], int]:
+        """Return the rungs and the one in use, once every rank has the same."""
+        found: tuple[tuple[Compressor, ...], int] | None = None
+        refusal: Exception | None = None
+        try:
+            found = _checked(self._attachment, ladder)
+            told = f"{found} {self._rule}"
+        except (SettingsError, AttachError) as error:
+            refusal, told = error, f"error: {error}"
+        texts = self._meter.gathered(told)
+        if refusal is not None:
+            raise refusal
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text.startswith("error: ")]
+        if failed:
+            raise SettingsError(f"Adaptive: {' '.join(failed)}")
+        if len(set(texts)) > 1:
+            raise AttachError(
+                "Adaptive: ranks disagree about ladder, rule or the compressor in use; by rank: " + "; ".join(texts)
+            )
+        assert found is not None, "there was no refusal"
+        return found
+
+
+def _checked(attachment: Replaceable, ladder: Sequence[Compressor | str]) -> tuple[tuple[Compressor, ...], int]:
+    if isinstance(ladder, (str, Compressor)) or len(ladder) < 2:
+        raise SettingsError(f"Adaptive(ladder={ladder!r}): ladder must have at least two compressors to choose from.")
+    rungs = tuple(attachment.checked(rung) for rung in ladder)
+    twice = [str(rung) for number, rung in enumerate(rungs) if rung in rungs[:number]]
+    if twice:
+        raise SettingsError(f"Adaptive: each rung must differ from the others ({twice[0]} is there twice).")
+    if any(isinstance(rung, NoOp) for rung in rungs):
+        raise SettingsError("Adaptive: noop averages nothing, so the replicas would drift apart; it cannot be a rung.")
+    if attachment.compressor not in rungs:
+        raise SettingsError(
+            f"Adaptive: the compressor in use, {attachment.compressor}, must be a rung of the ladder "
+            f"({', '.join(map(str, rungs))})."
+        )
+    return rungs, rungs.index(attachment.compressor)
+
+
+class _Meter:
+    """The clock and the exchange: what this rank measured becomes what all ranks know."""
+
+    def __init__(self, attachment: Replaceable) -> None:
+        group = attachment.process_group
+        if group is None:
+            raise AttachError("Adaptive: the attachment's process group was destroyed.")
+        self._group: dist.ProcessGroup = group
+        self.ranks = group.size()
+        if self.ranks < 2:
+            raise SettingsError("Adaptive: one rank has no link to adapt to; at least 2 are needed.")
+        # On NCCL the host does not see how long a collective takes: the whole step stands for it.
+        cuda = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+        self._sees_waiting = cuda is None or backend_of(group, cuda) != "nccl"
+        self._device = torch.device("cpu") if self._sees_waiting or cuda is None else cuda
+        self._attachment = attachment
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._counted, self._began = self._attachment.statistics(), time.perf_counter()
+
+    def seen(self, steps: int) -> Seen:
+        """Return the mean of the steps since the last call, as all ranks see it, and begin the next."""
+        now, counts = time.perf_counter(), self._attachment.statistics()
+        seconds, added = now - self._began, counts.since(self._counted)
+        waiting, exposed = added.seconds_waiting, added.seconds_exposed
+        if not self._sees_waiting:
+            waiting = exposed = seconds
+        own = [seconds, -waiting, exposed]
+        for kind in KINDS:
+            traffic = added.by_kind.get(kind)
+            own += [traffic.payload_bytes, traffic.collectives] if traffic else [0, 0]
+        longest, shortest, most, *sent = (value / steps for value in self._largest(own))
+        kinds = zip(KINDS, sent[::2], sent[1::2], strict=True)
+        self._counted, self._began = counts, time.perf_counter()
+        return Seen(longest, -shortest, most, sends_of(list(kinds)))
+
+    def probe(self, decider: Decider) -> Link:
+        """Time all-reduces between the ranks; the first time twice, since the rate tells how many bytes suffice."""
+        link = self._probe(decider.probe_bytes())
+        return link if decider.link is not None else self._probe(decider.probe_bytes(link))
+
+    def _probe(self, payload: int) -> Link:
+        small = torch.zeros(1, device=self._device)
+        large = torch.zeros(payload // small.element_size(), device=self._device)
+        self._timed(small)  # the ranks meet here, so that what follows is the link's alone
+        seconds = self._largest([self._timed(small), self._timed(large)])
+        return link_of(*seconds, payload, self.ranks)
+
+    def _timed(self, tensor: Tensor) -> float:
+        began = time.perf_counter()
+        dist.all_reduce(tensor, group=self._group)
+        tensor[0].item()  # a GPU's host waits here
+        return time.perf_counter() - began
+
+    def _largest(self, own: list[float]) -> list[float]:
+        """Return each number of the rank where it is largest: bit for bit the same everywhere."""
+        told = torch.tensor(own, dtype=torch.float64, device=self._device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        numbers: list[float] = told.tolist()
+        return numbers
+
+    def gathered(self, text: str) -> list[str]:
+        """Return every rank's text, by rank."""
+        texts = [""] * self.ranks
+        dist.all_gather_object(texts, text, group=self._group)
+        return texts

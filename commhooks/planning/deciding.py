@@ -1,0 +1,313 @@
+"""Which compressor of a ladder pays on a link that changes: decided from what a rank sees between two steps.
+
+The decision is a function of numbers that are the same on every rank, and of what was decided before: no clock, no
+process group, nothing random. `Adaptive` measures the numbers, exchanges them, and acts.
+
+Every rung is known by what it sent in a step, and by the steps that it took. If a step of a rung took T seconds on a
+link where its collectives need N seconds (`Link.transfer`), then on a link where they need N' it should take
+
+    T + max(0, N' - H) - max(0, N - H)
+
+with H, the seconds of communication that the backward pass hides: the most seen so far of waiting less exposed waiting;
+and no less than the step took without its exposed waiting. The step nearest to N' is taken, so that a link that comes
+back finds what was measured on it before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from commhooks.errors import CheckpointError
+from commhooks.planning.gloo import MESSAGE_BYTES, course_of
+from commhooks.planning.links import Link
+from commhooks.planning.rule import AdaptiveRule
+from commhooks.units import seconds_in_words, three_digits
+
+Sends = tuple[tuple[str, int, int], ...]
+"""What a rank sends in a step: (kind, payload bytes of all, number) of its collectives."""
+_SAME = 1.25  # seconds on the link within this factor of each other count as the same link
+_SHORT = 0.02  # of a step: differences below it do as well
+_RECENT = 3  # steps whose shortest counts as the rung's
+_KEPT = 8  # links of which each rung's step time is remembered
+_MOST = 0.8  # of a step: above it, a change of waiting is always looked into
+_PROBE_SHARE = 1 / 16  # of a step, that a probe should take
+_SMALLEST_PROBE, _LARGEST_PROBE = 1 << 15, 1 << 22  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A step as all ranks see it, in seconds."""
+
+    seconds: float
+    """Of the whole step, on the rank where it took longest."""
+    waiting: float
+    """For collectives, on the rank that waited least: the one that came last waits for the link alone."""
+    exposed: float
+    """What the backward pass did not hide, on the rank where that took longest."""
+    sends: Sends
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A change of rungs."""
+
+    source: int
+    target: int
+    reason: str
+
+
+class _OnLink(NamedTuple):
+    """What a step of a rung took on one link, in seconds."""
+
+    network: float
+    """That its collectives need there."""
+    seconds: float
+    least: float
+    """Without exposed waiting."""
+
+    def slower_by(self, shift: float) -> _OnLink:
+        """Return the same for a step in which everything but the link takes longer, by so many seconds."""
+        return _OnLink(self.network, max(0.0, self.seconds + shift), max(0.0, self.least + shift))
+
+
+@dataclasses.dataclass
+class _Rung:
+    """What is known of a rung."""
+
+    sends: Sends = ()
+    steps: list[_OnLink] = dataclasses.field(default_factory=list)
+    """One for each link that it ran on, the newest last."""
+    banned_until: int = 0
+    ban: int = 0
+    """How long the last one was."""
+
+
+@dataclasses.dataclass
+class _Memory:
+    """All that a decision depends on, besides the settings."""
+
+    rung: int
+    rungs: list[_Rung]
+    judged: int = 0
+    """Steps so far."""
+    since_move: int = 0
+    since_probe: int = 0
+    recent: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
+    """(seconds, waiting, exposed) of the last steps on this rung and, as far as is known, this link; never empty once
+    a step was judged."""
+    hidden: float = 0.0
+    """The most that it has hidden so far."""
+    waiting: float = 0.0
+    """In the step before the last probe, to which later steps are compared."""
+    change: float = 0.0
+    """The part of a step by which waiting must have changed."""
+    latency: float = 0.0
+    rate: float = 0.0
+    """Of the link when it was last probed; 0: never."""
+    before: int | None = None
+    """The rung before this one."""
+    favourite: int | None = None
+    """The rung that the last probe was for."""
+    has_changed: bool = False
+    """Whether the last step's waiting differed from the step's that others are compared to."""
+
+
+class Decider:
+    """Decides for a ladder of so many rungs; on every rank alike."""
+
+    def __init__(self, rungs: int, ranks: int, rung: int, rule: AdaptiveRule) -> None:
+        self.ranks, self.rule = ranks, rule
+        self._memory = _Memory(rung, [_Rung() for _ in range(rungs)], change=rule.change)
+
+    @property
+    def rung(self) -> int:
+        """The rung in use, from 0."""
+        return self._memory.rung
+
+    @property
+    def link(self) -> Link | None:
+        """The link as it was last probed; None before that."""
+        memory = self._memory
+        return Link(rate=memory.rate, latency=memory.latency) if memory.rate else None
+
+    def take(self, seen: Seen) -> bool:
+        """Take in a step, and return whether the link is to be probed now, before the next one."""
+        memory, rule = self._memory, self.rule
+        memory.judged += 1
+        memory.since_move += 1
+        if memory.since_move == 1:  # it allocates memory; and what was sent may be the start of a compressor
+            return False
+        memory.rungs[memory.rung].sends = seen.sends
+        memory.since_probe += 1
+        is_settled = memory.since_move > rule.visit
+        steps = [*memory.recent, (seen.seconds, seen.waiting, seen.exposed)]
+        limit = memory.change * min(seconds for seconds, _, _ in steps)
+        memory.has_changed = is_settled and abs(seen.waiting - memory.waiting) > limit
+        memory.recent = steps[-1:] if memory.has_changed else steps[-_RECENT:]
+        if not is_settled:
+            return memory.since_move == rule.visit
+        is_due = memory.since_probe >= (rule.look if self._hopes() else rule.idle_look)
+        if is_due:
+            memory.change = max(rule.change, memory.change / 2)
+        return memory.has_changed or memory.favourite is not None or is_due
+
+    def probe_bytes(self, link: Link | None = None) -> int:
+        """Return how many bytes a probe should send on a link; on an unknown one, few."""
+        link = link or self.link
+        if link is None:
+            return _SMALLEST_PROBE
+        seconds = min(seconds for seconds, _, _ in self._memory.recent) * _PROBE_SHARE
+        payload = link.rate / 8 * seconds * self.ranks / (2 * (self.ranks - 1))
+        return round(min(_LARGEST_PROBE, max(_SMALLEST_PROBE, payload)))
+
+    def decide(self, link: Link) -> Move | None:
+        """Take in what a probe found after the last step, and return where to move, if anywhere."""
+        memory, rule = self._memory, self.rule
+        was, memory.rate, memory.latency = self.link, link.rate, link.latency
+        last, memory.waiting, _ = memory.recent[-1]
+        memory.since_probe = 0
+        self._learn(link)
+        unknown = [number for number, rung in enumerate(memory.rungs) if not rung.steps]
+        if unknown:
+            return self._move(unknown[0], "to measure it")
+        predicted = self.predicted(link)
+        is_urgent = last >= rule.urgent * min(predicted) or memory.before is None
+        memory.before = memory.rung if memory.before is None else memory.before
+        best = self._best(predicted, everyone=is_urgent)
+        own = predicted[memory.rung]
+        if best == memory.rung or (best > memory.rung and predicted[best] > (1 - rule.margin) * own):
+            memory.favourite = None
+            if memory.has_changed:  # for nothing: it takes more to look again
+                memory.change = min(_MOST, 2 * memory.change)
+            return None
+        if not is_urgent and memory.favourite != best:
+            memory.favourite = best
+            return None
+        link_in_words = _in_words(link) if was is None else f"{_in_words(link)} (was {_in_words(was)})"
+        return self._move(
+            best, f"{link_in_words}: {seconds_in_words(own)} a step, predicted {seconds_in_words(predicted[best])}"
+        )
+
+    def predicted(self, link: Link) -> list[float]:
+        """Return the seconds of a step of each rung on a link; all rungs must have run."""
+        return [self._predict(rung, self._network(rung, link)) for rung in self._memory.rungs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        state = dataclasses.asdict(self._memory)
+        for rung in state["rungs"]:
+            rung["steps"] = [tuple(one) for one in rung["steps"]]  # torch.load accepts no NamedTuple by default
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; raise `CheckpointError` for anything else."""
+        try:
+            rungs = [
+                _Rung(
+                    **{
+                        **rung,
+                        "sends": tuple(map(tuple, rung["sends"])),
+                        "steps": [_OnLink(*one) for one in rung["steps"]],
+                    }
+                )
+                for rung in state["rungs"]
+            ]
+            memory = _Memory(**{**state, "rungs": rungs, "recent": [tuple(one) for one in state["recent"]]})
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(f"Adaptive: the state is damaged ({type(error).__name__}: {error}).") from error
+        if len(rungs) != len(self._memory.rungs) or not 0 <= memory.rung < len(rungs):
+            raise CheckpointError(
+                f"Adaptive: the state is of rung {memory.rung} of {len(rungs)}; this ladder has "
+                f"{len(self._memory.rungs)}."
+            )
+        self._memory = memory
+
+    def _learn(self, link: Link) -> None:
+        """Keep what the rung in use takes on this link."""
+        memory = self._memory
+        own, seconds = memory.rungs[memory.rung], min(seconds for seconds, _, _ in memory.recent)
+        memory.hidden = max(
+            memory.hidden, statistics.median(waiting - exposed for _, waiting, exposed in memory.recent)
+        )
+        network = self._network(own, link)
+        if memory.since_move > self.rule.visit and any(_are_same(one.network, network, seconds) for one in own.steps):
+            # What else slows a step down, the model's work or the machine's, does so on every rung. Of this, as much is
+            # left out as a probe that is a little wrong would explain.
+            shift, doubt = seconds - self._predict(own, network), (_SAME - 1) * max(0.0, network - memory.hidden)
+            shift = math.copysign(max(0.0, abs(shift) - doubt), shift)
+            for rung in memory.rungs:
+                rung.steps = [one.slower_by(shift) for one in rung.steps]
+        least = max(0.0, min(seconds - exposed for seconds, _, exposed in memory.recent))
+        others = [one for one in own.steps if not _are_same(one.network, network, seconds)]
+        own.steps = [*others, _OnLink(network, seconds, least)][-_KEPT:]
+
+    def _network(self, rung: _Rung, link: Link) -> float:
+        """Return the seconds that a rung's collectives need on a link."""
+        return math.fsum(
+            number * link.transfer(kind, payload // number, self.ranks).seconds for kind, payload, number in rung.sends
+        )
+
+    def _predict(self, rung: _Rung, network: float) -> float:
+        hidden = self._memory.hidden
+        near = min(rung.steps, key=lambda one: abs(one.network - network))
+        return max(near.least, near.seconds + max(0.0, network - hidden) - max(0.0, near.network - hidden))
+
+    def _hopes(self) -> bool:
+        """Return whether another rung would pay on a link without limit."""
+        memory = self._memory
+        if any(not rung.steps for rung in memory.rungs):
+            return True
+        predicted = self.predicted(Link(rate=math.inf))
+        best = self._best(predicted, everyone=True)
+        return best < memory.rung or predicted[best] < (1 - self.rule.margin) * predicted[memory.rung]
+
+    def _best(self, predicted: Sequence[float], *, everyone: bool) -> int:
+        """Return the first rung that is about as fast as the fastest; of those that are not banned, or of all."""
+        memory = self._memory
+        numbers = [
+            number
+            for number, rung in enumerate(memory.rungs)
+            if everyone or number == memory.rung or rung.banned_until <= memory.judged
+        ]
+        limit = (1 + self.rule.tie) * min(predicted[number] for number in numbers)
+        return next(number for number in numbers if predicted[number] <= limit)
+
+    def _move(self, target: int, reason: str) -> Move:
+        memory, source = self._memory, self._memory.rung
+        is_calibrated = all(rung.steps for rung in memory.rungs)
+        if is_calibrated and target == memory.before and memory.since_move <= self.rule.regret:
+            left = memory.rungs[source]
+            left.ban = max(self.rule.regret, 2 * left.ban)
+            left.banned_until = memory.judged + left.ban
+        memory.before = source if is_calibrated else None
+        memory.rung, memory.since_move, memory.favourite = target, 0, None
+        memory.recent = []
+        memory.change = self.rule.change
+        return Move(source, target, reason)
+
+
+def link_of(seconds_of_nothing: float, seconds: float, payload: int, ranks: int) -> Link:
+    """Return the link on which an all-reduce of a few bytes and one of so many take so many seconds."""
+    course = course_of("all-reduce", payload, ranks)
+    on_wire = max(seconds - seconds_of_nothing, 0.1 * seconds)  # noise may make the large one the faster
+    data = course.up_bytes * course.overhead + MESSAGE_BYTES * course.messages
+    return Link(rate=8 * data / on_wire, latency=seconds_of_nothing / course.steps)
+
+
+def sends_of(counts: Sequence[tuple[str, float, float]]) -> Sends:
+    """Return what is sent in a step, from mean payloads and numbers of collectives, without kinds that are not."""
+    return tuple((kind, round(payload), max(1, round(number))) for kind, payload, number in counts if number)
+
+
+def _are_same(one: float, other: float, seconds: float) -> bool:
+    """Return whether two times on the link are close enough to be those of the same link."""
+    return max(one, other) <= max(_SAME * min(one, other), min(one, other) + _SHORT * seconds)
+
+
+def _in_words(link: Link) -> str:
+    unit, size = ("Gbit/s", 1e9) if link.rate >= 1e9 else ("Mbit/s", 1e6)
+    return f"{three_digits(link.rate / size)} {unit}"
