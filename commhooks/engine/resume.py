@@ -50,8 +50,13 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
 
 def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[str]:
     """List everything in which a snapshot does not match the engine."""
+    compressors = *engine.state.successors, engine.compressor
     declared = {
-        name: engine.compressor.state(name, parameter, engine.line.world_size)
+        name: {
+            entry: what
+            for compressor in compressors
+            for entry, what in compressor.state(name, parameter, engine.line.world_size).items()
+        }
         for name, parameter in engine.state.named().items()
     }
     shapes = {name: list(parameter.shape) for name, parameter in engine.state.named().items()}

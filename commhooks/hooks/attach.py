@@ -99,6 +99,10 @@ class Attachment(Handle):
             raise refusal
         return compressor
 
+    def expect(self, *compressors: Compressor) -> None:
+        """Announce the compressors that may take over later: a `state_dict` may then also hold what they remember."""
+        self._engine.state.successors = compressors
+
     def replace(self, compressor: Compressor | str) -> None:
         """Switch to another compressor from the next step on, keeping the existing state.
 

@@ -54,6 +54,10 @@ class Replaceable(Protocol):
         """Return the compressor, made if a name is given; raise if it could not take over."""
         ...
 
+    def expect(self, *compressors: Compressor) -> None:
+        """Announce the compressors that may take over later."""
+        ...
+
     def replace(self, compressor: Compressor | str) -> None:
         """Switch to another compressor from the next step on."""
         ...
@@ -101,6 +105,7 @@ class Adaptive:
         self._on_decision = on_decision
         self._meter = _Meter(attachment)
         self._ladder, rung = self._agreed(ladder)
+        attachment.expect(*self._ladder)  # a checkpoint may hold state of every rung
         self._decider = Decider(len(self._ladder), self._meter.ranks, rung, self._rule)
         self.decisions: list[Decision] = []
         self._steps = attachment.steps

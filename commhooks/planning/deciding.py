@@ -34,8 +34,9 @@ _SHORT = 0.02  # of a step: differences below it do as well
 _RECENT = 3  # steps whose shortest counts as the rung's
 _KEPT = 8  # links of which each rung's step time is remembered
 _MOST = 0.8  # of a step: above it, a change of waiting is always looked into
-_PROBE_SHARE = 1 / 16  # of a step, that a probe should take
-_SMALLEST_PROBE, _LARGEST_PROBE = 1 << 15, 1 << 22  # bytes
+_CALM = 0.8  # by which that limit is lowered at every probe that was due
+_PROBE_SHARE = 1 / 32  # of a step, that a probe should take
+_SMALLEST_PROBE, _LARGEST_PROBE = 1 << 14, 1 << 22  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Decider:
             return memory.since_move == rule.visit
         is_due = memory.since_probe >= (rule.look if self._hopes() else rule.idle_look)
         if is_due:
-            memory.change = max(rule.change, memory.change / 2)
+            memory.change = max(rule.change, _CALM * memory.change)
         return memory.has_changed or memory.favourite is not None or is_due
 
     def probe_bytes(self, link: Link | None = None) -> int:
@@ -168,8 +169,12 @@ class Decider:
         """Take in what a probe found after the last step, and return where to move, if anywhere."""
         memory, rule = self._memory, self.rule
         was, memory.rate, memory.latency = self.link, link.rate, link.latency
-        last, memory.waiting, _ = memory.recent[-1]
         memory.since_probe = 0
+        if memory.has_changed and self._known(link) is not None:
+            # The link is as it was: one step was late, for whatever reason. It takes more to look again.
+            memory.change = min(_MOST, 2 * memory.change)
+            return None
+        last, memory.waiting, _ = memory.recent[-1]
         self._learn(link)
         unknown = [number for number, rung in enumerate(memory.rungs) if not rung.steps]
         if unknown:
@@ -181,8 +186,6 @@ class Decider:
         own = predicted[memory.rung]
         if best == memory.rung or (best > memory.rung and predicted[best] > (1 - rule.margin) * own):
             memory.favourite = None
-            if memory.has_changed:  # for nothing: it takes more to look again
-                memory.change = min(_MOST, 2 * memory.change)
             return None
         if not is_urgent and memory.favourite != best:
             memory.favourite = best
@@ -233,17 +236,32 @@ class Decider:
         memory.hidden = max(
             memory.hidden, statistics.median(waiting - exposed for _, waiting, exposed in memory.recent)
         )
-        network = self._network(own, link)
-        if memory.since_move > self.rule.visit and any(_are_same(one.network, network, seconds) for one in own.steps):
-            # What else slows a step down, the model's work or the machine's, does so on every rung. Of this, as much is
-            # left out as a probe that is a little wrong would explain.
-            shift, doubt = seconds - self._predict(own, network), (_SAME - 1) * max(0.0, network - memory.hidden)
-            shift = math.copysign(max(0.0, abs(shift) - doubt), shift)
-            for rung in memory.rungs:
-                rung.steps = [one.slower_by(shift) for one in rung.steps]
+        network, known = self._network(own, link), self._known(link)
+        if known is not None:
+            expected = self._predict(own, network)
+            own.steps.remove(known)
+            seconds = (expected + seconds) / 2  # steps differ by chance
+            if memory.since_move > self.rule.visit:
+                self._shift(seconds - expected, doubt=(_SAME - 1) * max(0.0, network - memory.hidden))
         least = max(0.0, min(seconds - exposed for seconds, _, exposed in memory.recent))
-        others = [one for one in own.steps if not _are_same(one.network, network, seconds)]
-        own.steps = [*others, _OnLink(network, seconds, least)][-_KEPT:]
+        own.steps = [*own.steps, _OnLink(network, seconds, least)][-_KEPT:]
+
+    def _known(self, link: Link) -> _OnLink | None:
+        """Return what the rung in use took on a link like this one, if it ran on any."""
+        own = self._memory.rungs[self._memory.rung]
+        network = self._network(own, link)
+        alike = [one for one in own.steps if _are_same(one.network, network, one.seconds)]
+        return min(alike, key=lambda one: abs(one.network - network), default=None)
+
+    def _shift(self, seconds: float, doubt: float) -> None:
+        """Let steps take longer on every rung, on every link.
+
+        What slows a step down besides the link, the model's work or the machine's, does so on every rung. Of this, as
+        much is left out as a probe that is a little wrong would explain.
+        """
+        shift = math.copysign(max(0.0, abs(seconds) - doubt), seconds)
+        for rung in self._memory.rungs:
+            rung.steps = [one.slower_by(shift) for one in rung.steps]
 
     def _network(self, rung: _Rung, link: Link) -> float:
         """Return the seconds that a rung's collectives need on a link."""
@@ -290,12 +308,21 @@ class Decider:
         return Move(source, target, reason)
 
 
-def link_of(seconds_of_nothing: float, seconds: float, payload: int, ranks: int) -> Link:
-    """Return the link on which an all-reduce of a few bytes and one of so many take so many seconds."""
+_SMALL = 4  # bytes
+
+
+def link_of(seconds_of_small: float, seconds: float, payload: int, ranks: int) -> Link:
+    """Return the link on which an all-reduce of 4 bytes and one of so many take so many seconds."""
+    (small, steps), (large, _) = (_on_link(payload, ranks) for payload in (_SMALL, payload))
+    on_wire = max(seconds - seconds_of_small, 0.1 * seconds)  # noise may make the large one the faster
+    rate = 8 * (large - small) / on_wire
+    return Link(rate=rate, latency=max(0.0, seconds_of_small - 8 * small / rate) / steps)
+
+
+def _on_link(payload: int, ranks: int) -> tuple[float, int]:
+    """Return the bytes of an all-reduce on the link, with headers and messages, and its steps."""
     course = course_of("all-reduce", payload, ranks)
-    on_wire = max(seconds - seconds_of_nothing, 0.1 * seconds)  # noise may make the large one the faster
-    data = course.up_bytes * course.overhead + MESSAGE_BYTES * course.messages
-    return Link(rate=8 * data / on_wire, latency=seconds_of_nothing / course.steps)
+    return course.up_bytes * course.overhead + MESSAGE_BYTES * course.messages, course.steps
 
 
 def sends_of(counts: Sequence[tuple[str, float, float]]) -> Sends:

@@ -19,8 +19,9 @@ class AdaptiveRule:
     compressor, if the ladder begins with those, at the cost of time."""
     visit: int = 3
     """Steps on each rung at first, and on a rung that was moved to, before it is judged; the first is not counted."""
-    change: float = 0.05
-    """The change of a step's waiting, as a part of the step, on which the link is probed. Lower: more probes."""
+    change: float = 0.1
+    """The change of a step's waiting, as a part of the step, on which the link is probed. Lower: more probes. It
+    doubles with every probe that leads to nothing, and goes back slowly."""
     look: int = 8
     """Steps between two probes while another rung would pay on a faster link. Lower: a faster link is used sooner."""
     idle_look: int = 64

@@ -52,6 +52,8 @@ class StateTable:
         self.rank = rank
         self.world_size = world_size
         self.storage = storage
+        self.successors: tuple[Compressor, ...] = ()
+        """Compressors that may take over from the one in use: what they remember may be loaded, too."""
         self._states: dict[Tensor, ParameterState] = {}
         self._names: dict[Tensor, str] = {}
         self._loaded: dict[str, _Loaded] | None = None

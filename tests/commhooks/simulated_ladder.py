@@ -12,9 +12,9 @@ from commhooks.planning.rule import AdaptiveRule
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 
 RANKS = 2
-FAST, SLOW = Link(rate=1e9, latency=1e-4), Link(rate=1e8, latency=1e-4)
-COMPUTE = 0.06
-_READY = (0.03, 0.04, 0.05, 0.06)
+FAST, SLOW = Link(rate=1e10, latency=1e-4), Link(rate=1e8, latency=1e-4)
+COMPUTE = 0.12
+_READY = (0.06, 0.08, 0.1, 0.12)
 _ELEMENTS = 450_000  # of a bucket
 
 
@@ -27,13 +27,16 @@ def rung(kind: str, payload: int, compression: float, policy: str = "fifo", comp
 
 
 def ladder(policy: str = "fifo", compute: float = COMPUTE) -> list[Step]:
-    """Return dense, fp16, int8 in two hops, and two ranks of PowerSGD, with costs as on one core."""
+    """Return dense, fp16, int8 in two hops, and two ranks of PowerSGD, each with its compression on the same core.
+
+    On a fast link compression costs more than it saves; on a slow one the last two are fastest.
+    """
     return [
         rung("all-reduce", 4 * _ELEMENTS, 0.0, policy, compute),
-        rung("all-reduce", 2 * _ELEMENTS, 0.004, policy, compute),
-        rung("all-to-all", 2 * _ELEMENTS, 0.02, policy, compute),
-        rung("all-reduce", 80_000, 0.009, policy, compute),
-        rung("all-reduce", 20_000, 0.007, policy, compute),
+        rung("all-reduce", 2 * _ELEMENTS, 0.008, policy, compute),
+        rung("all-to-all", 2 * _ELEMENTS, 0.03, policy, compute),
+        rung("all-reduce", 80_000, 0.02, policy, compute),
+        rung("all-reduce", 20_000, 0.018, policy, compute),
     ]
 
 
@@ -49,12 +52,14 @@ class Run:
         rule: AdaptiveRule | None = None,
         noise: float = 0.0,
         late: Callable[[int], float] = lambda step: 0.0,
-        compute: Callable[[int], Sequence[Step]] | None = None,
+        late_rank: Callable[[int], float] = lambda step: 0.0,
+        ladder_at: Callable[[int], Sequence[Step]] | None = None,
         seed: int = 0,
     ) -> None:
-        self.ladder, self.link, self.noise, self.late = steps, link, noise, late
+        self.ladder, self.link, self.noise = steps, link, noise
+        self.late, self.late_rank = late, late_rank
         self.decider = Decider(len(steps), RANKS, rung, rule or AdaptiveRule())
-        self.ladder_at = compute or (lambda step: steps)
+        self.ladder_at = ladder_at or (lambda step: steps)
         self.random = random.Random(seed)
         self.now = 0
         self.seconds: list[float] = []
@@ -68,13 +73,11 @@ class Run:
             link = self.link(self.now)
             step = self.ladder_at(self.now)[self.decider.rung]
             self.rungs.append(self.decider.rung)
-            seen = self._seen(step, link)
+            seen = self.seen(step, link)
             self.seconds.append(seen.seconds)
             if self.decider.take(seen):
                 self.probes.append(self.now)
                 move = self.decider.decide(self._probed(link))
-                if self.decider.link is not None and len(self.probes) == 1:
-                    assert move is not None, "the first probe sends the controller to the next rung"
                 if move is not None:
                     self.moves.append((self.now, move))
             self.now += 1
@@ -87,7 +90,8 @@ class Run:
         """Return the seconds of the fastest rung's step."""
         return min(step_time(step, link, RANKS).seconds for step in self.ladder)
 
-    def _seen(self, step: Step, link: Link) -> Seen:
+    def seen(self, step: Step, link: Link) -> Seen:
+        """Return what a step shows on a link."""
         time = step_time(step, link, RANKS)
         late = self.late(self.now)
         payloads: Counter[str] = Counter()
@@ -98,9 +102,9 @@ class Run:
                     payloads[kind] += payload
                     numbers[kind] += 1
         return Seen(
-            seconds=self._noisy(time.seconds) + late,
+            seconds=self._noisy(time.seconds) + late + self.late_rank(self.now),
             waiting=self._noisy(time.communication) + late,
-            exposed=self._noisy(time.seconds - time.compute) + late,
+            exposed=self._noisy(time.seconds - time.compute) + late + self.late_rank(self.now),
             sends=tuple((kind, payloads[kind], numbers[kind]) for kind in payloads),
         )
 

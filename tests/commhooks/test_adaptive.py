@@ -1,0 +1,50 @@
+"""A controller over real attachments. What each rank runs is in adaptive_in_worlds.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.commhooks import adaptive_in_worlds as on_every_rank
+from tests.commhooks.adaptive_in_worlds import CHANGE, LADDER, SAVED
+from tests.commhooks.ranks import run_ranks
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", ["core", "torch"])
+def test_replicas_are_equal_through_every_move_and_a_resumed_run_is_the_one_that_was_not_interrupted(kind: str) -> None:
+    first, second = run_ranks(on_every_rank.saved_and_resumed, 2, kind)
+    assert first == second  # the means of all steps, bit for bit, and the decisions
+    whole, resumed = first
+    moves = [line for line in whole.decisions if "to measure it" not in line]
+    assert len(moves) >= 2 and any(line.startswith(f"step {CHANGE + 1}: ") for line in moves)
+    assert resumed.digests == whole.digests[SAVED:]
+    assert (resumed.compressors, resumed.decisions) == (whole.compressors, whole.decisions)
+    assert "PowerSGD" in resumed.compressors[0]
+
+
+def test_ranks_that_measure_this_machine_know_and_decide_the_same() -> None:
+    (state, digests, told), second = run_ranks(on_every_rank.measured, 2, "core")
+    assert (state, digests, told) == second
+    assert told >= len(LADDER) - 1
+
+
+def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays() -> None:
+    for rank, told in enumerate(run_ranks(on_every_rank.refusals, 2, "core")):
+        errors = {what: one.error for what, one in told.items()}
+        assert errors == dict.fromkeys(told, "SettingsError") | {
+            "another ladder": "AttachError",
+            "another's state": "CheckpointError",
+            "damaged state": "CheckpointError",
+            "detached": "AttachError",
+        }
+        assert "ladder must have at least two compressors" in told["one rung"].text
+        assert "ladder must have at least two compressors" in told["no ladder"].text
+        assert "Did you mean 'powersgd'" in told["unknown"].text
+        assert "is there twice" in told["twice"].text
+        assert "noop averages nothing" in told["no average"].text
+        assert "must be a rung of the ladder" in told["not in use"].text
+        assert "'head.*' must match a parameter's name" in told["this model"].text
+        assert "'powersdg'" in told["another rank's"].text and ("rank 1" in told["another rank's"].text) == (rank == 0)
+        assert "ranks disagree about ladder" in told["another ladder"].text
+        assert "ladder: saved" in told["another's state"].text
+        assert "at least 2 are needed" in told["one rank"].text

@@ -1,0 +1,213 @@
+"""Which rung of a ladder is chosen, on simulated links; the step-time model says what each step takes."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks import AdaptiveRule, CheckpointError, SettingsError
+from commhooks.planning.deciding import Decider, link_of
+from commhooks.planning.links import Link
+from commhooks.planning.step_time import Step, step_time
+from tests.commhooks.simulated_ladder import COMPUTE, FAST, RANKS, SLOW, Run, ladder, rung
+
+PHASE = 100
+noises = pytest.mark.parametrize("noise", [0.0, 0.05, 0.15])
+policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
+
+
+def back_and_forth(step: int) -> Link:
+    return SLOW if PHASE <= step < 2 * PHASE else FAST
+
+
+@noises
+@policies
+@pytest.mark.parametrize("seed", range(3))
+def test_a_link_a_hundred_times_slower_and_back_is_followed_within_ten_steps_at_90_percent_of_the_best(
+    noise: float, policy: str, seed: int
+) -> None:
+    run = Run(ladder(policy), back_and_forth, noise=noise, seed=seed)
+    run.go_on(3 * PHASE)
+    for phase, link in enumerate((FAST, SLOW, FAST)):
+        taken = sum(run.seconds[phase * PHASE : (phase + 1) * PHASE])
+        assert PHASE * run.best(link) * (1 + noise / 2) / taken >= 0.9, phase  # a noisy step takes half of it longer
+        on_link = [step_time(step, link, RANKS).seconds for step in run.ladder]
+        settled = run.rungs[phase * PHASE + (20 if phase == 0 else 10) : (phase + 1) * PHASE]
+        assert max(on_link[rung] for rung in settled) <= (1.05 + 2 * noise) * min(on_link)
+
+
+def test_the_step_in_which_the_link_slows_down_is_the_only_slow_one() -> None:
+    run = Run(ladder(), back_and_forth)
+    run.go_on(2 * PHASE)
+    dense = step_time(run.ladder[0], SLOW, RANKS).seconds
+    assert [step for step, seconds in enumerate(run.seconds) if seconds > dense / 2] == [PHASE]
+
+
+@pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize("start", range(5))
+def test_every_rung_is_tried_once_wherever_the_run_begins_and_then_the_best_one_stays(link: Link, start: int) -> None:
+    run = Run(ladder(), lambda step: link, rung=start)
+    run.go_on(200)
+    order = [rung for rung, _ in itertools.groupby(run.rungs)]
+    assert order[:5] == [start, *(number for number in range(5) if number != start)]
+    assert len(order) <= 7  # the best one, after one that differs from it by less than the model knows
+    assert step_time(run.ladder[order[-1]], link, RANKS).seconds <= run.best(link) / (1 - AdaptiveRule().margin)
+
+
+@pytest.mark.parametrize("pattern", list(itertools.permutations(range(5)))[::7])
+def test_the_best_rung_is_found_in_every_order_of_the_ladder(pattern: tuple[int, ...]) -> None:
+    rungs = [ladder()[number] for number in pattern]
+    run = Run(rungs, back_and_forth)
+    run.go_on(2 * PHASE)
+    assert step_time(rungs[run.rungs[PHASE - 1]], FAST, RANKS).seconds <= run.best(FAST) / (1 - AdaptiveRule().margin)
+    assert step_time(rungs[run.rungs[-1]], SLOW, RANKS).seconds <= run.best(SLOW) / (1 - AdaptiveRule().margin)
+
+
+@noises
+@pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
+def test_one_late_step_moves_nothing(noise: float, link: Link) -> None:
+    quiet, late = (
+        Run(ladder(), lambda step: link, noise=noise, late=lambda step, at=at: 1.0 if step == at else 0.0)  # type: ignore[misc]  # 'Cannot infer type of lambda'
+        for at in (-1, 60)
+    )
+    for run in (quiet, late):
+        run.go_on(70)
+    assert late.moves_after(60) == quiet.moves_after(60)
+    assert 60 in late.probes  # it was looked into
+
+
+def test_a_rank_that_is_late_is_not_taken_for_a_slow_link() -> None:
+    run = Run(ladder(), lambda step: FAST, late_rank=lambda step: 1.0 if step >= 60 else 0.0)
+    run.go_on(80)
+    assert run.moves_after(20) == [] and [step for step in run.probes if 20 <= step] == []
+
+
+@noises
+def test_a_link_that_slows_down_a_little_in_every_step_is_followed(noise: float) -> None:
+    def link(step: int) -> Link:
+        return Link(rate=max(1e8, 1e10 * 0.97 ** max(0, step - 50)), latency=1e-4)
+
+    run = Run(ladder(), link, noise=noise)
+    run.go_on(300)
+    best = sum(run.best(link(step)) for step in range(50, 300)) * (1 + noise / 2)
+    assert best / sum(run.seconds[50:]) >= 0.9
+
+
+def test_work_that_grows_on_every_rung_alike_moves_nothing() -> None:
+    def rungs(compute: float) -> list[Step]:
+        return [ladder(compute=compute)[number] for number in (0, 2, 4)]  # no two of them are about equally fast
+
+    run = Run(rungs(COMPUTE), lambda step: SLOW, ladder_at=lambda step: rungs(2 * COMPUTE if step >= 60 else COMPUTE))
+    run.go_on(200)
+    assert run.moves_after(20) == [] and run.rungs[-1] == 2
+
+
+def test_a_link_that_alternates_within_the_regret_is_left_alone_for_longer_and_longer() -> None:
+    """Fast and slow differ by less than what is urgent: after each mistake the ban is twice as long."""
+    rungs = [rung("all-reduce", 400_000, 0.0), rung("all-reduce", 20_000, 0.04)]
+    slower = Link(rate=1.1e8, latency=1e-4)
+    run = Run(rungs, lambda step: slower if step // 12 % 2 else FAST)
+    fast, slow = ([step_time(step, link, RANKS).seconds for step in rungs] for link in (FAST, slower))
+    assert fast[0] < 0.95 * fast[1] and slow[1] < 0.95 * slow[0] < 2 * 0.95 * slow[1]
+    run.go_on(1200)
+    changes = 1200 // 12
+    assert 2 <= len(run.moves_after(20)) < changes / 2
+    first, second = (len([s for s, _, _ in run.moves_after(20) if low <= s < low + 600]) for low in (0, 600))
+    assert second <= first
+
+
+def test_of_rungs_that_are_equally_fast_the_first_is_used() -> None:
+    run = Run([rung("all-reduce", 100, 0.0), rung("all-reduce", 50, 0.0)], lambda step: FAST, rung=1)
+    run.go_on(40)
+    assert run.rungs[-1] == 0 and len(run.moves) == 1
+
+
+def test_a_rung_that_never_pays_costs_its_visit_and_no_more() -> None:
+    run = Run([rung("all-reduce", 4000, 0.0), rung("all-reduce", 4000, 1.0)], lambda step: FAST)
+    run.go_on(400)
+    assert run.rungs.count(1) == AdaptiveRule().visit
+
+
+def test_while_nothing_changes_and_nothing_could_be_gained_there_is_hardly_a_probe() -> None:
+    run = Run(ladder(), lambda step: FAST)
+    run.go_on(30)
+    run.probes.clear()
+    run.go_on(640)
+    assert run.rungs[-1] == 0 and len(run.probes) == 640 // AdaptiveRule().idle_look
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 9, 14, 15, 16, 50, 100, 101, 102, 103, 104, 200, 203, 209])
+def test_a_decider_that_is_saved_and_loaded_decides_as_the_one_that_was_not(at: int) -> None:
+    whole, resumed = (Run(ladder(), back_and_forth, noise=0.1, seed=5) for _ in range(2))
+    whole.go_on(260)
+    resumed.go_on(at)
+    file = io.BytesIO()
+    torch.save(resumed.decider.state_dict(), file)
+    file.seek(0)
+    resumed.decider = Decider(5, RANKS, 0, AdaptiveRule())
+    resumed.decider.load_state_dict(torch.load(file))
+    resumed.go_on(260 - at)
+    assert (resumed.rungs, resumed.moves, resumed.probes) == (whole.rungs, whole.moves, whole.probes)
+    assert resumed.decider.state_dict() == whole.decider.state_dict()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("rungs"),
+        lambda state: state.update(rungs=state["rungs"][:2]),
+        lambda state: state.update(rung=7),
+        lambda state: state.update(unheard_of=1),
+        lambda state: state["rungs"][0].update(steps=[1.0]),
+    ],
+    ids=["without rungs", "fewer rungs", "no such rung", "unknown field", "steps"],
+)
+def test_damaged_state_raises_and_changes_nothing(damage: Callable[[dict[str, Any]], object]) -> None:
+    run = Run(ladder(), back_and_forth)
+    run.go_on(20)
+    before, state = run.decider.state_dict(), run.decider.state_dict()
+    damage(state)
+    with pytest.raises(CheckpointError, match="Adaptive: the state"):
+        run.decider.load_state_dict(state)
+    assert run.decider.state_dict() == before
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_probe_finds_the_rate_and_latency_of_a_link(ranks: int) -> None:
+    link = Link(rate=3e8, latency=2e-4)
+    small, large = (link.transfer("all-reduce", payload, ranks).seconds for payload in (4, 1_000_000))
+    found = link_of(small, large, 1_000_000, ranks)
+    assert (found.rate, found.latency) == pytest.approx((3e8, 2e-4))
+
+
+def test_a_probe_whose_large_message_was_the_faster_is_a_fast_link_and_no_error() -> None:
+    assert 0 < link_of(2e-3, 1e-3, 1_000_000, 2).rate < math.inf
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"margin": 0.0},
+        {"margin": 1.0},
+        {"change": -0.1},
+        {"tie": 0.05},
+        {"tie": -0.01},
+        {"visit": 1},
+        {"visit": 2.5},
+        {"look": 0},
+        {"idle_look": 0},
+        {"urgent": 1.0},
+        {"urgent": math.inf},
+        {"regret": 0},
+    ],
+    ids=str,
+)
+def test_a_rule_that_cannot_work_raises(settings: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=rf"AdaptiveRule\({next(iter(settings))}="):
+        AdaptiveRule(**settings)
