@@ -170,7 +170,7 @@ class Decider:
         memory, rule = self._memory, self.rule
         was, memory.rate, memory.latency = self.link, link.rate, link.latency
         memory.since_probe = 0
-        if memory.has_changed and self._known(link) is not None:
+        if memory.has_changed and was is not None and self._are_alike(was, link):
             # The link is as it was: one step was late, for whatever reason. It takes more to look again.
             memory.change = min(_MOST, 2 * memory.change)
             return None
@@ -245,6 +245,12 @@ class Decider:
                 self._shift(seconds - expected, doubt=(_SAME - 1) * max(0.0, network - memory.hidden))
         least = max(0.0, min(seconds - exposed for seconds, _, exposed in memory.recent))
         own.steps = [*own.steps, _OnLink(network, seconds, least)][-_KEPT:]
+
+    def _are_alike(self, one: Link, other: Link) -> bool:
+        """Return whether two links are the same to the rung in use."""
+        own = self._memory.rungs[self._memory.rung]
+        networks = self._network(own, one), self._network(own, other)
+        return _are_same(*networks, self._predict(own, networks[0]))
 
     def _known(self, link: Link) -> _OnLink | None:
         """Return what the rung in use took on a link like this one, if it ran on any."""

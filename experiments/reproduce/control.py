@@ -156,22 +156,22 @@ def _verdict(settings: Settings, best: list[str], shares: list[list[float]], con
     delays = [delay for ran in controlled for delay in _delays(ran, settings)]
     slowest = max(delays, default=0)
     equal = all(ran["equal"] for ran in controlled)
+    bests = ", ".join(f"{hook} at {rate}" for hook, rate in zip(best, settings.rates, strict=True))
     return (
-        f"Best fixed compressors: {', '.join(f'{hook} at {rate}' for hook, rate in zip(best, settings.rates, strict=True))}. "  # noqa: E501
-        f"The controller reaches at least {percent(lowest)} of their throughput in every phase of every run (goal: "
-        f"{percent(_THROUGHPUT_TARGET)}, {_met(lowest >= _THROUGHPUT_TARGET)}); the phases include the steps in which it tries its "  # noqa: E501
-        f"rungs at first. After a change of the link it has its new setting within {slowest} steps (goal: {_STEPS_TARGET}, "  # noqa: E501
-        f"{_met(slowest <= _STEPS_TARGET)}). After every phase the replicas were {'equal' if equal else 'not equal'}, bit for bit."  # noqa: E501
+        f"Best fixed compressors: {bests}. The controller reaches at least {percent(lowest)} of their throughput in "
+        f"every phase of every run (goal: {percent(_THROUGHPUT_TARGET)}, {_met(lowest >= _THROUGHPUT_TARGET)}); the "
+        "first phase includes the steps in which it tries its rungs. After a change of the link it has left its "
+        f"compressor for a faster one within {slowest} steps (goal: {_STEPS_TARGET}, {_met(slowest <= _STEPS_TARGET)}). "
+        f"After every phase the replicas were {'equal' if equal else 'not equal'}, bit for bit."
     )
 
 
 def _delays(ran: Mapping[str, Any], settings: Settings) -> list[int]:
-    """Return for each change of the link after how many steps the compressor is the phase's last one."""
-    phases = _by_phase(ran["rungs"], settings)
+    """Return for each change of the link after how many steps of the new phase the compressor changed."""
     found = []
-    for before, phase in pairwise(phases):
-        if phase[-1] != before[-1]:
-            found.append(next(step for step, rung in enumerate(phase) if rung == phase[-1]))
+    for before, phase in pairwise(_by_phase(ran["rungs"], settings)):
+        moved = [step for step, rung in enumerate(phase) if rung != before[-1]]
+        found.append(moved[0] if moved else len(phase))
     return found
 
 
@@ -182,23 +182,22 @@ def _met(is_met: bool) -> str:
 def _replacing(controlled: list[Any]) -> str:
     seconds = [one for ran in controlled for one in ran["replacing"]]
     return (
-        f"A call of the controller that moves takes {milliseconds(seconds)} ms, with the probe and the agreement of the "
-        "ranks (median and quartiles)."
+        f"A call of the controller that moves takes {milliseconds(seconds)} ms, with the probe and the ranks' agreement "
+        "(median and quartiles)."
     )
 
 
 def _beside(beside: Mapping[str, Any], settings: Settings) -> str:
     ours, itself = Ratio.of(beside["adaptive"], beside["dense"]), Ratio.of(beside["again"], beside["dense"])
-    spread = itself.high - 1
-    is_met = ours.median <= 1 + _SLOWER_TARGET + max(0.0, spread)
+    is_met = ours.median <= 1 + _SLOWER_TARGET + max(0.0, itself.high - 1)
     at_first = beside["at_first"]
+    as_long_as = sum(at_first) / (_mean(beside["dense"]) / settings.turn_steps)
     return (
         f"On links without a limit the controller chose {beside['chosen']}. Its steps took {ours.text} times those of a "
-        f"plain all-reduce, in {settings.turns} turns of {settings.turn_steps} steps (median, 95 % interval); those of a second plain "  # noqa: E501
-        f"all-reduce {itself.text} times. The goal of at most {percent(_SLOWER_TARGET)} more, plus that spread, is "
-        f"{_met(is_met)}. Its first {len(at_first)} steps, in which it tries its rungs, are not counted there; they "
-        f"took {seconds_in_words(sum(at_first))}, as long as {sum(at_first) / _mean(beside['dense']) * settings.turn_steps:.0f} "  # noqa: E501
-        "steps of a plain all-reduce."
+        f"plain all-reduce, in {settings.turns} turns of {settings.turn_steps} steps (median, 95 % interval); those of a "
+        f"second plain all-reduce {itself.text} times. The goal of at most {percent(_SLOWER_TARGET)} more, plus that "
+        f"spread, is {_met(is_met)}. Its first {len(at_first)} steps, in which it tries its rungs, are not counted "
+        f"there; they took {seconds_in_words(sum(at_first))}, as long as {as_long_as:.0f} steps of a plain all-reduce."
     )
 
 
