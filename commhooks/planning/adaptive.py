@@ -108,7 +108,6 @@ class Adaptive:
         attachment.expect(*self._ladder)  # a checkpoint may hold state of every rung
         self._decider = Decider(len(self._ladder), self._meter.ranks, rung, self._rule)
         self.decisions: list[Decision] = []
-        self._steps = attachment.steps
 
     @property
     def compressor(self) -> Compressor:
@@ -132,12 +131,8 @@ class Adaptive:
         are being accumulated), it does nothing. Raises the group's own error if a rank is gone, and what
         `Attachment.replace` raises.
         """
-        taken = self._attachment.steps - self._steps
-        if taken == 0:
-            return None
-        self._steps = self._attachment.steps
-        seen = self._meter.seen(taken)
-        if not self._decider.take(seen):
+        seen = self._meter.seen()
+        if seen is None or not self._decider.take(seen):
             return None
         move = self._decider.decide(self._meter.probe(self._decider))
         self._meter.start()
@@ -145,7 +140,7 @@ class Adaptive:
             return None
         self._attachment.replace(self._ladder[move.target])
         names = str(self._ladder[move.source]), str(self._ladder[move.target])
-        decision = Decision(self._steps, *names, move.reason)
+        decision = Decision(self._attachment.steps, *names, move.reason)
         self.decisions.append(decision)
         if self._on_decision is not None:
             self._on_decision(decision)
@@ -154,7 +149,6 @@ class Adaptive:
 
     def pause(self) -> None:
         """Leave out what has passed since the last call of `step`: an evaluation, a checkpoint, a restart."""
-        self._steps = self._attachment.steps
         self._meter.start()
 
     def state_dict(self) -> dict[str, Any]:
@@ -262,10 +256,12 @@ class _Meter:
         """Begin a step."""
         self._counted, self._began = self._attachment.statistics(), time.perf_counter()
 
-    def seen(self, steps: int) -> Seen:
-        """Return the mean of the steps since the last call, as all ranks see it, and begin the next."""
+    def seen(self) -> Seen | None:
+        """Return the mean of the steps since the last call, as all ranks see it, and begin the next; None if none."""
         now, counts = time.perf_counter(), self._attachment.statistics()
         seconds, added = now - self._began, counts.since(self._counted)
+        if added.steps == 0:
+            return None
         waiting, exposed = added.seconds_waiting, added.seconds_exposed
         if not self._sees_waiting:
             waiting = exposed = seconds
@@ -273,7 +269,7 @@ class _Meter:
         for kind in KINDS:
             traffic = added.by_kind.get(kind)
             own += [traffic.payload_bytes, traffic.collectives] if traffic else [0, 0]
-        longest, shortest, most, *sent = (value / steps for value in self._largest(own))
+        longest, shortest, most, *sent = (value / added.steps for value in self._largest(own))
         kinds = zip(KINDS, sent[::2], sent[1::2], strict=True)
         self._counted, self._began = counts, time.perf_counter()
         return Seen(longest, -shortest, most, sends_of(list(kinds)))

@@ -160,9 +160,9 @@ def _verdict(settings: Settings, best: list[str], shares: list[list[float]], con
     return (
         f"Best fixed compressors: {bests}. The controller reaches at least {percent(lowest)} of their throughput in "
         f"every phase of every run (goal: {percent(_THROUGHPUT_TARGET)}, {_met(lowest >= _THROUGHPUT_TARGET)}); the "
-        "first phase includes the steps in which it tries its rungs. After a change of the link it has left its "
-        f"compressor for a faster one within {slowest} steps (goal: {_STEPS_TARGET}, {_met(slowest <= _STEPS_TARGET)}). "
-        f"After every phase the replicas were {'equal' if equal else 'not equal'}, bit for bit."
+        "first phase includes the steps in which it tries its rungs. After a change of the link it moved within "
+        f"{slowest} steps (goal: {_STEPS_TARGET}, {_met(slowest <= _STEPS_TARGET)}). After every phase the replicas "
+        f"were {'equal' if equal else 'not equal'}, bit for bit."
     )
 
 
@@ -182,8 +182,8 @@ def _met(is_met: bool) -> str:
 def _replacing(controlled: list[Any]) -> str:
     seconds = [one for ran in controlled for one in ran["replacing"]]
     return (
-        f"A call of the controller that moves takes {milliseconds(seconds)} ms, with the probe and the ranks' agreement "
-        "(median and quartiles)."
+        f"A call of the controller that moves takes {milliseconds(seconds)} ms, with the probe and the ranks' "
+        "agreement (median and quartiles)."
     )
 
 
@@ -193,11 +193,12 @@ def _beside(beside: Mapping[str, Any], settings: Settings) -> str:
     at_first = beside["at_first"]
     as_long_as = sum(at_first) / (_mean(beside["dense"]) / settings.turn_steps)
     return (
-        f"On links without a limit the controller chose {beside['chosen']}. Its steps took {ours.text} times those of a "
-        f"plain all-reduce, in {settings.turns} turns of {settings.turn_steps} steps (median, 95 % interval); those of a "
-        f"second plain all-reduce {itself.text} times. The goal of at most {percent(_SLOWER_TARGET)} more, plus that "
-        f"spread, is {_met(is_met)}. Its first {len(at_first)} steps, in which it tries its rungs, are not counted "
-        f"there; they took {seconds_in_words(sum(at_first))}, as long as {as_long_as:.0f} steps of a plain all-reduce."
+        f"On links without a limit the controller chose {beside['chosen']}. Its steps took {ours.text} times those of "
+        f"a plain all-reduce, in {settings.turns} turns of {settings.turn_steps} steps (median, 95 % interval); those "
+        f"of a second plain all-reduce {itself.text} times. The goal of at most {percent(_SLOWER_TARGET)} more, plus "
+        f"that spread, is {_met(is_met)}. Its first {len(at_first)} steps, in which it tries its rungs, are not "
+        f"counted; they took {seconds_in_words(sum(at_first))}, as long as {as_long_as:.0f} steps of a plain "
+        "all-reduce."
     )
 
 

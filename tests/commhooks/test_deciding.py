@@ -85,7 +85,7 @@ def test_one_late_step_moves_nothing(noise: float, link: Link) -> None:
 def test_a_rank_that_is_late_is_not_taken_for_a_slow_link() -> None:
     run = Run(ladder(), lambda step: FAST, late_rank=lambda step: 1.0 if step >= 60 else 0.0)
     run.go_on(80)
-    assert run.moves_after(20) == [] and [step for step in run.probes if 20 <= step] == []
+    assert run.moves_after(20) == [] and [step for step in run.probes if step >= 20] == []
 
 
 @noises
