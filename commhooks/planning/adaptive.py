@@ -283,8 +283,8 @@ class _Meter:
         small = torch.zeros(1, device=self._device)
         large = torch.zeros(payload // small.element_size(), device=self._device)
         self._timed(small)  # the ranks meet here, so that what follows is the link's alone
-        seconds = self._largest([self._timed(small), self._timed(large)])
-        return link_of(*seconds, payload, self.ranks)
+        of_small, of_large = self._largest([self._timed(small), self._timed(large)])
+        return link_of(of_small, of_large, payload, self.ranks)
 
     def _timed(self, tensor: Tensor) -> float:
         began = time.perf_counter()

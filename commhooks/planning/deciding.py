@@ -170,8 +170,9 @@ class Decider:
         memory, rule = self._memory, self.rule
         was, memory.rate, memory.latency = self.link, link.rate, link.latency
         memory.since_probe = 0
-        if memory.has_changed and was is not None and self._are_alike(was, link):
-            # The link is as it was: one step was late, for whatever reason. It takes more to look again.
+        if memory.has_changed and memory.favourite is None and was is not None and self._are_alike(was, link):
+            # The link is as it was: one step was late, for whatever reason. It takes more to look again. (With a
+            # favourite it changed one step ago, and that step was only partly on the new link.)
             memory.change = min(_MOST, 2 * memory.change)
             return None
         last, memory.waiting, _ = memory.recent[-1]

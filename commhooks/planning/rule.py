@@ -26,7 +26,7 @@ class AdaptiveRule:
     """Steps between two probes while another rung would pay on a faster link. Lower: a faster link is used sooner."""
     idle_look: int = 64
     """Steps between two probes otherwise: they show what else has changed."""
-    urgent: float = 2.0
+    urgent: float = 1.5
     """A step that takes this many times as long as another rung would moves at once. A smaller difference must be seen
     in two successive steps."""
     regret: int = 16

@@ -120,11 +120,13 @@ def run_turns(rank: int, ranks: int, asked: Turns, send: Send) -> None:
                 worker.step(turn * asked.steps + step)
     counted = asked.turns * asked.steps
     found = [_longest(worker.seconds[-counted:]) for worker in workers]
-    sums = [[sum(one[first : first + asked.steps]) for first in range(0, counted, asked.steps)] for one in found]
+    dense, again, adaptive = (
+        [sum(one[first : first + asked.steps]) for first in range(0, counted, asked.steps)] for one in found
+    )
     for worker in workers:
         worker.attachment.detach()
     if rank == 0:
-        send(Beside(*sums, at_first, controller.rungs[-1]))
+        send(Beside(dense, again, adaptive, at_first, controller.rungs[-1]))
     del worker, workers, controller
 
 

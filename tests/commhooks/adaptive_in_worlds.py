@@ -115,7 +115,7 @@ def measured(rank: int, kind: str) -> tuple[str, list[bytes], int]:
     model = given(kind)
     attachment = commhooks.attach(model, "all-reduce")
     controller = Adaptive(attachment, LADDER, on_decision=told.append)
-    assert controller.step() is None and controller.link is None  # no step was taken
+    assert controller.step() is None  # no step was taken
     digests = _steps(rank, model, controller, 0, 24)
     assert controller.link is not None and controller.metrics()["commhooks/adaptive/link_rate"] == controller.link.rate
     assert controller.compressor == attachment.compressor

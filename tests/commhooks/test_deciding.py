@@ -49,6 +49,27 @@ def test_the_step_in_which_the_link_slows_down_is_the_only_slow_one() -> None:
     assert [step for step, seconds in enumerate(run.seconds) if seconds > dense / 2] == [PHASE]
 
 
+@pytest.mark.parametrize("halfway", [5e8, 2e8, 1.2e8])
+def test_a_link_that_slows_down_in_the_middle_of_a_step_costs_no_more_than_that_step_and_the_next(
+    halfway: float,
+) -> None:
+    def link(step: int) -> Link:
+        return FAST if step < PHASE else Link(rate=halfway, latency=1e-4) if step == PHASE else SLOW
+
+    run = Run(ladder(), link)
+    run.go_on(PHASE + 20)
+    dense = step_time(run.ladder[0], SLOW, RANKS).seconds
+    assert run.rungs[PHASE + 2] in (3, 4)
+    assert max(run.seconds[PHASE + 2 :]) < dense / 2
+
+
+def test_every_change_of_a_link_is_answered_within_ten_steps_also_the_fifth() -> None:
+    run = Run(ladder(), lambda step: SLOW if step // PHASE % 2 else FAST)
+    run.go_on(10 * PHASE)
+    for phase in range(1, 10):
+        assert {rung > 0 for rung in run.rungs[phase * PHASE + 10 : (phase + 1) * PHASE]} == {phase % 2 == 1}, phase
+
+
 @pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("start", range(5))
 def test_every_rung_is_tried_once_wherever_the_run_begins_and_then_the_best_one_stays(link: Link, start: int) -> None:
