@@ -86,11 +86,11 @@ from commhooks.language.requests import (
     Request,
 )
 from commhooks.making import make_compressor
+from commhooks.planning.adaptive import Adaptive
 from commhooks.planning.candidates import Candidate
 from commhooks.planning.estimate import Estimate, HookEstimate, estimate
 from commhooks.planning.profile import Profile
 from commhooks.planning.profiling import profile
-from commhooks.planning.adaptive import Adaptive
 from commhooks.planning.rule import AdaptiveRule
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.lockstep import lockstep_lines
