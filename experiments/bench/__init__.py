@@ -1,1 +1,1 @@
-"""Benchmarks whose every figure is a ratio to a peer, measured in turns within one run: `python -m experiments.bench`."""
+"""Benchmarks: each figure is a ratio to a peer, measured in turns within one run (`python -m experiments.bench`)."""

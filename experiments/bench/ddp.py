@@ -1,33 +1,38 @@
-"""Measure the step time of ``ddp_core`` against PyTorch's C++ reducer, in turns, on Gloo and this machine's CPU.
-
-Every model is trained by four copies, one after another within each round: without any DDP ("local"), with PyTorch's
-class, with ours, and with PyTorch's class again. Each round gives one ratio ours/PyTorch's and one PyTorch's/PyTorch's;
-the second is the noise, and shows how far the first may be from 1 by chance.
-"""
+"""`ddp_core` against PyTorch's C++ reducer: step time, memory and time to construct, on Gloo and this machine's CPU."""
 
 from __future__ import annotations
 
-import json
-import os
+import copy
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.distributed as dist
-import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 import ddp_core
+from commhooks.units import bytes_in_words
 
-Step = Callable[[], None]
+from ..launch import Send
+from ..report.words import seconds_in_words
+from ..tasks.images import ResNet18
+from .memory import growth_in_turns, is_countable, return_freed_memory
+from .rows import Row, compared, ratios, slack_of
+from .timing import Seconds, Tell, in_turns, on_ranks, pooled
+
+SENTENCE = (
+    "`ddp_core.DistributedDataParallel` over `torch.nn.parallel.DistributedDataParallel` on 2 ranks of one thread "
+    "each: a training step (forward, backward, SGD), the memory that building the DDP and 4 steps take at most, and "
+    "the time to build it (not that of 1,000 small parameters, which take less than an allocator rounds to). Every "
+    "model is trained by a copy without any DDP, by one in ours, and by two in PyTorch's; noise is the second of "
+    "those over the first. ResNet-18 is that for CIFAR, 11.2 million parameters, with 2 images of 8×8. Targets: no "
+    "slower than PyTorch's, plus the noise."
+)
+RANKS = 2
+TARGET = 1.0
+SMALL = "1,000 small parameters"
+LOCAL, OURS, THEIRS, AGAIN = "local", "ours", "theirs", "again"
 
 
 class ManySmall(nn.Module):
@@ -49,141 +54,146 @@ def _transformer() -> tuple[nn.Module, Tensor]:
     return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(4, 32, 128)
 
 
-def _cnn() -> tuple[nn.Module, Tensor]:
-    blocks: list[nn.Module] = []
-    for inputs, outputs in ((3, 16), (16, 32), (32, 64), (64, 128)):
-        blocks += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(512, 10)), torch.randn(8, 3, 32, 32)
-
-
 def _large() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), torch.randn(16, 1024)
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "1,000 small parameters": lambda: (ManySmall(), torch.randn(8, 64)),
+    SMALL: lambda: (ManySmall(), torch.randn(8, 64)),
     "transformer": _transformer,
-    "CNN": _cnn,
+    "ResNet-18": lambda: (ResNet18(), torch.randn(2, 3, 8, 8)),
     "8 large layers": _large,
 }
+MODES = {"default": False, "gradient_as_bucket_view": True}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One model and mode: medians over rounds, and quartiles for the ratios."""
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the ranks are told."""
 
-    model: str
-    mode: str
-    local_ms: float
-    torch_over_local: float
-    ours_over_local: float
-    ours_over_torch: float
-    ours_over_torch_quartiles: tuple[float, float]
-    torch_over_torch: float
-    torch_over_torch_quartiles: tuple[float, float]
+    models: tuple[str, ...]
+    rounds: int
+    calls: int
 
 
-def _training_step(wrap: Callable[[nn.Module], nn.Module], make: Callable[[], tuple[nn.Module, Tensor]]) -> Step:
-    torch.manual_seed(0)
-    module, inputs = make()
-    model = wrap(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-
-    return step
-
-
-def _seconds(step: Step, steps: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return (time.perf_counter() - start) / steps
+def measure(quick: bool, tell: Tell) -> list[Row]:
+    """Return the rows of all models and modes."""
+    models = tuple(MODELS)[:2] if quick else tuple(MODELS)
+    asked = _Asked(models=models, rounds=3 if quick else 12, calls=1 if quick else 4)
+    steps: list[dict[str, Seconds]] = []
+    for launch in range(1 if quick else 3):
+        tell(f"ddp: step times, launch {launch + 1}")
+        steps += on_ranks(_time_steps, RANKS, asked, tell)
+    tell("ddp: time to construct")
+    (built,) = on_ranks(_time_construction, RANKS, asked, tell)
+    rows = [row for name in steps[0] for row in _step_rows(name, pooled([one[name] for one in steps]))]
+    rows += [_row(name, "time to construct", seconds) for name, seconds in built.items()]
+    if is_countable():
+        tell("ddp: memory")
+        (grown,) = on_ranks(_weigh, RANKS, asked, tell)
+        rows += [_row(name, "peak memory", taken, form=bytes_in_words) for name, taken in grown.items()]
+    return rows
 
 
-def _quartiles(values: list[float]) -> tuple[float, float]:
-    low, _, high = statistics.quantiles(values, n=4)
-    return low, high
+def _step_rows(name: str, seconds: Seconds) -> list[Row]:
+    theirs = ratios(seconds[THEIRS], seconds[LOCAL])
+    over_local = Row(
+        name=name,
+        quantity="step time over local training",
+        spread=ratios(seconds[OURS], seconds[LOCAL]),
+        absolute=f"PyTorch's {theirs.median:.3f} ({theirs.low:.3f}–{theirs.high:.3f})",
+    )
+    return [_row(name, "step time", seconds, target=TARGET), over_local]
 
 
-def _measure(model: str, view: bool, rounds: int, steps: int) -> Row:
-    make = MODELS[model]
-    copies = [
-        _training_step(lambda m: m, make),
-        _training_step(lambda m: nn.parallel.DistributedDataParallel(m, gradient_as_bucket_view=view), make),
-        _training_step(lambda m: ddp_core.DistributedDataParallel(m, gradient_as_bucket_view=view), make),
-        _training_step(lambda m: nn.parallel.DistributedDataParallel(m, gradient_as_bucket_view=view), make),
-    ]
-    for step in copies:
-        _seconds(step, 3)
-    times: list[list[float]] = []
-    for round_number in range(rounds):
-        order = [0, 1, 2, 3] if round_number % 2 == 0 else [3, 2, 1, 0]
-        measured = {copy: _seconds(copies[copy], steps) for copy in order}
-        times.append([measured[copy] for copy in range(4)])
-    ours = [t[2] / statistics.mean((t[1], t[3])) for t in times]
-    self_ratio = [t[3] / t[1] for t in times]
+def _row(
+    name: str,
+    quantity: str,
+    taken: Seconds,
+    *,
+    target: float | None = None,
+    form: Callable[[float], str] = seconds_in_words,
+) -> Row:
+    """Return ours over theirs, with what both took in words."""
+    spread, noise = compared(taken, OURS, THEIRS, AGAIN)
+    ours, theirs = (form(statistics.median(taken[who])) for who in (OURS, THEIRS))
     return Row(
-        model=model,
-        mode="view" if view else "copy",
-        local_ms=1e3 * statistics.median(t[0] for t in times),
-        torch_over_local=statistics.median((t[1] + t[3]) / 2 / t[0] for t in times),
-        ours_over_local=statistics.median(t[2] / t[0] for t in times),
-        ours_over_torch=statistics.median(ours),
-        ours_over_torch_quartiles=_quartiles(ours),
-        torch_over_torch=statistics.median(self_ratio),
-        torch_over_torch_quartiles=_quartiles(self_ratio),
+        name=name,
+        quantity=quantity,
+        spread=spread,
+        noise=noise,
+        target=target,
+        slack=0.0 if target is None else slack_of(noise),
+        absolute=f"{ours}, PyTorch's {theirs}",
     )
 
 
-def _rank(rank: int, world_size: int, folder: str, models: list[str], rounds: int, steps: int) -> None:
+def wrapped(who: str, module: nn.Module, view: bool = False) -> nn.Module:
+    """Return the module in our DDP, in PyTorch's, or as it is."""
+    if who == LOCAL:
+        return module
+    if who == OURS:
+        return ddp_core.DistributedDataParallel(module, gradient_as_bucket_view=view)
+    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=view)
+
+
+def _training_step(who: str, model: str, view: bool) -> Callable[[], None]:
+    torch.manual_seed(0)
+    module, inputs = MODELS[model]()
+    ddp = wrapped(who, module, view)
+    return partial(_step, ddp, torch.optim.SGD(ddp.parameters(), lr=1e-6), inputs)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) -> None:
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
+def _time_steps(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    rows = [_measure(model, view, rounds, steps) for model in models for view in (False, True)]
+    found = {}
+    for model in asked.models:
+        for mode, view in MODES.items():
+            steps = {who: _training_step(who, model, view) for who in (LOCAL, OURS, THEIRS, AGAIN)}
+            found[f"{model}, {mode}"] = in_turns(steps, asked.rounds, calls=asked.calls)
     if rank == 0:
-        Path(folder, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
-    dist.barrier()
-    dist.destroy_process_group()
+        send(found)
 
 
-def _table(rows: list[dict[str, Any]], world_size: int) -> Table:
-    title = f"Step time, {world_size} ranks, Gloo, one thread a rank, torch {torch.__version__}: median (quartiles)"
-    columns = ("model", "mode", "local, ms", "PyTorch / local", "ours / local", "ours / PyTorch", "PyTorch / itself")
-    table = Table(*columns, title=title)
-    for row in rows:
-        ratios = [
-            f"{row[key]:.3f} ({row[key + '_quartiles'][0]:.3f}-{row[key + '_quartiles'][1]:.3f})"
-            for key in ("ours_over_torch", "torch_over_torch")
-        ]
-        over_local = [f"{row[key]:.2f}" for key in ("torch_over_local", "ours_over_local")]
-        table.add_row(row["model"], row["mode"], f"{row['local_ms']:.2f}", *over_local, *ratios)
-    return table
+def _time_construction(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
+    """Time building a DDP around a model of its own, which is copied beforehand."""
+    torch.set_num_threads(1)
+    found = {}
+    for model in asked.models:
+        site = _Site(MODELS[model]()[0])
+        builders = {who: partial(site.build, who) for who in (OURS, THEIRS, AGAIN)}
+        found[model] = in_turns(builders, 2 * asked.rounds, prepare=site.clear)
+    if rank == 0:
+        send(found)
 
 
-def main(
-    rounds: Annotated[int, typer.Option(help="Rounds; each measures all four copies in turn.", min=2)] = 40,
-    steps: Annotated[int, typer.Option(help="Steps of one copy in one round.", min=1)] = 10,
-    world_size: Annotated[int, typer.Option(help="Ranks.", min=1, max=8)] = 2,
-    model: Annotated[list[str] | None, typer.Option(help="Measure only this model; may be repeated.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the rows here as JSON.")] = None,
-) -> None:
-    """Compare step times and print a table."""
-    if unknown := set(model or []) - set(MODELS):
-        raise typer.BadParameter(f"unknown model {', '.join(sorted(unknown))}; expected one of {', '.join(MODELS)}")
-    # Freed gradients stay with the process: otherwise page faults would hit one copy or another by chance.
-    os.environ |= {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "4294967296"}
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (world_size, folder, model or list(MODELS), rounds, steps), nprocs=world_size)
-        rows = json.loads(Path(folder, "rows.json").read_text())
-    Console(width=150).print(_table(rows, world_size))
-    if out is not None:
-        out.write_text(json.dumps(rows, indent=2))
+class _Site:
+    """Where DDPs are built, one at a time."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._pattern = module
+        self.clear("")
+
+    def clear(self, who: str) -> None:
+        self._module, self._ddp = copy.deepcopy(self._pattern), None
+
+    def build(self, who: str) -> None:
+        self._ddp: nn.Module | None = wrapped(who, self._module)
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def _weigh(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
+    torch.set_num_threads(1)
+    return_freed_memory()
+    found = {}
+    for model in asked.models:
+        for mode, view in MODES.items() if model != SMALL else ():
+            made = {who: partial(_training_step, who, model, view) for who in (OURS, THEIRS, AGAIN)}
+            found[f"{model}, {mode}"] = growth_in_turns(made, asked.rounds // 2 + 1)
+    if rank == 0:
+        send(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def in_turns(
 def on_ranks(
     function: RankFunction, ranks: int, argument: Any, tell: Tell, *, link: LinkSettings | None = None
 ) -> list[Any]:
-    """Call `function(rank, ranks, argument, send)` in new processes; return what they send but for texts, which are told.
+    """Call `function(rank, ranks, argument, send)` in new processes; tell texts that they send, and return the rest.
 
     Memory that a rank frees stays with it: otherwise page faults would hit one contender or another by chance.
     """
@@ -77,3 +77,8 @@ def _of_slowest(seconds: list[float]) -> list[float]:
     dist.all_reduce(together, dist.ReduceOp.MAX)
     slowest: list[float] = together.tolist()
     return slowest
+
+
+def pooled(launches: Sequence[Seconds]) -> Seconds:
+    """Return the rounds of all launches: processes differ in where their memory lies, which no further round shows."""
+    return {name: [taken for launch in launches for taken in launch[name]] for name in launches[0]}

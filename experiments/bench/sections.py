@@ -1,0 +1,32 @@
+"""The sections of the suite, in the order of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import checkpoints, ddp, growth, hiding, hooks, policies, powersgd, real_step, throughput
+from .rows import Row
+from .timing import Tell
+
+
+@dataclass(frozen=True)
+class Section:
+    """Figures of one kind."""
+
+    title: str
+    sentence: str  # what is compared
+    measure: Callable[[bool, Tell], list[Row]]  # (quick, tell) -> rows
+
+
+SECTIONS = {
+    "ddp": Section("`ddp_core` and PyTorch's DDP", ddp.SENTENCE, ddp.measure),
+    "hooks": Section("Hooks and their twins in PyTorch", hooks.SENTENCE, hooks.measure),
+    "powersgd": Section("PowerSGD and its memory traffic", powersgd.SENTENCE, powersgd.measure),
+    "real-step": Section("PowerSGD in a real step", real_step.SENTENCE, real_step.measure),
+    "throughput": Section("Compressors and a memory copy", throughput.SENTENCE, throughput.measure),
+    "growth": Section("The cost as the work grows", growth.SENTENCE, growth.measure),
+    "policies": Section("`fused` and `fifo`", policies.SENTENCE, policies.measure),
+    "checkpoints": Section("Checkpoints and `torch.save`", checkpoints.SENTENCE, checkpoints.measure),
+    "hiding": Section("Communication behind the backward pass", hiding.SENTENCE, hiding.measure),
+}
