@@ -79,9 +79,9 @@ class _Asked:
 def measure(quick: bool, tell: Tell) -> list[Row]:
     """Return the rows of all models and modes."""
     models = tuple(MODELS)[:2] if quick else tuple(MODELS)
-    asked = _Asked(models=models, rounds=3 if quick else 12, calls=1 if quick else 4)
+    asked = _Asked(models=models, rounds=3 if quick else 10, calls=1 if quick else 3)
     steps: list[dict[str, Seconds]] = []
-    for launch in range(1 if quick else 3):
+    for launch in range(1 if quick else 2):
         tell(f"ddp: step times, launch {launch + 1}")
         steps += on_ranks(_time_steps, RANKS, asked, tell)
     tell("ddp: time to construct")

@@ -140,7 +140,7 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
     asked = _Asked(
         jobs=_TINY if quick else JOBS,
         shapes={"tiny gradients": [(32, 32), (32,)]} if quick else shapes,
-        rounds=2 if quick else 24,
+        rounds=2 if quick else 16,
     )
     steps: list[dict[tuple[str, str], Seconds]] = []
     for launch in range(1 if quick else 2):
