@@ -140,7 +140,7 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
     asked = _Asked(
         jobs=_TINY if quick else JOBS,
         shapes={"tiny gradients": [(32, 32), (32,)]} if quick else shapes,
-        rounds=2 if quick else 16,
+        rounds=2 if quick else 8,
     )
     steps: list[dict[tuple[str, str], Seconds]] = []
     for launch in range(1 if quick else 2):
@@ -210,6 +210,7 @@ def _time_steps(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
     found: dict[tuple[str, str], Seconds] = {}
     for ddp, ddp_name in DDPS.items():
         for place, job in asked.jobs.items():
+            send(f"hooks: {place}, {ddp_name}")
             keys = {f"{name}/{who}": (twin, who) for name, twin in TWINS.items() for who in (OURS, THEIRS, AGAIN)}
             steps = {key: _training_step(job, ddp, *which) for key, which in keys.items()}
             seconds = in_turns(steps, asked.rounds, calls=2, warm_up=3)
@@ -232,7 +233,7 @@ def _time_calls(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
             calls = {who: partial(_call, *twin.hook(who), bucket) for who, bucket in buckets.items()}
             found[name, place] = in_turns(
                 calls,
-                1 + asked.rounds // 2,
+                2 + asked.rounds,
                 warm_up=4,
                 clock=time.process_time,
                 prepare=partial(_refill, buckets, gradient),
@@ -301,6 +302,6 @@ def _weigh(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
     place, job = asked.weighed
     for name, twin in TWINS.items():
         made = {who: partial(_training_step, job, "torch", twin, who) for who in (OURS, THEIRS, AGAIN)}
-        found[name, place] = growth_in_turns(made, 1 + asked.rounds // 6)
+        found[name, place] = growth_in_turns(made, 2)
     if rank == 0:
         send(found)
