@@ -81,7 +81,8 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
     for chunk in _chunks(tensors):
         if len(in_flight) == MESSAGES_IN_FLIGHT:
             _unpack(*in_flight.pop(0))
-        message = torch.cat([flatten(same).view(torch.uint8) for same in _by_dtype(chunk)])
+        parts = [flatten(same).view(torch.uint8) for same in _by_dtype(chunk)]
+        message = parts[0] if len(parts) == 1 else torch.cat(parts)  # cat would copy the whole model again
         in_flight.append((broadcast(group, message, source), message, chunk))
     for sent in in_flight:
         _unpack(*sent)

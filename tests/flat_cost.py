@@ -15,8 +15,8 @@ from commhooks import COMPRESSORS, BucketView, Compressor, Context, Judge, Reque
 from commhooks.communicators.traffic import Traffic
 from commhooks.scheduling.packing import Packer
 from commhooks.state.table import StateTable
+from experiments.bench.given import resnet18_shapes
 from tests.cases import NEEDED
-from tests.commhooks.models import resnet18_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
 WORLD_SIZES = (2, 4, 8, 16, 32, 64)

@@ -1,47 +1,16 @@
-"""PyTorch's PowerSGD hook beside ours: a bucket that both take, and our state in the layout that theirs keeps."""
+"""PyTorch's PowerSGD hook beside ours: our state in the layout that theirs keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
 import commhooks
 from commhooks.language.bucket import Slot
 from commhooks.state.table import StateTable
-
-
-class Bucket:
-    """The only bucket of a step, with these parameters, in the form that both hooks expect."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = [p if isinstance(p, nn.Parameter) else nn.Parameter(p) for p in parameters]
-        self._memory = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
-
-    def buffer(self) -> Tensor:
-        return self._memory
-
-    def set_buffer(self, memory: Tensor) -> None:
-        self._memory = memory
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
-
-    def gradients(self) -> list[Tensor]:
-        parts = self._memory.split([p.numel() for p in self._parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
-
-    def fill(self, gradients: Sequence[Tensor]) -> None:
-        for place, gradient in zip(self.gradients(), gradients, strict=True):
-            place.copy_(gradient)
 
 
 def compressed(parameters: Sequence[Tensor], rank: int) -> list[Tensor]:

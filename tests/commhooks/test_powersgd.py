@@ -15,10 +15,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 import commhooks
 from commhooks.compressors.powersgd.powersgd import orthonormal_rows
 from commhooks.language.randomness import stable_seed
+from experiments.bench.given import GivenBucket as Bucket
+from experiments.bench.given import Shape, resnet18_shapes
 from tests import bounds
-from tests.commhooks.models import Given, Shape, lstm_shapes, resnet18_shapes, wrap
+from tests.commhooks.models import Given, lstm_shapes, wrap
 from tests.commhooks.ranks import run_ranks
-from tests.commhooks.stock import Bucket, draw_basis, hand_over
+from tests.commhooks.stock import draw_basis, hand_over
 from tests.commhooks.workers import Workers, largest, low_rank, mean_of, normal, relative, zeros
 
 pytestmark = pytest.mark.kernels

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import commhooks
 from commhooks.scheduling.lockstep import run_in_turns
+from experiments.bench.given import GivenBucket as Bucket
+from experiments.bench.given import Shape, resnet18_shapes
 from tests.cases import BY_NAME, CASES, Case, forms_first
-from tests.commhooks.models import Shape, resnet18_shapes
-from tests.commhooks.stock import Bucket
 from tests.commhooks.workers import GivenBucket, Workers, normal, zeros
 
 MIXED: list[Shape] = [(200, 300), (200, 300), (300,), (64, 24, 3, 3)]

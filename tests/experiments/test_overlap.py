@@ -32,10 +32,3 @@ def test_settings_that_show_nothing_are_refused(change: dict[str, object]) -> No
         ValueError, match="overlap needs|ddp must be 'core' or 'torch'|bucket_cap_mb must be above zero"
     ):
         OverlapSettings(**{"link": LINK, **change})  # type: ignore[arg-type]  # each change is of the right type
-
-
-@pytest.mark.bench
-@pytest.mark.timeout(180)
-def test_a_step_is_shorter_than_four_fifths_of_compute_and_communication() -> None:
-    ratio = measure_overlap(OverlapSettings(link=LINK)).ratio
-    assert ratio.median < 0.8, f"step / (compute + communication): {ratio}"
