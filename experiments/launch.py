@@ -132,7 +132,7 @@ def run_world(
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
             }
-            with _environment(_rank_environment(cluster) | torchruns), _interrupts_held_back():
+            with environment(_rank_environment(cluster) | torchruns), _interrupts_held_back():
                 process.start()
             sending.close()
             world[receiving] = (rank, process)
@@ -323,7 +323,7 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables for the processes started inside, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -83,9 +83,9 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
     steps: list[dict[str, Seconds]] = []
     for launch in range(1 if quick else 2):
         tell(f"ddp: step times, launch {launch + 1}")
-        steps += on_ranks(_time_steps, RANKS, asked, tell)
+        steps += on_ranks(_time_steps, RANKS, asked, tell, keeps_freed=True)
     tell("ddp: time to construct")
-    (built,) = on_ranks(_time_construction, RANKS, asked, tell)
+    (built,) = on_ranks(_time_construction, RANKS, asked, tell, keeps_freed=True)
     rows = [row for name in steps[0] for row in _step_rows(name, pooled([one[name] for one in steps]))]
     rows += [_row(name, "time to construct", seconds) for name, seconds in built.items()]
     if is_countable():

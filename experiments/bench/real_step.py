@@ -65,7 +65,7 @@ def measure(quick: bool, tell: Tell, place: str | None = None) -> list[Row]:
             continue
         tell(f"real-step: {len(PEERS) + len(OURS)} copies of {asked.task} in turns, {where}")
         link = LinkSettings(kind="hosts") if where == HOSTS else LinkSettings()
-        (seconds,) = on_ranks(_take_turns, RANKS, asked, tell, link=link)
+        (seconds,) = on_ranks(_take_turns, RANKS, asked, tell, link=link, keeps_freed=True)
         rows += rows_of(seconds, where)
     return rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..launch import RankFunction
+from ..launch import RankFunction, environment
 from ..links.link import LinkSettings
 from ..reproduce.ddp.turns import run_on_link
 
 Tell = Callable[[str], None]
+_KEEPS_FREED = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "4294967296"}
+
 Seconds = dict[str, list[float]]
 """By contender: what each round's turn took."""
 
@@ -60,14 +61,21 @@ def in_turns(
 
 
 def on_ranks(
-    function: RankFunction, ranks: int, argument: Any, tell: Tell, *, link: LinkSettings | None = None
+    function: RankFunction,
+    ranks: int,
+    argument: Any,
+    tell: Tell,
+    *,
+    link: LinkSettings | None = None,
+    keeps_freed: bool = False,
 ) -> list[Any]:
     """Call `function(rank, ranks, argument, send)` in new processes; tell texts that they send, and return the rest.
 
-    Memory that a rank frees stays with it: otherwise page faults would hit one contender or another by chance.
+    With `keeps_freed`, memory that a rank frees stays with it. Whole models' gradients, freed in every step, would
+    otherwise cost one contender or another page faults by chance; a hook's own temporaries should cost what they do.
     """
-    os.environ |= {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "4294967296"}
-    return run_on_link(function, ranks, argument, link or LinkSettings(), tell)
+    with environment(_KEEPS_FREED if keeps_freed else {}):
+        return run_on_link(function, ranks, argument, link or LinkSettings(), tell)
 
 
 def _of_slowest(seconds: list[float]) -> list[float]:
