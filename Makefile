@@ -5,12 +5,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 FRAMEWORKS_STAMP := .venv-frameworks/.installed
 FRAMEWORKS_PINS := -c constraints.txt -c constraints-frameworks.txt
+# Sections of the benchmarks; none: all.
+BENCH ?=
 # The documentation's theme advertises its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite check bench docs soak soak-hooks soak-kills soak-network soak-cluster torch-suite gpu clean
+.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite check bench bench-check docs soak soak-hooks soak-kills soak-network soak-cluster torch-suite gpu clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -21,7 +23,8 @@ help:
 	@echo "make test-torch-suite  most of PyTorch's own DDP tests, with ddp_core's class in place of theirs"
 	@echo "make check        lint, format, types, and the documentation built strictly"
 	@echo "make docs         build the documentation into site/"
-	@echo "make bench        speed of the DDP and of the hooks, beside PyTorch's own and beside a copy"
+	@echo "make bench        ratios to PyTorch's own DDP and hooks, and to memory copies; writes docs/benchmarks.md (a quarter of an hour)"
+	@echo "make bench-check  measures again and says which ratios got worse; BENCH='ddp hooks' make bench-check: only those sections"
 	@echo "make torch-suite  all of PyTorch's own DDP tests, with both classes side by side"
 	@echo "make soak         a thousand processes that train and end, and other long runs"
 	@echo "make soak-hooks   the hooks' part of that: 300 steps, 20 times, over 1 to 40 buckets on 2 to 4 ranks"
@@ -77,8 +80,10 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
-	$(BIN)/python -m experiments.bench
-	$(BIN)/python -m pytest -m bench -s tests/commhooks
+	$(BIN)/python -m experiments.bench $(BENCH) --results docs/benchmarks.json
+
+bench-check: $(STAMP)
+	$(BIN)/python -m experiments.bench $(BENCH) --check docs/benchmarks.json
 
 torch-suite: $(STAMP)
 	$(BIN)/python -m tests.torch_suite

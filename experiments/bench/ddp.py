@@ -178,13 +178,15 @@ class _Site:
 
     def __init__(self, module: nn.Module) -> None:
         self._pattern = module
+        self._built: list[nn.Module] = []
         self.clear("")
 
     def clear(self, who: str) -> None:
-        self._module, self._ddp = copy.deepcopy(self._pattern), None
+        self._built.clear()  # a DDP at a time
+        self._module = copy.deepcopy(self._pattern)
 
     def build(self, who: str) -> None:
-        self._ddp: nn.Module | None = wrapped(who, self._module)
+        self._built.append(wrapped(who, self._module))
 
 
 def _weigh(rank: int, ranks: int, asked: _Asked, send: Send) -> None:

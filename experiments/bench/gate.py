@@ -42,7 +42,7 @@ def _changes_of(name: str, stored: Measured | None, found: Measured) -> Iterable
     now = {row.key: row for row in found.rows}
     for key in before | now:
         old, new = before.get(key), now.get(key)
-        yield Change(name, key, _kind_of(old, new), old and old.spread, new and new.spread)
+        yield Change(name, key, _kind_of(old, new), old.spread if old else None, new.spread if new else None)
 
 
 def _kind_of(old: Row | None, new: Row | None) -> str:

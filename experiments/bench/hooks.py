@@ -68,7 +68,7 @@ class Twin:
         if self.rank is None:
             return group, self.ours if who == OURS else self.theirs
         kind: Any = commhooks.PowerSGDState if who == OURS else stock.PowerSGDState
-        form = dict(self.form) if who == OURS else {}
+        form: dict[str, Any] = dict(self.form) if who == OURS else {}
         return kind(group, self.rank, start_powerSGD_iter=2, **form), self.ours if who == OURS else self.theirs
 
 
@@ -155,13 +155,15 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
     tell("hooks: compute on one rank")
     (computed,) = on_ranks(_time_calls, 1, asked, tell)
     targets = {name: twin.compute_target for name, twin in (TWINS | FORMS).items()}
-    rows += [_row(*key, "compute of a call", seconds, targets[key[0]]) for key, seconds in computed.items()]
+    rows += [
+        _row(name, place, "compute of a call", seconds, targets[name]) for (name, place), seconds in computed.items()
+    ]
     tell("hooks: collectives and bytes, memory")
     (counted,) = on_ranks(_count, RANKS, asked, tell)
     rows += [_exact(*key, *counts) for key, counts in counted.items()]
     if is_countable():
         (grown,) = on_ranks(_weigh, RANKS, asked, tell)
-        rows += [_row(*key, "peak memory", taken, form=bytes_in_words) for key, taken in grown.items()]
+        rows += [_row(name, place, "peak memory", taken, form=bytes_in_words) for (name, place), taken in grown.items()]
     return sorted(rows, key=lambda row: list(TWINS | FORMS).index(row.name.split(":")[0]))
 
 

@@ -37,9 +37,10 @@ def growth_in_turns(contenders: Mapping[str, Callable[[], Step]], rounds: int) -
 
     A contender is a function that builds what is measured, and returns a function that takes a step.
     """
-    growth: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    growth: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(1 + rounds):  # the first round also allocates what everybody uses from then on
-        for name in contenders if turn % 2 else reversed(contenders):
+        for name in names if turn % 2 else names[::-1]:
             growth[name].append(_growth_of(contenders[name]))
     return {name: taken[1:] for name, taken in growth.items()}
 

@@ -1,0 +1,177 @@
+"""The benchmark suite: verdicts, the gate, the page, exponents, and a tiny section from its ranks to its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from experiments.bench import powersgd
+from experiments.bench.__main__ import main
+from experiments.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes, other_places
+from experiments.bench.growth import exponent_of
+from experiments.bench.page import render
+from experiments.bench.real_step import LOOPBACK, OURS, PEERS, rows_of
+from experiments.bench.results import Measured, Results, read, write
+from experiments.bench.rows import MET, MISSED, WITHIN, Row, compared, slack_of
+from experiments.bench.sections import SECTIONS
+from experiments.bench.timing import in_turns, pooled
+from experiments.summary import Spread
+
+DOCS = Path(__file__).parents[2] / "docs"
+app = typer.Typer()
+app.command()(main)
+
+
+def row(name: str, median: float, width: float = 0.02, target: float | None = None, slack: float = 0.0) -> Row:
+    spread = Spread(median, median - width / 2, median + width / 2)
+    return Row(name=name, quantity="step time", spread=spread, target=target, slack=slack)
+
+
+def measured(*rows: Row, processor: str = "a processor", torch: str = "2.13") -> Measured:
+    here: dict[str, str | int | float] = {"processor": processor, "cores": 2, "system": "Linux", "load": 0.5}
+    return Measured(rows=rows, command="it", commit="abc", seconds=3.0, machine=here, versions={"torch": torch})
+
+
+def kinds(stored: Results, found: Results) -> dict[str, str]:
+    return {change.key.split(":")[0]: change.kind for change in changes(stored, found)}
+
+
+def test_a_median_at_the_target_meets_it_and_the_slack_counts_only_above_it() -> None:
+    verdicts = [row("a", median, target=1.0, slack=0.05).verdict for median in (0.9, 1.0, 1.05, 1.06)]
+    assert verdicts == [MET, MET, WITHIN, MISSED]
+    assert row("a", 1.06, target=1.0).verdict == MISSED
+    assert row("a", 1.06).verdict == ""
+
+
+def test_the_slack_is_the_distance_of_the_farther_quartile_from_one() -> None:
+    assert slack_of(Spread(1.0, 0.9, 1.02)) == pytest.approx(0.1)
+    assert slack_of(Spread(1.05, 1.01, 1.2)) == pytest.approx(0.2)
+
+
+def test_ours_is_compared_round_by_round_with_both_turns_of_the_peer() -> None:
+    seconds = {"ours": [2.0, 6.0], "theirs": [1.0, 2.0], "again": [3.0, 4.0]}
+    spread, noise = compared(seconds, "ours", "theirs", "again")
+    assert spread.median == pytest.approx((2 / 2 + 6 / 3) / 2)
+    assert noise.median == pytest.approx((3 / 1 + 4 / 2) / 2)
+
+
+def test_only_a_change_beyond_both_spreads_counts() -> None:
+    stored = {"ddp": measured(row("worse", 1.0), row("better", 1.0), row("within", 1.0), row("wide", 1.0, width=0.4))}
+    now = {"ddp": measured(row("worse", 1.05), row("better", 0.95), row("within", 1.03), row("wide", 1.3))}
+    assert kinds(stored, now) == {"worse": WORSE, "better": BETTER, "within": SAME, "wide": SAME}
+
+
+def test_an_exact_count_gets_worse_by_any_amount() -> None:
+    before, after = measured(row("bytes", 1.0, width=0.0)), measured(row("bytes", 1.001, width=0.0))
+    assert kinds({"hooks": before}, {"hooks": after}) == {"bytes": WORSE}
+
+
+def test_rows_that_are_missing_on_either_side_are_named_and_other_sections_are_left_alone() -> None:
+    stored = {"ddp": measured(row("old", 1.0)), "hooks": measured(row("not measured", 1.0))}
+    assert kinds(stored, {"ddp": measured(row("fresh", 1.0))}) == {"old": GONE, "fresh": NEW}
+
+
+def test_another_machine_or_version_is_named_and_a_load_is_not() -> None:
+    here = {"ddp": measured(row("a", 1.0))}
+    assert other_places(here, here) == []
+    (machine,) = other_places(here, {"ddp": measured(row("a", 1.0), processor="another")})
+    (version,) = other_places(here, {"ddp": measured(row("a", 1.0), torch="2.14")})
+    assert "processor another" in machine
+    assert "torch 2.14" in version
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
+def test_the_exponent_of_a_power_is_that_power(power: float) -> None:
+    curve = {size: [factor * size**power for factor in (1.0, 3.0)] for size in (1, 4, 16, 200)}
+    spread = exponent_of(curve)
+    assert (spread.median, spread.low, spread.high) == pytest.approx((power, power, power), abs=1e-12)
+
+
+def test_what_a_hook_adds_to_noop_is_compared_with_what_the_all_reduce_adds() -> None:
+    seconds = {name: [2.0, 2.0] for name in PEERS} | {"noop": [1.0, 1.0]} | {name: [1.5, 1.7] for name in OURS}
+    for one in rows_of(seconds, LOOPBACK):
+        assert one.spread.median == pytest.approx(0.6)
+        assert one.noise is not None and one.noise.median == 1.0
+
+
+def test_every_contender_has_one_turn_a_round_and_warming_up_does_not_count() -> None:
+    ticks = iter(range(1000))
+    called: list[str] = []
+    contenders = {name: lambda name=name: called.append(name) for name in "ab"}
+    seconds = in_turns(contenders, 3, calls=2, warm_up=1, clock=lambda: float(next(ticks)))
+    assert seconds == {"a": [0.5] * 3, "b": [0.5] * 3}
+    assert sorted(called) == ["a"] * 8 + ["b"] * 8
+    assert pooled([seconds, seconds])["a"] == [0.5] * 6
+
+
+def test_a_file_that_was_written_reads_the_same_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "benchmarks.json"
+    results = {"ddp": measured(row("a", 1.0, target=1.0), dataclasses.replace(row("b", 2.0), noise=Spread(1, 1, 1)))}
+    write(path, results)
+    assert read(path) == results
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ValueError, match="expected results of the benchmarks, of format 1"):
+        read(path)
+
+
+def test_the_page_names_what_is_missed_and_is_made_from_the_file_alone() -> None:
+    missed = dataclasses.replace(row("slow", 1.5, target=1.0), note="It waits.")
+    page = render({"hooks": measured(missed, row("fine", 0.9, target=1.0)), "ddp": measured(row("seen", 1.1))})
+    assert "Of 2 figures with a target, 1 met it, 0 did so within the spread, and 1 missed it:" in page
+    assert "slow: step time: 1.50 (1.49–1.51), target 1.00. It waits." in page
+    assert page.index(SECTIONS["ddp"].sentence) < page.index(SECTIONS["hooks"].sentence)
+
+
+def test_the_page_in_the_repository_is_the_one_of_its_file() -> None:
+    results = read(DOCS / "benchmarks.json")
+    assert (DOCS / "benchmarks.md").read_text(encoding="utf-8") == render(results)
+    assert list(SECTIONS) == [name for name in SECTIONS if name in results], "every section was measured"
+
+
+def test_a_tiny_section_comes_back_from_its_rank_as_rows() -> None:
+    told: list[str] = []
+    rows = powersgd.measure(True, told.append)
+    assert [one.name.split(",")[0] for one in rows] == ["rank 1", "rank 2", "rank 4"]
+    assert all(one.spread.low > 0 and one.noise is not None for one in rows)
+    assert told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["hook"], "did you mean 'hooks'?"),
+        (["--quick", "--check", "benchmarks.json"], "not comparable"),
+        (["--render"], "name it with --results"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_before_anything_is_measured(arguments: list[str], error: str) -> None:
+    outcome = CliRunner().invoke(app, arguments)
+    assert outcome.exit_code == 2
+    assert error in outcome.output
+
+
+def test_a_check_fails_if_a_ratio_got_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "benchmarks.json"
+    section = dataclasses.replace(SECTIONS["ddp"], measure=lambda quick, tell: [row("a", 1.5)])
+    monkeypatch.setitem(SECTIONS, "ddp", section)
+    for median, code in ((1.0, 1), (1.49, 0)):
+        write(path, {"ddp": measured(row("a", median))})
+        assert CliRunner().invoke(app, ["ddp", "--check", str(path)]).exit_code == code
+
+
+def test_sections_that_are_measured_again_replace_only_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "benchmarks.json"
+    section = dataclasses.replace(SECTIONS["ddp"], measure=lambda quick, tell: [row("new", 1.5)])
+    monkeypatch.setitem(SECTIONS, "ddp", section)
+    write(path, {"ddp": measured(row("old", 1.0)), "hooks": measured(row("kept", 1.0))})
+    assert CliRunner().invoke(app, ["ddp", "--results", str(path)]).exit_code == 0
+    found = json.loads(path.read_text())["sections"]
+    assert [found[name]["rows"][0]["name"] for name in ("ddp", "hooks")] == ["new", "kept"]
+    assert path.with_suffix(".md").read_text() == render(read(path))
