@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from commhooks.units import seconds_in_words
 
 from ..launch import Send
 from ..training.registration import wrap_in_ddp
-from .rows import Row, ratios
+from .rows import AGAIN, OURS, THEIRS, Row, beside
 from .timing import Seconds, Tell, in_turns, on_ranks
 
 SENTENCE = (
@@ -38,16 +37,9 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
 
 
 def _row(how: str, seconds: Seconds) -> Row:
-    ours, theirs, again = (seconds[f"{who}, {how}"] for who in ("ours", "torch.save", "again"))
-    words = [seconds_in_words(statistics.median(taken)) for taken in (ours, theirs)]
-    return Row(
-        name=how,
-        quantity="time to save",
-        spread=ratios(ours, theirs, again),
-        noise=ratios(again, theirs),
-        target=TARGET,
-        absolute=f"{words[0]}, torch.save {words[1]}",
-    )
+    whose = {OURS: "ours", THEIRS: "torch.save", AGAIN: "again"}
+    turns = {who: seconds[f"{name}, {how}"] for who, name in whose.items()}
+    return beside("torch.save", how, "time to save", turns, seconds_in_words, target=TARGET)
 
 
 def _take_turns(rank: int, ranks: int, asked: tuple[str, bool], send: Send) -> None:

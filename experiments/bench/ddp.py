@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from ..launch import Send
 from ..report.words import seconds_in_words
 from ..tasks.images import ResNet18
 from .memory import growth_in_turns, is_countable, return_freed_memory
-from .rows import Row, compared, ratios, slack_of
+from .rows import AGAIN, OURS, THEIRS, Row, beside, ratios
 from .timing import Seconds, Tell, in_turns, on_ranks, pooled
 
 SENTENCE = (
@@ -32,7 +31,7 @@ SENTENCE = (
 RANKS = 2
 TARGET = 1.0
 SMALL = "1,000 small parameters"
-LOCAL, OURS, THEIRS, AGAIN = "local", "ours", "theirs", "again"
+LOCAL = "local"
 
 
 class ManySmall(nn.Module):
@@ -87,11 +86,13 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
     tell("ddp: time to construct")
     (built,) = on_ranks(_time_construction, RANKS, asked, tell, keeps_freed=True)
     rows = [row for name in steps[0] for row in _step_rows(name, pooled([one[name] for one in steps]))]
-    rows += [_row(name, "time to construct", seconds) for name, seconds in built.items()]
+    rows += [
+        beside("PyTorch's", name, "time to construct", seconds, seconds_in_words) for name, seconds in built.items()
+    ]
     if is_countable():
         tell("ddp: memory")
         (grown,) = on_ranks(_weigh, RANKS, asked, tell)
-        rows += [_row(name, "peak memory", taken, form=bytes_in_words) for name, taken in grown.items()]
+        rows += [beside("PyTorch's", name, "peak memory", taken, bytes_in_words) for name, taken in grown.items()]
     return rows
 
 
@@ -103,29 +104,8 @@ def _step_rows(name: str, seconds: Seconds) -> list[Row]:
         spread=ratios(seconds[OURS], seconds[LOCAL]),
         absolute=f"PyTorch's {theirs.median:.3f} ({theirs.low:.3f}–{theirs.high:.3f})",
     )
-    return [_row(name, "step time", seconds, target=TARGET), over_local]
-
-
-def _row(
-    name: str,
-    quantity: str,
-    taken: Seconds,
-    *,
-    target: float | None = None,
-    form: Callable[[float], str] = seconds_in_words,
-) -> Row:
-    """Return ours over theirs, with what both took in words."""
-    spread, noise = compared(taken, OURS, THEIRS, AGAIN)
-    ours, theirs = (form(statistics.median(taken[who])) for who in (OURS, THEIRS))
-    return Row(
-        name=name,
-        quantity=quantity,
-        spread=spread,
-        noise=noise,
-        target=target,
-        slack=0.0 if target is None else slack_of(noise),
-        absolute=f"{ours}, PyTorch's {theirs}",
-    )
+    step = beside("PyTorch's", name, "step time", seconds, seconds_in_words, target=TARGET, allows_spread=True)
+    return [step, over_local]
 
 
 def wrapped(who: str, module: nn.Module, view: bool = False) -> nn.Module:

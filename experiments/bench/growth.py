@@ -65,13 +65,14 @@ def exponent_of(curve: Curve) -> Spread:
 
 def _measure_all(rank: int, ranks: int, quick: bool, send: Send) -> None:
     torch.set_num_threads(1)
-    rounds = 2 if quick else 5
+    rounds = 2 if quick else 3
     millions = (1, 2, 4) if quick else (1, 3, 10, 30, 100, 200)
     send("growth: parameters")
     curves: dict[str, Curve] = {}
     largest = torch.randn(max(millions) * 1_000_000)
     curves[COPY] = _curve(millions, rounds, partial(_copy_of, largest))
     for text in HOOKS[-1:] if quick else HOOKS:
+        send(f"growth: parameters, {text}")
         curves[f"parameters in millions: {text}"] = _curve(millions, rounds, partial(_worker_alone, text, largest))
     del largest
     send("growth: buckets")
@@ -88,7 +89,7 @@ def _measure_all(rank: int, ranks: int, quick: bool, send: Send) -> None:
 
 def _curve(sizes: Sequence[int], rounds: int, make: Callable[[int], Callable[[], object]]) -> Curve:
     """Time what `make` returns for each size, in turns."""
-    seconds = in_turns({str(size): make(size) for size in sizes}, rounds, clock=time.process_time)
+    seconds = in_turns({str(size): make(size) for size in sizes}, rounds, warm_up=1, clock=time.process_time)
     return {int(size): taken for size, taken in seconds.items()}
 
 

@@ -3,7 +3,6 @@
 PyTorch's DDP reads a hook's annotations, which must be types: no `from __future__ import annotations` here.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from ..summary import Spread
 from ..training.registration import wrap_in_ddp
 from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
 from .memory import growth_in_turns, is_countable, return_freed_memory
-from .rows import Row, compared, slack_of
+from .rows import AGAIN, OURS, THEIRS, Row, beside
 from .timing import Seconds, Tell, in_turns, on_ranks, pooled
 
 SENTENCE = (
@@ -42,7 +41,6 @@ SENTENCE = (
     "PyTorch's DDP accepts its `bf16_compress_hook` on Gloo only under another name."
 )
 RANKS = 2
-OURS, THEIRS, AGAIN = "ours", "theirs", "again"
 DDPS = {"core": "ddp_core", "torch": "PyTorch's DDP"}
 _COUNTED_STEPS, _STEPS_BEFORE = 2, 4  # buckets are rebuilt in the second step, PowerSGD begins in the third
 
@@ -87,10 +85,14 @@ TWINS = {
     "powerSGD_hook, rank 4": _powersgd(4),
     "batched_powerSGD_hook, rank 1": _powersgd(1, commhooks.batched_powerSGD_hook),
 }
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "alternating": {"alternating": True},
+    "whole buckets": {"matrices": "whole-bucket"},
+}
 FORMS = {
-    f"powerSGD_hook, rank {rank}, {name}": _powersgd(rank, **form)
+    f"powerSGD_hook, rank {rank}, {name}": _powersgd(rank, **settings)
     for rank in (1, 4)
-    for name, form in {"alternating": {"alternating": True}, "whole buckets": {"matrices": "whole-bucket"}}.items()
+    for name, settings in _SETTINGS.items()
 }
 """Forms of our hook that PyTorch's does not have; only what they compute is compared with its usual one."""
 _COMPUTING = {name: twin for name, twin in (TWINS | FORMS).items() if name != "allreduce_hook"}
@@ -149,44 +151,31 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
         tell(f"hooks: step times, launch {launch + 1}")
         steps += on_ranks(_time_steps, RANKS, asked, tell, keeps_freed=True)
     rows = [
-        _row(name, place, "step time", pooled([one[name, place] for one in steps]), TWINS[name].step_target)
+        beside(
+            "PyTorch's",
+            f"{name}: {place}",
+            "step time",
+            pooled([one[name, place] for one in steps]),
+            seconds_in_words,
+            target=TWINS[name].step_target,
+            allows_spread=True,
+        )
         for name, place in steps[0]
     ]
     tell("hooks: compute on one rank")
     (computed,) = on_ranks(_time_calls, 1, asked, tell)
-    targets = {name: twin.compute_target for name, twin in (TWINS | FORMS).items()}
-    rows += [
-        _row(name, place, "compute of a call", seconds, targets[name]) for (name, place), seconds in computed.items()
-    ]
+    for (name, place), taken in computed.items():
+        target = _COMPUTING[name].compute_target
+        what = f"{name}: {place}", "compute of a call"
+        rows.append(beside("PyTorch's", *what, taken, seconds_in_words, target=target))
     tell("hooks: collectives and bytes, memory")
     (counted,) = on_ranks(_count, RANKS, asked, tell)
     rows += [_exact(*key, *counts) for key, counts in counted.items()]
     if is_countable():
         (grown,) = on_ranks(_weigh, RANKS, asked, tell)
-        rows += [_row(name, place, "peak memory", taken, form=bytes_in_words) for (name, place), taken in grown.items()]
+        for (name, place), taken in grown.items():
+            rows.append(beside("PyTorch's", f"{name}: {place}", "peak memory", taken, bytes_in_words))
     return sorted(rows, key=lambda row: list(TWINS | FORMS).index(row.name.split(":")[0]))
-
-
-def _row(
-    name: str,
-    place: str,
-    quantity: str,
-    taken: Seconds,
-    target: float | None = None,
-    *,
-    form: Callable[[float], str] = seconds_in_words,
-) -> Row:
-    spread, noise = compared(taken, OURS, THEIRS, AGAIN)
-    ours, theirs = (form(statistics.median(taken[who])) for who in (OURS, THEIRS))
-    return Row(
-        name=f"{name}: {place}",
-        quantity=quantity,
-        spread=spread,
-        noise=noise,
-        target=target,
-        slack=slack_of(noise) if target is not None and quantity == "step time" else 0.0,
-        absolute=f"{ours}, PyTorch's {theirs}",
-    )
 
 
 def _exact(name: str, place: str, quantity: str, ours: float, theirs: float) -> Row:

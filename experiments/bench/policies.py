@@ -6,7 +6,6 @@ A process group of one rank moves nothing, so what remains is compressing, packi
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from ..hooks import make_hook
 from ..launch import Send
 from ..report.words import seconds_in_words
 from ..specs import Spec
-from .rows import Row, compared
+from .rows import AGAIN, OURS, THEIRS, Row, beside
 from .timing import Seconds, Tell, in_turns, on_ranks
 
 SENTENCE = (
@@ -45,10 +44,8 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
 
 
 def _row(name: str, seconds: Seconds) -> Row:
-    spread, noise = compared(seconds, "fused", "fifo", "again")
-    fused, fifo = (seconds_in_words(statistics.median(seconds[policy])) for policy in ("fused", "fifo"))
-    absolute = f"{fused}, fifo {fifo}"
-    return Row(name=name, quantity="fused over fifo", spread=spread, noise=noise, target=TARGET, absolute=absolute)
+    turns = {OURS: seconds["fused"], THEIRS: seconds["fifo"], AGAIN: seconds["again"]}
+    return beside("fifo", name, "fused over fifo", turns, seconds_in_words, target=TARGET)
 
 
 def _take_turns(rank: int, ranks: int, quick: bool, send: Send) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..summary import Spread
 
 RATIO, EXPONENT = "ratio", "exponent"
+OURS, THEIRS, AGAIN = "ours", "theirs", "again"  # contenders: the peer has two turns in each round
 MET, WITHIN, MISSED = "met", "within the spread", "missed"
 
 
@@ -51,6 +52,30 @@ def slack_of(noise: Spread) -> float:
     return max(noise.high - 1, 1 - noise.low, 0.0)
 
 
-def compared(seconds: Mapping[str, Sequence[float]], ours: str, theirs: str, again: str) -> tuple[Spread, Spread]:
+def compared(taken: Mapping[str, Sequence[float]]) -> tuple[Spread, Spread]:
     """Return ours over both turns of the peer, and the peer's second turn over its first, round by round."""
-    return ratios(seconds[ours], seconds[theirs], seconds[again]), ratios(seconds[again], seconds[theirs])
+    return ratios(taken[OURS], taken[THEIRS], taken[AGAIN]), ratios(taken[AGAIN], taken[THEIRS])
+
+
+def beside(
+    peer: str,
+    name: str,
+    quantity: str,
+    taken: Mapping[str, Sequence[float]],
+    form: Callable[[float], str],
+    *,
+    target: float | None = None,
+    allows_spread: bool = False,
+) -> Row:
+    """Return ours over the peer's, with what both took in words, and the peer's name before the second."""
+    spread, noise = compared(taken)
+    ours, theirs = (form(statistics.median(taken[who])) for who in (OURS, THEIRS))
+    return Row(
+        name=name,
+        quantity=quantity,
+        spread=spread,
+        noise=noise,
+        target=target,
+        slack=slack_of(noise) if allows_spread else 0.0,
+        absolute=f"{ours}, {peer} {theirs}",
+    )

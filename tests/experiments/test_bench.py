@@ -55,7 +55,7 @@ def test_the_slack_is_the_distance_of_the_farther_quartile_from_one() -> None:
 
 def test_ours_is_compared_round_by_round_with_both_turns_of_the_peer() -> None:
     seconds = {"ours": [2.0, 6.0], "theirs": [1.0, 2.0], "again": [3.0, 4.0]}
-    spread, noise = compared(seconds, "ours", "theirs", "again")
+    spread, noise = compared(seconds)
     assert spread.median == pytest.approx((2 / 2 + 6 / 3) / 2)
     assert noise.median == pytest.approx((3 / 1 + 4 / 2) / 2)
 
