@@ -43,6 +43,9 @@ def render(results: Results) -> str:
 
 
 def _summary(results: Results) -> Iterator[str]:
+    if absent := [section.title for name, section in SECTIONS.items() if name not in results]:
+        yield f"Not measured yet: {', '.join(absent)}."
+        yield ""
     aimed = [(name, row) for name in SECTIONS if name in results for row in results[name].rows if row.verdict]
     counts = {kind: sum(row.verdict == kind for _, row in aimed) for kind in (MET, WITHIN, MISSED)}
     yield (

@@ -124,13 +124,13 @@ def test_the_page_names_what_is_missed_and_is_made_from_the_file_alone() -> None
     page = render({"hooks": measured(missed, row("fine", 0.9, target=1.0)), "ddp": measured(row("seen", 1.1))})
     assert "Of 2 figures with a target, 1 met it, 0 did so within the spread, and 1 missed it:" in page
     assert "slow: step time: 1.50 (1.49–1.51), target 1.00. It waits." in page
+    assert "Not measured yet: PowerSGD and its memory traffic, " in page
     assert page.index(SECTIONS["ddp"].sentence) < page.index(SECTIONS["hooks"].sentence)
 
 
 def test_the_page_in_the_repository_is_the_one_of_its_file() -> None:
-    results = read(DOCS / "benchmarks.json")
-    assert (DOCS / "benchmarks.md").read_text(encoding="utf-8") == render(results)
-    assert list(SECTIONS) == [name for name in SECTIONS if name in results], "every section was measured"
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    assert page == render(read(DOCS / "benchmarks.json"))
 
 
 def test_a_tiny_section_comes_back_from_its_rank_as_rows() -> None:
