@@ -28,7 +28,10 @@ def add_residuals(memories: Sequence[Tensor], residuals: Sequence[Tensor], decay
     if residuals[0].device != memories[0].device:
         pairs = zip(residuals, memories, strict=True)
         residuals = [kept.to(memory.device, non_blocking=True) for kept, memory in pairs]
-    torch._foreach_add_(list(memories), list(residuals), alpha=decay)
+    if len(memories) == 1:  # usually
+        memories[0].add_(residuals[0], alpha=decay)
+    else:
+        torch._foreach_add_(list(memories), list(residuals), alpha=decay)
 
 
 def surely(mask: Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from commhooks.language.compressor import Context
 from commhooks.language.requests import Layout, Part
 from commhooks.tensors import computing_dtype
 
+Item = TypeVar("Item")
 Side = Literal["P", "Q"]
 OTHER: dict[Side, Side] = {"P": "Q", "Q": "P"}
 
@@ -83,20 +84,16 @@ class LowRankMatrix:
             for block in self.blocks:
                 self.Q.addmm_(block.P, block.tile.form())  # r×rows · rows×m
 
-    def finish(self, side: Side, mean: Tensor, context: Context, finite: Tensor) -> None:
-        """Write the mean, from the last side's `mean` factor, and the residual, from this rank's own factor."""
-        sent = context.as_sent(self.factor(side))
-        P, Q = (mean, self.Q) if side == "P" else (self.P, mean)
-        P = P.t().contiguous()  # n×r, which products with few columns read faster
-        P_sent, Q_sent = (sent.t().contiguous(), Q) if side == "P" else (P, sent)
+    def finish(self, P: Tensor, Q: Tensor, P_sent: Tensor, Q_sent: Tensor, finite: Tensor) -> None:
+        """Write the mean, P·Q, and the residual, M less what this rank has sent: P and P_sent are n×r here."""
         (P, Q), (P_sent, Q_sent) = in_full(P, Q), in_full(P_sent, Q_sent)  # no residual would hold their rounding error
         of_blocks = zip(self.blocks, P.split(self.block_rows), P_sent.split(self.block_rows), strict=True)
-        for (tile, _), P_rows, sent_rows in of_blocks:
+        for (tile, _), rows, sent_rows in of_blocks:
             if tile.keeps:
                 left = tile.residual_room(finite)
                 torch.addmm(tile.form(), sent_rows, Q_sent, alpha=-1, out=left)
                 tile.keep(left, finite)
-            tile.write(torch.mm(P_rows, Q, out=tile.room))
+            tile.write(torch.mm(rows, Q, out=tile.room))
 
     def largest_mean(self, side: Side, mean: Tensor) -> Tensor:
         """Return the mean's largest magnitude, 0-dim; this overwrites what `form` returned, so form again."""
@@ -131,12 +128,47 @@ class LowRankPlan(NamedTuple):
         matrices = [LowRankMatrix(s.name, form, rank(form), s.tile, s, layout=None) for s, form in forms if form]
         return cls.of(matrices, [slot.tile for slot, form in forms if form is None])
 
+    def finish(self, side: Side, means: Sequence[Tensor], turn: int, context: Context, finite: Tensor) -> None:
+        """Write means and residuals, from the mean factors of the last side and this rank's own ones."""
+        sent = [context.as_sent(x.factor(side)) for x in self.matrices]
+        columns = batched(_columns, means if side == "P" else [x.P for x in self.matrices])
+        columns_sent = batched(_columns, sent) if side == "P" else columns
+        for number, x in there_and_back(list(enumerate(self.matrices)), turn):
+            Q, Q_sent = (x.Q, x.Q) if side == "P" else (means[number], sent[number])
+            x.finish(columns[number], Q, columns_sent[number], Q_sent, finite)
+
     def largest(self, side: Side, means: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the largest elements of the mean, in the bucket's own dtype, if that has a short range."""
         if not self.matrices or not self.matrices[0].blocks[0].tile.has_short_range:
             return []
         dtype = self.matrices[0].blocks[0].tile.gradient.dtype
         return [x.largest_mean(side, mean).to(dtype) for x, mean in zip(self.matrices, means, strict=True)]
+
+
+def batched(function: Callable[..., Tensor], *matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return the function of each matrix, or of each tuple of matrices; those of one shape are passed as one batch.
+
+    Factors are small: a call takes longer than its arithmetic.
+    """
+    alike: dict[torch.Size, list[int]] = {}
+    for number, matrix in enumerate(matrices[0]):
+        alike.setdefault(matrix.shape, []).append(number)
+    results = list(matrices[0])
+    for numbers in alike.values():
+        batch = [torch.stack([each[number] for number in numbers]) for each in matrices]
+        for number, result in zip(numbers, function(*batch).unbind(), strict=True):
+            results[number] = result
+    return results
+
+
+def there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:
+    """Return the items, reversed on every other turn, so that those used last, which are still cached, come first."""
+    return items[::-1] if turn % 2 else items
+
+
+def _columns(P: Tensor) -> Tensor:
+    """Return matrices r×n as n×r, which products with few columns read faster."""
+    return P.mT.contiguous()
 
 
 def rows_of_a_block(m: int, r: int, threads: int) -> int:

@@ -19,12 +19,12 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from commhooks.compressors.powersgd.low_rank import OTHER, LowRankMatrix, LowRankPlan, Side
+from commhooks.compressors.powersgd.low_rank import OTHER, LowRankMatrix, LowRankPlan, Side, batched, there_and_back
 from commhooks.compressors.powersgd.matrices import (
     MATRIX_RULES,
     MatrixForm,
@@ -41,8 +41,6 @@ from commhooks.language.entries import Declared, Entry
 from commhooks.language.memory import surely
 from commhooks.language.randomness import seeded_normal, stable_seed
 from commhooks.language.requests import AllReduce, Asked, Judge, Part
-
-Item = TypeVar("Item")
 
 
 class Exchanged(NamedTuple):
@@ -171,9 +169,12 @@ class PowerSGD(Compressor):
         received: list[Tensor] = []
         means: list[Tensor] = []
         for turn, side in enumerate(sides):
-            for number, x in _there_and_back(list(enumerate(plan.matrices)), turn):
-                basis = means[number] if turn else self._basis(x, OTHER[side], context)
-                x.factor(OTHER[side]).copy_(orthonormal_rows(basis, self.epsilon) if turn else basis)
+            if turn:
+                bases = batched(functools.partial(orthonormal_rows, epsilon=self.epsilon), means)
+            else:
+                bases = [self._basis(x, OTHER[side], context) for x in plan.matrices]
+            torch._foreach_copy_([x.factor(OTHER[side]) for x in plan.matrices], bases)
+            for x in there_and_back(plan.matrices, turn):
                 x.multiply(side)
             rest = [] if turn else [*plan.parts_of_rest, *riders]
             last = turn == len(sides) - 1  # the last side's factors stay this rank's own: what they miss is unsent
@@ -187,10 +188,9 @@ class PowerSGD(Compressor):
         finite = yield Judge(*received, *means_of_rest, *plan.largest(side, means))
         if not surely(finite):  # one bad element makes the whole mean non-finite, on every rank
             torch._foreach_add_(means, torch.where(finite, 0.0, torch.nan))
-        for x, mean in _there_and_back(list(zip(plan.matrices, means, strict=True)), len(sides)):
-            x.finish(side, mean, context, finite)
-            if self.warm_start:
-                self._keep(x, side, mean, finite)
+        plan.finish(side, means, len(sides), context, finite)
+        if self.warm_start:
+            self._keep(plan.matrices, side, means, finite)
         if plan.rest:
             torch._foreach_copy_([tile.gradient for tile in plan.rest], means_of_rest)
         return Exchanged(finite, means, means_of_riders)
@@ -260,16 +260,15 @@ class PowerSGD(Compressor):
         basis = seeded_normal(tuple(like.shape), seed, like)
         return orthonormal_rows(basis).contiguous() if self.alternating else basis
 
-    def _keep(self, x: LowRankMatrix, side: Side, factor: Tensor, allowed: Tensor) -> None:
-        """Keep a factor for the next step; a row of zeros would never recover, so the old row is kept instead."""
+    def _keep(self, matrices: Sequence[LowRankMatrix], side: Side, means: Sequence[Tensor], finite: Tensor) -> None:
+        """Keep the means of the last factors as the bases of the next step."""
         name = self._name(side)
-        kept = x.home.state(name)[: x.r]
-        largest = factor.abs().amax(dim=1, keepdim=True)  # r×1
+        kept = [x.home.state(name)[: x.r] for x in matrices]
+        bases = batched(_scaled_rows, means, kept)
         if self.alternating:  # the next product is also the last one, and needs an orthonormal basis
-            filled = torch.where(largest > 0, factor, kept)
-            x.home.commit(name, orthonormal_rows(filled, self.epsilon), allowed, rows=x.r)
-        else:
-            x.home.commit(name, factor / largest, allowed & (largest > 0), rows=x.r)
+            bases = batched(functools.partial(orthonormal_rows, epsilon=self.epsilon), bases)
+        for x, basis in zip(matrices, bases, strict=True):
+            x.home.commit(name, basis, finite, rows=x.r)
 
     def _name(self, side: Side) -> str:
         return f"{side} of the bucket" if self.matrices == "whole-bucket" else side
@@ -281,19 +280,20 @@ def _key_of(bucket: BucketView) -> str:
 
 
 def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Return a matrix r×n, r ≤ n, with orthonormal rows that span those of `P`.
+    """Return a matrix r×n, r ≤ n, with orthonormal rows that span those of `P`; for a batch of matrices, a batch.
 
     Householder QR: nothing is divided by a norm, so zero rows, dependent rows, and rows of 1e-30 or 1e30 all give
     finite orthonormal rows (arbitrary ones if `P` provides none), identical for identical `P`.
     """
-    basis, triangle = torch.linalg.qr(P.t())  # n×r, r×r
+    basis, triangle = torch.linalg.qr(P.mT)  # n×r, r×r
     if epsilon:
-        norms = triangle.diagonal().abs()
-        basis = basis * (norms / (norms + epsilon))
-    rows: Tensor = basis.t()
+        norms = triangle.diagonal(dim1=-2, dim2=-1).abs()
+        basis = basis * (norms / (norms + epsilon)).unsqueeze(-2)
+    rows: Tensor = basis.mT
     return rows
 
 
-def _there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:
-    """Return the items, reversed on every other turn, so that those used last, which are still cached, come first."""
-    return items[::-1] if turn % 2 else items
+def _scaled_rows(Q: Tensor, before: Tensor) -> Tensor:
+    """Scale each row to a largest magnitude of 1; a row of zeros would never recover, so it stays as `before`."""
+    largest = Q.abs().amax(dim=-1, keepdim=True)  # r×1
+    return torch.where(largest > 0, Q / largest, before)
