@@ -53,6 +53,7 @@ from commhooks.errors import (
     GradientError,
     HookDidNotRunError,
     HookTypeError,
+    ProbeError,
     ProfileError,
     SettingsError,
 )
@@ -89,6 +90,9 @@ from commhooks.making import make_compressor
 from commhooks.planning.adaptive import Adaptive
 from commhooks.planning.candidates import Candidate
 from commhooks.planning.estimate import Estimate, HookEstimate, estimate
+from commhooks.planning.plan import Choice, Plan, plan
+from commhooks.planning.probe import Probe
+from commhooks.planning.probing import probe
 from commhooks.planning.profile import Profile
 from commhooks.planning.profiling import profile
 from commhooks.planning.rule import AdaptiveRule
@@ -117,6 +121,7 @@ __all__ = [
     "Cast",
     "Checkpoint",
     "CheckpointError",
+    "Choice",
     "Codec",
     "Collective",
     "CollectiveError",
@@ -158,8 +163,11 @@ __all__ = [
     "Part",
     "Pending",
     "PerParameter",
+    "Plan",
     "PowerSGD",
     "PowerSGDState",
+    "Probe",
+    "ProbeError",
     "ProcessGroupCommunicator",
     "Profile",
     "ProfileError",
@@ -203,7 +211,9 @@ __all__ = [
     "make_compressor",
     "merge_state_dicts",
     "noop_hook",
+    "plan",
     "powerSGD_hook",
+    "probe",
     "profile",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",

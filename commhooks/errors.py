@@ -41,3 +41,7 @@ class CollectiveError(CommHooksError, RuntimeError):
 
 class ProfileError(CommHooksError, RuntimeError):
     """A profile that could not be measured, because a step failed on some rank, or that could not be read."""
+
+
+class ProbeError(CommHooksError, RuntimeError):
+    """A network that could not be measured, or whose measurements contradict one another; nothing is reported."""

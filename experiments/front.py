@@ -23,6 +23,8 @@ COMMANDS = {
     "estimate": "Estimate in a second whether compression pays: step time, speed-up and break-even rate of each hook.",
     "simulate": "Compute step time and utilisation for 2 to 1,024 ranks from what is measured on this machine.",
     "profile": "Measure where the time of a training step goes, and what every hook adds to it without a link.",
+    "probe": "Measure what every collective costs between the ranks, in half a minute.",
+    "plan": "Predict every hook's step on your link, and recommend one, or say that none pays.",
     "cluster": "Make a slow cluster on this machine: hosts in network namespaces, links with a real rate.",
 }
 INSTALL = "pip install 'commhooks[experiments]'"

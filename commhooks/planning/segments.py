@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
+import torch
+
 from commhooks.communicators import Collective, Communicator
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange, begin_exchange, map_requests
 from commhooks.language.entries import Declared
-from commhooks.language.requests import Asked, Judge
+from commhooks.language.requests import Asked, Judge, Request
+from commhooks.planning.links import HALF_SUM
 from commhooks.planning.pretending import Pretended, PretendingCommunicator
 from commhooks.planning.profile import Sends
 from commhooks.wrappers.wrapper import Wrapper
@@ -138,7 +141,14 @@ def sends_of(asked: Asked) -> Sends:
     requests = asked if isinstance(asked, tuple) else (asked,)
     if all(request.is_empty for request in requests):
         return ()
-    return tuple((request.kind, sum(request.part_bytes)) for request in requests if not request.is_empty)
+    return tuple((_kind_of(request), sum(request.part_bytes)) for request in requests if not request.is_empty)
+
+
+def _kind_of(request: Request) -> str:
+    """Return the kind; of sums of two-byte floats, one of their own."""
+    wires = {part.on_wire for part in request.parts}
+    is_half = request.kind == "all-reduce" and wires <= {torch.float16, torch.bfloat16}
+    return HALF_SUM if is_half else request.kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,8 @@ from .options import (
     Tasks,
 )
 from .overlap import overlap
+from .plan import plan
+from .probe import probe
 from .profile import profile
 from .reproduce import reproduce
 from .simulate import simulate
@@ -235,6 +237,8 @@ app.command(help=help_texts.OVERLAP, cls=EachOptionOnce)(overlap)
 app.command(help=help_texts.PROFILE, cls=EachOptionOnce)(profile)
 app.command(help=help_texts.LEADERBOARD, cls=EachOptionOnce)(leaderboard)
 app.command(help=help_texts.REPRODUCE, cls=EachOptionOnce)(reproduce)
+app.command(help=help_texts.PROBE, cls=EachOptionOnce)(probe)
+app.command(help=help_texts.PLAN, cls=EachOptionOnce)(plan)
 app.command(help=help_texts.ESTIMATE, cls=EachOptionOnce)(estimate)
 app.command(help=help_texts.SIMULATE, cls=EachOptionOnce)(simulate)
 

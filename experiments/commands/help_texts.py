@@ -221,3 +221,40 @@ costs besides its transfers. The model is as before afterwards. The guide (profi
     torchrun --nnodes 4 ... -m commhooks.experiments profile --task my_task.py:task --ddp torch \
 --hook fp16 --hook powersgd:rank=4,policy=fused
 """
+
+PLAN = f"""
+{COMMANDS["plan"]}
+
+The link is probed and the task profiled, which takes two minutes; then every hook's step is computed from both. \
+The guide (plan.md) explains how, and shows how close predictions are.
+
+[bold]On your own cluster[/bold], from nothing to an answer.
+
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks plan --task my_task.py:task
+
+[bold]Hosts on this machine[/bold], as root; then the best three hooks really run.
+
+    commhooks plan --task gpt:size=base --link hosts:1Gbit/s --validate
+
+[bold]From files[/bold] that the commands probe and profile wrote.
+
+    commhooks plan --probe probe.json --profile profile.json
+"""
+
+PROBE = f"""
+{COMMANDS["probe"]}
+
+Every collective that compressors use is timed, from 256 bytes to some megabytes, in turns. \
+A line (latency, and seconds for each byte) is fitted to the medians; if it does not fit, times between the sizes that \
+were measured are interpolated. If two halves of the measurement disagree by more than 10 %, it is repeated once, and \
+then refused.
+
+[bold]Your own cluster[/bold]: torchrun starts the ranks.
+
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks probe --json probe.json
+
+[bold]Hosts on this machine[/bold], as root, or an emulated link.
+
+    commhooks probe --ranks 2 --link hosts:1Gbit/s
+    commhooks probe --ranks 2 --link 100Mbit/s,latency=1ms
+"""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -61,14 +62,7 @@ def measure_profile(asked: Asked, ranks: int) -> Profile | None:
         WorldError: A rank failed, or steps do not fit into the time; the message says why.
 
     """
-    check_ddp("profile", asked.ddp, asked.bucket_cap_mb)
-    parameters = dict(load_task(asked.task, asked.seed).model.named_parameters())
-    for spec in asked.hooks or ():
-        if is_stock(spec):
-            raise ValueError(
-                f"hook {spec.label!r} is PyTorch's own, whose rounds cannot be watched: profile one of ours"
-            )
-        make_hook(spec, asked.seed).check_parameters(parameters)
+    check_asked(asked)
     found: list[Profile] = []
 
     def hear(message: object) -> None:
@@ -81,35 +75,64 @@ def measure_profile(asked: Asked, ranks: int) -> Profile | None:
     return found[0] if found else None
 
 
-def profile_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
-    """Profile; rank 0 sends the result, and every rank that cannot go on why."""
+def check_asked(asked: Asked) -> None:
+    """Raise ValueError if there is no such task or hook, or if it does not accept the task's parameters."""
+    check_ddp("profile", asked.ddp, asked.bucket_cap_mb)
+    parameters = dict(load_task(asked.task, asked.seed).model.named_parameters())
+    for spec in asked.hooks or ():
+        if is_stock(spec):
+            raise ValueError(
+                f"hook {spec.label!r} is PyTorch's own, whose rounds cannot be watched: profile one of ours"
+            )
+        make_hook(spec, asked.seed).check_parameters(parameters)
+
+
+@contextmanager
+def stepper(asked: Asked) -> Iterator[Stepper]:
+    """Provide the task's model in its DistributedDataParallel, over an emulated link if that is asked for."""
     torch.set_num_threads(1)
     task = load_task(asked.task, asked.seed)
     world = dist.group.WORLD
     assert world is not None, "ranks have a process group"
     group = LinkedGroup(world, Wire(asked.link)) if asked.link.kind == "emulated" else None
     step = Stepper(task, wrap_in_ddp(task.model, asked.ddp, asked.bucket_cap_mb, group))
-    hooks = None
-    if asked.hooks is not None:
-        own = [(spec, make_hook(spec, asked.seed)) for spec in asked.hooks]
-        hooks = [Candidate(_without_policy(spec), made, policy_of(spec), spec.label) for spec, made in own]
     try:
-        found = commhooks.profile(
-            step.ddp,
-            step,
-            hooks=hooks,
-            steps=asked.steps,
-            seconds=asked.seconds,
-            name=task.name,
-            process_group=world,
-        )
-    except CommHooksError as error:
-        send(Refused(str(error)))
-        return
+        yield step
     finally:
-        del step  # a DDP must go before its process group does
+        del step.ddp  # a DDP must go before its process group does
         if group is not None:
             group.close()
+
+
+def profile_step(step: Stepper, asked: Asked) -> Profile:
+    """Return the profile of a task's steps; all ranks call it."""
+    return commhooks.profile(
+        step.ddp,
+        step,
+        hooks=candidates_of(asked),
+        steps=asked.steps,
+        seconds=asked.seconds,
+        name=step.task.name,
+        process_group=dist.group.WORLD,
+    )
+
+
+def candidates_of(asked: Asked) -> list[Candidate] | None:
+    """Return the hooks asked for; None: those of a profile by default."""
+    if asked.hooks is None:
+        return None
+    own = [(spec, make_hook(spec, asked.seed)) for spec in asked.hooks]
+    return [Candidate(_without_policy(spec), made, policy_of(spec), spec.label) for spec, made in own]
+
+
+def profile_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
+    """Profile; rank 0 sends the result, and every rank that cannot go on why."""
+    with stepper(asked) as step:
+        try:
+            found = profile_step(step, asked)
+        except CommHooksError as error:
+            send(Refused(str(error)))
+            return
     if rank == 0:
         send(found)
 

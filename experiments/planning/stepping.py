@@ -25,16 +25,16 @@ class Stepper:
 
     def __init__(self, task: LoadedTask, ddp: nn.Module) -> None:
         self.ddp = ddp
-        self._task = task
+        self.task = task
         self._optimizer = task.optimizer()
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._taken = 0
 
     def __call__(self) -> None:
         """Take a step: a batch, the forward and the backward pass, and the optimizer."""
-        batch = self._task.batch(self._taken, self._rank, self._ranks)
+        batch = self.task.batch(self._taken, self._rank, self._ranks)
         self._taken += 1
-        self._task.loss(self.ddp, batch).backward()
+        self.task.loss(self.ddp, batch).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -72,7 +72,13 @@ def _turn(
     found: Mapping[str, list[float]],
 ) -> None:
     """Let every hook of a policy take some steps."""
-    attachment = commhooks.attach(step.ddp, candidates[0].compressor, policy=policy, wrap_communicator=wrap)
+    attachment = commhooks.attach(
+        step.ddp,
+        candidates[0].compressor,
+        policy=policy,
+        process_group=dist.group.WORLD,  # not an emulated link's, which `wrap` stands for
+        wrap_communicator=wrap,
+    )
     try:
         for one in candidates:
             attachment.replace(one.compressor)

@@ -1,0 +1,252 @@
+"""Predict every hook's step over a network that was probed, and recommend one, or say that none pays: `plan`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from torch.nn import Module
+
+from commhooks.errors import SettingsError
+from commhooks.planning.candidates import ALL_REDUCE, NOOP
+from commhooks.planning.predicting import NoLink, Prediction, predict, rate_for, step_of, utilisation
+from commhooks.planning.probe import Probe
+from commhooks.planning.profile import HookProfile, Profile, StepParts
+from commhooks.planning.profiling import fingerprint_of
+from commhooks.planning.step_time import step_time
+from commhooks.unwrapping import find_ddp, trained_parameters
+
+LEAST_GAIN = 0.03
+"""A hook that saves less of a step than this does not pay: it is lost in the variation between runs."""
+BUCKET_CAPS_MB = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0)
+_KNOWN = 0.93  # a median of n values is known to about this times their quartile range over √n: 1.25 · 0.74
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A hook with a policy and a bucket size, and what a step under it is predicted to take."""
+
+    label: str
+    """The hook's name with settings and policy."""
+    seconds: float
+    uncertainty: float
+    """Seconds in either direction: one standard deviation, roughly."""
+    speed_up: float
+    """Over the all-reduce, with the profile's bucket size."""
+    utilisation: float
+    """The part of the step that a rank needs without communication."""
+    bytes_sent: int
+    """In a step, per rank, on average over the ranks."""
+    waiting: float
+    """Seconds in which nothing is computed and nothing is compressed."""
+    state_bytes: int
+    code: str
+    """The line that attaches it; empty: nothing is to be attached."""
+    bucket_cap_mb: float | None = None
+    """For the DDP, in MiB; None: as in the profile."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every hook's step over one network."""
+
+    choices: tuple[Choice, ...]
+    """With the profile's bucket size, fastest first; "noop" is not among them."""
+    other_buckets: tuple[Choice, ...]
+    """The recommended hook, or the all-reduce if none pays, with other bucket sizes."""
+    recommended: Choice
+    """The hook to use: the all-reduce if none pays."""
+    pays: bool
+    """Whether compression does."""
+    reason: str
+    """In a sentence."""
+    bound: float
+    """How many times faster a step would be if communication took no time at all, in place of the all-reduce."""
+    rates: tuple[tuple[str, float | None], ...]
+    """For each hook the rate, in bits per second, at which it would reach `wanted_utilisation`; None: there is none."""
+    wanted_utilisation: float
+    plain_error: float
+    """Predicted over measured step of the plain all-reduce, minus 1."""
+
+    @property
+    def dense(self) -> Choice:
+        """The all-reduce."""
+        return next(choice for choice in self.choices if choice.label == ALL_REDUCE)
+
+
+def plan(
+    profile: Profile,
+    probe: Probe,
+    *,
+    model: Module | None = None,
+    wanted_utilisation: float = 0.9,
+    bucket_caps_mb: Sequence[float] = BUCKET_CAPS_MB,
+) -> Plan:
+    """Predict the step time of every hook in a profile, over the network of a probe, and recommend one.
+
+    Args:
+        profile: Of the model, with as many ranks as the probe.
+        probe: Of the network.
+        model: If given, the profile must be of this model.
+        wanted_utilisation: For which a rate is computed.
+        bucket_caps_mb: Bucket sizes to consider besides the profile's, in MiB.
+
+    Raises:
+        SettingsError: The profile is of another model, or of other ranks than the probe; or an argument cannot work.
+
+    """
+    _check(profile, probe, model, wanted_utilisation, bucket_caps_mb)
+    predictions = {label: predict(profile, hook, probe) for label, hook in profile.hooks.items() if label != NOOP}
+    doubts = _Doubts(profile, probe, predictions[ALL_REDUCE])
+    dense = predictions[ALL_REDUCE]
+
+    def choice(label: str, prediction: Prediction, cap_mb: float | None = None) -> Choice:
+        hook = profile.hooks[label]
+        return Choice(
+            label=label,
+            seconds=prediction.seconds,
+            uncertainty=doubts.of(hook, prediction),
+            speed_up=dense.seconds / prediction.seconds,
+            utilisation=utilisation(profile, prediction.seconds),
+            bytes_sent=prediction.modelled.bytes_sent,
+            waiting=prediction.modelled.waiting,
+            state_bytes=hook.state_bytes,
+            code="" if label == ALL_REDUCE else code_for(hook),
+            bucket_cap_mb=cap_mb,
+        )
+
+    choices = sorted((choice(*pair) for pair in predictions.items()), key=lambda one: one.seconds)
+    recommended, reason = _recommend(choices, predictions, profile, doubts)
+    return Plan(
+        choices=tuple(choices),
+        other_buckets=tuple(
+            choice(recommended.label, predict(profile, profile.hooks[recommended.label], probe, cap), cap)
+            for cap in bucket_caps_mb
+        ),
+        recommended=recommended,
+        pays=recommended.label != ALL_REDUCE,
+        reason=reason,
+        bound=dense.seconds / profile.noop.seconds.median,
+        rates=tuple(
+            (one.label, rate_for(profile, profile.hooks[one.label], probe, wanted_utilisation)) for one in choices
+        ),
+        wanted_utilisation=wanted_utilisation,
+        plain_error=dense.seconds / profile.plain.seconds.median - 1,
+    )
+
+
+def code_for(hook: HookProfile) -> str:
+    """Return the line that attaches a hook to a model in its DistributedDataParallel."""
+    if "(" in hook.hook:  # a compressor as printed by str
+        made = repr(hook.hook)
+    else:
+        name, _, rest = hook.hook.partition(":")
+        pairs = [pair.partition("=") for pair in rest.split(",")] if rest else []
+        settings = "".join(f", {key}={_literal(value)!r}" for key, _, value in pairs)
+        made = f"commhooks.make_compressor({name!r}{settings})" if settings else repr(name)
+    policy = "" if hook.policy == "fifo" else f", policy={hook.policy!r}"
+    return f"commhooks.attach(model, {made}{policy})".replace("'", '"')
+
+
+class _Doubts:
+    """How uncertain predictions are.
+
+    Three things are added as independent: the noise of the profile's steps; the spread of the probe, as far as time is
+    spent on the network; and the part by which what the network adds to the plain all-reduce was mispredicted.
+    """
+
+    def __init__(self, profile: Profile, probe: Probe, dense: Prediction) -> None:
+        self._probe = probe
+        added = profile.plain.seconds.median - profile.hooks[ALL_REDUCE].step.seconds.median
+        missed = abs(dense.seconds - profile.plain.seconds.median)
+        self._missed = missed / max(dense.added, added) if max(dense.added, added) > 0 else 0.0
+
+    def of(self, hook: HookProfile, prediction: Prediction) -> float:
+        """Return the uncertainty of a prediction, in seconds."""
+        return math.hypot(_noise(hook.step), self.of_network(hook) * max(0.0, prediction.added))
+
+    def of_difference(self, one: HookProfile, other: HookProfile, added: float) -> float:
+        """Return that of the difference of two hooks, to which the network adds so many seconds more or less.
+
+        An error of the network's model affects both alike, as far as it adds as much to both.
+        """
+        network = max(self.of_network(one), self.of_network(other))
+        return math.hypot(_noise(one.step), _noise(other.step), network * abs(added))
+
+    def of_network(self, hook: HookProfile) -> float:
+        """Return the uncertainty of what the network adds, relative to it."""
+        kinds = {kind for bucket in hook.buckets for one in bucket.rounds for kind, _ in one.sends}
+        spread = max((self._probe.costs[kind].spread() for kind in kinds), default=0.0)
+        return math.hypot(spread, self._missed)
+
+
+def _recommend(
+    choices: Sequence[Choice], predictions: dict[str, Prediction], profile: Profile, doubts: _Doubts
+) -> tuple[Choice, str]:
+    """Return the fastest choice whose gain is certain enough, and why it is the one."""
+    dense = next(choice for choice in choices if choice.label == ALL_REDUCE)
+    needed = [
+        doubts.of_difference(
+            profile.hooks[choice.label],
+            profile.hooks[ALL_REDUCE],
+            predictions[ALL_REDUCE].added - predictions[choice.label].added,
+        )
+        for choice in choices
+    ]
+    for choice, doubt in zip(choices, needed, strict=True):
+        gain = dense.seconds - choice.seconds
+        if choice is not dense and gain > max(LEAST_GAIN * dense.seconds, doubt):
+            saved = f"{100 * gain / dense.seconds:.0f} % of the all-reduce's step (± {100 * doubt / dense.seconds:.0f})"
+            return choice, f"{choice.label} saves {saved}."
+    best, doubt = next((pair for pair in zip(choices, needed, strict=True) if pair[0] is not dense), (dense, 0.0))
+    gain = 100 * (dense.seconds - best.seconds) / dense.seconds
+    if best is dense or gain <= 0:
+        return dense, "None pays: the plain all-reduce is predicted to be fastest."
+    return dense, (
+        f"None pays: the best, {best.label}, would save {gain:.1f} % of a step, which is below "
+        f"{100 * LEAST_GAIN:g} % or within the uncertainty of {100 * doubt / dense.seconds:.1f} %."
+    )
+
+
+def _noise(step: StepParts) -> float:
+    """Return how far the median of the steps may be from that of many more."""
+    return _KNOWN * (step.seconds.high - step.seconds.low) / math.sqrt(step.steps)
+
+
+def _check(
+    profile: Profile, probe: Probe, model: Module | None, wanted_utilisation: float, bucket_caps_mb: Sequence[float]
+) -> None:
+    if profile.ranks != probe.ranks:
+        raise SettingsError(
+            f"plan: the profile is of {profile.ranks} ranks and the probe of {probe.ranks}; measure both with as many "
+            "ranks as you train with."
+        )
+    if model is not None:
+        fingerprint = fingerprint_of(trained_parameters(model, find_ddp("plan", model)))
+        if fingerprint != profile.fingerprint:
+            raise SettingsError(
+                f"plan: the profile is of another model ({profile.model}, fingerprint {profile.fingerprint}; this "
+                f"one's is {fingerprint}): its parameters have other names, shapes or dtypes. Profile this model."
+            )
+    missing = [label for label in (NOOP, ALL_REDUCE) if label not in profile.hooks]
+    if missing:
+        raise SettingsError(f"plan: the profile lacks hook {missing[0]!r}, with which others are compared.")
+    if not 0 < wanted_utilisation < 1:
+        raise SettingsError(f"plan(wanted_utilisation={wanted_utilisation!r}): it must be in (0, 1).")
+    if not all(0 < cap < math.inf for cap in bucket_caps_mb):
+        raise SettingsError(f"plan(bucket_caps_mb={bucket_caps_mb!r}): sizes must be above zero, in MiB.")
+    for label, hook in profile.hooks.items():  # raises if the profile contradicts itself
+        step_time(step_of(profile, hook, hook.buckets), NoLink(), profile.ranks)
+        unmeasured = {k for b in hook.buckets for one in b.rounds for k, _ in one.sends} - set(probe.costs)
+        if unmeasured:
+            raise SettingsError(f"plan: hook {label!r} uses {unmeasured.pop()!r}, which the probe did not measure.")
+
+
+def _literal(text: str) -> object:
+    """Return the number or truth value that a text stands for, or the text."""
+    try:
+        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
+    except (ValueError, SyntaxError):
+        return text

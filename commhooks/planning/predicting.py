@@ -1,0 +1,169 @@
+"""From a profile and a network to the time of a step.
+
+The profile has real steps under every hook in which nothing was sent. The step-time model says what the network adds:
+
+    predicted = measured without a link + (modelled with the network - modelled without a link)
+
+So compute, compression, hand-offs between threads and everything else that a hook costs are as measured, and only
+waiting for transfers, and the processor time that they take, come from the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from scipy.optimize import brentq
+
+from commhooks.communicators.collective import ring_bytes
+from commhooks.planning.links import Link, Network, Transfer, plain_kind
+from commhooks.planning.probe import Probe
+from commhooks.planning.profile import BucketProfile, GradientProfile, HookProfile, Profile, RoundProfile
+from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
+
+MIB = 2**20
+_DEFAULT_LIMITS = (1 * MIB, 25 * MIB)  # of both DDPs, if no size is given
+_SLOWEST, _FASTEST = 1e4, 1e14  # bits per second, between which a rate is looked for
+
+
+class NoLink:
+    """A network on which every collective is there at once."""
+
+    def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
+        """Return no time at all."""
+        return Transfer(0.0, 0.0, ring_bytes(plain_kind(kind), payload, ranks))
+
+
+class Remembered:
+    """A network whose answers are kept: a step asks for the same collectives again and again."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._known: dict[tuple[str, int, int], Transfer] = {}
+
+    def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
+        """Return the network's answer."""
+        key = (kind, payload, ranks)
+        if key not in self._known:
+            self._known[key] = self._network.transfer(kind, payload, ranks)
+        return self._known[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A step under a hook, over a network."""
+
+    seconds: float
+    """Of the whole step."""
+    added: float
+    """What the network adds to the step that was measured without one."""
+    modelled: StepTime
+    """The step-time model's own answer."""
+
+
+def predict(profile: Profile, hook: HookProfile, network: Network, cap_mb: float | None = None) -> Prediction:
+    """Return the time of a step under a hook, with the buckets of the profile or with a bucket size of its own."""
+    measured = step_of(profile, hook, hook.buckets)
+    other = measured if cap_mb is None else step_of(profile, hook, recut(profile.gradients, hook.buckets, cap_mb))
+    modelled = step_time(other, Remembered(network), profile.ranks)
+    added = modelled.seconds - step_time(measured, NoLink(), profile.ranks).seconds
+    return Prediction(hook.step.seconds.median + added, added, modelled)
+
+
+def step_of(profile: Profile, hook: HookProfile, buckets: Sequence[BucketProfile]) -> Step:
+    """Return a step for the step-time model.
+
+    Buckets become ready when their last gradient does without communication: with one core, under a hook that moment
+    holds the compression of earlier buckets too.
+    """
+    ready = {gradient.name: gradient.ready for gradient in profile.gradients}
+    noop = profile.noop
+    compute = noop.forward + noop.backward
+    found = []
+    latest = 0.0
+    for bucket in buckets:
+        moments = [ready[name] for name in bucket.parameters if name in ready]
+        latest = min(compute, max(latest, *moments) if moments else latest)
+        stages = tuple(Stage(one.seconds, one.sends) for one in bucket.rounds)
+        found.append(Bucket(latest, stages, bucket.after))
+    return Step(
+        compute=compute,
+        optimizer=noop.exposed + noop.optimizer,
+        buckets=tuple(found),
+        policy=hook.policy,
+        cores=profile.cores,
+    )
+
+
+def recut(
+    gradients: Sequence[GradientProfile], buckets: Sequence[BucketProfile], cap_mb: float
+) -> tuple[BucketProfile, ...]:
+    """Return the buckets that a DDP would make with this bucket size, in MiB; infinity: its default.
+
+    Gradients are taken in the order in which they become ready; a bucket closes when it has reached its limit.
+    Compression and payloads are divided in proportion to bytes.
+    """
+    limits = _DEFAULT_LIMITS if math.isinf(cap_mb) else (int(cap_mb * MIB),)
+    groups: list[list[GradientProfile]] = [[]]
+    for gradient in gradients:
+        limit = limits[min(len(groups), len(limits)) - 1]
+        if sum(one.bytes for one in groups[-1]) >= limit:
+            groups.append([])
+        groups[-1].append(gradient)
+    pattern = max(buckets, key=lambda bucket: (len(bucket.rounds), bucket.bytes))
+    return tuple(_share(group, pattern, buckets) for group in groups if group)
+
+
+def _share(group: Sequence[GradientProfile], pattern: BucketProfile, buckets: Sequence[BucketProfile]) -> BucketProfile:
+    """Return a bucket of these gradients, with its share of what all measured buckets cost."""
+    size = sum(gradient.bytes for gradient in group)
+    share = size / sum(bucket.bytes for bucket in buckets)
+    rounds = []
+    for number, round_ in enumerate(pattern.rounds):
+        alike = [bucket.rounds[number] for bucket in buckets if number < len(bucket.rounds)]
+        sends = []
+        for place, (kind, _) in enumerate(round_.sends):
+            payload = sum(one.sends[place][1] for one in alike if place < len(one.sends))
+            sends.append((kind, max(1, round(share * payload))))
+        rounds.append(RoundProfile(share * sum(one.seconds for one in alike), tuple(sends)))
+    return BucketProfile(
+        tuple(gradient.name for gradient in group),
+        size,
+        max(gradient.ready for gradient in group),
+        tuple(rounds),
+        share * sum(bucket.after for bucket in buckets),
+    )
+
+
+def link_like(probe: Probe, rate: float) -> Link:
+    """Return a link of another rate, in bits per second, with the latency and processor time that were measured."""
+    cost = probe.costs["all-reduce"]
+    hops = 2 * (probe.ranks - 1)
+    sent = ring_bytes("all-reduce", MIB, probe.ranks) / MIB
+    return Link(
+        rate=rate, latency=cost.line.at_zero / hops, seconds_per_byte=cost.processor_line.per_byte / sent
+    )  # fmt: skip
+
+
+def utilisation(profile: Profile, seconds: float) -> float:
+    """Return the part of a step of so many seconds in which a rank does what it does without communication."""
+    return profile.noop.seconds.median / seconds
+
+
+def rate_for(profile: Profile, hook: HookProfile, probe: Probe, wanted: float) -> float | None:
+    """Return the rate, in bits per second, at which a hook reaches a utilisation; 10 kbit/s if it always does.
+
+    Returns None if no rate is high enough: what the hook computes, or latency, takes too long by itself.
+    """
+    step = step_of(profile, hook, hook.buckets)
+    without = hook.step.seconds.median - step_time(step, NoLink(), profile.ranks).seconds
+
+    def surplus(log_rate: float) -> float:
+        link = Remembered(link_like(probe, math.exp(log_rate)))
+        return utilisation(profile, without + step_time(step, link, profile.ranks).seconds) - wanted
+
+    low, high = math.log(_SLOWEST), math.log(_FASTEST)
+    if surplus(high) < 0:
+        return None
+    return _SLOWEST if surplus(low) >= 0 else math.exp(brentq(surplus, low, high, xtol=1e-9))

@@ -1,0 +1,84 @@
+"""The command `commhooks plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import BucketCap, Ddp, Hooks, WorldLink, WorldRanks
+from .terminal import errors_in_words
+
+
+def plan(
+    task: Annotated[
+        str | None, typer.Option(help="What to train: digits, gpt, lstm, or your own file.py:function.")
+    ] = None,
+    hook: Hooks = None,
+    ranks: WorldRanks = None,
+    link: WorldLink = None,
+    ddp: Ddp = "core",
+    bucket_cap_mb: BucketCap = None,
+    seconds: Annotated[float, typer.Option(help="The time that profiling may take.")] = 80.0,
+    probe_seconds: Annotated[float, typer.Option(help="The time that probing may take, 1 to 28.")] = 20.0,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Then run the best three and the all-reduce, and compare.")
+    ] = False,
+    probe: Annotated[Path | None, typer.Option(help="A file that 'probe --json' wrote, instead of probing.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A file that 'profile --json' wrote, instead of profiling.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write plan, probe and profile into this file.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the task's model and data.")] = 0,
+) -> None:
+    """Predict every hook's step, and recommend one, or say that none pays."""
+    with errors_in_words() as console:
+        from ..planning.planning import (
+            Asked,
+            load,
+            make_plan,
+            plan_table,
+            sentences,
+            validation_table,
+        )
+        from ..planning.profiling import Asked as ProfileAsked
+        from ..planning.worlds import check_place, check_world
+        from ..specs import Spec
+
+        is_measured = validate or probe is None or profile is None
+        if is_measured and task is None:
+            raise ValueError(
+                "there is something to measure, so name what to train: --task my_task.py:task (or give both --probe "
+                "and --profile, without --validate)"
+            )
+        number, settings = check_world(ranks, link)
+        check_place(json)
+        asked = Asked(
+            profile=ProfileAsked(
+                task=Spec.parse(task or "gpt", "task"),
+                hooks=None if hook is None else tuple(map(Spec.parse, hook)),
+                link=settings,
+                ddp=ddp,
+                bucket_cap_mb=bucket_cap_mb,
+                seconds=seconds,
+                seed=seed,
+            ),
+            probe_seconds=probe_seconds,
+            validate_seconds=_VALIDATE_SECONDS if validate else None,
+            **load(probe, profile),
+        )
+        found = make_plan(asked, number)
+        if found is None:
+            return
+        console.print(plan_table(found))
+        for sentence in sentences(found):
+            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        if found.measured:
+            console.print(validation_table(found))
+        if json is not None:
+            found.write(json)
+            console.print(f"plan  {json}", highlight=False, soft_wrap=True, markup=False)
+
+
+_VALIDATE_SECONDS = 30.0

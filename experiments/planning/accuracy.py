@@ -1,0 +1,180 @@
+"""How close predictions come: `python -m experiments.planning.accuracy --link hosts:1Gbit/s`.
+
+One world of two ranks probes the link. For each of five models it then profiles the steps, without sending anything,
+and takes real steps under every hook, in turns. Predictions are made of probe and profile alone. Ranks ask the kernel
+for short time slices, so that other programs on the machine, which run while ranks wait for the link, do not keep them
+from going on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import platform
+import statistics
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from commhooks.errors import ProbeError
+from commhooks.planning import stored
+from commhooks.planning.candidates import ALL_REDUCE, NOOP, Candidate, default_candidates, with_the_two
+from commhooks.planning.plan import plan
+
+from ..launch import Send
+from ..links.link import LinkSettings
+from ..specs import Spec
+from .probing import Asked as ProbeAsked
+from .probing import probe_link
+from .profiling import Asked as ProfileAsked
+from .profiling import profile_step, stepper
+from .stepping import measure_steps
+from .worlds import run_over
+
+TASKS = ("gpt:size=medium", "lstm:size=medium", "digits:size=medium", "digits:size=tiny,channels=512", "gpt:size=base")
+HOOKS = ("fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01", "powersgd:policy=fused,rank=1")
+_SLICE_NANOSECONDS = 100_000
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the number of the system call; neither Python nor glibc has it
+_ATTEMPTS = 2  # to probe, each of which repeats itself once
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps of one model under one hook, over one link."""
+
+    link: str
+    task: str
+    hook: str
+    predicted: float
+    uncertainty: float
+    recommended: str
+    """The hook that the plan recommends for this model and link."""
+    steps: tuple[float, ...]
+    """Seconds of each real step."""
+
+    @property
+    def measured(self) -> float:
+        """The median of the real steps."""
+        return statistics.median(self.steps)
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus 1."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Cases:
+    """What was measured over one link."""
+
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True)
+class _Work:
+    tasks: tuple[str, ...]
+    link: LinkSettings
+    seconds: float  # of each profile, and of each model's real steps
+
+
+def measure(link: LinkSettings, tasks: Sequence[str] = TASKS, seconds: float = 12.0) -> list[Case]:
+    """Return the cases of all models over a link."""
+    cases: list[Case] = []
+
+    def hear(message: object) -> None:
+        assert isinstance(message, Case), "rank 0 sends nothing else"
+        cases.append(message)
+
+    run_over(link, _on_rank, 2, _Work(tuple(tasks), link, seconds), hear, timeout=120.0)
+    return cases
+
+
+def summary(cases: Sequence[Case]) -> Mapping[str, float]:
+    """Return the median error, the part of cases within 15 %, and how slow recommended hooks are at worst."""
+    errors = np.abs([case.error for case in cases])
+    slower = []
+    for link, task in dict.fromkeys((case.link, case.task) for case in cases):
+        own = {case.hook: case for case in cases if (case.link, case.task) == (link, task)}
+        recommended = next(iter(own.values())).recommended
+        slower.append(own[recommended].measured / min(case.measured for case in own.values()) - 1)
+    return {
+        "median error": float(np.median(errors)),
+        "within 15 %": float((errors <= 0.15).mean()),
+        "recommended within 5 % of the fastest": float((np.asarray(slower) <= 0.05).mean()),
+    }
+
+
+def _on_rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
+    _ask_for_short_slices()
+    for attempt in range(_ATTEMPTS):
+        try:
+            probe = probe_link(ProbeAsked(work.link, 20.0, 1))
+            break
+        except ProbeError:
+            if attempt + 1 == _ATTEMPTS:
+                raise
+    for task in work.tasks:
+        asked = ProfileAsked(
+            task=Spec.parse(task, "task"), hooks=tuple(map(Spec.parse, HOOKS)), link=work.link, seconds=work.seconds
+        )
+        with stepper(asked) as step:
+            profile = profile_step(step, asked)
+            found = plan(profile, probe)
+            measured = measure_steps(step, _candidates(), work.seconds)
+        for choice in found.choices if rank == 0 else ():
+            steps = tuple(measured[choice.label])
+            link, recommended = work.link.label, found.recommended.label
+            send(Case(link, task, choice.label, choice.seconds, choice.uncertainty, recommended, steps))
+
+
+def _candidates() -> list[Candidate]:
+    return [one for one in with_the_two(default_candidates()) if one.label in (*HOOKS, NOOP, ALL_REDUCE)]
+
+
+def _ask_for_short_slices() -> None:
+    """Ask the kernel to let this process go on soon after it has waited; where that is not possible, do nothing."""
+    number = _SCHED_SETATTR.get(platform.machine())
+    if platform.system() != "Linux" or number is None:
+        return
+    # size, policy (the usual one), flags, nice, priority, slice, deadline, period
+    attributes = struct.pack("IIQiIQQQ", 48, 0, 0, os.getpriority(os.PRIO_PROCESS, 0), 0, _SLICE_NANOSECONDS, 0, 0)
+    for thread in os.listdir("/proc/self/task"):
+        ctypes.CDLL(None).syscall(number, int(thread), attributes, 0)
+
+
+def main() -> None:
+    """Measure, print a table in Markdown, and keep the cases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--link", default="unlimited", help="hosts:1Gbit/s (as root), or unlimited")
+    parser.add_argument("--task", action="append", help="default: five models; repeat for more")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each profile, and of real steps")
+    parser.add_argument("--json", type=Path, help="keep the cases in this file")
+    given = parser.parse_args()
+    cases = measure(LinkSettings.parse(given.link), given.task or TASKS, given.seconds)
+    if given.json is not None:
+        stored.write(Cases(tuple(cases)), given.json, form=1)
+    for line in table(cases):
+        print(line)
+
+
+def table(cases: Sequence[Case]) -> list[str]:
+    """Return a table in Markdown, and the summary."""
+    lines = [
+        "| link | model | hook | predicted, ms | measured, ms (quartiles) | error |",
+        "| - | - | - | -: | -: | -: |",
+    ]
+    for case in cases:
+        low, high = np.quantile(case.steps, (0.25, 0.75)) * 1e3
+        lines.append(
+            f"| {case.link} | `{case.task}` | `{case.hook}` | {1e3 * case.predicted:.1f} ± {1e3 * case.uncertainty:.1f} "
+            f"| {1e3 * case.measured:.1f} ({low:.1f} to {high:.1f}) | {100 * case.error:+.0f} % |"
+        )
+    return [*lines, "", *(f"{name}: {100 * value:.1f} %" for name, value in summary(cases).items())]
+
+
+if __name__ == "__main__":
+    main()

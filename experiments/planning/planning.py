@@ -1,0 +1,204 @@
+"""`commhooks plan`: probe the link, profile the task, predict every hook, and recommend one; then perhaps check it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+import commhooks
+from commhooks import Profile
+from commhooks.errors import CommHooksError
+from commhooks.planning import stored
+from commhooks.planning.candidates import NOOP, default_candidates, with_the_two
+from commhooks.planning.plan import Choice, Plan
+from commhooks.planning.probe import Probe
+
+from ..launch import Send, WorldError
+from ..links.link import LinkSettings, format_rate
+from ..report.table import plain_table
+from ..report.words import percent, quartiles_in_words, seconds_in_words
+from ..summary import Spread
+from .probing import Asked as ProbeAsked
+from .probing import probe_link
+from .profiling import Asked as ProfileAsked
+from .profiling import candidates_of, check_asked, profile_step, stepper
+from .stepping import measure_steps
+from .worlds import around, run_over
+
+FORMAT = 1
+_SILENCE = 60.0  # seconds without a word from any rank, beyond what measuring takes
+_VALIDATED = 3  # hooks, besides the all-reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What to plan for."""
+
+    profile: ProfileAsked
+    probe_seconds: float = 20.0
+    validate_seconds: float | None = None  # None: predictions are not checked
+    probe: Probe | None = None  # of an earlier command; None: measure it
+    profiled: Profile | None = None
+
+    @property
+    def link(self) -> LinkSettings:
+        """What is between the ranks."""
+        return self.profile.link
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, what it rests on, and what real steps then took."""
+
+    plan: Plan
+    probe: Probe
+    profile: Profile
+    measured: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Seconds of real steps, by hook; empty: they were not measured."""
+
+    def write(self, path: Path) -> None:
+        """Write everything into a JSON file; an existing one is replaced at once, or stays as it is."""
+        stored.write(self, path, form=FORMAT)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """There is no plan."""
+
+    why: str
+
+
+def make_plan(asked: Asked, ranks: int) -> Planned | None:
+    """Return the plan on the process that reports: this one, or torchrun's rank 0; None on torchrun's others.
+
+    Raises:
+        ValueError: There is no such task or hook; or files do not go together.
+        WorldError: A rank failed or fell silent, or something could not be measured; the message says why.
+
+    """
+    if asked.probe is not None and asked.profiled is not None and asked.validate_seconds is None:
+        return Planned(commhooks.plan(asked.profiled, asked.probe), asked.probe, asked.profiled)
+    check_asked(asked.profile)
+    found: list[Planned] = []
+
+    def hear(message: object) -> None:
+        if isinstance(message, Refused):
+            raise WorldError(f"error: {message.why}")
+        assert isinstance(message, Planned), "rank 0 sends nothing else"
+        found.append(message)
+
+    longest = _SILENCE + asked.probe_seconds + asked.profile.seconds + 2 * (asked.validate_seconds or 0.0)
+    run_over(asked.link, plan_on_rank, ranks, asked, hear, timeout=longest)
+    return found[0] if found else None
+
+
+def load(probe: Path | None, profile: Path | None) -> dict[str, Any]:
+    """Return what files hold, as fields of `Asked`.
+
+    Raises:
+        ValueError: A file does not hold what it should.
+
+    """
+    try:
+        return {
+            "probe": None if probe is None else Probe.read(probe),
+            "profiled": None if profile is None else Profile.read(profile),
+        }
+    except CommHooksError as error:
+        raise ValueError(str(error)) from error
+
+
+def plan_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
+    """Measure what is not given, and plan; rank 0 sends the result, and every rank that cannot go on why."""
+    try:
+        with stepper(asked.profile) as step:
+            probe = asked.probe or probe_link(ProbeAsked(asked.link, asked.probe_seconds))
+            profile = asked.profiled or profile_step(step, asked.profile)
+            plan = commhooks.plan(profile, probe, model=step.ddp)
+            measured: Mapping[str, Sequence[float]] = {}
+            if asked.validate_seconds is not None:
+                best = {choice.label for choice in hooks_to_validate(plan)}
+                given = candidates_of(asked.profile)
+                hooks = with_the_two(default_candidates() if given is None else given)
+                own = [one for one in hooks if one.label in best]
+                measured = measure_steps(step, own, asked.validate_seconds, around(asked.link))
+    except CommHooksError as error:
+        send(Refused(str(error)))
+        return
+    if rank == 0:
+        send(Planned(plan, probe, profile, measured))
+
+
+def hooks_to_validate(plan: Plan) -> list[Choice]:
+    """Return the best three predictions, and the all-reduce."""
+    best = list(plan.choices[:_VALIDATED])
+    return best if plan.dense in best else [*best, plan.dense]
+
+
+def plan_table(found: Planned) -> Table:
+    """Return a table of all hooks, fastest first."""
+    plan, profile = found.plan, found.profile
+    title = f"{profile.model}, {profile.ranks} ranks, link {found.probe.link or 'real'}: predicted steps"
+    headings = ("step, ms", "speed-up", "compute", "kB sent", "rate needed")
+    table = plain_table(title, headings)
+    rates = dict(plan.rates)
+    for choice in plan.choices:
+        rate = rates[choice.label]
+        table.add_row(
+            f"[bold]{choice.label}" if choice == plan.recommended else choice.label,
+            f"{1e3 * choice.seconds:.1f} ± {1e3 * choice.uncertainty:.1f}",
+            f"{choice.speed_up:.2f}×",
+            percent(choice.utilisation),
+            f"{choice.bytes_sent / 1e3:,.0f}",
+            "none" if rate is None else format_rate(float(f"{rate:.2g}")),
+        )
+    table.caption = (
+        f"compute: what a step takes without communication ({seconds_in_words(profile.noop.seconds.median)}), over the "
+        f"step. rate needed: for {percent(plan.wanted_utilisation)} compute, with this latency and processor; none: no "
+        "rate is high enough."
+    )
+    return table
+
+
+def sentences(found: Planned) -> list[str]:
+    """Return what follows."""
+    plan = found.plan
+    said = [plan.reason]
+    if plan.pays:
+        said.append(f"Use it: {plan.recommended.code}")
+    said.append(
+        f"Without any communication a step would be {plan.bound:.2f}× as fast as under the all-reduce: no hook can "
+        "save more."
+    )
+    best = min(plan.other_buckets, key=lambda choice: choice.seconds, default=plan.recommended)
+    if best.seconds < plan.recommended.seconds - plan.recommended.uncertainty:
+        said.append(
+            f"With buckets of {best.bucket_cap_mb:g} MiB, {best.label} is predicted to take "
+            f"{seconds_in_words(best.seconds)}."
+        )
+    said.append(
+        f"The plain all-reduce is predicted {percent(abs(plan.plain_error))} "
+        f"{'slower' if plan.plain_error > 0 else 'faster'} than it was measured; the uncertainties include that."
+    )
+    return said
+
+
+def validation_table(found: Planned) -> Table:
+    """Return predicted beside measured steps."""
+    table = plain_table("real steps, in turns", ("predicted, ms", "measured, ms (quartiles)", "error"))
+    predicted = {choice.label: choice.seconds for choice in found.plan.choices if choice.label != NOOP}
+    for label, steps in found.measured.items():
+        spread = Spread.of(steps)
+        error = predicted[label] / statistics.median(steps) - 1
+        table.add_row(
+            label,
+            f"{1e3 * predicted[label]:.1f}",
+            f"{1e3 * spread.median:.1f} ({quartiles_in_words(spread)})",
+            f"{100 * error:+.1f} %",
+        )
+    return table

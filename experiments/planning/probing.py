@@ -1,0 +1,112 @@
+"""`commhooks probe`: what every collective costs between the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from commhooks.communicators.collective import ring_bytes
+from commhooks.errors import ProbeError
+from commhooks.planning.links import plain_kind
+from commhooks.planning.probe import Cost, Probe
+from commhooks.planning.probing import probe
+from commhooks.units import counted
+
+from ..launch import Send, WorldError
+from ..links.link import LinkSettings, format_rate
+from ..report.table import plain_table
+from ..report.words import percent
+from .worlds import around, run_over
+
+_SILENCE = 60.0  # seconds
+_MEBI = 2**20
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to probe."""
+
+    link: LinkSettings
+    seconds: float
+    ranks_per_host: int | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """There is no result."""
+
+    why: str
+
+
+def measure_probe(asked: Asked, ranks: int) -> Probe | None:
+    """Return the probe on the process that reports: this one, or torchrun's rank 0; None on torchrun's others.
+
+    Raises:
+        WorldError: A rank failed, or the link could not be measured; the message says why.
+
+    """
+    found: list[Probe] = []
+
+    def hear(message: object) -> None:
+        if isinstance(message, Refused):
+            raise WorldError(f"error: {message.why}")
+        assert isinstance(message, Probe), "rank 0 sends nothing else"
+        found.append(message)
+
+    run_over(asked.link, probe_on_rank, ranks, asked, hear, timeout=_SILENCE)
+    return found[0] if found else None
+
+
+def probe_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
+    """Probe; rank 0 sends the result, or why there is none."""
+    found: Probe | Refused
+    try:
+        found = probe_link(asked)
+    except ProbeError as error:  # the same on all ranks
+        found = Refused(str(error))
+    if rank == 0:
+        send(found)
+
+
+def probe_link(asked: Asked) -> Probe:
+    """Return the probe of a link that is there, or emulated; all ranks call it."""
+    return probe(
+        seconds=asked.seconds,
+        # A rank stands for a host, unless it is said otherwise or torchrun knows.
+        ranks_per_host=asked.ranks_per_host or (None if asked.link.kind == "real" else 1),
+        wrap_communicator=around(asked.link),
+        link=asked.link.label,
+    )
+
+
+def probe_tables(found: Probe) -> list[Table]:
+    """Return a table of all ranks' collectives, and of those inside and between machines if they were measured."""
+    title = f"{counted(found.ranks, 'rank')}, link {found.link or 'real'}, {found.backend}, {found.took:.1f} s"
+    tables = [_table(title, found)]
+    if found.inner is not None and found.outer is not None:
+        tables.append(_table(f"inside machines of {counted(found.inner.ranks, 'rank')}", found.inner))
+        tables.append(_table(f"between {found.outer.ranks} machines, at all positions at once", found.outer))
+    return tables
+
+
+def _table(title: str, level: Probe) -> Table:
+    columns = ("latency", "rate", "64 KiB", "1 MiB", "processor", "residual", "used")
+    table = plain_table(title, columns, first="collective")
+    for kind, cost in level.costs.items():
+        table.add_row(kind, *_row(kind, cost, level.ranks))
+    return table
+
+
+def _row(kind: str, cost: Cost, ranks: int) -> list[str]:
+    line, processor = cost.line, cost.processor_line
+    bits = 8 * ring_bytes(plain_kind(kind), _MEBI, ranks) / _MEBI  # sent for each byte of payload
+    return [
+        f"{1e6 * line.at_zero:,.0f} µs",
+        format_rate(float(f"{bits / line.per_byte:.3g}") if line.per_byte else None),
+        f"{1e3 * cost.seconds(65536):.3g} ms",
+        f"{1e3 * cost.seconds(_MEBI):.3g} ms",
+        f"{1e6 * processor.at_zero:,.0f} µs + {1e9 * processor.per_byte:.2g} ns/B",
+        percent(cost.residual),
+        "line" if cost.is_line else "sizes",
+    ]

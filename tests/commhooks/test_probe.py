@@ -1,0 +1,177 @@
+"""The probe: known lines are recovered, and what contradicts itself is not reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from commhooks import Collective
+from commhooks.communicators.collective import KINDS, ring_bytes
+from commhooks.errors import ProbeError, SettingsError
+from commhooks.planning.links import HALF_SUM, Transfer
+from commhooks.planning.probe import MEASURED, Cost, Probe, Timing
+from commhooks.planning.probing import SIZES, probe, probe_over
+from commhooks.planning.profile import Seconds
+from tests.commhooks.fake_network import FakeNetwork
+
+LATENCIES = {"all-reduce": 2e-4, "all-gather": 1e-4, "all-to-all": 3e-4, "reduce-scatter": 5e-4}
+PER_BYTE = {"all-reduce": 8e-8, "all-gather": 1.2e-7, "all-to-all": 4e-8, "reduce-scatter": 9e-8}
+
+
+def on_a_line(collective: Collective, now: float) -> float:
+    return LATENCIES[collective.kind] + PER_BYTE[collective.kind] * collective.payload_bytes
+
+
+def a_cost(*seconds: float, payloads: tuple[int, ...] = SIZES) -> Cost:
+    pairs = zip(payloads, seconds, strict=False)
+    return Cost(tuple(Timing.of(payload, [each] * 4, [each / 4] * 4) for payload, each in pairs))
+
+
+def a_probe(**changes: Any) -> Probe:
+    network = FakeNetwork(2, on_a_line, processor=0.25)
+    return dataclasses.replace(probe_over(network, 4.0, clocks=network.clocks), **changes)
+
+
+def test_a_known_line_of_each_kind_is_recovered() -> None:
+    found = a_probe()
+    assert set(found.costs) == set(MEASURED)
+    for kind in KINDS:
+        cost = found.costs[kind]
+        assert cost.is_line and cost.residual < 1e-6
+        assert cost.line == pytest.approx((LATENCIES[kind], PER_BYTE[kind]))
+        assert cost.processor_line == pytest.approx((LATENCIES[kind] / 4, PER_BYTE[kind] / 4))
+    assert found.transfer("all-gather", 10**6, 2) == pytest.approx(
+        Transfer(1e-4 + 0.12, (1e-4 + 0.12) / 4, ring_bytes("all-gather", 10**6, 2))
+    )
+    assert found.transfer(HALF_SUM, 10**6, 2).bytes_sent == ring_bytes("all-reduce", 10**6, 2)
+
+
+@pytest.mark.parametrize("slow", [1.0, 100.0])
+def test_it_ends_in_time_with_smaller_messages_on_a_slower_network(slow: float) -> None:
+    network = FakeNetwork(2, lambda collective, now: slow * on_a_line(collective, now))
+    found = probe_over(network, 20.0, clocks=network.clocks)
+    assert network.now < 20.0
+    assert found.costs["all-reduce"].timings[-1].payload == {1.0: 2**20, 100.0: 2**12}[slow]
+
+
+def test_small_messages_that_are_cheaper_than_any_line_says_are_interpolated() -> None:
+    cost = a_cost(1e-4, 1e-4, 1e-4, 1e-3, 4e-3, 16e-3)
+    assert not cost.is_line
+    assert cost.seconds(SIZES[0] / 2) == pytest.approx(1e-4)
+    assert cost.seconds((SIZES[2] + SIZES[3]) / 2) == pytest.approx(5.5e-4)
+    slope = (16e-3 - 4e-3) / (SIZES[5] - SIZES[4])
+    assert cost.seconds(2 * SIZES[5]) == pytest.approx(16e-3 + slope * SIZES[5])
+
+
+def test_a_line_counts_relative_errors_so_that_large_messages_do_not_hide_the_latency() -> None:
+    wrong_by = (1.05, 0.95, 1.05, 0.95, 1.05, 0.95)
+    cost = a_cost(*(factor * (1e-3 + 1e-7 * size) for factor, size in zip(wrong_by, SIZES, strict=False)))
+    assert cost.is_line
+    assert cost.line.at_zero == pytest.approx(1e-3, rel=0.05)  # each median is wrong by 5 %
+    assert cost.residual < 0.1
+
+
+def test_a_network_that_changes_in_the_middle_is_not_reported() -> None:
+    network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * (1 + now))
+    with pytest.raises(ProbeError, match=r"two halves .* disagree.* ms in one and .* ms in the other.*probe again"):
+        probe_over(network, 4.0, clocks=network.clocks)
+
+
+def test_every_other_measurement_must_agree_too() -> None:
+    cost = Cost(tuple(Timing.of(size, [1.0, 2.0] * 8, [0.0] * 16) for size in SIZES))
+    with pytest.raises(ProbeError, match="all-reduce of 64 KiB took 1000.000 ms in one and 2000.000 ms in the other"):
+        a_probe(costs={"all-reduce": cost}).check()
+
+
+def test_a_disturbance_in_the_first_attempt_is_repeated_within_the_time() -> None:
+    network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * (10 if 1.0 < now < 2.0 else 1))
+    found = probe_over(network, 4.0, clocks=network.clocks)
+    assert found.costs["all-reduce"].line == pytest.approx((LATENCIES["all-reduce"], PER_BYTE["all-reduce"]))
+    assert found.took < 4.0 * 1.25
+
+
+def test_machines_of_several_ranks_are_measured_inside_and_between() -> None:
+    slower = {None: 1.0, "inner": 0.1, "outer": 2.0}
+
+    def seconds(collective: Collective, now: float) -> float:
+        return on_a_line(collective, now) * slower[collective.group.kind if collective.group else None]
+
+    network = FakeNetwork(6, seconds)
+    found = probe_over(network, 12.0, 3, clocks=network.clocks)
+    assert found.inner is not None and found.outer is not None
+    assert (found.ranks, found.inner.ranks, found.outer.ranks) == (6, 3, 2)
+    for level, factor in ((found, 1.0), (found.inner, 0.1), (found.outer, 2.0)):
+        assert level.costs["all-reduce"].line.per_byte == pytest.approx(factor * PER_BYTE["all-reduce"])
+
+
+@pytest.mark.parametrize("per_host", [1, 4, 6])
+def test_machines_that_are_no_hierarchy_are_measured_as_one(per_host: int) -> None:
+    network = FakeNetwork(6, on_a_line)
+    found = probe_over(network, 4.0, per_host, clocks=network.clocks)
+    assert found.inner is found.outer is None
+    assert all(collective.group is None for collective in network.started)
+
+
+def test_a_network_too_slow_for_the_time_says_so() -> None:
+    network = FakeNetwork(2, lambda collective, now: 1.0)
+    with pytest.raises(
+        ProbeError, match="too slow for the time given: messages of 4 KiB took 2000 ms each, with the meeting before it"
+    ):
+        probe_over(network, 4.0, clocks=network.clocks)
+
+
+def test_other_numbers_of_ranks_and_unknown_kinds_are_refused() -> None:
+    found = a_probe()
+    assert found.transfer("all-reduce", 100, 1) == Transfer(0.0, 0.0, 0)
+    with pytest.raises(SettingsError, match="measured with 2 ranks, and is valid for those only"):
+        found.transfer("all-reduce", 100, 4)
+    with pytest.raises(SettingsError, match="kind must be one of those measured, all-reduce"):
+        found.transfer("broadcast", 100, 2)
+
+
+def test_it_survives_a_file_and_damaged_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    found = a_probe(link="two cans and a string", inner=a_probe())
+    found.write(path)
+    assert Probe.read(path) == found
+    assert [file.name for file in tmp_path.iterdir()] == ["probe.json"]
+    raw = json.loads(path.read_text())
+    for text in ("", "[]", '{"format": 0}', json.dumps(raw | {"costs": {"all-reduce": {}}})):
+        path.write_text(text)
+        with pytest.raises(ProbeError, match=r"probe.json: expected a file of format 1 that .* wrote"):
+            Probe.read(path)
+    with pytest.raises(ProbeError, match=r"missing\.json: .*No such file"):
+        Probe.read(tmp_path / "missing.json")
+
+
+def test_a_cost_needs_two_sizes_in_order() -> None:
+    for payloads in ((256,), (1024, 256)):
+        with pytest.raises(ProbeError, match="two sizes or more, in ascending order"):
+            a_cost(1.0, 1.0, payloads=payloads)
+
+
+def test_the_spread_grows_with_noise_and_shrinks_with_measurements() -> None:
+    def cost(times: int, noise: float) -> Cost:
+        return Cost(tuple(Timing(size, Seconds(1.0, 1.0 - noise, 1.0 + noise), (), 0.0, times) for size in SIZES[:2]))
+
+    assert cost(100, 0.5).spread() == pytest.approx(0.093)
+    assert cost(400, 0.5).spread() == pytest.approx(0.0465)
+    assert cost(100, 0.0).spread() == pytest.approx(0.0, abs=1e-9)
+
+
+def test_without_a_group_with_one_rank_or_without_time_nothing_is_measured() -> None:
+    with pytest.raises(ProbeError, match="call torch.distributed.init_process_group first"):
+        probe()
+    with pytest.raises(ProbeError, match="seconds must be from 1 to 28"):
+        probe(seconds=60)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ProbeError, match="a single rank has no link to measure; start two ranks or more"):
+            probe()
+    finally:
+        dist.destroy_process_group()
