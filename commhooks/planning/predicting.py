@@ -20,10 +20,9 @@ from commhooks.communicators.collective import ring_bytes
 from commhooks.planning.links import Link, Network, Transfer, plain_kind
 from commhooks.planning.probe import Probe
 from commhooks.planning.profile import BucketProfile, GradientProfile, HookProfile, Profile, RoundProfile
+from commhooks.planning.sizes import MIB
 from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
 
-MIB = 2**20
-_DEFAULT_LIMITS = (1 * MIB, 25 * MIB)  # of both DDPs, if no size is given
 _SLOWEST, _FASTEST = 1e4, 1e14  # bits per second, between which a rate is looked for
 
 
@@ -99,16 +98,14 @@ def step_of(profile: Profile, hook: HookProfile, buckets: Sequence[BucketProfile
 def recut(
     gradients: Sequence[GradientProfile], buckets: Sequence[BucketProfile], cap_mb: float
 ) -> tuple[BucketProfile, ...]:
-    """Return the buckets that a DDP would make with this bucket size, in MiB; infinity: its default.
+    """Return the buckets that a DDP would make with this bucket size, in MiB.
 
     Gradients are taken in the order in which they become ready; a bucket closes when it has reached its limit.
     Compression and payloads are divided in proportion to bytes.
     """
-    limits = _DEFAULT_LIMITS if math.isinf(cap_mb) else (int(cap_mb * MIB),)
     groups: list[list[GradientProfile]] = [[]]
     for gradient in gradients:
-        limit = limits[min(len(groups), len(limits)) - 1]
-        if sum(one.bytes for one in groups[-1]) >= limit:
+        if sum(one.bytes for one in groups[-1]) >= int(cap_mb * MIB):
             groups.append([])
         groups[-1].append(gradient)
     pattern = max(buckets, key=lambda bucket: (len(bucket.rounds), bucket.bytes))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 import commhooks
 import ddp_core
@@ -230,7 +231,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 
 def test_a_profile_of_another_model_is_refused() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         model = ddp_core.DistributedDataParallel(nn.Linear(2, 2))
         with pytest.raises(SettingsError, match=r"of another model \(Model, fingerprint f00; this one's is"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from commhooks import Collective
 from commhooks.communicators.collective import KINDS, ring_bytes
@@ -169,7 +170,7 @@ def test_without_a_group_with_one_rank_or_without_time_nothing_is_measured() -> 
         probe()
     with pytest.raises(ProbeError, match="seconds must be from 1 to 28"):
         probe(seconds=60)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ProbeError, match="a single rank has no link to measure; start two ranks or more"):
             probe()
