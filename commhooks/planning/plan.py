@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from torch.nn import Module
 
 from commhooks.errors import SettingsError
 from commhooks.planning.candidates import ALL_REDUCE, NOOP
-from commhooks.planning.predicting import NoLink, Prediction, predict, rate_for, step_of, utilisation
+from commhooks.planning.predicting import NoLink, Prediction, named_settings, predict, rate_for, step_of, utilisation
 from commhooks.planning.probe import Probe
 from commhooks.planning.profile import HookProfile, Profile, StepParts
 from commhooks.planning.profiling import fingerprint_of
@@ -139,13 +138,9 @@ def plan(
 
 def code_for(hook: HookProfile) -> str:
     """Return the line that attaches a hook to a model in its DistributedDataParallel."""
-    if "(" in hook.hook:  # a compressor as printed by str
-        made = repr(hook.hook)
-    else:
-        name, _, rest = hook.hook.partition(":")
-        pairs = [pair.partition("=") for pair in rest.split(",")] if rest else []
-        settings = "".join(f", {key}={_literal(value)!r}" for key, _, value in pairs)
-        made = f"commhooks.make_compressor({name!r}{settings})" if settings else repr(name)
+    name, settings = named_settings(hook)
+    given = "".join(f", {key}={value!r}" for key, value in settings.items())
+    made = f"commhooks.make_compressor({name!r}{given})" if settings else repr(name)
     policy = "" if hook.policy == "fifo" else f", policy={hook.policy!r}"
     return f"commhooks.attach(model, {made}{policy})".replace("'", '"')
 
@@ -242,11 +237,3 @@ def _check(
         unmeasured = {k for b in hook.buckets for one in b.rounds for k, _ in one.sends} - set(probe.costs)
         if unmeasured:
             raise SettingsError(f"plan: hook {label!r} uses {unmeasured.pop()!r}, which the probe did not measure.")
-
-
-def _literal(text: str) -> object:
-    """Return the number or truth value that a text stands for, or the text."""
-    try:
-        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
-    except (ValueError, SyntaxError):
-        return text

@@ -10,13 +10,17 @@ waiting for transfers, and the processor time that they take, come from the mode
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from scipy.optimize import brentq
 
 from commhooks.communicators.collective import ring_bytes
+from commhooks.language.compressor import Compressor
+from commhooks.making import make_compressor
 from commhooks.planning.links import Link, Network, Transfer, plain_kind
 from commhooks.planning.probe import Probe
 from commhooks.planning.profile import BucketProfile, GradientProfile, HookProfile, Profile, RoundProfile
@@ -164,3 +168,26 @@ def rate_for(profile: Profile, hook: HookProfile, probe: Probe, wanted: float) -
     if surplus(high) < 0:
         return None
     return _SLOWEST if surplus(low) >= 0 else math.exp(brentq(surplus, low, high, xtol=1e-9))
+
+
+def named_settings(hook: HookProfile) -> tuple[str, dict[str, Any]]:
+    """Return the name and the settings of a profiled hook, for `make_compressor`."""
+    if "(" in hook.hook:  # a compressor as printed by str
+        return hook.hook, {}
+    name, _, rest = hook.hook.partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",")] if rest else []
+    return name, {key: _literal(value) for key, _, value in pairs}
+
+
+def compressor_of(hook: HookProfile) -> Compressor:
+    """Return a fresh compressor of a profiled hook."""
+    name, settings = named_settings(hook)
+    return make_compressor(name, **settings)
+
+
+def _literal(text: str) -> Any:
+    """Return the number or truth value that a text stands for, or the text."""
+    try:
+        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
+    except (ValueError, SyntaxError):
+        return text
