@@ -1,0 +1,89 @@
+"""The commands probe and plan: from files to an answer, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import commhooks
+from commhooks import Probe
+from experiments.commands.cli import app
+from experiments.planning.accuracy import Case, summary
+from experiments.planning.planning import Planned, hooks_to_validate, sentences, validation_table
+from experiments.planning.worlds import check_world
+from tests.commhooks.test_plan import a_probe, a_profile, hook
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Return the options of a plan from files: fp16 takes 128 ms where the all-reduce takes 140."""
+    a_probe().write(tmp_path / "probe.json")
+    a_profile(hook("fp16", 0.113, 2)).write(tmp_path / "profile.json")
+    return ["plan", "--probe", str(tmp_path / "probe.json"), "--profile", str(tmp_path / "profile.json")]
+
+
+def said(arguments: list[str], code: int = 0) -> str:
+    """Return what the command prints, on lines of any length."""
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == code, found.output
+    return " ".join(found.output.split())
+
+
+def test_a_plan_from_files_names_the_hook_and_the_line_that_attaches_it(files: list[str], tmp_path: Path) -> None:
+    text = said([*files, "--json", str(tmp_path / "plan.json")])
+    assert "fp16 saves 9 % of the all-reduce's step" in text
+    assert 'Use it: commhooks.attach(model, "fp16")' in text
+    assert "Without any communication a step would be 1.27× as fast" in text
+    assert (tmp_path / "plan.json").exists()
+
+
+def test_a_plan_says_that_none_pays(files: list[str], tmp_path: Path) -> None:
+    a_profile(hook("fp16", 0.150, 2)).write(tmp_path / "profile.json")
+    assert "None pays: the plain all-reduce is predicted to be fastest." in said(files)
+
+
+def test_files_that_hold_something_else_are_named(files: list[str], tmp_path: Path) -> None:
+    (tmp_path / "probe.json").write_text("{}")
+    assert "probe.json: expected a file of format 1" in said(files, 2)
+    assert "name what to train: --task" in said(["plan"], 2)
+    assert "cannot be written" in said(["probe", "--json", str(tmp_path / "nowhere" / "probe.json")], 2)
+
+
+def test_what_is_validated_is_the_best_three_and_the_all_reduce() -> None:
+    hooks = [hook(name, seconds, 0.1) for name, seconds in (("a", 0.11125), ("b", 0.112), ("c", 0.113), ("d", 0.114))]
+    profile, probe = a_profile(*hooks), a_probe()
+    plan = commhooks.plan(profile, probe)
+    assert [choice.label for choice in hooks_to_validate(plan)] == ["a", "b", "c", "allreduce"]
+    console = Console(record=True, width=100)
+    console.print(validation_table(Planned(plan, probe, profile, {"a": [0.100, 0.1, 0.12]})))
+    assert "112.0" in (text := console.export_text()) and "+12.0 %" in text
+    assert sentences(Planned(plan, probe, profile))[0] == plan.reason
+
+
+def test_the_accuracy_counts_errors_and_recommendations() -> None:
+    cases = [
+        Case("link", "task", name, predicted, 0.0, "b", (0.1, seconds, 1.0))
+        for name, predicted, seconds in (("a", 0.2, 0.2), ("b", 0.33, 0.3), ("c", 0.2, 0.4))
+    ]
+    found = summary(cases)
+    assert found["median error"] == pytest.approx(0.1)
+    assert found["within 15 %"] == pytest.approx(2 / 3)
+    assert found["recommended within 5 % of the fastest"] == 0.0
+
+
+def test_a_link_that_changes_in_time_cannot_be_measured() -> None:
+    assert check_world(None, "1Gbit/s")[0] == 2
+    with pytest.raises(ValueError, match="changes in time, so no figure holds for it"):
+        check_world(2, "1Gbit/s+100Mbit/s@30s")
+
+
+def test_a_probe_names_its_rows(tmp_path: Path) -> None:
+    from experiments.planning.probing import probe_tables
+
+    probe = a_probe()
+    console = Console(record=True, width=120)
+    console.print(probe_tables(Probe(ranks=4, costs=probe.costs, took=1.0, inner=probe, outer=probe))[2])
+    assert "between 2 machines" in (text := console.export_text()) and "all-to-all" in text
