@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import matplotlib
+from matplotlib.ticker import LogLocator, NullLocator
 
 from ..report.plots import Theme, canvas, legend, looks, png, style
 
@@ -46,12 +47,14 @@ def steps_picture(
             axes.axvline(phase * steps, color=theme.ink, linewidth=0.6)
             axes.annotate(
                 rate, (phase * steps, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
-                textcoords="offset points", va="top",
+                textcoords="offset points", va="top", zorder=4,
+                bbox={"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 1.5},
             )  # fmt: skip
         axes.set_yscale("log")
         axes.set_ylabel("step, ms (logarithmic)")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.yaxis.set_minor_formatter("")
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.set_xlim(0, steps * len(rates))
         legend(figure, axes)
         return png(figure)
