@@ -37,6 +37,7 @@ from .worlds import run_over
 
 TASKS = ("gpt:size=medium", "lstm:size=medium", "digits:size=medium", "digits:size=tiny,channels=512", "gpt:size=base")
 HOOKS = ("fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01", "powersgd:policy=fused,rank=1")
+_FORMAT = 1  # of the file of cases
 _SLICE_NANOSECONDS = 100_000
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the number of the system call; neither Python nor glibc has it
 _ATTEMPTS = 2  # to probe, each of which repeats itself once
@@ -147,34 +148,56 @@ def _ask_for_short_slices() -> None:
 
 
 def main() -> None:
-    """Measure, print a table in Markdown, and keep the cases."""
+    """Measure, print a table in Markdown, and keep the cases; or print the table of cases that were kept."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--link", default="unlimited", help="hosts:1Gbit/s (as root), or unlimited")
     parser.add_argument("--task", action="append", help="default: five models; repeat for more")
     parser.add_argument("--seconds", type=float, default=12.0, help="of each profile, and of real steps")
     parser.add_argument("--json", type=Path, help="keep the cases in this file")
+    parser.add_argument("--kept", type=Path, action="append", help="measure nothing: show this file; repeat for more")
     given = parser.parse_args()
-    cases = measure(LinkSettings.parse(given.link), given.task or TASKS, given.seconds)
+    if given.kept:
+        cases = [case for path in given.kept for case in stored.read(Cases, path, form=_FORMAT).cases]
+    else:
+        cases = measure(LinkSettings.parse(given.link), given.task or TASKS, given.seconds)
     if given.json is not None:
-        stored.write(Cases(tuple(cases)), given.json, form=1)
-    for line in table(cases):
+        stored.write(Cases(tuple(cases)), given.json, form=_FORMAT)
+    for line in [*summaries(cases), "", *table(cases)]:
         print(line)
 
 
+def summaries(cases: Sequence[Case]) -> list[str]:
+    """Return a table in Markdown: how close predictions are, over all cases, each link and each model."""
+    groups = {"all": list(cases)}
+    for case in cases:
+        groups.setdefault(case.link, []).append(case)
+    for case in cases:
+        groups.setdefault(f"`{case.task}`", []).append(case)
+    lines = ["| cases | number | median error | within 15 % | recommended within 5 % of the fastest |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: |")
+    for name, own in groups.items():
+        figures = " | ".join(
+            f"{100 * value:.{digits}f} %" for value, digits in zip(summary(own).values(), (1, 0, 0), strict=True)
+        )
+        lines.append(f"| {name} | {len(own)} | {figures} |")
+    return lines
+
+
 def table(cases: Sequence[Case]) -> list[str]:
-    """Return a table in Markdown, and the summary."""
+    """Return a table in Markdown: every case."""
     lines = [
         "| link | model | hook | predicted, ms | measured, ms (quartiles) | error |",
-        "| - | - | - | -: | -: | -: |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
     ]
     for case in cases:
         low, middle, high = np.quantile(case.steps, (0.25, 0.5, 0.75)) * 1e3
         predicted = f"{1e3 * case.predicted:.1f} ± {1e3 * case.uncertainty:.1f}"
+        mark = " (recommended)" if case.hook == case.recommended else ""
         lines.append(
-            f"| {case.link} | `{case.task}` | `{case.hook}` | {predicted} | {middle:.1f} ({low:.1f} to {high:.1f}) | "
-            f"{100 * case.error:+.0f} % |"
+            f"| {case.link} | `{case.task}` | `{case.hook}`{mark} | {predicted} | "
+            f"{middle:.1f} ({low:.1f} to {high:.1f}) | {100 * case.error:+.0f} % |"
         )
-    return [*lines, "", *(f"{name}: {100 * value:.1f} %" for name, value in summary(cases).items())]
+    return lines
 
 
 if __name__ == "__main__":
