@@ -44,7 +44,7 @@ from commhooks.planning.sizes import Shape, in_buckets, ready_moments, square_ma
 from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
 
 DENSE = "all-reduce"
-MATRIX = 1 << 20
+MATRIX = 1_000_000
 """Elements of the square matrices that a model of which only the size is known is taken to consist of."""
 LATENCY = 50e-6
 """Seconds, of a network about which nothing is said."""

@@ -172,6 +172,7 @@ class _Rank:
         self.done = 0.0  # seconds of compute
         self.compression = 0.0  # seconds in which the worker kept the training thread from computing
         self.transfers: list[Transfer] = []
+        self._known: dict[tuple[str, int], Transfer] = {}  # by kind and payload
         self._loads: deque[tuple[float, float, float]] = deque()  # (begin, end, share of a core), in order
         self._free_at = 0.0  # the link
         self._left = deque(map(_Task, step.buckets))  # not ready yet
@@ -258,13 +259,20 @@ class _Rank:
     def _send(self, collectives: Sequence[tuple[str, int]]) -> float:
         """Put collectives on the link, and return when the last one will be through."""
         for kind, payload in collectives:
-            transfer = self.link.transfer(kind, payload, self.ranks)
+            transfer = self._transfer(kind, payload)
             begin = max(self.now, self._free_at)
             self._free_at = begin + transfer.seconds
             self.transfers.append(transfer)
             if transfer.processor_seconds and self.step.cores == 1:
                 self._loads.append((begin, self._free_at, transfer.processor_seconds / transfer.seconds))
         return self._free_at
+
+    def _transfer(self, kind: str, payload: int) -> Transfer:
+        """Return a collective's transfer; most buckets send as much as another one."""
+        key = kind, payload
+        if key not in self._known:
+            self._known[key] = self.link.transfer(kind, payload, self.ranks)
+        return self._known[key]
 
     def _wait_for(self, task: _Task | None) -> bool:
         """Compute until a task's answers are there, or the next bucket is ready; return whether they are there."""
@@ -280,16 +288,18 @@ class _Rank:
 
     def _advance(self, moment: float) -> None:
         """Compute until a moment."""
+        self._forget_past_loads()
         free = moment - self.now
         for begin, end, share in self._loads:
+            if begin >= moment:
+                break
             free -= share * max(0.0, min(end, moment) - max(begin, self.now))
         self.done = min(self.step.compute, self.done + max(0.0, free))
         self.now = max(self.now, moment)
 
     def _when(self, seconds: float) -> float:
         """Return the moment at which the core will have had so many seconds besides those of transfers."""
-        while self._loads and self._loads[0][1] <= self.now:
-            self._loads.popleft()
+        self._forget_past_loads()
         moment = self.now
         for begin, end, share in self._loads:
             if moment + seconds <= begin:
@@ -301,3 +311,7 @@ class _Rank:
                 return moment + (seconds / (1 - share) if share < 1 else 0.0)
             seconds, moment = seconds - free, end
         return moment + seconds
+
+    def _forget_past_loads(self) -> None:
+        while self._loads and self._loads[0][1] <= self.now:
+            self._loads.popleft()

@@ -16,10 +16,10 @@ import commhooks
 from commhooks.errors import SettingsError
 from commhooks.planning.costs import FILE, Costs, HookCosts, Sample, copy_seconds
 from commhooks.planning.estimate import DENSE, Case, break_even_rate
-from commhooks.planning.links import Link
+from commhooks.planning.links import Link, Transfer
 from commhooks.planning.payloads import rounds_of
 from commhooks.planning.sizes import FORWARD_SHARE, in_buckets, ready_moments, square_matrices
-from commhooks.planning.step_time import Bucket, Stage, Step
+from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 
 NS = 1e-9
 
@@ -69,6 +69,24 @@ def test_a_compressed_step_adds_copies_and_sends_fewer_bytes() -> None:
     assert fp16.seconds == pytest.approx(0.3 + 2e-3 + on_link + 1e-3)
     assert fp16.compression == pytest.approx(3e-3)
     assert fp16.bytes_sent == 2_000_000
+
+
+def test_a_model_known_by_its_size_has_as_many_parameters_as_stated() -> None:
+    assert commhooks.estimate(25e6, compute=0.2, ranks=2, rate=1e9, hooks=[], copy_rate=1e10).parameters == 25_000_000
+
+
+def test_a_step_of_a_thousand_buckets_asks_the_link_once_for_each_size() -> None:
+    asked: list[int] = []
+
+    class Counting:
+        def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
+            asked.append(payload)
+            return Transfer(1e-3, 1e-4, payload)
+
+    buckets = tuple(Bucket(1.0, (Stage(0.0, (("all-reduce", 4 + place % 2),)),)) for place in range(1000))
+    time = step_time(Step(compute=1.0, buckets=buckets), Counting(), 2)
+    assert time.bytes_sent == 4500
+    assert asked == [4, 5]
 
 
 def test_at_the_break_even_rate_both_steps_take_equally_long() -> None:
