@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..summary import Spread
-from .results import Measured, Results
+from .results import ROUNDED_BY, Measured, Results
 from .rows import Row
 
 WORSE, BETTER, SAME, NEW, GONE = "worse", "better", "same", "new", "gone"
@@ -48,7 +48,7 @@ def _changes_of(name: str, stored: Measured | None, found: Measured) -> Iterable
 def _kind_of(old: Row | None, new: Row | None) -> str:
     if old is None or new is None:
         return NEW if new else GONE
-    beyond = abs(new.spread.median - old.spread.median) > _width(old.spread) + _width(new.spread)
+    beyond = abs(new.spread.median - old.spread.median) > _width(old.spread) + _width(new.spread) + ROUNDED_BY
     if not beyond:
         return SAME
     return WORSE if new.spread.median > old.spread.median else BETTER

@@ -15,6 +15,9 @@ from ..summary import Spread
 from .rows import Row
 
 FORMAT = 1  # of the file; increased when readers must change
+_DIGITS = 4  # after the point
+ROUNDED_BY = 10.0**-_DIGITS
+"""A number in the file differs from the one measured by less: exact rows have no spread that would cover it."""
 _LEFT_OUT = ("load", "threads_per_rank")  # of `machine()`: what differs between two runs on the same one
 
 
@@ -113,7 +116,7 @@ def _rounded(value: Any) -> Any:
     """Return numbers with the digits that mean something."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
-    return round(value, 4) if isinstance(value, float) else value
+    return round(value, _DIGITS) if isinstance(value, float) else value
 
 
 def _measured(raw: Mapping[str, Any]) -> Measured:

@@ -71,6 +71,12 @@ def test_an_exact_count_gets_worse_by_any_amount() -> None:
     assert kinds({"hooks": before}, {"hooks": after}) == {"bytes": WORSE}
 
 
+def test_an_exact_count_that_the_file_rounded_has_not_changed(tmp_path: Path) -> None:
+    now = {"hooks": measured(row("two thirds", 2 / 3, width=0.0), row("one third", 1 / 3, width=0.0))}
+    write(tmp_path / "stored.json", now)
+    assert set(kinds(read(tmp_path / "stored.json"), now).values()) == {SAME}
+
+
 def test_rows_that_are_missing_on_either_side_are_named_and_other_sections_are_left_alone() -> None:
     stored = {"ddp": measured(row("old", 1.0)), "hooks": measured(row("not measured", 1.0))}
     assert kinds(stored, {"ddp": measured(row("fresh", 1.0))}) == {"old": GONE, "fresh": NEW}
