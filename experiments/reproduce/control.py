@@ -224,8 +224,8 @@ REPRODUCTION = Reproduction(
         "default": Settings(),
         "tiny": Settings(
             limited=False,
-            rates=("100Mbit/s", "10Mbit/s"), steps=20, fixed_steps=3, runs=1, ladder=("all-reduce", "powersgd:rank=1"),
-            task="gpt:size=tiny", bucket_cap_mb=0.1, turns=2, turn_steps=2,
+            rates=("100Mbit/s", "10Mbit/s"), steps=5, fixed_steps=2, runs=1, ladder=("all-reduce", "powersgd:rank=1"),
+            task="gpt:size=tiny", bucket_cap_mb=1.0, turns=1, turn_steps=2,
         ),
     },
     measure=measure,
