@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from torch import Tensor
 from commhooks.communicators.collective import KINDS
 from commhooks.communicators.parent_group import backend_of
 from commhooks.compressors.noop import NoOp
-from commhooks.errors import AttachError, CheckpointError, SettingsError
+from commhooks.errors import AttachError, CheckpointError, CommHooksError, SettingsError
 from commhooks.language.compressor import Compressor
 from commhooks.planning.deciding import Decider, Seen, link_of, sends_of
 from commhooks.planning.links import Link
 from commhooks.planning.rule import AdaptiveRule
 from commhooks.scheduling.ledger import Statistics
+
+Value = TypeVar("Value")
 
 
 class Replaceable(Protocol):
@@ -128,9 +130,14 @@ class Adaptive:
         """Look at the steps since the last call, and return the move that is made now, if any.
 
         Call it on every rank after the optimizer's step. If no step was synchronised since the last call (gradients
-        are being accumulated), it does nothing. Raises the group's own error if a rank is gone, and what
-        `Attachment.replace` raises.
+        are being accumulated), it does nothing. If somebody else replaced the attachment's compressor, it goes on from
+        that one. Raises the group's own error if a rank is gone, what `Attachment.replace` raises, and `SettingsError`
+        if a compressor is in use that is no rung.
         """
+        if self._attachment.compressor != self.compressor:
+            self._decider.follow(_rung_in_use(self._attachment, self._ladder))
+            self._meter.start()
+            return None
         seen = self._meter.seen()
         if seen is None or not self._decider.take(seen):
             return None
@@ -157,6 +164,7 @@ class Adaptive:
             "ladder": list(map(str, self._ladder)),
             "rule": dataclasses.asdict(self._rule),
             "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
+            "ranks": self._meter.ranks,
             "decider": self._decider.state_dict(),
         }
 
@@ -164,8 +172,22 @@ class Adaptive:
         """Continue as the run that returned this; the attachment's compressor is replaced if another was in use.
 
         Call it on every rank, before the attachment's own `load_state_dict`, which needs the compressor that was saved.
-        Raises `CheckpointError`, and changes nothing, if ladder or rule differ.
+        With another number of ranks it begins on the saved rung, and measures all anew. Raises `CheckpointError` on
+        every rank, and changes nothing, if ladder or rule differ on any, or if ranks pass different states.
         """
+        decider, decisions = self._alike(
+            lambda: self._read(state),
+            lambda read: f"{read[0].state_dict()} {read[1]}",
+            CheckpointError,
+            "ranks pass different states",
+        )
+        if self._ladder[decider.rung] != self._attachment.compressor:
+            self._attachment.replace(self._ladder[decider.rung])
+        self._decider, self.decisions = decider, decisions
+        self.pause()
+
+    def _read(self, state: dict[str, Any]) -> tuple[Decider, list[Decision]]:
+        """Return what a state says; raise `CheckpointError` if it is another controller's, or damaged."""
         try:
             differing = [
                 f"{what}: saved {state[what]!r}, now {mine!r}"
@@ -173,17 +195,16 @@ class Adaptive:
                 if state[what] != mine
             ]
             decisions = [Decision(**each) for each in state["decisions"]]
-            saved = state["decider"]
-        except (TypeError, KeyError) as error:
+            saved, ranks = state["decider"], state.get("ranks", self._meter.ranks)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"Adaptive: the state is damaged ({type(error).__name__}: {error}).") from error
         if differing:
             raise CheckpointError(f"Adaptive: the state does not match. {'; '.join(differing)}.")
         decider = Decider(len(self._ladder), self._meter.ranks, self._decider.rung, self._rule)
         decider.load_state_dict(saved)
-        if self._ladder[decider.rung] != self._attachment.compressor:
-            self._attachment.replace(self._ladder[decider.rung])
-        self._decider, self.decisions = decider, decisions
-        self.pause()
+        if ranks != self._meter.ranks:  # what was measured holds for that many
+            decider = Decider(len(self._ladder), self._meter.ranks, decider.rung, self._rule)
+        return decider, decisions
 
     def metrics(self) -> dict[str, float]:
         """Return the rung (from 0), the number of moves, and the link's rate in bit/s and latency in seconds."""
@@ -196,25 +217,31 @@ class Adaptive:
 
     def _agreed(self, ladder: Sequence[Compressor | str]) -> tuple[tuple[Compressor, ...], int]:
         """Return the rungs and the one in use, once every rank has the same."""
-        found: tuple[tuple[Compressor, ...], int] | None = None
-        refusal: Exception | None = None
+        return self._alike(
+            lambda: _checked(self._attachment, ladder),
+            lambda found: f"{found} {self._rule}",
+            AttachError,
+            "ranks disagree about ladder, rule or the compressor in use",
+        )
+
+    def _alike(
+        self, make: Callable[[], Value], told: Callable[[Value], str], error: type[CommHooksError], complaint: str
+    ) -> Value:
+        """Return what `make` returns, once every rank has the same; raise on all of them if any cannot make it."""
         try:
-            found = _checked(self._attachment, ladder)
-            told = f"{found} {self._rule}"
-        except (SettingsError, AttachError) as error:
-            refusal, told = error, f"error: {error}"
-        texts = self._meter.gathered(told)
+            made, text = (value := make()), told(value)
+            refusal = None
+        except (SettingsError, AttachError, CheckpointError) as raised:
+            refusal, text = raised, f"error: {raised}"
+        texts = self._meter.gathered(text)
         if refusal is not None:
             raise refusal
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text.startswith("error: ")]
         if failed:
-            raise SettingsError(f"Adaptive: {' '.join(failed)}")
+            raise (SettingsError if error is AttachError else error)(f"Adaptive: {' '.join(failed)}")
         if len(set(texts)) > 1:
-            raise AttachError(
-                "Adaptive: ranks disagree about ladder, rule or the compressor in use; by rank: " + "; ".join(texts)
-            )
-        assert found is not None, "there was no refusal"
-        return found
+            raise error(f"Adaptive: {complaint}; by rank: " + "; ".join(texts))
+        return made
 
 
 def _checked(attachment: Replaceable, ladder: Sequence[Compressor | str]) -> tuple[tuple[Compressor, ...], int]:
@@ -226,12 +253,16 @@ def _checked(attachment: Replaceable, ladder: Sequence[Compressor | str]) -> tup
         raise SettingsError(f"Adaptive: each rung must differ from the others ({twice[0]} is there twice).")
     if any(isinstance(rung, NoOp) for rung in rungs):
         raise SettingsError("Adaptive: noop averages nothing, so the replicas would drift apart; it cannot be a rung.")
+    return rungs, _rung_in_use(attachment, rungs)
+
+
+def _rung_in_use(attachment: Replaceable, rungs: Sequence[Compressor]) -> int:
     if attachment.compressor not in rungs:
         raise SettingsError(
             f"Adaptive: the compressor in use, {attachment.compressor}, must be a rung of the ladder "
             f"({', '.join(map(str, rungs))})."
         )
-    return rungs, rungs.index(attachment.compressor)
+    return rungs.index(attachment.compressor)
 
 
 class _Meter:

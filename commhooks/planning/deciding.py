@@ -196,6 +196,12 @@ class Decider:
             best, f"{link_in_words}: {seconds_in_words(own)} a step, predicted {seconds_in_words(predicted[best])}"
         )
 
+    def follow(self, rung: int) -> None:
+        """Take in that another rung is in use from the next step on."""
+        memory = self._memory
+        memory.rung, memory.since_move, memory.before, memory.favourite = rung, 0, None, None
+        memory.recent, memory.change = [], self.rule.change
+
     def predicted(self, link: Link) -> list[float]:
         """Return the seconds of a step of each rung on a link; all rungs must have run."""
         return [self._predict(rung, self._network(rung, link)) for rung in self._memory.rungs]
@@ -210,20 +216,14 @@ class Decider:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; raise `CheckpointError` for anything else."""
         try:
-            rungs = [
-                _Rung(
-                    **{
-                        **rung,
-                        "sends": tuple(map(tuple, rung["sends"])),
-                        "steps": [_OnLink(*one) for one in rung["steps"]],
-                    }
-                )
-                for rung in state["rungs"]
-            ]
+            rungs = [_Rung(**rung | {"sends": tuple(map(tuple, rung["sends"]))}) for rung in state["rungs"]]
+            for rung in rungs:
+                rung.steps = [_OnLink(*one) for one in rung.steps]
             memory = _Memory(**{**state, "rungs": rungs, "recent": [tuple(one) for one in state["recent"]]})
-        except (TypeError, KeyError) as error:
+            fits = len(rungs) == len(self._memory.rungs) and 0 <= memory.rung < len(rungs)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"Adaptive: the state is damaged ({type(error).__name__}: {error}).") from error
-        if len(rungs) != len(self._memory.rungs) or not 0 <= memory.rung < len(rungs):
+        if not fits:
             raise CheckpointError(
                 f"Adaptive: the state is of rung {memory.rung} of {len(rungs)}; this ladder has "
                 f"{len(self._memory.rungs)}."
@@ -308,10 +308,8 @@ class Decider:
             left = memory.rungs[source]
             left.ban = max(self.rule.regret, 2 * left.ban)
             left.banned_until = memory.judged + left.ban
+        self.follow(target)
         memory.before = source if is_calibrated else None
-        memory.rung, memory.since_move, memory.favourite = target, 0, None
-        memory.recent = []
-        memory.change = self.rule.change
         return Move(source, target, reason)
 
 

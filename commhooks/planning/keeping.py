@@ -22,6 +22,7 @@ class Kept:
         self._tensors: dict[Tensor, Tensor] = {}
         self._gradients: dict[Tensor, Tensor | None] = {}
         self._states: dict[Optimizer, dict[Tensor, dict[str, Any]]] = {}
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
         for tensor in (*model.parameters(), *model.buffers()):
             self._keep(tensor)
 
@@ -37,6 +38,9 @@ class Kept:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back; learning rates and other settings of optimizers stay as they are."""
+        for buffers, own in self._buffers:  # a forward pass may have assigned new ones
+            buffers.clear()
+            buffers.update(own)
         for tensor, kept in self._tensors.items():
             tensor.copy_(kept)
         for parameter, gradient in self._gradients.items():

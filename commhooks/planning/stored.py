@@ -26,6 +26,10 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file; an existing one is replaced at once, or stays as it is."""
+    if path.exists() and not path.is_file():  # a device, such as /dev/null
+        path.write_bytes(content)
+        return
+    path = path.resolve()  # what a link points to is replaced, not the link
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_bytes(content)

@@ -61,6 +61,7 @@ class Turns:
 
     def run(self, steps: int | None, seconds: float) -> None:
         """Take so many steps of each setting, or as many as fit into so many seconds."""
+        self._agree(steps)
         until = time.perf_counter() + seconds
         with self._watch:
             self._try_a_step()
@@ -75,6 +76,13 @@ class Turns:
             left = self._of_rank_0(int(min(MOST_STEPS - LEAST_STEPS, more)) if steps is None else steps - LEAST_STEPS)
             for done in range(0, left, LEAST_STEPS):
                 self._pass(min(LEAST_STEPS, left - done))
+
+    def _agree(self, steps: int | None) -> None:
+        """Raise `SettingsError` on every rank if ranks would take other steps, and wait for ever."""
+        asked = f"steps={steps}, hooks={', '.join(self.records)}"
+        told = self.ranks.gather("say what to measure", lambda: asked)
+        if len(set(told)) > 1:
+            raise SettingsError(f"profile: ranks disagree about steps or hooks; by rank: {'; '.join(told)}.")
 
     @property
     def _is_plain_again(self) -> bool:

@@ -32,6 +32,7 @@ def profile(
         from commhooks.planning.stored import write_bytes
         from commhooks.planning.trace import write_trace
 
+        from ..launch import torchrun_world
         from ..planning.profiling import Asked, measure_profile, profile_table, sentences
         from ..planning.worlds import check_place, check_world
         from ..specs import Spec
@@ -48,6 +49,12 @@ def profile(
             seconds=seconds,
             seed=seed,
         )
+        joined = torchrun_world()
+        if joined is None or joined[0] == 0:
+            how_long = f"for up to {seconds:.0f} s" if steps is None else f"in {steps} steps of each hook"
+            console.print(
+                f"measuring {asked.task.label} on {number} ranks {how_long} ...", highlight=False, markup=False
+            )
         found = measure_profile(asked, number)
         if found is None:
             return

@@ -36,8 +36,12 @@ def check_world(ranks: int | None, link: str | None) -> tuple[int, LinkSettings]
 
 def check_place(*files: Path | None) -> None:
     """Raise ValueError if a file cannot be written there, before anything is measured."""
+    places = [file.resolve() for file in files if file is not None]
+    twice = next((file for number, file in enumerate(places) if file in places[:number]), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is to hold two things: name another place for one of them")
     for file in filter(None, files):
-        folder = file.absolute().parent
+        folder = file.resolve().parent
         if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ValueError(f"{file} cannot be written: its folder must exist and be writable; name another place")
 

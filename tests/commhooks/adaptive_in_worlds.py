@@ -49,6 +49,9 @@ class Simulated:
     def probe(self, decider: Decider) -> Link:
         return link_at(self.now - 1)
 
+    def gathered(self, text: str) -> list[str]:
+        return [text] * self.ranks
+
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
@@ -149,14 +152,49 @@ def refusals(rank: int, kind: str) -> dict[str, Told]:
     other = Adaptive(attachment, LADDER[:2])
     told["another's state"] = told_by(lambda: controller.load_state_dict(other.state_dict()))
     told["damaged state"] = told_by(lambda: controller.load_state_dict({"ladder": LADDER}))
+    state, damaged = controller.state_dict(), {"ladder": LADDER}
+    elsewhere = {**state, "decider": {**state["decider"], "rung": rank}}
+    told["another rank's state"] = told_by(lambda: controller.load_state_dict(elsewhere))
+    told["another rank's damaged state"] = told_by(lambda: controller.load_state_dict(damaged if rank else state))
+    told["no rung"] = told_by(
+        lambda: controller.load_state_dict({**state, "decider": {**state["decider"], "rung": ""}})
+    )
+    assert (controller.state_dict(), str(attachment.compressor)) == (state, str(controller.ladder[0]))
     backward(model, _gradients(0)[rank])
     controller.step()
+    told["replaced by another"] = _replaced_under_it(controller, model, rank)
     attachment.detach()
     told["detached"] = told_by(lambda: Adaptive(attachment, LADDER))
     alone = commhooks.attach(given(kind, process_group=_own_group(rank)), "all-reduce")
     told["one rank"] = told_by(lambda: Adaptive(alone, LADDER))
     alone.detach()
     return told
+
+
+def _replaced_under_it(controller: Adaptive, model: nn.Module, rank: int) -> Told:
+    """Replace the compressor without the controller; it must follow to a rung, and raise for what is none."""
+    attachment = _attachment_of(controller)
+    attachment.replace(controller.ladder[2])
+    backward(model, _gradients(1)[rank])
+    assert controller.step() is None and controller.compressor == attachment.compressor == controller.ladder[2]
+    attachment.replace("bf16")
+    told = told_by(controller.step)
+    attachment.replace(controller.ladder[2])
+    return told
+
+
+def of_other_ranks(rank: int, kind: str) -> list[object]:
+    """Load the state of a controller that had three ranks; return what is known then."""
+    model = given(kind)
+    controller = Adaptive(commhooks.attach(model, "all-reduce"), LADDER)
+    _steps(rank, model, controller, 0, 6)
+    state = controller.state_dict()
+    rungs = state["decider"]["rung"], len(state["decisions"])
+    controller.load_state_dict({**state, "ranks": 3})
+    found = [rungs == (LADDER.index("int8"), 2), len(controller.decisions), controller.link]
+    found.append(str(controller.compressor) == str(_attachment_of(controller).compressor) == str(controller.ladder[2]))
+    _attachment_of(controller).detach()
+    return found
 
 
 def _own_group(rank: int) -> Any:

@@ -28,6 +28,10 @@ def test_ranks_that_measure_this_machine_know_and_decide_the_same() -> None:
     assert told >= len(LADDER) - 1
 
 
+def test_what_was_measured_with_another_number_of_ranks_is_measured_anew_on_the_rung_that_was_saved() -> None:
+    assert run_ranks(on_every_rank.of_other_ranks, 2, "core") == [[True, 2, None, True]] * 2
+
+
 def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays() -> None:
     for rank, told in enumerate(run_ranks(on_every_rank.refusals, 2, "core")):
         errors = {what: one.error for what, one in told.items()}
@@ -35,6 +39,9 @@ def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_s
             "another ladder": "AttachError",
             "another's state": "CheckpointError",
             "damaged state": "CheckpointError",
+            "another rank's state": "CheckpointError",
+            "another rank's damaged state": "CheckpointError",
+            "no rung": "CheckpointError",
             "detached": "AttachError",
         }
         assert "ladder must have at least two compressors" in told["one rung"].text
@@ -47,4 +54,7 @@ def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_s
         assert "'powersdg'" in told["another rank's"].text and ("rank 1" in told["another rank's"].text) == (rank == 0)
         assert "ranks disagree about ladder" in told["another ladder"].text
         assert "ladder: saved" in told["another's state"].text
+        assert "ranks pass different states; by rank: " in told["another rank's state"].text
+        assert ("rank 1: " in told["another rank's damaged state"].text) == (rank == 0)
+        assert "in use, Cast(dtype=torch.bfloat16), must be a rung" in told["replaced by another"].text
         assert "at least 2 are needed" in told["one rank"].text

@@ -121,6 +121,7 @@ def refused(rank: int, ranks: int, argument: Any, send: Send) -> None:
             lambda: commhooks.profile(training.ddp, training.step, hooks=(named("fp16"), named("fp16")), steps=3)
         ),
     }
+    found["another rank's"] = refusal(measure(steps=3 + rank))
     attachment = commhooks.attach(training.ddp, "fp16")
     found["attached"] = refusal(measure(steps=3))
     attachment.detach()

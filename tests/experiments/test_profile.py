@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import torch
 from torch import nn
 
 from commhooks import Collective, Profile, ProfileError, SettingsError
+from commhooks.planning import stored
+from commhooks.planning.keeping import Kept
 from commhooks.planning.phases import PhaseWatch
 from commhooks.planning.place import Place, free_cores, ranks_per_host
 from commhooks.planning.pretending import PretendingCommunicator
@@ -116,6 +120,28 @@ def test_a_step_that_fails_on_one_rank_ends_the_profile_on_all(standing: Standin
             assert (is_as_before, is_gone) == (True, True)
 
 
+def test_buffers_that_a_forward_pass_replaces_are_put_back() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("average", torch.ones(2))
+    model.register_buffer("last", None)
+    average, kept = model.average, Kept(model)
+    model.average, model.last = torch.zeros(2), torch.zeros(2)
+    kept.restore()
+    assert model.average is average and average.tolist() == [1, 1] and model.last is None
+
+
+def test_a_file_is_replaced_behind_a_link_and_a_device_is_written_to(tmp_path: Path) -> None:
+    file, link, device = (tmp_path / name for name in ("file", "link", "device"))
+    link.symlink_to(file)
+    stored.write_text(link, "both")
+    assert link.is_symlink() and file.read_text() == "both"
+    os.mkfifo(device)
+    writer = threading.Thread(target=stored.write_text, args=(device, "passed on"), daemon=True)
+    writer.start()
+    assert device.is_fifo() and device.read_text() == "passed on"
+    writer.join()
+
+
 def test_what_cannot_be_profiled_is_refused_in_words(standing: StandingRanks) -> None:
     said: list[dict[str, str]] = []
     standing.run(profiling_in_ranks.refused, RANKS, None, said.append, timeout=120.0)  # type: ignore[arg-type]  # it hears objects
@@ -126,6 +152,7 @@ def test_what_cannot_be_profiled_is_refused_in_words(standing: StandingRanks) ->
         "inner model": "SettingsError: profile: no gradient passed through the hook",
         "no backward": "ran no backward pass",
         "twice": "SettingsError: profile: hook 'fp16' is given twice",
+        "another rank's": "SettingsError: profile: ranks disagree about steps or hooks; by rank: steps=3, ",
         "attached": "AttachError: profile: ",
     }
     assert {name: words in said[0][name] for name, words in expected.items()} == dict.fromkeys(expected, True), said
