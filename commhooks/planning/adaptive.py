@@ -228,9 +228,10 @@ class Adaptive:
         self, make: Callable[[], Value], told: Callable[[Value], str], error: type[CommHooksError], complaint: str
     ) -> Value:
         """Return what `make` returns, once every rank has the same; raise on all of them if any cannot make it."""
+        refusal: CommHooksError | None = None
         try:
-            made, text = (value := make()), told(value)
-            refusal = None
+            made = make()
+            text = told(made)
         except (SettingsError, AttachError, CheckpointError) as raised:
             refusal, text = raised, f"error: {raised}"
         texts = self._meter.gathered(text)

@@ -152,7 +152,8 @@ def refusals(rank: int, kind: str) -> dict[str, Told]:
     other = Adaptive(attachment, LADDER[:2])
     told["another's state"] = told_by(lambda: controller.load_state_dict(other.state_dict()))
     told["damaged state"] = told_by(lambda: controller.load_state_dict({"ladder": LADDER}))
-    state, damaged = controller.state_dict(), {"ladder": LADDER}
+    state = controller.state_dict()
+    damaged: dict[str, Any] = {"ladder": LADDER}
     elsewhere = {**state, "decider": {**state["decider"], "rung": rank}}
     told["another rank's state"] = told_by(lambda: controller.load_state_dict(elsewhere))
     told["another rank's damaged state"] = told_by(lambda: controller.load_state_dict(damaged if rank else state))
