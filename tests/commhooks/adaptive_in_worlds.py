@@ -192,7 +192,7 @@ def of_other_ranks(rank: int, kind: str) -> list[object]:
     state = controller.state_dict()
     rungs = state["decider"]["rung"], len(state["decisions"])
     controller.load_state_dict({**state, "ranks": 3})
-    found = [rungs == (LADDER.index("int8"), 2), len(controller.decisions), controller.link]
+    found: list[object] = [rungs == (LADDER.index("int8"), 2), len(controller.decisions), controller.link]
     found.append(str(controller.compressor) == str(_attachment_of(controller).compressor) == str(controller.ladder[2]))
     _attachment_of(controller).detach()
     return found
