@@ -49,6 +49,8 @@ MATRIX = 1_000_000
 LATENCY = 50e-6
 """Seconds, of a network about which nothing is said."""
 _LOWEST, _HIGHEST = 1e4, 1e14  # bits per second, between which the break-even rate is looked for
+MOST_RANKS = 4096
+"""For which payloads are counted."""
 _TO_THE = 1e-4  # as a part of the rate
 
 
@@ -178,6 +180,11 @@ def _check(compute: float, optimizer: float, ranks: int, copy_rate: float | None
         raise SettingsError(f"estimate(optimizer={optimizer!r}): optimizer must be in [0, inf), in seconds.")
     if ranks < 2:
         raise SettingsError(f"estimate(ranks={ranks!r}): one rank sends nothing; ranks must be at least 2.")
+    if ranks > MOST_RANKS:
+        raise SettingsError(
+            f"estimate(ranks={ranks!r}): ranks must be at most {MOST_RANKS:,}; a gathered answer of more does not fit "
+            "into memory, where payloads are counted. 'commhooks simulate' extrapolates them."
+        )
 
 
 def _made_up(parameters: float, matrix: float) -> list[Shape]:

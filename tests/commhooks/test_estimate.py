@@ -197,6 +197,7 @@ def test_a_models_shapes_are_used_and_frozen_parameters_are_not() -> None:
         ({"compute": 0.0}, "compute must be above zero"),
         ({"optimizer": -1.0}, r"optimizer must be in \[0, inf\)"),
         ({"ranks": 1}, "ranks must be at least 2"),
+        ({"ranks": 1_000_000}, "ranks must be at most 4,096"),
         ({"copy_rate": math.inf}, "copy_rate must be above zero and finite"),
         ({"parameters": 0}, "parameters must be a finite number of at least 1"),
         ({"hooks": ["topk"]}, "expected some of all-reduce, fp16"),
