@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from commhooks.units import seconds_in_words, three_digits
 
@@ -24,6 +24,8 @@ from .control_ranks import Beside, NewRate, Phases, Ran, Turns, run_phases, run_
 from .medians import Ratio, milliseconds
 from .notes import Notes
 from .reproduction import NONE, Block, Picture, Reproduction, Table
+
+T = TypeVar("T")
 
 _RANKS = 2
 _TIMEOUT_SECONDS = 120.0
@@ -111,9 +113,9 @@ def _turns(settings: Settings, notes: Notes) -> dict[str, Any]:
     return asdict(beside)
 
 
-def _by_phase(seconds: list[float], settings: Settings) -> list[list[float]]:
-    each = len(seconds) // len(settings.rates)
-    return [seconds[first : first + each] for first in range(0, each * len(settings.rates), each)]
+def _by_phase(of_steps: list[T], settings: Settings) -> list[list[T]]:
+    each = len(of_steps) // len(settings.rates)
+    return [of_steps[first : first + each] for first in range(0, each * len(settings.rates), each)]
 
 
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
