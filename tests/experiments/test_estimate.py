@@ -29,7 +29,7 @@ def run(*words: str) -> tuple[int, str]:
 def test_a_table_ends_with_a_conclusion() -> None:
     code, output = run(*SIZE, *FEW, "--rate", "100Mbit/s")
     assert code == 0, output
-    assert "parameters in 3 buckets, 4 ranks, 100 Mbit/s" in output
+    assert "2,000,000 parameters in 2 buckets, 4 ranks, 100 Mbit/s" in output
     assert "At 100 Mbit/s powersgd:rank=4 makes steps" in output
     assert "all-reduce" in output
 
