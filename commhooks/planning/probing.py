@@ -34,7 +34,8 @@ Case = tuple[str, int]
 SIZES = tuple(4**power for power in range(4, 13))
 """Bytes that a rank puts in: 256 B to 16 MiB."""
 LEAST_SECONDS, MOST_SECONDS = 1.0, 28.0
-_LEAST_TURNS = 8  # higher: steadier medians, but smaller messages on a slow link
+_LEAST_TURNS = 8
+_GOOD_TURNS = 24  # higher: steadier medians, but smaller messages on a slow link
 _MOST_TURNS = 100
 _MOST_REPEATED = 8  # measurements of a case in a turn
 _LEAST_SIZES = 3
@@ -173,7 +174,7 @@ class _Meter:
     def measure(self, seconds: float) -> Mapping[str, Cost]:
         """Return what each kind costs, measured for so many seconds or less."""
         begun = self._clocks.wall()
-        times = self._choose(seconds / _LEAST_TURNS / 2)
+        times = self._choose(seconds)
         mean = sum(times.values()) / len(times)
         # What takes little is measured more often: half of a turn is for that.
         repeated = [case for case, each in times.items() for _ in range(int(min(_MOST_REPEATED, max(1, mean / each))))]
@@ -185,8 +186,9 @@ class _Meter:
             for kind in MEASURED
         }
 
-    def _choose(self, most: float) -> dict[Case, float]:
-        """Return kinds and sizes that take so many seconds in all, with the seconds of each."""
+    def _choose(self, seconds: float) -> dict[Case, float]:
+        """Return the kinds and sizes that can be measured often enough in so many seconds, with the seconds of each."""
+        most = seconds / _GOOD_TURNS / 2
         found: dict[Case, float] = {}
         last = 0.0
         for payload in SIZES:
@@ -202,7 +204,7 @@ class _Meter:
             if is_enough and sum(found.values()) + last > most:
                 break
             found |= dict(zip(own, times, strict=True))
-        if sum(found.values()) > 2 * most:
+        if sum(found.values()) > seconds / _LEAST_TURNS:
             raise ProbeError(
                 f"the network is too slow for the time given: messages of {SIZES[_LEAST_SIZES - 1] / 1024:g} KiB took "
                 f"{1e3 * last / len(MEASURED):.0f} ms each, with the meeting before it, and at least {_LEAST_TURNS} "
