@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -123,14 +124,26 @@ class Cost:
         return found
 
     def spread(self) -> float:
-        """Return how uncertain a prediction is, relative to it: by the fit, and by the measurements' quartiles.
+        """Return how uncertain a prediction is, relative to it: by the fit, the quartiles, and halves that disagree.
 
         A median of n is known to about 1.25 · 0.74 · (quartile range) / √n.
         """
         noise = [
             0.93 * (one.seconds.high - one.seconds.low) / one.seconds.median / one.times**0.5 for one in self.timings
         ]
-        return float(np.hypot(self.residual if self.is_line else 0.0, np.median(noise)))
+        unsteady = self.disagreement if self.disagreement > MOST_DISAGREEMENT else 0.0
+        return math.hypot(self.residual if self.is_line else 0.0, float(np.median(noise)), unsteady)
+
+    @functools.cached_property
+    def disagreement(self) -> float:
+        """By how much two halves of the measurement differ at most, relative to the smaller, at `COMPARED_AT`."""
+        halves = [pair for size in self.compared_at for pair in self.halves(size)]
+        return max((max(pair) / min(pair) - 1 for pair in halves), default=0.0)
+
+    @property
+    def compared_at(self) -> tuple[int, ...]:
+        """The sizes at which halves are compared: not beyond the largest that was measured."""
+        return tuple(min(payload, self.timings[-1].payload) for payload in COMPARED_AT)
 
     @functools.cached_property
     def _payloads(self) -> list[int]:
@@ -200,11 +213,16 @@ class Probe:
         """Raise `ProbeError` if two halves of the measurement disagree by more than `MOST_DISAGREEMENT`."""
         for level, part in (("", self), (" inside machines", self.inner), (" between machines", self.outer)):
             for kind, cost in {} if part is None else part.costs.items():
-                for payload in COMPARED_AT:
-                    size = min(payload, cost.timings[-1].payload)
+                for size in cost.compared_at:
                     for halves in cost.halves(size):
                         if max(halves) > (1 + MOST_DISAGREEMENT) * min(halves):
                             raise ProbeError(_disagreement(kind + level, size, *halves))
+
+    @property
+    def disagreement(self) -> float:
+        """By how much two halves of the measurement differ at most, of any kind and level."""
+        parts = [part for part in (self, self.inner, self.outer) if part is not None]
+        return max(cost.disagreement for part in parts for cost in part.costs.values())
 
     def write(self, path: Path) -> None:
         """Write the probe into a JSON file; an existing one is replaced at once, or stays as it is."""
@@ -231,7 +249,8 @@ def _disagreement(what: str, payload: int, one: float, other: float) -> str:
     return (
         f"two halves of the measurement disagree, so nothing is reported: {what} of {payload / 1024:g} KiB took "
         f"{1e3 * one:.3f} ms in one and {1e3 * other:.3f} ms in the other, more than {MOST_DISAGREEMENT:.0%} apart. "
-        "Something else used the network or the processor: probe again when they are idle, or for longer (seconds=)."
+        "Something else used the network or the processor: probe again when they are idle, or for longer (seconds=); "
+        "or have it reported with that uncertainty (unsteady=True, --unsteady)."
     )
 
 

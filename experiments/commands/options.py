@@ -63,3 +63,6 @@ WorldLink = Annotated[
         help="hosts:1Gbit/s (as root), an emulated 100Mbit/s,latency=1ms, or, under torchrun, real; default: no limit.",
     ),
 ]
+Unsteady = Annotated[
+    bool, typer.Option("--unsteady", help="Go on even if two halves of the probe disagree by more than 10 %.")
+]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import BucketCap, Ddp, Hooks, WorldLink, WorldRanks
+from .options import BucketCap, Ddp, Hooks, Unsteady, WorldLink, WorldRanks
 from .terminal import errors_in_words
 
 
@@ -22,6 +22,7 @@ def plan(
     bucket_cap_mb: BucketCap = None,
     seconds: Annotated[float, typer.Option(help="The time that profiling may take.")] = 80.0,
     probe_seconds: Annotated[float, typer.Option(help="The time that probing may take, 1 to 28.")] = 20.0,
+    unsteady: Unsteady = False,
     validate: Annotated[
         bool, typer.Option("--validate", help="Then run the best three and the all-reduce, and compare.")
     ] = False,
@@ -65,6 +66,7 @@ def plan(
                 seed=seed,
             ),
             probe_seconds=probe_seconds,
+            unsteady=unsteady,
             validate_seconds=_VALIDATE_SECONDS if validate else None,
             **load(probe, profile),
         )

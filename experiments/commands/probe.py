@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import WorldLink, WorldRanks
+from .options import Unsteady, WorldLink, WorldRanks
 from .terminal import errors_in_words
 
 
@@ -18,6 +18,7 @@ def probe(
     ranks_per_host: Annotated[
         int | None, typer.Option(help="Consecutive ranks that form a machine; default: torchrun's, or 1.")
     ] = None,
+    unsteady: Unsteady = False,
     json: Annotated[Path | None, typer.Option(help="Write the probe into this file, for 'plan --probe'.")] = None,
 ) -> None:
     """Measure what every collective costs between the ranks."""
@@ -27,7 +28,7 @@ def probe(
 
         number, settings = check_world(ranks, link)
         check_place(json)
-        found = measure_probe(Asked(settings, seconds, ranks_per_host), number)
+        found = measure_probe(Asked(settings, seconds, ranks_per_host, unsteady), number)
         if found is None:
             return
         for table in probe_tables(found):

@@ -40,7 +40,6 @@ HOOKS = ("fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01", "powersgd:policy
 _FORMAT = 1  # of the file of cases
 _SLICE_NANOSECONDS = 100_000
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the number of the system call; neither Python nor glibc has it
-_ATTEMPTS = 2  # to probe, each of which repeats itself once
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,8 @@ class Case:
     """The hook that the plan recommends for this model and link."""
     steps: tuple[float, ...]
     """Seconds of each real step."""
+    disagreement: float = 0.0
+    """Of two halves of the probe, at most."""
 
     @property
     def measured(self) -> float:
@@ -111,13 +112,10 @@ def summary(cases: Sequence[Case]) -> Mapping[str, float]:
 
 def _on_rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
     _ask_for_short_slices()
-    for attempt in range(_ATTEMPTS):
-        try:
-            probe = probe_link(ProbeAsked(work.link, 20.0, 1))
-            break
-        except ProbeError:
-            if attempt + 1 == _ATTEMPTS:
-                raise
+    try:
+        probe = probe_link(ProbeAsked(work.link, 20.0, 1))
+    except ProbeError:
+        probe = probe_link(ProbeAsked(work.link, 20.0, 1, unsteady=True))
     for task in work.tasks:
         asked = ProfileAsked(
             task=Spec.parse(task, "task"), hooks=tuple(map(Spec.parse, HOOKS)), link=work.link, seconds=work.seconds
@@ -129,7 +127,11 @@ def _on_rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
         for choice in found.choices if rank == 0 else ():
             steps = tuple(measured[choice.label])
             link, recommended = work.link.label, found.recommended.label
-            send(Case(link, task, choice.label, choice.seconds, choice.uncertainty, recommended, steps))
+            send(
+                Case(
+                    link, task, choice.label, choice.seconds, choice.uncertainty, recommended, steps, probe.disagreement
+                )
+            )
 
 
 def _candidates() -> list[Candidate]:
@@ -180,6 +182,8 @@ def summaries(cases: Sequence[Case]) -> list[str]:
             f"{100 * value:.{digits}f} %" for value, digits in zip(summary(own).values(), (1, 0, 0), strict=True)
         )
         lines.append(f"| {name} | {len(own)} | {figures} |")
+    for link, disagreement in {case.link: case.disagreement for case in cases}.items():
+        lines += ["", f"Over {link}, two halves of the probe disagreed by up to {100 * disagreement:.0f} %."]
     return lines
 
 

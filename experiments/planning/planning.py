@@ -16,7 +16,7 @@ from commhooks.errors import CommHooksError
 from commhooks.planning import stored
 from commhooks.planning.candidates import NOOP, default_candidates, with_the_two
 from commhooks.planning.plan import Choice, Plan
-from commhooks.planning.probe import Probe
+from commhooks.planning.probe import MOST_DISAGREEMENT, Probe
 
 from ..launch import Send, WorldError
 from ..links.link import LinkSettings, format_rate
@@ -41,6 +41,7 @@ class Asked:
 
     profile: ProfileAsked
     probe_seconds: float = 20.0
+    unsteady: bool = False  # plan even if halves of the probe disagree
     validate_seconds: float | None = None  # None: predictions are not checked
     probe: Probe | None = None  # of an earlier command; None: measure it
     profiled: Profile | None = None
@@ -117,7 +118,7 @@ def plan_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
     """Measure what is not given, and plan; rank 0 sends the result, and every rank that cannot go on why."""
     try:
         with stepper(asked.profile) as step:
-            probe = asked.probe or probe_link(ProbeAsked(asked.link, asked.probe_seconds))
+            probe = asked.probe or probe_link(ProbeAsked(asked.link, asked.probe_seconds, unsteady=asked.unsteady))
             profile = asked.profiled or profile_step(step, asked.profile)
             plan = commhooks.plan(profile, probe, model=step.ddp)
             measured: Mapping[str, Sequence[float]] = {}
@@ -185,6 +186,11 @@ def sentences(found: Planned) -> list[str]:
         f"The plain all-reduce is predicted {percent(abs(plan.plain_error))} "
         f"{'slower' if plan.plain_error > 0 else 'faster'} than it was measured; the uncertainties include that."
     )
+    if found.probe.disagreement > MOST_DISAGREEMENT:
+        said.append(
+            f"The network was unsteady: two halves of the probe disagree by up to {percent(found.probe.disagreement)}, "
+            "and the uncertainties include that too."
+        )
     return said
 
 

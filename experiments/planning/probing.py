@@ -9,7 +9,7 @@ from rich.table import Table
 from commhooks.communicators.collective import ring_bytes
 from commhooks.errors import ProbeError
 from commhooks.planning.links import plain_kind
-from commhooks.planning.probe import Cost, Probe
+from commhooks.planning.probe import MOST_DISAGREEMENT, Cost, Probe
 from commhooks.planning.probing import probe
 from commhooks.units import counted
 
@@ -30,6 +30,7 @@ class Asked:
     link: LinkSettings
     seconds: float
     ranks_per_host: int | None = None
+    unsteady: bool = False  # report even if halves of the measurement disagree
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,15 @@ def probe_link(asked: Asked) -> Probe:
         ranks_per_host=asked.ranks_per_host or (None if asked.link.kind == "real" else 1),
         wrap_communicator=around(asked.link),
         link=asked.link.label,
+        unsteady=asked.unsteady,
     )
 
 
 def probe_tables(found: Probe) -> list[Table]:
     """Return a table of all ranks' collectives, and of those inside and between machines if they were measured."""
     title = f"{counted(found.ranks, 'rank')}, link {found.link or 'real'}, {found.backend}, {found.took:.1f} s"
+    if found.disagreement > MOST_DISAGREEMENT:
+        title += f"; unsteady: halves disagree by up to {percent(found.disagreement)}"
     tables = [_table(title, found)]
     if found.inner is not None and found.outer is not None:
         tables.append(_table(f"inside machines of {counted(found.inner.ranks, 'rank')}", found.inner))

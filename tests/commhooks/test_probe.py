@@ -83,6 +83,13 @@ def test_a_network_that_changes_in_the_middle_is_not_reported() -> None:
         probe_over(network, 4.0, clocks=network.clocks)
 
 
+def test_an_unsteady_network_is_reported_on_demand_with_that_uncertainty() -> None:
+    network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * (1 + now))
+    found = probe_over(network, 4.0, clocks=network.clocks, unsteady=True)
+    assert found.disagreement > 0.1
+    assert max(cost.spread() for cost in found.costs.values()) >= found.disagreement
+
+
 def test_every_other_measurement_must_agree_too() -> None:
     cost = Cost(tuple(Timing.of(size, [1.0, 2.0] * 8, [0.0] * 16) for size in SIZES))
     with pytest.raises(ProbeError, match="all-reduce of 64 KiB took 1000.000 ms in one and 2000.000 ms in the other"):
