@@ -57,7 +57,8 @@ def main(
                 known[name] = found[name]
                 write(results, known)
         if results:
-            replace(results.with_suffix(".md"), render(known))
+            # As it was written: figures are rounded there, and the page must be the one of its file.
+            replace(results.with_suffix(".md"), render(read(results)))
         if check:
             _report(stored, found)
 
