@@ -24,6 +24,7 @@ from commhooks.errors import ProbeError
 from commhooks.planning import stored
 from commhooks.planning.candidates import ALL_REDUCE, NOOP, Candidate, default_candidates, with_the_two
 from commhooks.planning.plan import plan
+from commhooks.planning.probe import MOST_DISAGREEMENT
 
 from ..launch import Send
 from ..links.link import LinkSettings
@@ -183,7 +184,9 @@ def summaries(cases: Sequence[Case]) -> list[str]:
         )
         lines.append(f"| {name} | {len(own)} | {figures} |")
     for link, disagreement in {case.link: case.disagreement for case in cases}.items():
-        lines += ["", f"Over {link}, two halves of the probe disagreed by up to {100 * disagreement:.0f} %."]
+        is_steady = disagreement <= MOST_DISAGREEMENT
+        found = "agreed to 10 %" if is_steady else f"disagreed by up to {100 * disagreement:.0f} %"
+        lines += ["", f"Over {link}, two halves of the probe {found}."]
     return lines
 
 
