@@ -175,6 +175,9 @@ def sentences(found: Planned) -> list[str]:
     said.append(
         f"Without any communication a step would be {plan.bound:.2f}× as fast as under the all-reduce: no hook can "
         "save more."
+        if plan.bound >= 1
+        else "Other load disturbed the steps: those without communication took longer than those with it. Plan again "
+        "when the machine is idle, or with more --seconds."
     )
     best = min(plan.other_buckets, key=lambda choice: choice.seconds, default=plan.recommended)
     if best.seconds < plan.recommended.seconds - plan.recommended.uncertainty:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,8 @@ def test_what_is_validated_is_the_best_three_and_the_all_reduce() -> None:
     console.print(validation_table(Planned(plan, probe, profile, {"a": [0.100, 0.1, 0.12]})))
     assert "112.0" in (text := console.export_text()) and "+12.0 %" in text
     assert sentences(Planned(plan, probe, profile))[0] == plan.reason
+    disturbed = dataclasses.replace(plan, bound=0.6)
+    assert "Other load disturbed the steps" in sentences(Planned(disturbed, probe, profile))[1 + plan.pays]
 
 
 def test_the_accuracy_counts_errors_and_recommendations() -> None:
