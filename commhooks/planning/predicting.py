@@ -38,21 +38,6 @@ class NoLink:
         return Transfer(0.0, 0.0, ring_bytes(plain_kind(kind), payload, ranks))
 
 
-class Remembered:
-    """A network whose answers are kept: a step asks for the same collectives again and again."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self._known: dict[tuple[str, int, int], Transfer] = {}
-
-    def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
-        """Return the network's answer."""
-        key = (kind, payload, ranks)
-        if key not in self._known:
-            self._known[key] = self._network.transfer(kind, payload, ranks)
-        return self._known[key]
-
-
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """A step under a hook, over a network."""
@@ -69,7 +54,7 @@ def predict(profile: Profile, hook: HookProfile, network: Network, cap_mb: float
     """Return the time of a step under a hook, with the buckets of the profile or with a bucket size of its own."""
     measured = step_of(profile, hook, hook.buckets)
     other = measured if cap_mb is None else step_of(profile, hook, recut(profile.gradients, hook.buckets, cap_mb))
-    modelled = step_time(other, Remembered(network), profile.ranks)
+    modelled = step_time(other, network, profile.ranks)
     added = modelled.seconds - step_time(measured, NoLink(), profile.ranks).seconds
     return Prediction(hook.step.seconds.median + added, added, modelled)
 
@@ -161,7 +146,7 @@ def rate_for(profile: Profile, hook: HookProfile, probe: Probe, wanted: float) -
     without = hook.step.seconds.median - step_time(step, NoLink(), profile.ranks).seconds
 
     def surplus(log_rate: float) -> float:
-        link = Remembered(link_like(probe, math.exp(log_rate)))
+        link = link_like(probe, math.exp(log_rate))
         return utilisation(profile, without + step_time(step, link, profile.ranks).seconds) - wanted
 
     low, high = math.log(_SLOWEST), math.log(_FASTEST)
