@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 
 import torch
+
+from commhooks.planning.place import processor_name, usable_processors
 
 
 def versions() -> dict[str, str]:
@@ -27,7 +28,7 @@ def machine() -> dict[str, str | int | float]:
     """Return the kind of machine, and how busy it is; nothing that identifies it."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": cores(),
         "load": round(os.getloadavg()[0], 2),  # runnable processes, mean over the last minute
         "threads_per_rank": torch.get_num_threads(),
@@ -37,17 +38,9 @@ def machine() -> dict[str, str | int | float]:
 
 def cores() -> int:
     """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_processors())
 
 
 def dilation(ranks: int) -> float:
     """Return how many seconds here stand for one, so that each of these ranks has what one core computes."""
     return max(1.0, ranks / cores())
-
-
-def _processor() -> str:
-    """Return the processor's model name, if Linux provides it."""
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
