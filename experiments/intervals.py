@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scipy import stats
+from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 
@@ -27,7 +27,7 @@ class Interval:
         if not all(map(math.isfinite, values)):
             return cls(mean, -math.inf, math.inf)
         error = statistics.stdev(values) / math.sqrt(len(values))
-        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * error
+        half = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * error
         return cls(mean, mean - half, mean + half)
 
     @property

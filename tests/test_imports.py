@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,3 +153,11 @@ def test_an_integration_says_what_to_install(path: Path) -> None:
         pytest.skip("its framework is installed, and tests/frameworks imports it")
     with pytest.raises(ImportError, match=rf"pip install 'commhooks\[{path.stem.replace('fabric', 'lightning')}\]'"):
         importlib.import_module(module_name(path))
+
+
+def test_importing_commhooks_takes_little_more_than_importing_torch() -> None:
+    """Who only registers a hook waits for none of these; what needs them imports them when it is called."""
+    heavy = ("scipy", "matplotlib", "rich", "typer", "pandas", "sklearn", "torch._dynamo", "torch.utils.tensorboard")
+    program = f"import sys, commhooks; print(*(name for name in {heavy!r} if name in sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.split() == []

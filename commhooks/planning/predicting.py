@@ -16,8 +16,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from scipy.optimize import brentq
-
 from commhooks.communicators.collective import ring_bytes
 from commhooks.language.compressor import Compressor
 from commhooks.making import make_compressor
@@ -152,6 +150,8 @@ def rate_for(profile: Profile, hook: HookProfile, probe: Probe, wanted: float) -
     low, high = math.log(_SLOWEST), math.log(_FASTEST)
     if surplus(high) < 0:
         return None
+    from scipy.optimize import brentq  # a quarter of a second to import: not for those who only register a hook
+
     return _SLOWEST if surplus(low) >= 0 else math.exp(brentq(surplus, low, high, xtol=1e-9))
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from commhooks.communicators.collective import KINDS, ring_bytes
 from commhooks.errors import ProbeError, SettingsError
@@ -256,6 +255,8 @@ def _disagreement(what: str, payload: int, one: float, other: float) -> str:
 
 def _fit(payloads: Sequence[float], seconds: Sequence[float]) -> Line:
     """Return the line with the least squares of relative errors; neither coefficient is negative."""
+    from scipy.optimize import nnls  # a quarter of a second to import: not for those who only register a hook
+
     weights = 1 / np.maximum(seconds, 1e-9)
     scale = max(payloads)
     columns = np.stack([np.ones(len(payloads)), np.asarray(payloads) / scale], axis=1)

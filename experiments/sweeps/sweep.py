@@ -14,8 +14,9 @@ from rich.console import Console
 from ..cluster import ClusterError
 from ..launch import WorldError, reason_of, torchrun_world
 from ..outcomes import took_turns
-from ..report import print_tables, write
+from ..report.table import print_tables
 from ..report.tensorboard import LiveLogs
+from ..report.writing import write
 from ..runs import RunResult, RunSettings
 from ..specs import Spec, unknown
 from .execute import Made, execute

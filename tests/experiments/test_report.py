@@ -15,11 +15,11 @@ from commhooks.units import bytes_in_words
 from experiments.intervals import Interval
 from experiments.links.link import LinkSettings
 from experiments.outcomes import settings_of
-from experiments.report import print_tables, write
 from experiments.report.across import series_of
 from experiments.report.layers import layer_grid, layers_of
 from experiments.report.plots import LIGHT, looks
 from experiments.report.rows import NO_DIFFERENCE, cost_grid, outcome_grid
+from experiments.report.table import print_tables
 from experiments.report.words import (
     interval_of_seconds,
     link_in_words,
@@ -30,6 +30,7 @@ from experiments.report.words import (
     signed,
     times,
 )
+from experiments.report.writing import write
 from experiments.runs import RunSettings
 from experiments.specs import Spec
 from tests.experiments.synthetic import diverged, result, results
