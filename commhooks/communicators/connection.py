@@ -25,6 +25,7 @@ from commhooks.communicators import Collective, Communicator, Pending, ProcessGr
 from commhooks.communicators.disagreement import describe
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
 from commhooks.communicators.parent_group import name_and_store
+from commhooks.communicators.unhurried import unhurried
 from commhooks.errors import AttachError, CollectiveError
 from commhooks.language.requests import Group
 
@@ -200,12 +201,13 @@ def _make_group(
     """
     place = ranks.index(address.rank)
     try:
-        if devices is None:
-            return ProcessGroupGloo(store, place, len(ranks), address.timeout)
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
-        options._devices, options._timeout = devices, address.timeout
-        options._threads = threads or options._threads
-        return ProcessGroupGloo(store, place, len(ranks), options)
+        with unhurried():
+            if devices is None:
+                return ProcessGroupGloo(store, place, len(ranks), address.timeout)
+            options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
+            options._devices, options._timeout = devices, address.timeout
+            options._threads = threads or options._threads
+            return ProcessGroupGloo(store, place, len(ranks), options)
     except RuntimeError as error:
         raise CollectiveError(f"could not connect to every rank: {error}.") from error
 
