@@ -20,13 +20,23 @@ def unhurried() -> Iterator[None]:
 
     Does nothing where there is no such policy, where it is forbidden, and where the user has chosen another policy.
     """
-    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0: the calling thread
+    has_changed = _become_unhurried()
     try:
         yield
     finally:
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        if has_changed:
+            with suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _become_unhurried() -> bool:
+    """Give the calling thread, which 0 stands for, the policy; return whether it has it now and had the usual one."""
+    if not hasattr(os, "SCHED_BATCH"):
+        return False
+    try:
+        if os.sched_getscheduler(0) != os.SCHED_OTHER:
+            return False
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError:
+        return False
+    return True
