@@ -74,16 +74,16 @@ def test_where_there_is_no_such_policy_nothing_happens(monkeypatch: pytest.Monke
 def threads_of_attaching(rank: int, kind: str) -> tuple[list[int], list[int]]:
     """Return the policies of Gloo's threads that attaching started, and those of all threads of Python."""
     model = wrap(kind, Given((4, 4)))
-    before = gloo_threads()
+    before = threads()  # whatever their names: a thread may not have taken its own yet
     attachment = commhooks.attach(model, "all-reduce")
     assert attachment.is_attached
     own = [thread.native_id for thread in threading.enumerate() if thread.native_id is not None]
-    return [*map(os.sched_getscheduler, gloo_threads() - before)], [*map(os.sched_getscheduler, own)]
+    return [*map(os.sched_getscheduler, threads("gloo") - before)], [*map(os.sched_getscheduler, own)]
 
 
-def gloo_threads() -> set[int]:
-    threads = Path("/proc/self/task").iterdir()
-    return {int(thread.name) for thread in threads if "gloo" in (thread / "comm").read_text()}
+def threads(named: str = "") -> set[int]:
+    every = Path("/proc/self/task").iterdir()
+    return {int(thread.name) for thread in every if named in (thread / "comm").read_text()}
 
 
 @pytest.mark.parametrize("kind", ["core", "torch"])
