@@ -68,13 +68,18 @@ def test_what_is_validated_is_the_best_three_and_the_all_reduce() -> None:
 
 def test_the_accuracy_counts_errors_and_recommendations() -> None:
     cases = [
-        Case("link", "task", name, predicted, 0.0, "b", (0.1, seconds, 1.0))
-        for name, predicted, seconds in (("a", 0.2, 0.2), ("b", 0.33, 0.3), ("c", 0.2, 0.4))
+        Case("link", "task", name, predicted, 0.0, "b", (0.9 * seconds, seconds, 1.4 * seconds))
+        for name, predicted, seconds in (("allreduce", 0.2, 0.2), ("b", 0.23, 0.21), ("c", 0.2, 0.4))
     ]
     found = summary(cases)
-    assert found["median error"] == pytest.approx(0.1)
+    assert found["median error"] == pytest.approx(0.23 / 0.21 - 1)
     assert found["within 15 %"] == pytest.approx(2 / 3)
-    assert found["recommended within 5 % of the fastest"] == 0.0
+    assert found["recommended within 5 % of the fastest"] == 1.0
+    slower = [dataclasses.replace(case, recommended="c") for case in cases]
+    assert summary(slower)["within 5 % and the spread"] == 0.0
+    nearly = [cases[0], dataclasses.replace(cases[1], steps=(0.23,)), cases[2]]
+    found = summary(nearly)  # 15 % slower; the all-reduce's upper quartile lies 20 % above its median
+    assert (found["recommended within 5 % of the fastest"], found["within 5 % and the spread"]) == (0.0, 1.0)
 
 
 def test_a_link_that_changes_in_time_cannot_be_measured() -> None:
