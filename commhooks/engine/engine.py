@@ -121,7 +121,7 @@ class Engine:
         if self.buckets.cannot_contain(bucket):
             self.end_step()
         if not self.buckets.is_step_under_way:
-            self.loss_scale.apply_to(self.state.by_units(), bucket.buffer().device)
+            self.loss_scale.apply_to(self.state.by_units, bucket.buffer().device)
             self.state.choose(self.compressor, self.step)
             if self._undo is not None:
                 self._undo.begin_step()

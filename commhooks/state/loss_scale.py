@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -66,11 +66,14 @@ class LossScale:
         self._of_residuals = scale
 
     @torch.no_grad()
-    def apply_to(self, local: Mapping[int, Sequence[Tensor]], device: torch.device) -> None:
-        """Rescale local state, given by the power of the scale that it follows, to the scale of the next gradients.
+    def apply_to(self, find: Callable[[], Mapping[int, Sequence[Tensor]]], device: torch.device) -> None:
+        """Rescale local state to the scale of the next gradients; `find` returns it by the power that it follows.
 
         If everything is on a GPU, the host does not wait for it.
         """
+        if self._scaler is None and self._announced in (None, self._of_residuals):
+            return
+        local = find()
         on_host = any(not kept.is_cuda for tensors in local.values() for kept in tensors)
         scale = self._coming(device, wait=device.type != "cuda" or on_host)
         if isinstance(scale, Tensor):

@@ -220,10 +220,24 @@ def test_units_are_powers_of_the_loss_scale() -> None:
     table.lay_out_entries(slot, {name: dataclasses.replace(e, init=torch.ones_like) for name, e in entries.items()})
     scale = LossScale()
     scale.announce(4.0)
-    scale.apply_to(table.by_units(), torch.device("cpu"))
+    scale.apply_to(table.by_units, torch.device("cpu"))
     assert {name: kept.flatten()[0].item() for name, kept in table.of(parameter).tensors.items()} == {
         "residual": 4.0, "squares": 16.0, "counts": 1.0, "basis": 1.0, "served": 4.0,
     }  # fmt: skip
+
+
+def test_state_is_looked_for_only_when_the_scale_has_changed() -> None:
+    scale, looked = LossScale(), list[float]()
+
+    def find() -> dict[int, list[torch.Tensor]]:
+        looked.append(scale.value())
+        return {}
+
+    for announced in (None, 1.0, 4.0, 4.0, 2.0):
+        if announced is not None:
+            scale.announce(announced)
+        scale.apply_to(find, torch.device("cpu"))
+    assert looked == [1.0, 4.0]
 
 
 def test_a_rank_that_has_joined_keeps_its_residual_and_goes_on_serving() -> None:

@@ -141,7 +141,7 @@ def test_the_loss_scale_changes_what_was_queued(stream: LateStream) -> None:
     run, scale = Run(stream), LossScale()
     run.step(4.0)
     scale.announce(8.0)
-    scale.apply_to({1: run.residuals}, torch.device("cpu"))
+    scale.apply_to(lambda: {1: run.residuals}, torch.device("cpu"))
     stream.come_to()
     check(run.residuals, 16.0)
 

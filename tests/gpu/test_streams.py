@@ -93,7 +93,7 @@ def test_the_loss_scale_multiplies_what_was_committed(storage: str) -> None:
     run.step(1.0)
     scale.announce(8.0)
     torch.cuda.current_stream().wait_stream(run.stream)  # as after a backward pass
-    scale.apply_to({1: [run.kept]}, torch.device(DEVICE))
+    scale.apply_to(lambda: {1: [run.kept]}, torch.device(DEVICE))
     expected = Run(storage)
     expected.step(1.0)
     assert torch.equal(run.residual(), 8 * expected.residual())
