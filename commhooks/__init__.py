@@ -72,7 +72,7 @@ from commhooks.hooks.default import (
 from commhooks.hooks.exchanger import Exchanger, average_in_lockstep
 from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from commhooks.hooks.stateless import hook_statistics
-from commhooks.language.bucket import BucketView, Slot, Tile
+from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Entry
 from commhooks.language.requests import (
@@ -86,6 +86,7 @@ from commhooks.language.requests import (
     ReduceScatter,
     Request,
 )
+from commhooks.language.tile import Tile
 from commhooks.making import make_compressor
 from commhooks.planning.adaptive import Adaptive
 from commhooks.planning.candidates import Candidate

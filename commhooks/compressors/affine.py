@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from commhooks.errors import SettingsError
-from commhooks.language.bucket import BucketView, Tile
+from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.requests import AllGather, Judge, Part
+from commhooks.language.tile import Tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

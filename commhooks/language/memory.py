@@ -23,6 +23,18 @@ def commit(memory: Tensor, value: Tensor, allowed: Tensor) -> None:
         queue_copy(memory, torch.where(allowed, value, memory.to(value.device, non_blocking=True)))
 
 
+def commit_all(memories: Sequence[Tensor], values: Tensor, allowed: Tensor) -> None:
+    """Write row i of `values` into memory i where `allowed`, a 0-dim bool, is true: as `commit`, but in few calls.
+
+    All memory is on one device; dtypes may differ.
+    """
+    if allowed.is_cuda:
+        values = torch.where(allowed, values, torch.stack(list(memories)).to(values.dtype))
+    elif not allowed:
+        return
+    torch._foreach_copy_(list(memories), list(values.unbind()))
+
+
 def add_residuals(memories: Sequence[Tensor], residuals: Sequence[Tensor], decay: float = 1.0) -> None:
     """Add residuals, in any storage, to memory of the computing dtype."""
     if residuals[0].device != memories[0].device:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commhooks.compressors.powersgd.low_rank import batched
 from commhooks.compressors.powersgd.matrices import form_of, form_of_bucket
 from commhooks.tensors import is_dense
 
@@ -104,11 +103,3 @@ def test_a_buckets_matrix_is_nearly_square_and_sends_least(elements: int, rank: 
     sent = (form.n + form.m) * rank + elements - form.n * form.m
     for width in range(max(1, root - root // 8), root + 1):
         assert sent <= (elements // width + width) * rank + elements % width
-
-
-def test_a_batch_is_divided_again_in_order() -> None:
-    factors = [torch.randn(r, n) for r, n in [(2, 5), (1, 5), (2, 5), (2, 7)]]
-    found = batched(lambda P, Q: P.mT - 2 * Q.mT, factors, [10 * P for P in factors])
-    assert [answer.shape for answer in found] == [(5, 2), (5, 1), (5, 2), (7, 2)]
-    for answer, P in zip(found, factors, strict=True):
-        torch.testing.assert_close(answer, P.mT - 20 * P.mT)

@@ -93,7 +93,9 @@ def test_a_report_adds_up_what_is_there() -> None:
             assert report.bases == 2 * 40 * 2 * 4
             assert report.copies == (report.bases + owed if storage == "fp32" else 0)
             factors_and_messages = 2 * (60 + 40) * 2 * 4 * 2 + 2 * 40 * 4
-            assert 0.8 * factors_and_messages <= report.working <= 1.2 * factors_and_messages, report
+            side_by_side = 2 * 60 * 40 * 4  # matrices as small as these are copied
+            expected = factors_and_messages + side_by_side
+            assert 0.95 * expected <= report.working <= 1.05 * expected, report
             assert report.by_parameter["weights.0"] == owed // 2 + 40 * 2 * 4
             assert report.total == owed + report.bases + report.copies + report.working
 

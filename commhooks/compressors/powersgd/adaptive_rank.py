@@ -113,13 +113,22 @@ class AdaptiveRank(Compressor):
         riders = [x.home.part(_norm(x.home)) for x in matrices] if measures and self.rule == "accordion" else []
         widens = self.rule != "accordion" and context.step % self.every < STEPS_TO_MEASURE
         ranks = [x.r if widens else min(x.r, x.home.choice or self.rank) for x in matrices]
-        exchanged = yield from self._powersgd.exchange(plans.at(ranks), context, riders)
+        plan = plans.at(ranks)
+        exchanged = yield from self._powersgd.exchange(plan, context, riders)
 
-        for number, x in enumerate(matrices if measures else []):
-            if riders:
-                norms = torch.cat([x.home.state(NORMS)[1:], exchanged.riders[number]])
-            else:
-                norms = _norms_of_rows(exchanged.means[number])
+        if riders:
+            measured = [
+                (x, torch.cat([x.home.state(NORMS)[1:], norm]))
+                for x, norm in zip(matrices, exchanged.riders, strict=True)
+            ]
+        elif measures:
+            factors = zip(plan.groups, exchanged.means, strict=True)
+            measured = [
+                (x, _norms_of_rows(Q)) for group, mean in factors for x, Q in zip(group.matrices, mean, strict=True)
+            ]
+        else:
+            return
+        for x, norms in measured:
             x.home.commit(NORMS, norms, exchanged.finite & norms.isfinite().all())
 
     def measures(self, step: int) -> bool:
@@ -178,14 +187,15 @@ class _Plans:
     """A bucket's matrices at their highest ranks, and at those chosen last."""
 
     def __init__(self, bucket: BucketView, powersgd: PowerSGD, highest: Callable[[MatrixForm], int]) -> None:
-        self.widest = self._now = LowRankPlan.of_slots(bucket, powersgd.paying_form, highest)
+        self.widest = self._chosen = LowRankPlan.of_slots(bucket, powersgd.paying_form, highest)
 
     def at(self, ranks: Sequence[int]) -> LowRankPlan:
-        """Return the matrices at these ranks; views of them are made when ranks change."""
-        if ranks != [x.r for x in self._now.matrices]:
-            matrices = [x.narrowed(r) for x, r in zip(self.widest.matrices, ranks, strict=True)]
-            self._now = self.widest._replace(matrices=matrices)
-        return self._now
+        """Return the matrices at these ranks; they are grouped anew when the choice changes."""
+        for plan in (self.widest, self._chosen):
+            if ranks == [x.r for x in plan.matrices]:
+                return plan
+        self._chosen = self.widest.at(ranks)
+        return self._chosen
 
 
 def _norm(slot: Slot) -> Tensor:

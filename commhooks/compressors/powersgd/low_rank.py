@@ -1,24 +1,31 @@
-"""What a low-rank compressor prepares for one matrix: blocks of rows, and its two factors.
+"""What a low-rank compressor prepares for a bucket's matrices: their factors, and the products with them.
+
+Matrices of one shape form a group, whose factors are one batch. Large matrices are multiplied one by one, in blocks of
+rows that stay in the cores' caches. Small ones are copied side by side and multiplied by one call, since a call takes
+longer than their arithmetic.
 
 Legend: M n×m a gradient plus its residual; P r×n the left factor and Q r×m the right one, both kept transposed, since
-products along rows of M are faster; r the rank. The last bits of a product depend on where its operands lie in memory,
-differently on each processor: only buckets with the same layout are promised to give the same bits.
+products along rows of M are faster; r the rank; k the number of matrices in a group. The last bits of a product depend
+on where its operands lie in memory, differently on each processor: only buckets with the same layout are promised to
+give the same bits.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.compressors.powersgd.precision import in_full
-from commhooks.language.bucket import BucketView, Slot, Tile
+from commhooks.compressors.powersgd.uncompressed import SMALL_ELEMENTS, Uncompressed
+from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Context
 from commhooks.language.requests import Layout, Part
+from commhooks.language.tile import Tile, TileStack
 from commhooks.tensors import computing_dtype
 
 Item = TypeVar("Item")
@@ -27,11 +34,65 @@ OTHER: dict[Side, Side] = {"P": "Q", "Q": "P"}
 
 BLOCK_ELEMENTS = 1 << 18
 """Large matrices are processed in blocks of rows, of at most this many elements per thread, but at least one row."""
+STACK_ELEMENTS = 1 << 16
+"""Small matrices are copied side by side until they have this many elements."""
 TILE_ROWS = 16
 """The number of rows that a BLAS multiplies at once, or a multiple of it."""
 
 
-class Block(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class LowRankMatrix:
+    """A matrix that is sent as factors."""
+
+    key: str
+    """Seeds the bases."""
+    form: MatrixForm
+    r: int
+    tile: Tile
+    home: Slot
+    """Holds the bases."""
+    layout: Layout | None = None
+    """Whose elements it holds, if they are not all of `home`'s parameter."""
+
+    @property
+    def kind(self) -> Hashable:
+        """What the matrices of a group have in common."""
+        return self.form, self.r, self.tile.keeps, TileStack.takes(self.tile), self.layout
+
+
+class Factors(NamedTuple):
+    """A matrix as the product P·Q, or k matrices."""
+
+    P: Tensor
+    """n×r, or k×n×r."""
+    Q: Tensor
+    """r×m, or k×r×m."""
+
+    def at(self, place: int | slice) -> Factors:
+        """Return one of the k matrices, or several."""
+        return Factors(self.P[place], self.Q[place])
+
+
+class _Products(Protocol):
+    """The products of one matrix with its factors, or of several that are multiplied together."""
+
+    place: int | slice
+    """The position in the group."""
+
+    def multiply(self, side: Side) -> None:
+        """Compute this rank's own factor of one side: M times the factor of the other side."""
+
+    def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
+        """Write the mean, and keep M less what this rank has sent as the residual."""
+
+    def write(self, mean: Factors) -> None:
+        """Write the mean."""
+
+    def largest(self, mean: Factors) -> Tensor:
+        """Return the mean's largest magnitude, 0-dim; this overwrites what was formed."""
+
+
+class _Block(NamedTuple):
     """Some rows of a matrix, as views that are created once."""
 
     tile: Tile
@@ -40,81 +101,149 @@ class Block(NamedTuple):
     """r×rows: the matching columns of the matrix's P."""
 
 
-class LowRankMatrix:
-    """The views of one matrix: its blocks, its factors, and the slot that holds its bases."""
+class _InBlocks:
+    """A matrix in blocks of rows."""
 
-    def __init__(self, key: str, form: MatrixForm, rank: int, tile: Tile, home: Slot, *, layout: Layout | None) -> None:
-        self.key = key
-        """Seeds the bases."""
-        self.n, self.m = form.n, form.m
-        self.r = min(self.n, self.m, rank)
-        self.home = home
-        gradient = tile.gradient
-        self.P = gradient.new_zeros(self.r, self.n, dtype=computing_dtype(gradient.dtype))
-        self.Q = gradient.new_zeros(self.r, self.m, dtype=computing_dtype(gradient.dtype))
+    def __init__(self, x: LowRankMatrix, place: int, P: Tensor, Q: Tensor) -> None:
+        self.place: int | slice = place
+        (n, m, _), threads = x.form, 1 if P.is_cuda else torch.get_num_threads()
+        self._block_rows = min(n, rows_of_a_block(m, 1 if P.is_cuda else x.r, threads))
+        tiles = x.tile.rows(x.form, self._block_rows)
+        self._blocks = list(map(_Block, tiles, P.split(self._block_rows, dim=1)))
+        self._Q = Q
+
+    def multiply(self, side: Side) -> None:
+        if side == "P":
+            for block in self._blocks:
+                torch.mm(self._Q, block.tile.form().t(), out=block.P)  # r×m · m×rows
+        else:
+            self._Q.zero_()
+            for block in self._blocks:
+                self._Q.addmm_(block.P, block.tile.form())  # r×rows · rows×m
+
+    def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
+        for (tile, rows), sent_rows in zip(self._with_rows(mean), sent.P.split(self._block_rows), strict=True):
+            if tile.keeps:
+                left = tile.residual_room(finite)
+                torch.addmm(tile.form(), sent_rows, sent.Q, alpha=-1, out=left)
+                tile.keep(left, finite)
+            tile.write(torch.mm(rows, mean.Q, out=tile.room))
+
+    def write(self, mean: Factors) -> None:
+        for tile, rows in self._with_rows(mean):
+            tile.write(torch.mm(rows, mean.Q, out=tile.room))
+
+    def largest(self, mean: Factors) -> Tensor:
+        blocks = [torch.mm(rows, mean.Q, out=tile.room).abs().amax() for tile, rows in self._with_rows(mean)]
+        return torch.stack(blocks).amax()
+
+    def _with_rows(self, mean: Factors) -> Iterator[tuple[Tile, Tensor]]:
+        """Return each block's tile, and its rows of P."""
+        return zip([block.tile for block in self._blocks], mean.P.split(self._block_rows), strict=True)
+
+
+class _SideBySide:
+    """Several small matrices."""
+
+    def __init__(self, matrices: Sequence[LowRankMatrix], first: int, P: Tensor, Q: Tensor) -> None:
+        self.place: int | slice = slice(first, first + len(matrices))
+        self._stack = TileStack([tile for x in matrices for tile in x.tile.rows(x.form, x.form.n)])
+        self._P, self._Q = P, Q
+
+    def multiply(self, side: Side) -> None:
+        M = self._stack.form()
+        if side == "P":
+            torch.bmm(self._Q, M.mT, out=self._P)
+        else:
+            torch.bmm(self._P, M, out=self._Q)
+
+    def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
+        if self._stack.keeps:
+            self._stack.keep(self._stack.form().baddbmm_(sent.P, sent.Q, alpha=-1), finite)
+        self.write(mean)
+
+    def write(self, mean: Factors) -> None:
+        self._stack.write(torch.bmm(mean.P, mean.Q, out=self._stack.room))
+
+    def largest(self, mean: Factors) -> Tensor:
+        return torch.bmm(mean.P, mean.Q, out=self._stack.room).abs().amax()
+
+
+class LowRankGroup:
+    """Matrices of one shape and rank, with their factors."""
+
+    def __init__(self, matrices: Sequence[LowRankMatrix]) -> None:
+        first, k = matrices[0], len(matrices)
+        (n, m, _), r, gradient = first.form, first.r, first.tile.gradient
+        self.matrices, self.r = matrices, r
+        self.P = gradient.new_zeros(k, r, n, dtype=computing_dtype(gradient.dtype))
+        self.Q = gradient.new_zeros(k, r, m, dtype=self.P.dtype)
+        keys = tuple(x.home.name for x in matrices)
         factors: dict[Side, Tensor] = {"P": self.P, "Q": self.Q}
-        self.parts = {side: Part(own, layout or home.layout(own.numel())) for side, own in factors.items()}
-        threads = 1 if gradient.is_cuda else torch.get_num_threads()
-        self.block_rows = min(self.n, rows_of_a_block(self.m, 1 if gradient.is_cuda else self.r, threads))
-        tiles = tile.rows(form, self.block_rows)
-        self.blocks: Sequence[Block] = list(map(Block, tiles, self.P.split(self.block_rows, dim=1)))
-
-    def narrowed(self, r: int) -> LowRankMatrix:
-        """Return the same matrix with only the first r rows of its factors; they share memory."""
-        if r == self.r:
-            return self
-        narrow = copy.copy(self)
-        narrow.r, narrow.P, narrow.Q = r, self.P[:r], self.Q[:r]
-        narrow.parts = {side: self.home.part(narrow.factor(side)) for side in self.parts}
-        blocks = zip(self.blocks, narrow.P.split(self.block_rows, dim=1), strict=True)
-        narrow.blocks = [Block(block.tile, P) for block, P in blocks]
-        return narrow
+        self.parts = {
+            side: Part(own, first.layout or Layout(keys, (own[0].numel(),) * k)) for side, own in factors.items()
+        }
+        is_small = n * m <= SMALL_ELEMENTS and TileStack.takes(first.tile)
+        most = STACK_ELEMENTS // (n * m) if is_small else 1
+        chunks = zip(range(0, k, most), self.P.split(most), self.Q.split(most), strict=True)
+        self._products: list[_Products] = [
+            _SideBySide(matrices[at : at + len(P)], at, P, Q) if len(P) > 1 else _InBlocks(matrices[at], at, P[0], Q[0])
+            for at, P, Q in chunks
+        ]
 
     def factor(self, side: Side) -> Tensor:
         """Return P or Q."""
         return self.P if side == "P" else self.Q
 
-    def multiply(self, side: Side) -> None:
-        """Compute this rank's own factor of one side: M times the factor of the other side."""
-        if side == "P":
-            for block in self.blocks:
-                torch.mm(self.Q, block.tile.form().t(), out=block.P)  # r×m · m×rows
-        else:
-            self.Q.zero_()
-            for block in self.blocks:
-                self.Q.addmm_(block.P, block.tile.form())  # r×rows · rows×m
+    def multiply(self, side: Side, turn: int) -> None:
+        """Compute this rank's own factors of one side: each M times its factor of the other side."""
+        for product in there_and_back(self._products, turn):
+            product.multiply(side)
 
-    def finish(self, P: Tensor, Q: Tensor, P_sent: Tensor, Q_sent: Tensor, finite: Tensor) -> None:
-        """Write the mean, P·Q, and the residual, M less what this rank has sent: P and P_sent are n×r here."""
-        (P, Q), (P_sent, Q_sent) = in_full(P, Q), in_full(P_sent, Q_sent)  # no residual would hold their rounding error
-        of_blocks = zip(self.blocks, P.split(self.block_rows), P_sent.split(self.block_rows), strict=True)
-        for (tile, _), rows, sent_rows in of_blocks:
-            if tile.keeps:
-                left = tile.residual_room(finite)
-                torch.addmm(tile.form(), sent_rows, Q_sent, alpha=-1, out=left)
-                tile.keep(left, finite)
-            tile.write(torch.mm(rows, Q, out=tile.room))
+    def finish(self, side: Side, mean: Tensor, sent: Tensor, turn: int, finite: Tensor) -> None:
+        """Write means and residuals, given the mean factors of the last side and what this rank has sent."""
+        of_mean = self._factors(side, mean)
+        # Of the other side's factor, which all ranks share, this is the same.
+        of_sent = self._factors(side, sent) if side == "P" else of_mean._replace(Q=sent)
+        # No residual would hold the products' rounding error.
+        of_mean, of_sent = Factors(*in_full(*of_mean)), Factors(*in_full(*of_sent))
+        for product in there_and_back(self._products, turn):
+            product.finish(of_mean.at(product.place), of_sent.at(product.place), finite)
 
-    def largest_mean(self, side: Side, mean: Tensor) -> Tensor:
-        """Return the mean's largest magnitude, 0-dim; this overwrites what `form` returned, so form again."""
-        P, Q = in_full(*((mean.t(), self.Q) if side == "P" else (self.P.t(), mean)))
-        of_blocks = zip(P.split(self.block_rows), self.blocks, strict=True)
-        return torch.stack([torch.mm(rows, Q, out=block.tile.room).abs().amax() for rows, block in of_blocks]).amax()
+    def write(self, side: Side, mean: Tensor) -> None:
+        """Write means, given the mean factors of one side."""
+        of_mean = self._factors(side, mean)
+        for product in self._products:
+            product.write(of_mean.at(product.place))
+
+    def largest(self, side: Side, mean: Tensor) -> Tensor:
+        """Return the means' largest magnitude, 0-dim; this overwrites what was formed."""
+        of_mean = Factors(*in_full(*self._factors(side, mean)))
+        return torch.stack([product.largest(of_mean.at(product.place)) for product in self._products]).amax()
+
+    def _factors(self, side: Side, mean: Tensor) -> Factors:
+        """Return the factors, of which one side's is `mean`, with P as columns, which products read faster."""
+        P, Q = (mean, self.Q) if side == "P" else (self.P, mean)
+        return Factors(P.mT.contiguous(), Q)
 
 
 class LowRankPlan(NamedTuple):
-    """A bucket's matrices, and what is sent uncompressed beside them."""
+    """A bucket's matrices in groups, and what is sent uncompressed beside them."""
 
     matrices: Sequence[LowRankMatrix]
-    rest: Sequence[Tile]
-    parts_of_rest: Sequence[Part]
-    """Sent together with factors, it is as wide as they are; sent alone, it keeps its own dtype."""
+    groups: Sequence[LowRankGroup]
+    rest: Uncompressed
+    tiles_of_rest: Sequence[Tile]
 
     @classmethod
     def of(cls, matrices: Sequence[LowRankMatrix], rest: Sequence[Tile]) -> LowRankPlan:
-        """Create the parts of what is sent uncompressed."""
-        wide = matrices[0].P.dtype if matrices else None
-        return cls(matrices, rest, [Part(tile.gradient, tile.layout, wide) for tile in rest])
+        """Form groups, and the parts of what is sent uncompressed."""
+        alike: dict[Hashable, list[LowRankMatrix]] = {}
+        for x in matrices:
+            alike.setdefault(x.kind, []).append(x)
+        groups = [LowRankGroup(of_kind) for of_kind in alike.values()]
+        # Sent together with factors, the rest is as wide as they are; sent alone, it keeps its own dtype.
+        return cls(matrices, groups, Uncompressed(rest, groups[0].P.dtype if groups else None), rest)
 
     @classmethod
     def of_slots(
@@ -125,50 +254,39 @@ class LowRankPlan(NamedTuple):
     ) -> LowRankPlan:
         """Give each parameter for which there is a form its own matrix, with its rank; the rest stays uncompressed."""
         forms = [(slot, form_of(slot.parameter, slot.name)) for slot in bucket.slots]
-        matrices = [LowRankMatrix(s.name, form, rank(form), s.tile, s, layout=None) for s, form in forms if form]
+        matrices = [
+            LowRankMatrix(slot.name, form, min(form.n, form.m, rank(form)), slot.tile, slot)
+            for slot, form in forms
+            if form
+        ]
         return cls.of(matrices, [slot.tile for slot, form in forms if form is None])
+
+    def at(self, ranks: Sequence[int]) -> LowRankPlan:
+        """Return the plan for the same matrices with other ranks."""
+        matrices = [dataclasses.replace(x, r=r) for x, r in zip(self.matrices, ranks, strict=True)]
+        return self.of(matrices, self.tiles_of_rest)
+
+    def multiply(self, side: Side, turn: int) -> None:
+        """Compute this rank's own factors of one side."""
+        for group in there_and_back(self.groups, turn):
+            group.multiply(side, turn)
 
     def finish(self, side: Side, means: Sequence[Tensor], turn: int, context: Context, finite: Tensor) -> None:
         """Write means and residuals, from the mean factors of the last side and this rank's own ones."""
-        sent = [context.as_sent(x.factor(side)) for x in self.matrices]
-        columns = batched(_columns, means if side == "P" else [x.P for x in self.matrices])
-        columns_sent = batched(_columns, sent) if side == "P" else columns
-        for number, x in there_and_back(list(enumerate(self.matrices)), turn):
-            Q, Q_sent = (x.Q, x.Q) if side == "P" else (means[number], sent[number])
-            x.finish(columns[number], Q, columns_sent[number], Q_sent, finite)
+        for group, mean in there_and_back(list(zip(self.groups, means, strict=True)), turn):
+            group.finish(side, mean, context.as_sent(group.factor(side)), turn, finite)
 
     def largest(self, side: Side, means: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the largest elements of the mean, in the bucket's own dtype, if that has a short range."""
-        if not self.matrices or not self.matrices[0].blocks[0].tile.has_short_range:
+        if not self.matrices or not self.matrices[0].tile.has_short_range:
             return []
-        dtype = self.matrices[0].blocks[0].tile.gradient.dtype
-        return [x.largest_mean(side, mean).to(dtype) for x, mean in zip(self.matrices, means, strict=True)]
-
-
-def batched(function: Callable[..., Tensor], *matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return the function of each matrix, or of each tuple of matrices; those of one shape are passed as one batch.
-
-    Factors are small: a call takes longer than its arithmetic.
-    """
-    alike: dict[torch.Size, list[int]] = {}
-    for number, matrix in enumerate(matrices[0]):
-        alike.setdefault(matrix.shape, []).append(number)
-    results = list(matrices[0])
-    for numbers in alike.values():
-        batch = [torch.stack([each[number] for number in numbers]) for each in matrices]
-        for number, result in zip(numbers, function(*batch).unbind(), strict=True):
-            results[number] = result
-    return results
+        dtype = self.matrices[0].tile.gradient.dtype
+        return [group.largest(side, mean).to(dtype) for group, mean in zip(self.groups, means, strict=True)]
 
 
 def there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:
     """Return the items, reversed on every other turn, so that those used last, which are still cached, come first."""
     return items[::-1] if turn % 2 else items
-
-
-def _columns(P: Tensor) -> Tensor:
-    """Return matrices r×n as n×r, which products with few columns read faster."""
-    return P.mT.contiguous()
 
 
 def rows_of_a_block(m: int, r: int, threads: int) -> int:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks.compressors.powersgd.low_rank import OTHER, LowRankMatrix, LowRankPlan, Side, batched, there_and_back
+from commhooks.compressors.powersgd.low_rank import OTHER, LowRankGroup, LowRankMatrix, LowRankPlan, Side
 from commhooks.compressors.powersgd.matrices import (
     MATRIX_RULES,
     MatrixForm,
@@ -38,7 +38,7 @@ from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Declared, Entry
-from commhooks.language.memory import surely
+from commhooks.language.memory import commit_all, surely
 from commhooks.language.randomness import seeded_normal, stable_seed
 from commhooks.language.requests import AllReduce, Asked, Judge, Part
 
@@ -49,7 +49,7 @@ class Exchanged(NamedTuple):
     finite: Tensor
     """The verdict."""
     means: Sequence[Tensor]
-    """The mean of the last side's factor, for each matrix."""
+    """The mean of the last side's factors, for each group of matrices."""
     riders: Sequence[Tensor]
     """The mean of what was sent uncompressed."""
 
@@ -125,14 +125,14 @@ class PowerSGD(Compressor):
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the entries for the bases of the next step, r×width, if the parameter's gradient is compressed."""
         form = self.paying_form(parameter, name)
-        return self._bases(name, form) if self.warm_start and form is not None else {}
+        return self._declared(name, form) if self.warm_start and form is not None else {}
 
     def bucket_state(self, bucket: BucketView) -> Declared:
         """Return the bases of a whole bucket's matrix."""
         if self.matrices != "whole-bucket" or not self.warm_start:
             return {}
         form = form_of_bucket(bucket.memory.numel(), self.rank)
-        return self._bases(_key_of(bucket), form) if self._pays(form) else {}
+        return self._declared(_key_of(bucket), form) if self._pays(form) else {}
 
     def loses(self, name: str, parameter: Tensor) -> bool:
         """Return whether the gradient is compressed, or may be as a part of its bucket."""
@@ -159,9 +159,8 @@ class PowerSGD(Compressor):
         The plan's matrices may have other ranks than `rank`, up to the rows of their bases. `riders` are averaged too.
         """
         if not plan.matrices:
-            answers = yield AllReduce(*plan.parts_of_rest, average=True, last=True)
-            for tile, mean in zip(plan.rest, answers, strict=True):
-                tile.write(mean)
+            answers = yield AllReduce(*plan.rest.parts(), average=True, last=True)
+            plan.rest.write(answers)
             finite = yield Judge(*answers)
             return Exchanged(finite, [], [])
 
@@ -169,30 +168,28 @@ class PowerSGD(Compressor):
         received: list[Tensor] = []
         means: list[Tensor] = []
         for turn, side in enumerate(sides):
-            if turn:
-                bases = batched(functools.partial(orthonormal_rows, epsilon=self.epsilon), means)
-            else:
-                bases = [self._basis(x, OTHER[side], context) for x in plan.matrices]
-            torch._foreach_copy_([x.factor(OTHER[side]) for x in plan.matrices], bases)
-            for x in there_and_back(plan.matrices, turn):
-                x.multiply(side)
-            rest = [] if turn else [*plan.parts_of_rest, *riders]
+            for number, group in enumerate(plan.groups):
+                other = OTHER[side]
+                bases = orthonormal_rows(means[number], self.epsilon) if turn else self._bases(group, other, context)
+                group.factor(other).copy_(bases)
+            plan.multiply(side, turn)
+            rest = [] if turn else [*plan.rest.parts(), *riders]
             last = turn == len(sides) - 1  # the last side's factors stay this rank's own: what they miss is unsent
-            answers = yield AllReduce(*(x.parts[side] for x in plan.matrices), *rest, average=True, last=last)
-            means = answers[: len(plan.matrices)]
+            answers = yield AllReduce(*(group.parts[side] for group in plan.groups), *rest, average=True, last=last)
+            means = answers[: len(plan.groups)]
             received += means
             if not turn:
-                uncompressed = answers[len(plan.matrices) :]
-                means_of_rest, means_of_riders = uncompressed[: len(plan.rest)], uncompressed[len(plan.rest) :]
+                uncompressed = answers[len(plan.groups) :]
+                first_rider = len(uncompressed) - len(riders)
+                means_of_rest, means_of_riders = uncompressed[:first_rider], uncompressed[first_rider:]
 
         finite = yield Judge(*received, *means_of_rest, *plan.largest(side, means))
         if not surely(finite):  # one bad element makes the whole mean non-finite, on every rank
             torch._foreach_add_(means, torch.where(finite, 0.0, torch.nan))
         plan.finish(side, means, len(sides), context, finite)
         if self.warm_start:
-            self._keep(plan.matrices, side, means, finite)
-        if plan.rest:
-            torch._foreach_copy_([tile.gradient for tile in plan.rest], means_of_rest)
+            self._keep(plan.groups, side, means, finite)
+        plan.rest.write(means_of_rest)
         return Exchanged(finite, means, means_of_riders)
 
     def compresses(self, parameter: Tensor, name: str = "") -> bool:
@@ -234,10 +231,11 @@ class PowerSGD(Compressor):
         if not bucket.slots or not self._pays(form):
             return LowRankPlan.of([], bucket.tiles)
         (whole,) = bucket.tiles
-        x = LowRankMatrix(_key_of(bucket), form, self.rank, whole, bucket.slots[0], layout=bucket.layout)
+        r = min(form.n, form.m, self.rank)
+        x = LowRankMatrix(_key_of(bucket), form, r, whole, bucket.slots[0], layout=bucket.layout)
         return LowRankPlan.of([x], whole.rest(form.n * form.m))
 
-    def _bases(self, key: str, form: MatrixForm) -> Declared:
+    def _declared(self, key: str, form: MatrixForm) -> Declared:
         """Return the entries for the bases that are kept: the last step's Q, and also P if steps alternate."""
         r = min(form.n, form.m, self.rank)
         widths: dict[Side, int] = {"Q": form.m, "P": form.n} if self.alternating else {"Q": form.m}
@@ -248,11 +246,18 @@ class PowerSGD(Compressor):
             for side, width in widths.items()
         }
 
-    def _basis(self, x: LowRankMatrix, side: Side, context: Context) -> Tensor:
-        """Return the factor to start from: the last step's, or a random one, the same on every rank."""
+    def _bases(self, group: LowRankGroup, side: Side, context: Context) -> Tensor:
+        """Return the factors to start from, k×r×width: the last step's, or random ones, the same on every rank."""
         if self.warm_start:
-            return x.home.state(self._name(side))[: x.r]
-        return self._random_basis(x.key, side, x.factor(side), context.step)
+            return torch.stack(self._kept(group, side))
+        like = group.factor(side)[0]
+        return torch.stack([self._random_basis(x.key, side, like, context.step) for x in group.matrices])
+
+    def _kept(self, group: LowRankGroup, side: Side) -> list[Tensor]:
+        """Return the memory of the bases, as many rows of each as are in use."""
+        name, r = self._name(side), group.r
+        bases = [x.home.state(name) for x in group.matrices]
+        return bases if len(bases[0]) == r else [basis[:r] for basis in bases]
 
     def _random_basis(self, key: str, side: Side, like: Tensor, *when: int) -> Tensor:
         what = () if side == "Q" else (side,)
@@ -260,15 +265,14 @@ class PowerSGD(Compressor):
         basis = seeded_normal(tuple(like.shape), seed, like)
         return orthonormal_rows(basis).contiguous() if self.alternating else basis
 
-    def _keep(self, matrices: Sequence[LowRankMatrix], side: Side, means: Sequence[Tensor], finite: Tensor) -> None:
+    def _keep(self, groups: Sequence[LowRankGroup], side: Side, means: Sequence[Tensor], finite: Tensor) -> None:
         """Keep the means of the last factors as the bases of the next step."""
-        name = self._name(side)
-        kept = [x.home.state(name)[: x.r] for x in matrices]
-        bases = batched(_scaled_rows, means, kept)
-        if self.alternating:  # the next product is also the last one, and needs an orthonormal basis
-            bases = batched(functools.partial(orthonormal_rows, epsilon=self.epsilon), bases)
-        for x, basis in zip(matrices, bases, strict=True):
-            x.home.commit(name, basis, finite, rows=x.r)
+        for group, mean in zip(groups, means, strict=True):
+            kept = self._kept(group, side)
+            bases = _scaled_rows(mean, torch.stack(kept))
+            if self.alternating:  # the next product is also the last one, and needs an orthonormal basis
+                bases = orthonormal_rows(bases, self.epsilon)
+            commit_all(kept, bases, finite)
 
     def _name(self, side: Side) -> str:
         return f"{side} of the bucket" if self.matrices == "whole-bucket" else side

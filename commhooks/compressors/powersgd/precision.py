@@ -17,7 +17,7 @@ _LEADING = -(1 << 16)  # sign, exponent and the first 8 significant bits of an f
 
 
 def in_full(P: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return matrices whose product is that of `P` n×r and `Q` r×m, in fp32 whatever precision is set.
+    """Return matrices whose product is that of `P` n×r and `Q` r×m, or batches, in fp32 whatever precision is set.
 
     They are `P` and `Q` themselves if no precision would be lost. Otherwise each is split into three parts of 8
     significant bits, which TF32 and bf16 hold exactly, and all pairs of parts are placed side by side: n×9r and
@@ -26,7 +26,7 @@ def in_full(P: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
     if not is_reduced(P):
         return P, Q
     left, right = _parts(P), _parts(Q)
-    return torch.cat([part for part in left for _ in right], dim=1), torch.cat([*right] * len(left), dim=0)
+    return torch.cat([part for part in left for _ in right], dim=-1), torch.cat([*right] * len(left), dim=-2)
 
 
 def is_reduced(like: Tensor) -> bool:

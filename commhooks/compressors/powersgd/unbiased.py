@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import torch
 from torch import Tensor
 
 from commhooks.compressors.powersgd.low_rank import LowRankMatrix, LowRankPlan
@@ -64,15 +63,16 @@ class UnbiasedPowerSGD(Compressor):
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Average M·U, and multiply the answer by Uᵀ."""
         plan = bucket.plan(self, lambda: LowRankPlan.of_slots(bucket, self._form, self._r))
-        for x in plan.matrices:
-            x.Q.copy_(self._random(x, context.step))
-            x.multiply("P")
-        answers = yield AllReduce(*(x.parts["P"] for x in plan.matrices), *plan.parts_of_rest, average=True, last=True)
-        for x, mean in zip(plan.matrices, answers[: len(plan.matrices)], strict=True):
-            for block, P in zip(x.blocks, mean.t().split(x.block_rows), strict=True):
-                block.tile.write(torch.mm(P, x.Q, out=block.tile.room))
-        for tile, mean in zip(plan.rest, answers[len(plan.matrices) :], strict=True):
-            tile.write(mean)
+        for group in plan.groups:
+            for x, Q in zip(group.matrices, group.Q, strict=True):
+                Q.copy_(self._random(x, Q, context.step))
+        plan.multiply("P", turn=0)
+        answers = yield AllReduce(
+            *(group.parts["P"] for group in plan.groups), *plan.rest.parts(), average=True, last=True
+        )
+        for group, mean in zip(plan.groups, answers[: len(plan.groups)], strict=True):
+            group.write("P", mean)
+        plan.rest.write(answers[len(plan.groups) :])
 
     def _r(self, form: MatrixForm) -> int:
         return min(form.n, form.m, self.rank)
@@ -84,7 +84,7 @@ class UnbiasedPowerSGD(Compressor):
             return None
         return form if form.is_reduced_by(form.n * self._r(form), self.min_compression_rate) else None
 
-    def _random(self, x: LowRankMatrix, step: int) -> Tensor:
+    def _random(self, x: LowRankMatrix, like: Tensor, step: int) -> Tensor:
         """Return Uᵀ r×m, with elements of variance 1/r; the same on every rank."""
         seed = stable_seed("unbiased powersgd", self.seed, x.key, step)
-        return seeded_normal(tuple(x.Q.shape), seed, x.Q) / math.sqrt(x.r)
+        return seeded_normal(tuple(like.shape), seed, like) / math.sqrt(x.r)

@@ -1,0 +1,253 @@
+"""Tiles: ranges of a bucket's memory to compute with.
+
+A tile combines gradient and residual. `form` returns their sum, `keep` takes what was not sent, and `write` takes the
+mean. The compressor need not know whether there is a residual, or its dtype and location.
+
+Finish with a tile before forming the next one, in the order form, keep, room, write. If gradients are fp32 or wider,
+`form` and `room` are the bucket's own memory. If they are narrower, all tiles share one scratch buffer, so forming
+another tile overwrites it: copy what is to be sent, and call `form` again after a `yield`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from commhooks.errors import CompressorError
+from commhooks.language.memory import add_residuals, commit, commit_all, surely
+from commhooks.language.requests import Layout, Part
+from commhooks.tensors import computing_dtype
+
+
+class Form(Protocol):
+    """How a range of memory forms a matrix of n rows."""
+
+    @property
+    def n(self) -> int:
+        """Rows."""
+        ...
+
+    @property
+    def m(self) -> int:
+        """Columns."""
+        ...
+
+    def view(self, memory: Tensor) -> Tensor:
+        """View 1-D memory as the matrix, without copying."""
+        ...
+
+
+class Scratch:
+    """What a bucket's tiles share: memory of the computing dtype, a step counter, and the mean if it is sparse.
+
+    Tiles hold this rather than the bucket, which would otherwise refer to itself through them: its memory would then be
+    freed only by the cyclic garbage collector, which some training loops turn off.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.turn = 0
+        """Counts steps: a sum formed in an earlier step is no longer valid."""
+        self.sparse_mean: Tensor | None = None
+        self._device = memory.device
+        self._dtype = computing_dtype(memory.dtype)
+        self.is_needed = memory.dtype != self._dtype and not memory.is_sparse
+        self._memory: Tensor | None = None
+
+    def room(self, shape: torch.Size) -> Tensor:
+        """Return memory of a shape; its contents last until the next call."""
+        if self._memory is None or self._memory.numel() < shape.numel():
+            self._memory = torch.empty(shape.numel(), dtype=self._dtype, device=self._device)
+        return self._memory[: shape.numel()].view(shape)
+
+
+class Tile:
+    """A range of a bucket's gradients, together with its residual."""
+
+    def __init__(
+        self,
+        scratch: Scratch,
+        gradient: Tensor,
+        layout: Layout,
+        residuals: Sequence[tuple[int, Tensor]],
+        decay: float,
+    ) -> None:
+        self.gradient = gradient
+        """A view of the bucket's memory, of any shape; or one parameter's sparse gradient."""
+        self.layout = layout
+        self._scratch = scratch
+        self._residuals = residuals
+        """Each residual's offset in the tile, and its memory: 1-D, or of the gradient's shape if it is the only one."""
+        self._whole = residuals[0][1] if len(residuals) == 1 and residuals[0][1].shape == gradient.shape else None
+        """The residual, if there is exactly one and it covers the tile."""
+        self._decay = decay
+        self._formed_in = -1
+
+    @property
+    def keeps(self) -> bool:
+        """Whether `keep` keeps anything; if not, what is not sent is lost and need not be computed."""
+        return bool(self._residuals)
+
+    @property
+    def has_short_range(self) -> bool:
+        """Whether a mean that is finite in fp32 may be inf in the bucket's own dtype, so that it must be judged there.
+
+        True for fp16; bf16 has the range of fp32.
+        """
+        return torch.finfo(self.gradient.dtype).max < torch.finfo(torch.bfloat16).max
+
+    @property
+    def room(self) -> Tensor:
+        """Memory of the tile's shape and the computing dtype: the bucket's own, if that is wide enough.
+
+        Otherwise all tiles of a bucket share one scratch buffer.
+        """
+        return self._scratch.room(self.gradient.shape) if self._scratch.is_needed else self.gradient
+
+    def form(self) -> Tensor:
+        """Return gradient + residual in `room`; may be called repeatedly in a step until `write` is called.
+
+        The result may be overwritten; a bucket of fp32 or wider has no other copy.
+        """
+        room, scratch = self.room, self._scratch
+        if scratch.is_needed:
+            room.copy_(self.gradient)
+        elif self._formed_in == scratch.turn:
+            return room
+        self._formed_in = scratch.turn
+        if self._whole is not None:
+            add_residuals([room], [self._whole], self._decay)
+        elif self._residuals:
+            add_residuals(self._places(room), [kept for _, kept in self._residuals], self._decay)
+        return room
+
+    def part(self, tensor: Tensor | None = None, wire: torch.dtype | None = None) -> Part:
+        """Return a part of a request: the tile itself, to be averaged in place, or a tensor that represents it."""
+        if tensor is None:
+            return Part(self.gradient, self.layout, wire, in_place=True)
+        return Part(tensor, self.layout, wire, in_place=tensor.data_ptr() == self.room.data_ptr())
+
+    def residual_room(self, finite: Tensor) -> Tensor:
+        """Return memory in which to compute what was not sent: the residual's own memory if it may be overwritten now.
+
+        Pass it to `keep` afterwards.
+        """
+        room, whole = self.room, self._whole
+        if whole is not None and whole.dtype == room.dtype and whole.device == room.device and surely(finite):
+            return whole
+        return room
+
+    def keep(self, unsent: Tensor, finite: Tensor) -> None:
+        """Keep what was not sent, of the tile's shape, for the next step; if `finite` is false, change nothing."""
+        if unsent.shape != self.gradient.shape:
+            raise CompressorError(
+                f"what was not sent, of shape {tuple(unsent.shape)}, was kept for gradients of shape "
+                f"{tuple(self.gradient.shape)}."
+            )
+        if self._whole is not None:
+            commit(self._whole, unsent, finite)
+            return
+        for (_, kept), piece in zip(self._residuals, self._places(unsent), strict=True):
+            commit(kept, piece, finite)
+
+    def write(self, mean: Tensor) -> None:
+        """Write the mean over the gradient; this overwrites whatever was formed there."""
+        if mean is self.gradient:
+            return
+        if mean.shape != self.gradient.shape:
+            raise CompressorError(
+                f"a mean of shape {tuple(mean.shape)} was written for gradients of shape {tuple(self.gradient.shape)}."
+            )
+        if self.gradient.is_sparse:
+            self._scratch.sparse_mean = mean
+        else:
+            self.gradient.copy_(mean)
+
+    def rows(self, form: Form, rows: int) -> list[Tile]:
+        """Return the tile, viewed as a matrix by `form`, in tiles of so many rows, leaving out a remainder at the end.
+
+        In one step, form either these tiles or the whole, not both.
+        """
+        inside = form.n * form.m
+        blocks = form.view(self.gradient.view(-1)[:inside]).split(rows)
+        if len(self._residuals) == 1:
+            kept = form.view(self._residuals[0][1].view(-1)[:inside]).split(rows)
+            residuals: list[Sequence[tuple[int, Tensor]]] = [[(0, block)] for block in kept]
+        else:  # several parameters in one matrix: its rows are contiguous
+            ends = [min(first + rows, form.n) * form.m for first in range(0, form.n, rows)]
+            residuals = [self._overlap(end - block.numel(), end) for end, block in zip(ends, blocks, strict=True)]
+        pairs = zip(blocks, residuals, strict=True)
+        return [Tile(self._scratch, block, self.layout, own, self._decay) for block, own in pairs]
+
+    def rest(self, start: int) -> list[Tile]:
+        """Return everything from an element on as one tile with the layout of the whole; no tile if nothing is left."""
+        end = self.gradient.numel()
+        if start == end:
+            return []
+        own = self._overlap(start, end)
+        return [Tile(self._scratch, self.gradient.view(-1)[start:], self.layout, own, self._decay)]
+
+    def _overlap(self, start: int, end: int) -> list[tuple[int, Tensor]]:
+        """Return the parts of the residuals that lie within a range of this tile."""
+        found = []
+        for first, kept in self._residuals:
+            low, high = max(start, first), min(end, first + kept.numel())
+            if low < high:
+                found.append((low - start, kept[low - first : high - first]))
+        return found
+
+    def _places(self, memory: Tensor) -> list[Tensor]:
+        """Return the views of memory of the tile's shape that correspond to its residuals."""
+        flat = memory.view(-1)
+        return [flat[first : first + kept.numel()] for first, kept in self._residuals]
+
+
+class TileStack:
+    """Tiles of one shape, side by side: a call costs more than the arithmetic of a small tile, so all share one.
+
+    Use it like a tile whose tensors have one more dimension, the first. `form` and `room` are the scratch buffer.
+    """
+
+    def __init__(self, tiles: Sequence[Tile]) -> None:
+        self._tiles = tiles
+        self._scratch = tiles[0]._scratch
+        self._gradients = [tile.gradient for tile in tiles]
+        self._shape = torch.Size((len(tiles), *tiles[0].gradient.shape))
+        self._residuals = [tile._whole for tile in tiles if tile._whole is not None]
+
+    @staticmethod
+    def takes(tile: Tile) -> bool:
+        """Return whether a tile can be stacked with others of its shape: it has one residual beside it, or none."""
+        whole = tile._whole
+        return not tile.keeps if whole is None else whole.device == tile.gradient.device
+
+    @property
+    def keeps(self) -> bool:
+        """Whether `keep` keeps anything; either all tiles have a residual, or none has."""
+        return bool(self._residuals)
+
+    @property
+    def room(self) -> Tensor:
+        """Memory for all tiles, in the computing dtype, which all tiles of a bucket share."""
+        return self._scratch.room(self._shape)
+
+    def form(self) -> Tensor:
+        """Return gradient + residual of every tile in `room`."""
+        room = self.room
+        if self._scratch.is_needed:
+            room.copy_(torch.stack(self._gradients))
+        else:
+            torch.stack(self._gradients, out=room)
+        if self._residuals:
+            add_residuals([room], [torch.stack(self._residuals)], self._tiles[0]._decay)
+        return room
+
+    def keep(self, unsent: Tensor, finite: Tensor) -> None:
+        """Keep what was not sent, for the next step; if `finite` is false, change nothing."""
+        commit_all(self._residuals, unsent, finite)
+
+    def write(self, means: Tensor) -> None:
+        """Write the means over the gradients."""
+        torch._foreach_copy_(self._gradients, list(means.unbind()))

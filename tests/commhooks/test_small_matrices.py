@@ -1,0 +1,126 @@
+"""Small matrices, which are multiplied side by side: the same numbers as one by one, in far fewer calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import commhooks
+from commhooks.compressors.powersgd import low_rank, uncompressed
+from commhooks.language.memory import commit_all
+from tests import bounds
+from tests.commhooks.workers import Workers, normal, relative, zeros
+
+pytestmark = pytest.mark.kernels
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "rank 1": {"rank": 1},
+    "rank 4": {"rank": 4},
+    "alternating": {"rank": 2, "alternating": True},
+    "cold": {"rank": 2, "warm_start": False},
+    "twice": {"rank": 2, "iterations": 2},
+    "square": {"rank": 2, "matrices": "most-square"},
+}
+MIXED = [(20, 30), (30,), (20, 30), (8, 4, 3, 3), (20, 30), (8, 4, 3, 3), (90, 80), (5,), (30, 20), (90, 80)]
+
+
+@pytest.fixture(params=["all together", "two at a time", "none"])
+def stacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stacks have as many matrices as fit, or two, or be none."""
+    if request.param == "two at a time":
+        monkeypatch.setattr(low_rank, "STACK_ELEMENTS", 1300)
+    if request.param == "none":
+        monkeypatch.setattr(low_rank, "SMALL_ELEMENTS", 0)
+        monkeypatch.setattr(uncompressed, "SMALL_ELEMENTS", 0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+def test_each_matrix_gives_what_it_gives_alone(settings: dict[str, Any], policy: str, stacks: None) -> None:
+    del stacks
+    parameters = _channels_last(zeros(*MIXED, dtype=torch.float64), at=5)
+    compressor = commhooks.make_compressor("powersgd", **settings)
+    together = Workers(compressor, 2, parameters, policy=policy)
+    alone = [Workers(compressor, 2, [p], names=[name]) for p, name in zip(parameters, together.names, strict=True)]
+    for step in range(3):
+        gradients = normal(parameters, 2, seed=step)
+        means = together.step(gradients)
+        for number, workers in enumerate(alone):
+            for rank, (own,) in enumerate(workers.step([[of_rank[number]] for of_rank in gradients])):
+                assert relative(means[rank][number] - own, own) < bounds.IN_FLOAT64
+                left = workers.residual(rank, 0)
+                assert relative(together.residual(rank, number) - left, left) < bounds.IN_FLOAT64
+
+
+@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_narrow_gradients_and_residuals_are_stacked_too(
+    dtype: torch.dtype, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = zeros(*[(16, 24), (24,)] * 6, dtype=dtype)
+    found = []
+    for small in (uncompressed.SMALL_ELEMENTS, 0):
+        monkeypatch.setattr(low_rank, "SMALL_ELEMENTS", small)
+        workers = Workers(commhooks.make_compressor("powersgd", rank=2), 2, parameters, storage=storage)
+        means = [workers.step(normal(parameters, 2, seed=step))[0] for step in range(3)][-1]
+        found.append((means, [workers.residual(1, index) for index in range(12)]))
+    (means, left), (means_alone, left_alone) = found
+    # A rounding of the last step or residual; three steps of products in fp32 lose less than a thousand.
+    bound = max(1e3 * torch.finfo(torch.float32).eps, 4 * torch.finfo(dtype).eps, 4 * 2**-8 if storage == "bf16" else 0)
+    for ours, theirs in zip([*means, *left], [*means_alone, *left_alone], strict=True):
+        assert relative(ours - theirs, theirs) < bound
+
+
+def test_an_inf_in_one_small_matrix_changes_no_residual_and_no_basis(stacks: None) -> None:
+    del stacks
+    workers = Workers(commhooks.make_compressor("powersgd", rank=2), 2, zeros(*[(16, 24), (24,)] * 6))
+    workers.step(normal(workers.parameters, 2, seed=1))
+    before = workers.saved()
+    spoilt = normal(workers.parameters, 2, seed=2)
+    spoilt[1][4][3, 5] = torch.inf
+    for means in workers.step(spoilt):
+        assert not any(mean.isfinite().all() for mean in means[::2])
+    workers.step_number -= 1
+    assert workers.saved() == before
+
+
+class _Calls(TorchDispatchMode):
+    """Counts calls of PyTorch's operations."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_twice_as_many_small_matrices_take_as_many_calls() -> None:
+    assert _calls(layers=8) == _calls(layers=16)
+
+
+def _calls(layers: int) -> int:
+    workers = Workers(commhooks.make_compressor("powersgd", rank=2), 1, zeros(*[(16, 24), (24,)] * layers))
+    gradients = normal(workers.parameters, 1, seed=1)
+    for _ in range(2):
+        workers.step(gradients)
+    calls = _Calls()  # type: ignore[no-untyped-call]  # PyTorch's constructor
+    with calls:
+        workers.step(gradients)
+    return calls.number - 4 * layers  # two for each gradient are the test's own, which lays it out
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_many_are_committed_or_none(allowed: bool) -> None:
+    memories = [torch.zeros(3), torch.ones(3, dtype=torch.bfloat16)]
+    commit_all(memories, torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.tensor(allowed))
+    expected = [[1, 2, 3], [4, 5, 6]] if allowed else [[0, 0, 0], [1, 1, 1]]
+    assert [memory.tolist() for memory in memories] == expected
+
+
+def _channels_last(parameters: Sequence[Tensor], at: int) -> list[Tensor]:
+    return [p.to(memory_format=torch.channels_last) if i == at else p for i, p in enumerate(parameters)]
