@@ -92,8 +92,11 @@ def run_collective(collectives: Sequence[Collective], ranks: Sequence[int] | Non
     kind, places = collectives[0].kind, range(len(collectives))
     tensors = [one.tensor for one in collectives]
     if kind == "all-reduce":
-        total = _sum(tensors)
-        return [total if tensor.is_sparse else tensor.copy_(total) for tensor in tensors]
+        if tensors[0].is_sparse:
+            total = _sum(tensors)
+            return [total for _ in places]
+        total = _add_up(tensors)
+        return [total, *(tensor.copy_(total) for tensor in tensors[1:])]
     if kind == "all-gather":
         everything = torch.stack(tensors)
         return [everything.clone() for _ in places]
@@ -103,7 +106,12 @@ def run_collective(collectives: Sequence[Collective], ranks: Sequence[int] | Non
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0].clone()
+    return _add_up([tensors[0].clone(), *tensors[1:]])
+
+
+def _add_up(tensors: Sequence[Tensor]) -> Tensor:
+    """Add all to the first, and return that."""
+    total = tensors[0]
     for tensor in tensors[1:]:
         total.add_(tensor)
     return total
