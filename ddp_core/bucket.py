@@ -89,14 +89,18 @@ class Bucket:
         self.names = names
         self.eager = [member.numel() >= EAGER_ELEMENTS for member in members]
         self.batched = [place for place, eager in enumerate(self.eager) if not eager]
-        self.flat = self.zeros()
+        self.flat = members[0].new_empty(self._elements)  # no page of it is in use before the first gradients are
         self.views = views_of(self.flat, members)
         self._addresses = [view.data_ptr() for view in self.views]
         self.reset()
 
     def zeros(self) -> Tensor:
         """Return what a rank without any gradient sends, in new memory."""
-        return self.members[0].new_zeros(sum(member.numel() for member in self.members), requires_grad=False)
+        return self.members[0].new_zeros(self._elements)
+
+    @property
+    def _elements(self) -> int:
+        return sum(member.numel() for member in self.members)
 
     def reset(self) -> None:
         """Expect every gradient again."""

@@ -17,6 +17,7 @@ from ddp_core.collectives import all_gather, all_gather_object, broadcast, finis
 
 MESSAGE_BYTES = 250 * 1024 * 1024
 MESSAGES_IN_FLIGHT = 2
+JOINED_BYTES = 1024 * 1024  # to put several dtypes into one message is to copy it once more
 
 
 class Signature(NamedTuple):
@@ -74,7 +75,8 @@ def _differences(
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
     """Overwrite ``tensors`` on every rank of ``group`` with those of group rank ``source``.
 
-    Tensors of one device are sent together as bytes, with at most 250 MiB per message and two messages in flight.
+    Tensors of one device are sent together as bytes, with two messages in flight: at most 250 MiB of one dtype in each,
+    or 1 MiB of several.
     Autograd does not see the write, so tensors saved for a pending backward pass stay valid.
     """
     in_flight: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
@@ -82,7 +84,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
         if len(in_flight) == MESSAGES_IN_FLIGHT:
             _unpack(*in_flight.pop(0))
         parts = [flatten(same).view(torch.uint8) for same in _by_dtype(chunk)]
-        message = parts[0] if len(parts) == 1 else torch.cat(parts)  # cat would copy the whole model again
+        message = parts[0] if len(parts) == 1 else torch.cat(parts)
         in_flight.append((broadcast(group, message, source), message, chunk))
     for sent in in_flight:
         _unpack(*sent)
@@ -97,7 +99,9 @@ def _chunks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     )  # by first appearance: numbers may differ between ranks
     for tensor in sorted(tensors, key=lambda t: (devices.index(t.device), -t.element_size(), str(t.dtype))):
         nbytes += tensor.nbytes
-        if not chunks or nbytes > MESSAGE_BYTES or chunks[-1][0].device != tensor.device:
+        first = chunks[-1][0] if chunks else tensor
+        most = MESSAGE_BYTES if first.dtype == tensor.dtype else JOINED_BYTES
+        if not chunks or nbytes > most or first.device != tensor.device:
             chunks.append([])
             nbytes = tensor.nbytes
         chunks[-1].append(tensor.data)  # .data has its own version counter: autograd sees no write
