@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import os
 import time
 import weakref
 from collections import Counter
@@ -201,15 +202,24 @@ def _make_group(
     """
     place = ranks.index(address.rank)
     try:
-        with unhurried():
-            if devices is None:
-                return ProcessGroupGloo(store, place, len(ranks), address.timeout)
-            options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
-            options._devices, options._timeout = devices, address.timeout
-            options._threads = threads or options._threads
-            return ProcessGroupGloo(store, place, len(ranks), options)
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
+        options._devices, options._timeout = devices or _make_devices(), address.timeout
+        options._threads = threads or 2 * len(options._devices)  # as many as PyTorch gives a group
+        return ProcessGroupGloo(store, place, len(ranks), options)
     except RuntimeError as error:
         raise CollectiveError(f"could not connect to every rank: {error}.") from error
+
+
+def _make_devices() -> list[Any]:
+    """Make the devices that PyTorch would make for a group, each of which has an event loop: a thread.
+
+    There is one for each network interface named in the variable GLOO_SOCKET_IFNAME, or the default one.
+    """
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    with unhurried():
+        if len(names) > 1:
+            return [ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+        return [ProcessGroupGloo.create_default_device()]
 
 
 class Agreements:

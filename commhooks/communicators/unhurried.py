@@ -1,10 +1,10 @@
-"""Gloo's threads, made to wait for one another: a thread that wakes up must not interrupt the one that holds its lock.
+"""Gloo's event loop, made to wait: if it wakes up, it must not interrupt a thread that holds the lock it needs.
 
 Each Gloo connection has a lock. A thread that sends holds it while data arrives, for which Gloo's event loop wakes up.
 If both are on one core, the kernel often lets the loop interrupt the sender. The loop finds the connection locked, asks
-again for the events it could not handle, and so on without a pause, until the kernel's next tick interrupts it: up to 4
-milliseconds in which nobody sends. Threads of the policy SCHED_BATCH interrupt nobody when they wake up. They get the
-same share of the processor, and an idle core at once.
+again for the events it could not handle, and so on without a pause, until the kernel's next tick interrupts it, up to 4
+milliseconds later with 250 ticks a second; meanwhile nobody sends. A thread of the policy SCHED_BATCH interrupts none
+of the usual policy. Its share of the processor is the same.
 """
 
 from __future__ import annotations

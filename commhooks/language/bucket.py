@@ -70,9 +70,9 @@ class Slot:
         """What `Compressor.choose` last returned for the parameter; 0 at first."""
         return self.remembered.choice
 
-    def commit(self, name: str, value: Tensor, allowed: Tensor, rows: int | None = None) -> None:
-        """Store a value, or its first `rows`, where `allowed`, a broadcastable bool, is true."""
-        commit(self.remembered[name][:rows] if rows is not None else self.remembered[name], value, allowed)
+    def commit(self, name: str, value: Tensor, allowed: Tensor) -> None:
+        """Store a value where `allowed`, a broadcastable bool, is true."""
+        commit(self.remembered[name], value, allowed)
 
 
 @dataclasses.dataclass(eq=False)

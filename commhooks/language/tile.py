@@ -5,7 +5,8 @@ mean. The compressor need not know whether there is a residual, or its dtype and
 
 Finish with a tile before forming the next one, in the order form, keep, room, write. If gradients are fp32 or wider,
 `form` and `room` are the bucket's own memory. If they are narrower, all tiles share one scratch buffer, so forming
-another tile overwrites it: copy what is to be sent, and call `form` again after a `yield`.
+another tile overwrites it: copy what is to be sent, and call `form` again after a `yield`. A stack of tiles always uses
+that buffer.
 """
 
 from __future__ import annotations

@@ -71,24 +71,30 @@ class LossScale:
 
         If everything is on a GPU, the host does not wait for it.
         """
-        if self._scaler is None and self._announced in (None, self._of_residuals):
+        scale = self._coming(device)
+        if not isinstance(scale, Tensor) and not self._changes_to(scale):
             return
         local = find()
-        on_host = any(not kept.is_cuda for tensors in local.values() for kept in tensors)
-        scale = self._coming(device, wait=device.type != "cuda" or on_host)
+        if isinstance(scale, Tensor) and any(not kept.is_cuda for tensors in local.values() for kept in tensors):
+            assert self._scaler is not None
+            scale = self._scaler.get_scale()
         if isinstance(scale, Tensor):
             ratio: float | Tensor = scale / self._of_residuals
-        elif not 0 < scale < math.inf or scale == self._of_residuals:
-            return
-        else:
+        elif self._changes_to(scale):
             ratio = scale / self.value()
+        else:
+            return
         for power, tensors in local.items():
             if power:
                 wait_for_copies(tensors)
                 torch._foreach_mul_(list(tensors), ratio**power)
         self._of_residuals = scale
 
-    def _coming(self, device: torch.device, *, wait: bool) -> float | Tensor:
+    def _coming(self, device: torch.device) -> float | Tensor:
+        """Return the scale of the next gradients: a tensor if it is on a GPU, for which the host does not wait."""
         if self._scaler is None:
             return self._of_residuals if self._announced is None else self._announced
-        return self._scaler.get_scale() if wait else self._scaler.scale(torch.ones((), device=device))
+        return self._scaler.scale(torch.ones((), device=device)) if device.type == "cuda" else self._scaler.get_scale()
+
+    def _changes_to(self, scale: float) -> bool:
+        return 0 < scale < math.inf and scale != self._of_residuals

@@ -24,7 +24,7 @@ SECTIONS = {
     "hooks": Section("Hooks and their twins in PyTorch", hooks.SENTENCE, hooks.measure),
     "powersgd": Section("PowerSGD and its memory traffic", powersgd.SENTENCE, powersgd.measure),
     "real-step": Section("PowerSGD in a real step", real_step.SENTENCE, real_step.measure),
-    "wakeups": Section("Gloo's threads in a real step", wakeups.SENTENCE, wakeups.measure),
+    "wakeups": Section("Gloo's event loop in a real step", wakeups.SENTENCE, wakeups.measure),
     "throughput": Section("Compressors and a memory copy", throughput.SENTENCE, throughput.measure),
     "growth": Section("The cost as the work grows", growth.SENTENCE, growth.measure),
     "policies": Section("`fused` and `fifo`", policies.SENTENCE, policies.measure),

@@ -1,4 +1,4 @@
-"""What a training step takes if Gloo's threads do not interrupt one another, over what it takes if they do."""
+"""What a training step takes if Gloo's event loop does not interrupt other threads, over what it takes if it does."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .timing import Seconds, Tell, in_turns, on_ranks
 
 SENTENCE = (
     "A training step on 2 ranks of one thread each, by `ddp_core`, on two hosts (network namespaces) whose link has no "
-    "limit, or on the loopback where there can be none: over the private group of `attach`, whose threads do not "
-    "interrupt one another when they wake up, against the same with the kernel's usual policy (`SCHED_OTHER`). Noise: "
-    "the usual policy against itself, by another copy of the model."
+    "limit, or on the loopback where there can be none: over the private group of `attach`, whose event loop "
+    "interrupts no other thread when it wakes up, against the same with the kernel's usual policy (`SCHED_OTHER`). "
+    "Noise: the usual policy against itself, by another copy of the model."
 )
 TARGET = 1.0
 RANKS = 2

@@ -23,6 +23,7 @@ UNIT = 2.0**-24  # fp32's rounding
 BITS = {"tf32": 11, "bf16": 8}
 OPERANDS = {
     aten.mm.default: 0, aten.mm.out: 0, aten.addmm.default: 1, aten.addmm.out: 1, aten.addmm_.default: 1,
+    aten.bmm.default: 0, aten.bmm.out: 0, aten.baddbmm.default: 1, aten.baddbmm.out: 1, aten.baddbmm_.default: 1,
 }  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def test_a_product_in_full_has_fp32s_own_rounding_and_no_other(reduced: Reduced)
 @pytest.mark.parametrize("alternating", [False, True])
 def test_sent_and_owed_add_up(alternating: bool, reduced: Reduced) -> None:
     ranks, r = 3, 2
-    parameters = [torch.zeros(40, 50), torch.zeros(60, 30)]
+    parameters = [torch.zeros(40, 50), torch.zeros(90, 60), torch.zeros(40, 50)]  # two of them side by side
     workers = Workers(make_compressor("powersgd", rank=r, alternating=alternating), ranks, parameters)
     gradients = normal(parameters, ranks, seed=0)
     with reduced:

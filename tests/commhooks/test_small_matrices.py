@@ -19,6 +19,7 @@ from tests.commhooks.workers import Workers, normal, relative, zeros
 pytestmark = pytest.mark.kernels
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "fading residuals": {"rank": 2, "decay": 0.7},
     "rank 1": {"rank": 1},
     "rank 4": {"rank": 4},
     "alternating": {"rank": 2, "alternating": True},
@@ -87,6 +88,39 @@ def test_an_inf_in_one_small_matrix_changes_no_residual_and_no_basis(stacks: Non
         assert not any(mean.isfinite().all() for mean in means[::2])
     workers.step_number -= 1
     assert workers.saved() == before
+
+
+@pytest.mark.parametrize("number", [0, 5])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_mean_that_fp16_cannot_hold_is_found_in_every_stack(
+    number: int, sign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_rank, "STACK_ELEMENTS", 2 * 16 * 24)
+    workers = Workers(commhooks.make_compressor("powersgd", rank=1), 1, zeros(*[(16, 24)] * 6, dtype=torch.float16))
+    (gradients,) = normal(workers.parameters, 1, seed=1)
+    gradients[number] = torch.full((16, 24), sign * 60_000.0, dtype=torch.float16)
+    assert all(mean.isfinite().all() for mean in workers.step([gradients])[0])
+    residual = workers.states[0].of(workers.parameters[number])["residual"]
+    residual.fill_(sign * 40_000.0)
+    assert not any(mean.isfinite().all() for mean in workers.step([gradients])[0])
+    assert (residual == sign * 40_000.0).all()
+
+
+def test_bytes_are_those_of_each_matrix_and_each_vector() -> None:
+    workers = Workers(
+        commhooks.make_compressor("powersgd", rank=2), 2, zeros((16, 24), (24,), (16, 24), (30, 20), (7,), (16, 24))
+    )
+    workers.step(normal(workers.parameters, 2, seed=1))
+    sent = {name: own.payload_bytes for name, own in workers.ledger.by_parameter().items()}
+    of_matrix, of_other = 4 * 2 * (16 + 24), 4 * 2 * (30 + 20)
+    assert [sent[name] for name in workers.names] == [of_matrix, 4 * 24, of_matrix, of_other, 4 * 7, of_matrix]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_vectors_travel_with_the_factors_as_wide_as_they_are(dtype: torch.dtype) -> None:
+    workers = Workers(commhooks.make_compressor("powersgd", rank=2), 2, zeros((16, 24), (24,), (7,), dtype=dtype))
+    workers.step(normal(workers.parameters, 2, seed=1))
+    assert (workers.traffic.collectives, workers.traffic.payload_bytes) == (2, 4 * (2 * (16 + 24) + 24 + 7))
 
 
 class _Calls(TorchDispatchMode):

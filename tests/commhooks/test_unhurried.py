@@ -1,4 +1,4 @@
-"""Gloo's threads do not interrupt others when they wake up; all other threads of a process stay as they were."""
+"""Gloo's event loop does not interrupt others when it wakes up; all other threads of a process stay as they were."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import commhooks
 from commhooks.communicators.unhurried import unhurried
-from tests.commhooks.models import Given, wrap
+from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -71,24 +72,49 @@ def test_where_there_is_no_such_policy_nothing_happens(monkeypatch: pytest.Monke
         assert in_a_thread(policy) == os.SCHED_OTHER
 
 
-def threads_of_attaching(rank: int, kind: str) -> tuple[list[int], list[int]]:
-    """Return the policies of Gloo's threads that attaching started, and those of all threads of Python."""
-    model = wrap(kind, Given((4, 4)))
-    before = threads()  # whatever their names: a thread may not have taken its own yet
-    attachment = commhooks.attach(model, "all-reduce")
-    assert attachment.is_attached
+def threads_of_attaching(rank: int, kind: str) -> tuple[dict[str, list[int]], list[int]]:
+    """Return the policies of the threads that attaching and a step started, by name, and those of Python's threads."""
+    model = wrap(kind, Given((4, 4), (3,)))
+    before = threads()
+    attachment = commhooks.attach(model, commhooks.Hierarchical(inner=commhooks.make_compressor("fp16"), size=2))
+    model(torch.ones(4, 4), torch.ones(3)).backward()  # opens the groups for some of the ranks
+    found: dict[str, list[int]] = {}
+    for thread in threads() - before:
+        found.setdefault(_name_of(thread), []).append(os.sched_getscheduler(thread))
     own = [thread.native_id for thread in threading.enumerate() if thread.native_id is not None]
-    return [*map(os.sched_getscheduler, threads("gloo") - before)], [*map(os.sched_getscheduler, own)]
+    assert attachment.is_attached
+    return found, [*map(os.sched_getscheduler, own)]
 
 
-def threads(named: str = "") -> set[int]:
-    every = Path("/proc/self/task").iterdir()
-    return {int(thread.name) for thread in every if named in (thread / "comm").read_text()}
+def threads() -> set[int]:
+    return {int(thread.name) for thread in Path("/proc/self/task").iterdir()}
 
 
 @pytest.mark.parametrize("kind", ["core", "torch"])
-def test_the_threads_of_a_private_group_are_unhurried(kind: str) -> None:
-    for of_gloo, of_python in run_ranks(threads_of_attaching, 2, kind):
-        assert len(of_gloo) >= 2  # those that run collectives, and the event loop
-        assert set(of_gloo) == {os.SCHED_BATCH}
+def test_the_event_loops_of_a_private_group_are_unhurried_and_no_other_thread(kind: str) -> None:
+    for found, of_python in run_ranks(threads_of_attaching, 2, kind):
+        assert found.pop("gloo_tcp_loop") == [os.SCHED_BATCH]  # one, for the groups of some of the ranks too
+        assert len(found["pt_gloo_runloop"]) >= 4
+        assert {policy for policies in found.values() for policy in policies} == {os.SCHED_OTHER}
         assert set(of_python) == {os.SCHED_OTHER}
+
+
+def devices_of_interfaces(rank: int) -> list[str]:
+    """Return the event loops' names, one for each."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"
+    model = wrap("core", Given((4, 4)))
+    attachment = commhooks.attach(model, "all-reduce")
+    model(torch.full((4, 4), float(rank))).backward()
+    (mean,) = gradients_of(model)
+    assert torch.equal(mean, torch.full((4, 4), 0.5))
+    assert attachment.is_attached
+    return [name for name in map(_name_of, threads()) if name == "gloo_tcp_loop"]
+
+
+def _name_of(thread: int) -> str:
+    return Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+
+
+def test_a_group_uses_the_interfaces_that_the_environment_names() -> None:
+    for loops in run_ranks(devices_of_interfaces, 2):
+        assert len(loops) >= 3  # the default group's, and two

@@ -184,7 +184,7 @@ class AdaptiveRank(Compressor):
 
 
 class _Plans:
-    """A bucket's matrices at their highest ranks, and at those chosen last."""
+    """A bucket's matrices at their highest ranks, and at those chosen last, each with factors of their own."""
 
     def __init__(self, bucket: BucketView, powersgd: PowerSGD, highest: Callable[[MatrixForm], int]) -> None:
         self.widest = self._chosen = LowRankPlan.of_slots(bucket, powersgd.paying_form, highest)
@@ -194,6 +194,7 @@ class _Plans:
         for plan in (self.widest, self._chosen):
             if ranks == [x.r for x in plan.matrices]:
                 return plan
+        self._chosen = self.widest  # frees the factors of the choice before
         self._chosen = self.widest.at(ranks)
         return self._chosen
 

@@ -1,8 +1,8 @@
 """What a low-rank compressor prepares for a bucket's matrices: their factors, and the products with them.
 
-Matrices of one shape form a group, whose factors are one batch. Large matrices are multiplied one by one, in blocks of
-rows that stay in the cores' caches. Small ones are copied side by side and multiplied by one call, since a call takes
-longer than their arithmetic.
+Matrices of one shape and rank form a group, whose factors are one batch. Large matrices are multiplied one by one, in
+blocks of rows that stay in the cores' caches. Small ones are copied side by side and multiplied by one call, since a
+call takes longer than their arithmetic.
 
 Legend: M n×m a gradient plus its residual; P r×n the left factor and Q r×m the right one, both kept transposed, since
 products along rows of M are faster; r the rank; k the number of matrices in a group. The last bits of a product depend
@@ -233,17 +233,13 @@ class LowRankPlan(NamedTuple):
     matrices: Sequence[LowRankMatrix]
     groups: Sequence[LowRankGroup]
     rest: Uncompressed
-    tiles_of_rest: Sequence[Tile]
 
     @classmethod
     def of(cls, matrices: Sequence[LowRankMatrix], rest: Sequence[Tile]) -> LowRankPlan:
         """Form groups, and the parts of what is sent uncompressed."""
-        alike: dict[Hashable, list[LowRankMatrix]] = {}
-        for x in matrices:
-            alike.setdefault(x.kind, []).append(x)
-        groups = [LowRankGroup(of_kind) for of_kind in alike.values()]
+        groups = _groups(matrices)
         # Sent together with factors, the rest is as wide as they are; sent alone, it keeps its own dtype.
-        return cls(matrices, groups, Uncompressed(rest, groups[0].P.dtype if groups else None), rest)
+        return cls(matrices, groups, Uncompressed(rest, groups[0].P.dtype if groups else None))
 
     @classmethod
     def of_slots(
@@ -264,7 +260,7 @@ class LowRankPlan(NamedTuple):
     def at(self, ranks: Sequence[int]) -> LowRankPlan:
         """Return the plan for the same matrices with other ranks."""
         matrices = [dataclasses.replace(x, r=r) for x, r in zip(self.matrices, ranks, strict=True)]
-        return self.of(matrices, self.tiles_of_rest)
+        return self._replace(matrices=matrices, groups=_groups(matrices))
 
     def multiply(self, side: Side, turn: int) -> None:
         """Compute this rank's own factors of one side."""
@@ -282,6 +278,13 @@ class LowRankPlan(NamedTuple):
             return []
         dtype = self.matrices[0].tile.gradient.dtype
         return [group.largest(side, mean).to(dtype) for group, mean in zip(self.groups, means, strict=True)]
+
+
+def _groups(matrices: Sequence[LowRankMatrix]) -> list[LowRankGroup]:
+    alike: dict[Hashable, list[LowRankMatrix]] = {}
+    for x in matrices:
+        alike.setdefault(x.kind, []).append(x)
+    return [LowRankGroup(of_kind) for of_kind in alike.values()]
 
 
 def there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:
