@@ -148,19 +148,24 @@ def code_for(hook: HookProfile) -> str:
 class _Doubts:
     """How uncertain predictions are.
 
-    Three things are added as independent: the noise of the profile's steps; the spread of the probe, as far as time is
-    spent on the network; and the part by which what the network adds to the plain all-reduce was mispredicted.
+    Four things are added as independent: the noise of the profile's steps; by how much a step with noop was slower than
+    one with a hook that sent nothing, which no noise within a series of steps explains; the spread of the probe, as far
+    as time is spent on the network; and the part by which what the network adds to the plain all-reduce was
+    mispredicted.
     """
 
     def __init__(self, profile: Profile, probe: Probe, dense: Prediction) -> None:
         self._probe = probe
+        fastest = min(hook.step.seconds.median for hook in profile.hooks.values())
+        self._contradiction = profile.noop.seconds.median - fastest
         added = profile.plain.seconds.median - profile.hooks[ALL_REDUCE].step.seconds.median
         missed = abs(dense.seconds - profile.plain.seconds.median)
         self._missed = missed / max(dense.added, added) if max(dense.added, added) > 0 else 0.0
 
     def of(self, hook: HookProfile, prediction: Prediction) -> float:
         """Return the uncertainty of a prediction, in seconds."""
-        return math.hypot(_noise(hook.step), self.of_network(hook) * max(0.0, prediction.added))
+        network = self.of_network(hook) * max(0.0, prediction.added)
+        return math.hypot(_noise(hook.step), self._contradiction, network)
 
     def of_difference(self, one: HookProfile, other: HookProfile, added: float) -> float:
         """Return that of the difference of two hooks, to which the network adds so many seconds more or less.
@@ -168,7 +173,7 @@ class _Doubts:
         An error of the network's model affects both alike, as far as it adds as much to both.
         """
         network = max(self.of_network(one), self.of_network(other))
-        return math.hypot(_noise(one.step), _noise(other.step), network * abs(added))
+        return math.hypot(_noise(one.step), _noise(other.step), self._contradiction, network * abs(added))
 
     def of_network(self, hook: HookProfile) -> float:
         """Return the uncertainty of what the network adds, relative to it."""
