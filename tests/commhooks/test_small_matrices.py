@@ -40,10 +40,10 @@ def stacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(uncompressed, "SMALL_ELEMENTS", 0)
 
 
+@pytest.mark.usefixtures("stacks")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
-def test_each_matrix_gives_what_it_gives_alone(settings: dict[str, Any], policy: str, stacks: None) -> None:
-    del stacks
+def test_each_matrix_gives_what_it_gives_alone(settings: dict[str, Any], policy: str) -> None:
     parameters = _channels_last(zeros(*MIXED, dtype=torch.float64), at=5)
     compressor = commhooks.make_compressor("powersgd", **settings)
     together = Workers(compressor, 2, parameters, policy=policy)
@@ -77,8 +77,8 @@ def test_narrow_gradients_and_residuals_are_stacked_too(
         assert relative(ours - theirs, theirs) < bound
 
 
-def test_an_inf_in_one_small_matrix_changes_no_residual_and_no_basis(stacks: None) -> None:
-    del stacks
+@pytest.mark.usefixtures("stacks")
+def test_an_inf_in_one_small_matrix_changes_no_residual_and_no_basis() -> None:
     workers = Workers(commhooks.make_compressor("powersgd", rank=2), 2, zeros(*[(16, 24), (24,)] * 6))
     workers.step(normal(workers.parameters, 2, seed=1))
     before = workers.saved()

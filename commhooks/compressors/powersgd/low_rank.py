@@ -203,7 +203,7 @@ class LowRankGroup:
     def finish(self, side: Side, mean: Tensor, sent: Tensor, turn: int, finite: Tensor) -> None:
         """Write means and residuals, given the mean factors of the last side and what this rank has sent."""
         of_mean = self._factors(side, mean)
-        # Of the other side's factor, which all ranks share, this is the same.
+        # The other side's factor is a basis that all ranks share, so what a rank sent stands for its product with that.
         of_sent = self._factors(side, sent) if side == "P" else of_mean._replace(Q=sent)
         # No residual would hold the products' rounding error.
         of_mean, of_sent = Factors(*in_full(*of_mean)), Factors(*in_full(*of_sent))
