@@ -13,7 +13,10 @@ from commhooks.engine.engine import Engine
 from commhooks.engine.replay import Resumed
 from commhooks.errors import AttachError, CheckpointError
 from commhooks.language.bucket import Slot
-from commhooks.state.snapshot import LoadRules, Snapshot, refuse, settings_of
+from commhooks.language.entries import Declared, Entry
+from commhooks.state.formats import description_of
+from commhooks.state.settings import settings_of
+from commhooks.state.snapshot import LoadRules, Snapshot, refuse
 
 
 def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
@@ -42,7 +45,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
         settings=settings_of(engine.compressor),
         shapes={name: list(parameter.shape) for name, parameter in engine.state.named().items()},
         bucket_plan=buckets | dict(bucket_plan),
-        kinds={name: entry for name, entry in engine.state.kinds().items() if entry.is_own},
+        kinds=engine.state.kinds(),
         replicated=replicated,
         local={engine.line.rank: own},
     )
@@ -50,18 +53,45 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
 
 def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[str]:
     """List everything in which a snapshot does not match the engine."""
-    compressors = *engine.state.successors, engine.compressor
-    declared = {
-        name: {
-            entry: what
-            for compressor in compressors
-            for entry, what in compressor.state(name, parameter, engine.line.world_size).items()
-        }
-        for name, parameter in engine.state.named().items()
-    }
+    try:
+        snapshot = _with_kinds(engine, snapshot)
+    except CheckpointError as error:
+        return [str(error).removesuffix(".")]
     shapes = {name: list(parameter.shape) for name, parameter in engine.state.named().items()}
     where = engine.line.world_size, engine.line.rank
-    return snapshot.differences(engine.compressor, shapes, declared, *where, rules)
+    return snapshot.differences(engine.compressor, shapes, _declared(engine, snapshot), *where, rules)
+
+
+def _with_kinds(engine: Engine, snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot that says of what kind each entry is, whatever its format."""
+    if snapshot.merged_kinds is None:
+        return snapshot
+    named = engine.state.named().items()
+    then = {name: engine.compressor.state(name, _as_compressed(p), snapshot.world_size) for name, p in named}
+    return snapshot.with_kinds(engine.compressor, then)
+
+
+def _declared(engine: Engine, snapshot: Snapshot) -> dict[str, Declared]:
+    """Return what the compressor remembers for each parameter, and what those remember that may take over from it.
+
+    If several of these use one name, the one whose state was saved may take over.
+    """
+    declared: dict[str, Declared] = {}
+    for name, parameter in engine.state.named().items():
+        own: dict[str, Entry] = {}
+        for compressor in (*engine.state.successors, engine.compressor):
+            for entry, what in compressor.state(name, _as_compressed(parameter), engine.line.world_size).items():
+                saved = snapshot.kinds.get(name, {}).get(entry)
+                was_saved = saved is not None and description_of(saved) == description_of(what)
+                if entry not in own or was_saved or compressor is engine.compressor:
+                    own[entry] = what
+        declared[name] = own
+    return declared
+
+
+def _as_compressed(parameter: Tensor) -> Tensor:
+    """Return a parameter as a compressor sees it: PyTorch's DDP passes complex gradients as pairs of real numbers."""
+    return torch.view_as_real(parameter.detach()).reshape(-1) if parameter.is_complex() else parameter
 
 
 def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, uncut_steps: int) -> None:
@@ -72,14 +102,14 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
     makes `uncut_steps` steps before it splits its buckets.
     """
     engine.stand_between_steps("load_state_dict")
-    named, rank, world_size = engine.state.named(), engine.line.rank, engine.line.world_size
+    rank, world_size = engine.line.rank, engine.line.world_size
     checked = _checked(engine, read, rules) if isinstance(read, Snapshot) else read
     fingerprint = _agreed(engine, checked)
     if isinstance(checked, CheckpointError):
         raise checked
     if rules.missing == "reset":
-        checked = checked.without_entries_unknown_to(engine.compressor, named, world_size)
-    unchecked = checked.shapes if not named and rules.missing == "refuse" else None
+        checked = checked.without_entries_not_in(_declared(engine, checked))
+    unchecked = checked.shapes if not engine.state.named() and rules.missing == "refuse" else None
     own = checked.entries_for(rank, world_size, rules)
     engine.state.load(checked.replicated, own, checked.kinds, unchecked)
     engine.go_on_from(checked.step, checked.grad_scale, Resumed(fingerprint, checked.buckets_handed_in(), uncut_steps))
@@ -89,6 +119,7 @@ def _checked(engine: Engine, read: Snapshot, rules: LoadRules) -> Snapshot | Che
     what = f"rank {engine.line.rank}: the checkpoint does not fit"
     try:
         faults = differences(engine, read, rules)
+        read = read if faults else _with_kinds(engine, read)
     except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
         faults = [f"it is damaged ({type(error).__name__}: {error})"]
     return refuse(what, faults) if faults else read

@@ -1,18 +1,21 @@
-"""Checks of what may be read as a state_dict: its faults, listed one by one, and formats of earlier versions."""
+"""Checks of what may be read as a state_dict: its faults, listed one by one, and the format of earlier versions."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from commhooks.errors import SettingsError
-from commhooks.language.entries import RESIDUAL, Entry, blocks_served
+from commhooks.language.entries import Declared, Entry, blocks_served
+from commhooks.state.table import Entries, Kinds
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READ_VERSIONS = (2, FORMAT_VERSION)
 
 TYPES: dict[str, type] = {
     "step": int,
@@ -39,34 +42,51 @@ def faults_of(state: Mapping[str, Any]) -> list[str]:
 
 
 def entry_of(described: Mapping[str, Any]) -> Entry:
-    """Return an entry from its description in `kinds`; if it is not element-wise, its shape is that of each tensor."""
+    """Return the entry of a description; if it is not element-wise, its shape is that of each tensor."""
     settings = dict(described)
     by_element = settings.pop("by_element", not settings.get("block"))
     return Entry(**settings, shape=None if by_element or settings.get("block") else ())
 
 
-def from_format_1(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state_dict of format 1 in this version's format."""
-    return dict(state) | {"kinds": {}, "settings": _settings_of_format_1(state.get("settings"))}
+def description_of(entry: Entry) -> dict[str, Any]:
+    """Return how an entry behaves as plain data: its kind, and what differs from most entries of that kind."""
+    described: dict[str, Any] = {"kind": entry.kind}
+    if entry.power != 1:
+        described["units"] = entry.power
+    if entry.block:
+        described["block"] = entry.block
+    elif not entry.by_element:
+        described["by_element"] = False
+    if entry.holders > 1:
+        described["holders"] = entry.holders
+    return described
 
 
-def _settings_of_format_1(settings: object) -> object:
-    """Return settings as in format 2: PowerSGD with error feedback is `ErrorFeedback` around it."""
-    if not isinstance(settings, dict):
-        return settings
-    feeding_back = {
-        key.removesuffix("error_feedback")
-        for key, text in settings.items()
-        if key.endswith("error_feedback") and text == "True"
-    }
-    translated = {}
-    for key, text in settings.items():
-        owner, name = key[: key.rfind(".") + 1], key[key.rfind(".") + 1 :]
-        if name != "error_feedback":
-            translated[f"{owner}{'inner.' * (owner in feeding_back)}{name}"] = text
-        if name == "compressor" and (owner in feeding_back or text == "ErrorFeedback"):
-            translated[f"{owner}compressor"] = "ErrorFeedback"
-    return translated
+def kinds_of_format_2(
+    merged: Mapping[str, Entry],
+    local: Mapping[int, Entries],
+    declared: Mapping[str, Declared],
+    settings: Mapping[str, str],
+) -> Kinds:
+    """Return the kinds of the per-rank entries in a file of format 2, without those that cannot be known.
+
+    `merged` is what the file says about each name of an entry. It is right for one parameter, and for all parameters if
+    they have the same compressor. `declared` is what the compressor that saved the file declares, if it is the one that
+    loads it. Otherwise a tensor's shape shows its blocks, but nothing shows how many ranks held it.
+    """
+    text = " ".join(settings.values())
+    may_differ = "PerParameter" in text and "Hierarchical" in text
+    kinds: Kinds = {}
+    for entries in local.values():
+        for name, kept in entries.items():
+            for entry, tensor in kept.items():
+                what = declared.get(name, {}).get(entry)
+                if what is None and not may_differ:
+                    blocks = tensor.shape[1] if merged[entry].block and tensor.dim() == 2 else 0
+                    what = dataclasses.replace(merged[entry], block=blocks or merged[entry].block)
+                if what is not None:
+                    kinds.setdefault(name, {})[entry] = what
+    return kinds
 
 
 def _faults_of_fields(state: Mapping[str, Any]) -> list[str]:
@@ -80,11 +100,11 @@ def _faults_of_fields(state: Mapping[str, Any]) -> list[str]:
         faults.append("bucket_plan['handed_in']: expected lists of names")
     if "ddp_core" in state["bucket_plan"] and not _is_ddp_core_plan(state["bucket_plan"]["ddp_core"]):
         faults.append("bucket_plan['ddp_core']: expected what ddp_core's bucket_plan() returns")
-    for name, described in state["kinds"].items():
+    for where, described in _descriptions(state):
         try:
             entry_of(described)
-        except (TypeError, SettingsError) as error:
-            faults.append(f"kinds[{name!r}]: {error}")
+        except (TypeError, ValueError, SettingsError) as error:
+            faults.append(f"{where}: {error}")
     if state["step"] < 0 or state["world_size"] < 1 or not 0 < state["grad_scale"] < math.inf:
         faults.append("step, world_size and grad_scale: expected numbers of at least 0, of at least 1, and above 0")
     return faults
@@ -103,11 +123,24 @@ def _faults_of_entries(state: Mapping[str, Any]) -> list[str]:
         if not isinstance(entries, Mapping):
             faults.append(f"{where}: expected a dictionary, got {kind_of(entries)}")
             continue
-        for name, kept in entries.items():
-            fault = _fault_of_parameter(state, rank, name, kept)
+        kinds = state["kinds"] if rank is not None and state["format_version"] > 2 else {}
+        for name in {**kinds, **entries}:
+            fault = _fault_of_parameter(state, rank, name, entries.get(name, {}))
             if fault:
                 faults.append(f"{where}[{name!r}]: {fault}")
     return faults
+
+
+def _descriptions(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the description of every entry, each with its place in the state."""
+    kinds = state["kinds"]
+    if state["format_version"] == 2:
+        return [(f"kinds[{entry!r}]", described) for entry, described in kinds.items()]
+    return [
+        (f"kinds[{name!r}][{entry!r}]", described)
+        for name, entries in kinds.items()
+        for entry, described in (entries.items() if isinstance(entries, Mapping) else [("", entries)])
+    ]
 
 
 def _fault_of_parameter(state: Mapping[str, Any], rank: str | None, name: str, kept: object) -> str:
@@ -116,19 +149,34 @@ def _fault_of_parameter(state: Mapping[str, Any], rank: str | None, name: str, k
         return "no such parameter among its shapes"
     if not isinstance(kept, Mapping) or not all(isinstance(tensor, Tensor) for tensor in kept.values()):
         return "expected a dictionary of tensors"
-    unknown = kept.keys() - {*state["kinds"], RESIDUAL}
-    if rank is not None and unknown:
+    if rank is None:
+        return ""
+    kinds = state["kinds"] if state["format_version"] == 2 else state["kinds"].get(name, {})
+    unknown, lost = kept.keys() - kinds.keys(), kinds.keys() - kept.keys()
+    if unknown:
         return f"the kind of {', '.join(sorted(map(repr, unknown)))} is not given"
-    sizes = _sizes_of_residual(state["shapes"][name])
-    if RESIDUAL in kept and kept[RESIDUAL].numel() not in sizes:
-        return f"a residual of shape {tuple(kept[RESIDUAL].shape)}"
-    for entry, tensor in kept.items():
-        declared = state["kinds"].get(entry, {})
-        block, holders = declared.get("block", 0) if rank is not None else 0, declared.get("holders", 1)
-        server, servers = int(rank or 0) // holders, max(1, state["world_size"] // holders)
-        served = [blocks_served(name, size // block, server, servers) for size in sizes if block]
-        if block and tuple(tensor.shape) not in [(len(blocks), block) for blocks in served]:
-            return f"a share {entry!r} of shape {tuple(tensor.shape)}"
+    if state["format_version"] == 2:  # its kinds are those of one parameter
+        return ""
+    if lost:
+        return f"{', '.join(sorted(map(repr, lost)))} is missing"
+    shape, size = state["shapes"][name], state["world_size"]
+    faults = (fault_of_own(name, shape, e, kept[e], entry_of(kinds[e]), int(rank), size) for e in kept)
+    return next(filter(None, faults), "")
+
+
+def fault_of_own(
+    name: str, shape: Sequence[int], entry: str, kept: Tensor, what: Entry, rank: int, world_size: int
+) -> str:
+    """Return the fault in one of a rank's own entries for a parameter of this shape; empty if there is none."""
+    if world_size % what.holders:
+        return f"{entry!r} is held by {what.holders} ranks together, of {world_size}"
+    sizes = _sizes_of_residual(shape)
+    server, servers = rank // what.holders, world_size // what.holders
+    served = [len(blocks_served(name, size // what.block, server, servers)) for size in sizes if what.block]
+    if what.block and tuple(kept.shape) not in [(blocks, what.block) for blocks in served]:
+        return f"a share {entry!r} of shape {tuple(kept.shape)}"
+    if what.by_element and kept.numel() not in sizes:
+        return f"a {entry} of shape {tuple(kept.shape)}"
     return ""
 
 

@@ -1,6 +1,6 @@
 """The contents of `state_dict()`: plain tensors, numbers, strings, and lists and dictionaries of those.
 
-    format_version  2
+    format_version  3
     step            steps synchronised before it was taken
     world_size      ranks that trained
     policy          the order of collectives, for the record
@@ -8,7 +8,7 @@
     settings        of the compressor, each as text
     shapes          of every parameter, by name
     bucket_plan     how parameters were cut into buckets: as handed in, and as ddp_core's DDP takes it up again
-    kinds           how each rank's own entries behave, by entry's name: see `Entry`
+    kinds           how each rank's own entries behave, by parameter's name and entry's name: see `Entry`
     replicated      by parameter's name and entry's name: the same on every rank
     local           by "rank<r>", parameter's name and entry's name: each rank's own
     inventory       by "rank<r>", the name of everything in that rank's state, so that what reads it part by part, as
@@ -16,8 +16,8 @@
 
 Each rank saves only its own part of `local`; `merge_state_dicts` combines the parts of several ranks.
 
-Format 1 had no `kinds`, as residuals were the only per-rank state, and error feedback was a setting of PowerSGD; it is
-converted to format 2 when read.
+Format 2 had one `kinds` for all parameters, by entry's name. It is read, too: parameters' own kinds are then taken from
+the compressor that loads it, if its settings are those of the file, and otherwise from the shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -28,14 +28,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL, Declared, Entry
-from commhooks.state.formats import FORMAT_VERSION, TYPES, entry_of, faults_of, from_format_1, kind_of
+from commhooks.state.formats import (
+    FORMAT_VERSION,
+    READ_VERSIONS,
+    TYPES,
+    description_of,
+    entry_of,
+    fault_of_own,
+    faults_of,
+    kind_of,
+    kinds_of_format_2,
+)
+from commhooks.state.settings import settings_that_differ
 from commhooks.state.spread import deal_again, spread
-from commhooks.state.table import Entries
+from commhooks.state.table import Entries, Kinds
 
 _LINES_TO_LIST = 12
 
@@ -83,16 +93,20 @@ class Snapshot:
     settings: dict[str, str]
     shapes: dict[str, list[int]]
     bucket_plan: dict[str, Any]
-    kinds: dict[str, Entry]
+    kinds: Kinds
     """The kinds of per-rank entries."""
     replicated: Entries
     local: dict[int, Entries]
+    merged_kinds: dict[str, Entry] | None = None
+    """Of a file of format 2, whose `kinds` are not known yet: what it says about each name of an entry."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {name: getattr(self, name) for name in TYPES}
         local = {f"rank{rank}": entries for rank, entries in self.local.items()}
-        kinds = {name: _described(e) for name, e in self.kinds.items()}
+        if self.merged_kinds is not None:
+            return {"format_version": 2} | fields | {"kinds": _described(self.merged_kinds), "local": local}
+        kinds = {name: _described(entries) for name, entries in self.kinds.items()}
         return {"format_version": FORMAT_VERSION} | fields | {"kinds": kinds, "local": local}
 
     @classmethod
@@ -101,18 +115,19 @@ class Snapshot:
         if not isinstance(state, Mapping) or "format_version" not in state:
             raise CheckpointError(f"expected the state_dict() of a hook's state (got {kind_of(state)}).")
         version = state["format_version"]
-        if version not in (1, FORMAT_VERSION):
+        if version not in READ_VERSIONS:
             raise CheckpointError(
-                f"the hook's state was saved in format {version!r}; this version of commhooks reads formats 1 to "
-                f"{FORMAT_VERSION}."
+                f"the hook's state was saved in format {version!r}; this version of commhooks reads formats "
+                f"{' and '.join(map(str, READ_VERSIONS))}."
             )
-        if version == 1:
-            state = from_format_1(state)
         faults = faults_of(state)
         if faults:
             raise CheckpointError(f"the hook's state is damaged. {_listed(faults)}")
         fields: dict[str, Any] = {name: state[name] for name in TYPES}
-        fields["kinds"] = {name: entry_of(described) for name, described in state["kinds"].items()}
+        if version == 2:
+            fields |= {"kinds": {}, "merged_kinds": _entries_of(state["kinds"])}
+        else:
+            fields["kinds"] = {name: _entries_of(described) for name, described in state["kinds"].items()}
         fields["local"] = {int(rank.removeprefix("rank")): entries for rank, entries in state["local"].items()}
         return cls(**fields)
 
@@ -120,6 +135,27 @@ class Snapshot:
         """Return a snapshot whose tensors are copies."""
         local = {rank: _cloned(entries) for rank, entries in self.local.items()}
         return dataclasses.replace(self, replicated=_cloned(self.replicated), local=local)
+
+    def with_kinds(self, compressor: Compressor, declared: Mapping[str, Declared]) -> Snapshot:
+        """Return a snapshot that has `kinds`, if it was read from a file of format 2.
+
+        `declared` is what `compressor` remembers, among as many ranks as saved it. Raises `CheckpointError` if a tensor
+        is not of the kind that it must be.
+        """
+        if self.merged_kinds is None:
+            return self
+        own = {} if settings_that_differ(self.settings, compressor) else declared
+        kinds = kinds_of_format_2(self.merged_kinds, self.local, own, self.settings)
+        faults = [
+            f"local['rank{rank}'][{name!r}]: {fault}"
+            for rank, entries in self.local.items()
+            for name, kept in entries.items()
+            for entry, what in kinds.get(name, {}).items()
+            if (fault := fault_of_own(name, self.shapes[name], entry, kept[entry], what, rank, self.world_size))
+        ]
+        if faults:
+            raise CheckpointError(f"the hook's state is damaged. {_listed(faults)}")
+        return dataclasses.replace(self, kinds=kinds, merged_kinds=None)
 
     def differences(
         self,
@@ -137,7 +173,7 @@ class Snapshot:
         """
         found = []
         if rules.settings == "refuse":
-            found += _settings_that_differ(self.settings, compressor)
+            found += settings_that_differ(self.settings, compressor)
         for name, shape in shapes.items():
             saved = self.shapes.get(name)
             if saved is None and rules.missing == "refuse":
@@ -153,7 +189,7 @@ class Snapshot:
                 for name in self.shapes
                 if name not in shapes
             ]
-        found += self._entries_that_do_not_fit(compressor, declared, rules)
+        found += self._entries_that_do_not_fit(declared, rules)
         return found + self._ranks_missing(world_size, rank, rules)
 
     def entries_for(self, rank: int, world_size: int, rules: LoadRules) -> Entries:
@@ -163,23 +199,23 @@ class Snapshot:
         if not rules.spreads:
             return {}
         kept = 1.0 if rules.world_size == "spread" else world_size / self.world_size
-        shares = {name: entry for name, entry in self.kinds.items() if entry.kind == "share"}
-        sums = spread(self.local, self.world_size, rank, world_size, times=kept, but=shares)
-        dealt = deal_again(
-            self.local, self.world_size, rank, world_size, shares, times=kept * self.world_size / world_size
-        )
+        sizes = self.world_size, rank, world_size
+        sums = spread(self.local, *sizes, self.kinds, times=kept)
+        dealt = deal_again(self.local, *sizes, self.kinds, times=kept * self.world_size / world_size)
         return {name: sums.get(name, {}) | dealt.get(name, {}) for name in {**sums, **dealt}}
 
-    def without_entries_unknown_to(
-        self, compressor: Compressor, named: Mapping[str, Tensor], world_size: int
-    ) -> Snapshot:
-        """Return a copy without per-rank state that a compressor does not keep; residuals wait for one that does."""
-        known = {e for name, p in named.items() for e in compressor.state(name, p, world_size)} | {RESIDUAL}
+    def without_entries_not_in(self, declared: Mapping[str, Declared]) -> Snapshot:
+        """Return a copy without per-rank state that is not declared; residuals wait for a compressor that has one."""
         local = {
-            rank: {name: {e: kept[e] for e in kept if e in known} for name, kept in entries.items()}
+            rank: {
+                name: {e: kept[e] for e in kept if not self._misfit(name, e, declared.get(name, {}))}
+                for name, kept in entries.items()
+            }
             for rank, entries in self.local.items()
         }
-        return dataclasses.replace(self, local=local)
+        kept = {name: {e for entries in local.values() for e in entries.get(name, {})} for name in self.kinds}
+        kinds = {name: {e: what for e, what in own.items() if e in kept[name]} for name, own in self.kinds.items()}
+        return dataclasses.replace(self, local=local, kinds=kinds)
 
     def buckets_handed_in(self) -> list[list[str]]:
         """Return the parameter names in the buckets of the last step; empty if they are not known."""
@@ -196,19 +232,32 @@ class Snapshot:
                 digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def _entries_that_do_not_fit(
-        self, compressor: Compressor, declared: Mapping[str, Declared], rules: LoadRules
-    ) -> list[str]:
+    def _entries_that_do_not_fit(self, declared: Mapping[str, Declared], rules: LoadRules) -> list[str]:
         """List per-rank state that would otherwise be lost silently."""
-        if not declared or rules.missing != "refuse":
-            return []
-        held = {e for entries in self.local.values() for kept in entries.values() for e in kept}
-        known = {e for entries in declared.values() for e in entries} | {RESIDUAL}
+        found: dict[tuple[str, str], list[str]] = {}
+        for name, entry in sorted({(n, e) for own in self.local.values() for n, kept in own.items() for e in kept}):
+            if name in declared or entry not in self.kinds.get(name, {}):
+                reason = self._misfit(name, entry, declared.get(name, {}))
+                found.setdefault((entry, reason), []).append(name)
         return [
-            f"checkpoint has local state {entry!r}, which {type(compressor).__name__} does not keep; pass "
-            "missing='reset' to drop it"
-            for entry in sorted(held - known)
+            f"checkpoint has local state {entry!r}, {reason}; pass missing='reset' to drop it (parameter "
+            f"{', '.join(map(repr, names[:4]))}{f' and {len(names) - 4} more' * (len(names) > 4)})"
+            for (entry, reason), names in found.items()
+            if reason and rules.missing == "refuse"
         ]
+
+    def _misfit(self, name: str, entry: str, declared: Declared) -> str:
+        """Return why a parameter's entry cannot go on as what is declared; empty if it can.
+
+        A residual that no compressor keeps waits for one that does.
+        """
+        saved, now = self.kinds.get(name, {}).get(entry), declared.get(entry)
+        if saved is None:
+            return "but not how many ranks held it (format 2): load it with the settings that it was saved with"
+        if now is None:
+            return "which this compressor does not keep" if entry != RESIDUAL else ""
+        then, as_declared = description_of(saved), description_of(now)
+        return f"saved as {then}, which this compressor keeps as {as_declared}" if then != as_declared else ""
 
     def _ranks_missing(self, world_size: int, rank: int, rules: LoadRules) -> list[str]:
         here = ", ".join(map(str, sorted(self.local))) or "no rank"
@@ -255,36 +304,12 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dataclasses.replace(first, local=local).as_dict()
 
 
-def settings_of(compressor: Compressor, *, only_defaults: bool = False) -> dict[str, str]:
-    """Return a compressor's settings as strings, those of what it wraps under "inner.rank" and the like."""
-    settings = {} if only_defaults else {"compressor": type(compressor).__name__}
-    for field in dataclasses.fields(compressor):  # type: ignore[arg-type]  # every compressor is a dataclass
-        value = getattr(compressor, field.name)
-        if isinstance(value, Compressor):
-            inner = settings_of(value, only_defaults=only_defaults)
-            settings |= {f"{field.name}.{name}": text for name, text in inner.items()}
-        elif field.compare and not only_defaults:
-            settings[field.name] = repr(value)
-        elif field.compare and field.default is not dataclasses.MISSING:
-            settings[field.name] = repr(field.default)
-    return settings
+def _described(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    return {name: description_of(entry) for name, entry in entries.items()}
 
 
-def _described(entry: Entry) -> dict[str, Any]:
-    holders = {"holders": entry.holders} if entry.holders > 1 else {}  # not known to files of earlier versions
-    return {"kind": entry.kind, "units": entry.power, "block": entry.block, "by_element": entry.by_element} | holders
-
-
-def _settings_that_differ(saved: Mapping[str, str], compressor: Compressor) -> list[str]:
-    """List the settings that differ from the saved ones; a setting that an older file lacks had its default."""
-    now = settings_of(compressor)
-    then = {**settings_of(compressor, only_defaults=True), **saved}
-    found = [
-        f"setting {name}: saved with {then.get(name, 'nothing')}, now {now.get(name, 'nothing')}"
-        for name in sorted({*saved, *now})
-        if then.get(name) != now.get(name)
-    ]
-    return [*found[:-1], f"{found[-1]}; pass settings='change' to continue with the new ones"] if found else []
+def _entries_of(described: Mapping[str, Mapping[str, Any]]) -> dict[str, Entry]:
+    return {name: entry_of(one) for name, one in described.items()}
 
 
 def refuse(what: str, faults: Sequence[str]) -> CheckpointError:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from commhooks.language.entries import Entry, blocks_served
-from commhooks.state.table import Entries
+from commhooks.language.entries import blocks_served
+from commhooks.state.table import Entries, Kinds
 
 
 def spread(
-    local: Mapping[int, Entries],
-    old_size: int,
-    rank: int,
-    new_size: int,
-    *,
-    times: float = 1.0,
-    but: Container[str] = (),
+    local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, kinds: Kinds, *, times: float
 ) -> Entries:
     """Return the state of one of `new_size` ranks, so that its sum over them is `times` the sum over `old_size`.
 
     Fewer ranks: new rank r takes over that of old ranks r, r + new_size, and so on. More: that of an old rank is
-    divided among the new ranks that equal its number modulo `old_size`. Entries named in `but` are left out.
+    divided among the new ranks that equal its number modulo `old_size`. Shares are left out.
     """
     takers = 1 if new_size <= old_size else len(range(rank % old_size, new_size, old_size))
     givers = range(rank, old_size, new_size) if new_size <= old_size else [rank % old_size]
@@ -32,7 +26,7 @@ def spread(
         for name, entries in local[giver].items():
             own = sums.setdefault(name, {})
             for entry, kept in entries.items():
-                if entry in but:
+                if kinds[name][entry].kind == "share":
                     continue
                 taken = kept.double() * times / takers
                 own[entry] = own[entry] + taken if entry in own else taken
@@ -41,13 +35,12 @@ def spread(
 
 
 def deal_again(
-    local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, shares: Mapping[str, Entry], *, times: float
+    local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, kinds: Kinds, *, times: float
 ) -> Entries:
     """Return the shares of one of `new_size` ranks: those of the blocks that it serves now, multiplied by `times`."""
     dealt: Entries = {}
-    for name in dict.fromkeys(name for entries in local.values() for name in entries):
-        for entry in {e for entries in local.values() for e in entries.get(name, {}) if e in shares}:
-            holders = shares[entry].holders
+    for name, declared in kinds.items():
+        for entry, holders in ((e, what.holders) for e, what in declared.items() if what.kind == "share"):
             of_servers = [local[old][name][entry] for old in range(0, old_size, holders)]  # each [blocks served, block]
             blocks = sum(len(kept) for kept in of_servers)
             whole = of_servers[0].new_empty(blocks, of_servers[0].shape[1])

@@ -20,6 +20,8 @@ RESIDUAL_STORAGES = ("fp32", "bf16", "host")
 
 Entries = dict[str, dict[str, Tensor]]
 """The entries of each parameter, by its name."""
+Kinds = dict[str, dict[str, Entry]]
+"""How each parameter's per-rank entries behave, by its name and theirs: one name may mean different things for two."""
 
 
 @dataclasses.dataclass
@@ -31,11 +33,11 @@ class _Loaded:
     kinds: Mapping[str, Entry]
 
     def items(self) -> Iterator[tuple[str, Tensor, Entry]]:
-        """Yield each tensor with its name, and its entry as far as it is known."""
+        """Yield each tensor with its name and its entry."""
         for name, tensor in self.replicated.items():
             yield name, tensor, Entry(kind="replicated", shape=tuple(tensor.shape))
         for name, tensor in self.own.items():
-            yield name, tensor, self.kinds.get(name, Entry(kind="residual"))
+            yield name, tensor, self.kinds[name]
 
 
 class StateTable:
@@ -189,25 +191,32 @@ class StateTable:
                 held.setdefault(state.key, {})[name] = _shaped(kept, parameter) if is_by_element else kept
         return replicated, own
 
-    def kinds(self) -> dict[str, Entry]:
-        """Return the entry of every name that is remembered for some parameter."""
-        return {name: entry for state in self._states.values() for name, entry in state.entries.items()}
+    def kinds(self) -> Kinds:
+        """Return the entries of this rank's own state."""
+        kinds: Kinds = {}
+        for state in self._states.values():
+            own = {name: state.entries[name] for name in state.tensors if state.entries[name].is_own}
+            if own:
+                kinds[state.key] = own
+        return kinds
 
     def load(
         self,
         replicated: Entries,
         own: Entries,
-        kinds: Mapping[str, Entry],
+        kinds: Kinds,
         shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Replace all state with entries in the form of `export`; they are copied.
+        """Replace all state with entries in the form of `export`, of these kinds; they are copied.
 
         Parameters not seen yet take theirs when they are. If `shapes`, those of all parameters by name, is given, a
         parameter that is missing there or has another shape then raises `CheckpointError`.
         """
         self._shapes = None if shapes is None else {name: tuple(shape) for name, shape in shapes.items()}
-        names = {*replicated, *own}
-        self._loaded = {name: _Loaded(replicated.get(name, {}), own.get(name, {}), kinds) for name in names}
+        self._loaded = {
+            name: _Loaded(replicated.get(name, {}), own.get(name, {}), kinds.get(name, {}))
+            for name in {*replicated, *own}
+        }
         for parameter in {**self._names, **self._states}:
             state = self.of(parameter)
             if state.tensors:

@@ -236,7 +236,7 @@ def _forgeries(mark: Path, other: Path) -> Iterator[tuple[str, str, Callable[[Pa
     yield "no text", "manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00")
     yield "version of the manifest", "manifest.json", _other_version
     yield "version of a file", "rank1.pt", lambda path: _rewrite(path, format_version=2)
-    yield "version of the hook", "shared.pt", lambda path: _rewrite_hooks(path, format_version=3)
+    yield "version of the hook", "shared.pt", lambda path: _rewrite_hooks(path, format_version=4)
     yield "kind of the hook's entries", "shared.pt", lambda path: _rewrite_hooks(path, replicated=[1])
     yield "hooks no dictionary", "shared.pt", lambda path: _rewrite(path, hooks=[1])
     yield "model no dictionary", "shared.pt", lambda path: _rewrite(path, model=1)

@@ -38,7 +38,7 @@ def holds_plain_data_and_is_a_copy(rank: int, kind: str, folder: str) -> None:
     read = torch.load(Path(folder) / f"{rank}.pt")
     _require_plain(read)
     assert distance(read, state) == 0.0
-    assert (read["step"], read["world_size"], read["format_version"], list(read["local"])) == (3, 2, 2, [f"rank{rank}"])
+    assert (read["step"], read["world_size"], read["format_version"], list(read["local"])) == (3, 2, 3, [f"rank{rank}"])
     assert read["settings"]["inner.rank"] == "2" and read["settings"]["inner.compressor"] == "PowerSGD"
     assert read["local"][f"rank{rank}"]["weights.0"]["residual"].shape == (30, 50)
     attachment.load_state_dict(read)  # back to the third step: what is done again comes out the same
@@ -90,14 +90,17 @@ def refuses_what_does_not_fit(rank: int, kind: str) -> None:
             _without_weights_0(altered(**renamed), own),
             "checkpoint has no parameter 'weights.0'.*checkpoint has parameter 'w.0', which the model does not have",
         ),
-        (altered(format_version=3), "saved in format 3; this version of commhooks reads formats 1 to 2"),
+        (altered(format_version=4), "saved in format 4; this version of commhooks reads formats 2 and 3"),
+        (altered(format_version=1), "saved in format 1; this version of commhooks reads formats 2 and 3"),
         (altered(world_size=3), "saved by 3 ranks, loaded by 2; pass world_size='spread'"),
         (
-            altered(kinds={"residual": {"kind": "rest", "units": 1, "block": 0}}),
-            r"kinds\['residual'\]: Entry\(kind='rest'\): kind must be one of replicated, residual, private, share",
+            altered(kinds={"weights.0": {"residual": {"kind": "rest"}}}),
+            r"kinds\['weights.0'\]\['residual'\]: Entry\(kind='rest'\): kind must be one of replicated, residual, priv",
         ),
-        (altered(kinds={"residual": 5}), r"kinds\['residual'\]: "),
-        (altered(kinds={"residual": {"kind": "share"}}), "a share has a block, and nothing else has"),
+        (altered(kinds={"weights.0": {"residual": 5}}), r"kinds\['weights.0'\]\['residual'\]: "),
+        (altered(kinds={"weights.0": 5}), r"kinds\['weights.0'\]\[''\]: "),
+        (altered(kinds={"weights.0": {"residual": {"kind": "share"}}}), "a share has a block, and nothing else has"),
+        (altered(local={own: {}}), r"local\['rank.'\]\['weights.0'\]: 'residual' is missing"),
         (altered(local=undescribed), r"weights.0'\]: the kind of 'momentum' is not given"),
         (altered(local=damaged), r"weights.0'\]: a residual of shape \(3,\)"),
         (altered(inventory=5), "the hook's state is damaged"),
@@ -134,7 +137,7 @@ def refuses_what_does_not_fit(rank: int, kind: str) -> None:
 
 
 def _without_weights_0(state: dict[str, Any], own: str) -> dict[str, Any]:
-    for part in (state["local"][own], state["replicated"]):
+    for part in (state["local"][own], state["replicated"], state["kinds"]):
         del part["weights.0"]
     state["inventory"][own] = [part for part in state["inventory"][own] if "weights.0" not in part]
     return state
@@ -346,74 +349,6 @@ def _total_residual(attachment: commhooks.Attachment, *, of_magnitudes: bool = F
             summed.abs_()
         dist.all_reduce(summed)
     return total
-
-
-POWERSGD_IN_FORMAT_1 = {
-    "compressor": "PowerSGD", "rank": "2", "min_compression_rate": "2.0", "error_feedback": "True",
-    "warm_start": "True", "epsilon": "0.0", "seed": "0", "alternating": "False", "iterations": "1",
-    "matrices": "'first-dimension'", "skip": "()",
-}  # fmt: skip
-
-
-def _under(prefix: str, settings: dict[str, str]) -> dict[str, str]:
-    return {f"{prefix}.{name}": text for name, text in settings.items()}
-
-
-IN_FORMAT_1: dict[str, tuple[commhooks.Compressor, dict[str, str]]] = {
-    "powersgd": (make_compressor("powersgd", rank=2), POWERSGD_IN_FORMAT_1),
-    "no feedback": (
-        make_compressor("powersgd", rank=2, error_feedback=False),
-        POWERSGD_IN_FORMAT_1 | {"error_feedback": "False"},
-    ),
-    "start after": (
-        make_compressor("powersgd", rank=2, start_after=2),
-        {"compressor": "StartAfter", **_under("inner", POWERSGD_IN_FORMAT_1), "steps": "2",
-         "before.compressor": "AllReduceMean"},
-    ),
-    "wire": (
-        make_compressor("powersgd", rank=2, wire=torch.float16),
-        {"compressor": "WireDtype", **_under("inner", POWERSGD_IN_FORMAT_1), "dtype": "torch.float16"},
-    ),
-    "wire around start after": (
-        commhooks.WireDtype(inner=make_compressor("powersgd", rank=2, start_after=2), dtype=torch.bfloat16),
-        {"compressor": "WireDtype", "inner.compressor": "StartAfter", **_under("inner.inner", POWERSGD_IN_FORMAT_1),
-         "inner.steps": "2", "inner.before.compressor": "AllReduceMean", "dtype": "torch.bfloat16"},
-    ),
-    "two": (
-        commhooks.StartAfter(
-            inner=make_compressor("powersgd", rank=2), before=make_compressor("powersgd", rank=1), steps=1
-        ),
-        {"compressor": "StartAfter", **_under("inner", POWERSGD_IN_FORMAT_1), "steps": "1",
-         **_under("before", POWERSGD_IN_FORMAT_1 | {"rank": "1"})},
-    ),
-    "fp16": (
-        make_compressor("fp16", error_feedback=True),
-        {"compressor": "ErrorFeedback", "inner.compressor": "Cast", "inner.dtype": "torch.float16"},
-    ),
-}  # fmt: skip
-
-
-def resumed_from_format_1(rank: int, kind: str) -> None:
-    """Read what version 1 would have saved; its runs continue like uninterrupted ones, bit for bit."""
-    for name, (compressor, settings) in IN_FORMAT_1.items():
-        models = [given(kind), given(kind)]
-        hooks = [commhooks.attach(model, compressor) for model in models]
-        for step in range(3):
-            backward(models[0], normal(zeros(*SHAPES), 2, seed=step)[rank])
-        saved = roundtrip(hooks[0].state_dict())
-        del saved["kinds"]
-        hooks[1].load_state_dict(saved | {"format_version": 1, "settings": settings})
-        assert hooks[1].steps == 3
-        for step in range(3, 6):
-            gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
-            ours, theirs = (backward(model, gradients) for model in models)
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), (name, step)
-        resumed, uninterrupted = (one.state_dict() for one in hooks)
-        assert distance(resumed, uninterrupted) == 0.0, name
-        with pytest.raises(CheckpointError, match="setting .*: saved with "):
-            hooks[1].load_state_dict(saved | {"format_version": 1, "settings": settings | {"compressor": "Other"}})
-        for one in hooks:
-            one.detach()
 
 
 def roundtrip(state: dict[str, Any]) -> dict[str, Any]:

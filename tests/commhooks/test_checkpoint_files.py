@@ -26,7 +26,7 @@ FORGED = {
     "no text": ("manifest.json", "cannot be read"),
     "version of the manifest": ("was saved in format 2", "reads format 1"),
     "version of a file": ("rank1.pt", "format 1"),
-    "version of the hook": ("version of the hook", "the hook's state was saved in format 3", "reads formats 1 to 2"),
+    "version of the hook": ("version of the hook", "the hook's state was saved in format 4", "reads formats 2 and 3"),
     "kind of the hook's entries": ("replicated: expected dict, got list",),
     "hooks no dictionary": ("hooks no dictionary",),
     "model no dictionary": ("shared.pt", "missing or of the wrong type: model"),

@@ -27,7 +27,7 @@ from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.replay import Resumed
 from commhooks.language.entries import blocks_served
 from commhooks.state.loss_scale import LossScale
-from commhooks.state.snapshot import settings_of
+from commhooks.state.settings import settings_of
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
 from tests.commhooks.ranks import run_ranks
@@ -72,7 +72,7 @@ def taken_up(saved: Snapshot, world_size: int, how: str) -> Workers:
     """Return so many workers that go on from a snapshot."""
     rules = LoadRules(world_size=how)
     workers = Workers(sign(), world_size, zeros(*SHAPES, dtype=torch.float64))
-    declared = {name: workers.kinds() for name in workers.names}
+    declared = workers.kinds()
     shapes = {name: list(p.shape) for name, p in zip(workers.names, workers.parameters, strict=True)}
     for rank, engine in enumerate(workers.engines):
         assert saved.differences(sign(), shapes, declared, world_size, rank, rules) == []
@@ -172,7 +172,7 @@ def test_reset_forgets_shares_and_residuals() -> None:
 
 def test_what_is_like_a_residual_is_spread_with_it() -> None:
     local = {rank: {"w": {"residual": torch.full((3,), 1.0 + rank), "m": torch.full((3,), 10.0)}} for rank in range(4)}
-    kinds = {"residual": Entry(kind="residual"), "m": Entry(kind="private", units=0)}
+    kinds = {"w": {"residual": Entry(kind="residual"), "m": Entry(kind="private", units=0)}}
     saved = dataclasses.replace(snapshot_of(trained()[0]), local=local, kinds=kinds)
     spread = [saved.entries_for(rank, 2, LoadRules(world_size="spread"))["w"] for rank in range(2)]
     assert [kept["residual"][0].item() for kept in spread] == [4.0, 6.0]
@@ -187,13 +187,14 @@ def test_state_that_the_compressor_does_not_keep_is_refused_or_dropped() -> None
     declared = {name: powersgd.state(name, parameter, 4) for name, parameter in named.items()}
     faults = saved.differences(powersgd, shapes, declared, 4, 0, LoadRules(settings="change"))
     assert faults == [
-        "checkpoint has local state 'server error', which ErrorFeedback does not keep; pass missing='reset' to drop it"
+        "checkpoint has local state 'server error', which this compressor does not keep; pass missing='reset' to drop "
+        "it (parameter 'layer0', 'layer1', 'layer3')"
     ]
     assert saved.differences(powersgd, shapes, declared, 4, 0, LoadRules(settings="change", missing="reset")) == []
-    dropped = saved.without_entries_unknown_to(powersgd, named, 4)
+    dropped = saved.without_entries_not_in(declared)
     assert dropped.local[2]["layer0"].keys() == {"residual"}
     started = commhooks.StartAfter(inner=sign(), steps=2)
-    assert saved.without_entries_unknown_to(started, named, 4) == saved
+    assert saved.without_entries_not_in({name: started.state(name, p, 4) for name, p in named.items()}) == saved
 
 
 def test_the_loss_scale_takes_all_state_along_that_is_in_its_units() -> None:

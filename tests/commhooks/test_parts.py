@@ -722,8 +722,9 @@ def test_memory_of_state_stays_where_it_is_and_what_is_loaded_is_copied_into_it(
 def test_what_is_loaded_waits_for_the_compressor_that_declares_it() -> None:
     table, parameter = StateTable(), torch.zeros(3)
     table.bind([("w", parameter)])
-    table.load({}, {"w": {"residual": torch.ones(3), "v": torch.full((3,), 2.0)}}, {"v": Entry(kind="private")})
-    assert table.kinds()["v"].kind == "private"
+    kinds = {"w": {"residual": Entry(kind="residual"), "v": Entry(kind="private")}}
+    table.load({}, {"w": {"residual": torch.ones(3), "v": torch.full((3,), 2.0)}}, kinds)
+    assert table.kinds() == kinds
     assert _laid_out(table, parameter, residual=Entry(kind="residual"))["residual"].tolist() == [1.0] * 3
     assert _laid_out(table, parameter, v=Entry(kind="private"))["v"].tolist() == [2.0] * 3
     assert _laid_out(table, parameter, v=Entry(kind="private", shape=(5,)))["v"].tolist() == [0.0] * 5

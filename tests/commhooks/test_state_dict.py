@@ -27,11 +27,6 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(kind: 
 
 
 @both_ddps
-def test_a_state_of_format_1_resumes_bit_for_bit(kind: str) -> None:
-    run_ranks(on_every_rank.resumed_from_format_1, 2, kind)
-
-
-@both_ddps
 def test_to_read_the_state_changes_nothing_in_the_run(kind: str) -> None:
     run_ranks(on_every_rank.reading_changes_nothing, 2, kind)
 

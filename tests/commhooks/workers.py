@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks import Compressor, Entry
+from commhooks import Compressor, LoadRules, Snapshot
 from commhooks.communicators.traffic import Traffic
 from commhooks.compressors.powersgd.matrices import form_of
 from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.engine import Engine
 from commhooks.engine.replay import Resumed
-from commhooks.language.entries import blocks_served
+from commhooks.engine.resume import restore, snapshot_of
+from commhooks.language.entries import Declared, blocks_served
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.lockstep import lockstep_lines, run_in_turns
 from commhooks.state.table import StateTable
@@ -112,25 +113,20 @@ class Workers:
         return [self._means(own) for own in self._memories]
 
     def saved(self) -> bytes:
-        """Return every worker's state as a file of torch.save holds it."""
+        """Return every worker's state_dict as a file of torch.save holds them, for buckets that may change."""
         file = io.BytesIO()
-        torch.save({"step": self.step_number, "states": [table.export() for table in self.states]}, file)
+        torch.save([snapshot_of(engine, {}).as_dict() | {"bucket_plan": {}} for engine in self.engines], file)
         return file.getvalue()
 
     def resume(self, saved: bytes) -> None:
         """Go on from what other workers saved; read as torch.load reads by default."""
-        read = torch.load(io.BytesIO(saved))
-        for table, (replicated, own) in zip(self.states, read["states"], strict=True):
-            table.load(replicated, own, self.kinds())
-        self.step_number = read["step"]
+        for engine, state in zip(self.engines, torch.load(io.BytesIO(saved)), strict=True):
+            restore(engine, Snapshot.from_dict(state), LoadRules(), uncut_steps=0)
 
-    def kinds(self) -> dict[str, Entry]:
-        """Return every entry that the compressor declares, by name."""
-        return {
-            entry: declared
-            for name, parameter in zip(self.names, self.parameters, strict=True)
-            for entry, declared in self.compressor.state(name, parameter, self.world_size).items()
-        }
+    def kinds(self) -> dict[str, Declared]:
+        """Return the entries that the compressor declares, by parameter's name."""
+        named = zip(self.names, self.parameters, strict=True)
+        return {name: self.compressor.state(name, parameter, self.world_size) for name, parameter in named}
 
     def deal(self, dealt: list[list[int]]) -> None:
         """Put the parameters of these numbers into one bucket each."""

@@ -104,7 +104,7 @@ def test_what_was_loaded_is_not_reused_before_it_was_read() -> None:
     gradient, table = torch.zeros(elements, device=DEVICE), StateTable()
     table.bind([("weights.0", gradient)])
     own = {"weights.0": {"residual": torch.full((elements,), 3.0, dtype=torch.bfloat16, device=DEVICE)}}
-    table.load({}, own, {"residual": Entry(kind="residual")})
+    table.load({}, own, {"weights.0": {"residual": Entry(kind="residual")}})
     del own
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -1,0 +1,195 @@
+"""State of models whose parameters have different compressors: saved, loaded, dealt to other numbers of ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks import CheckpointError, Compressor, ErrorFeedback, Hierarchical, PerParameter, make_compressor
+from tests.commhooks.state_dict_in_worlds import roundtrip
+from tests.commhooks.test_laws_of_state import exchangers, gradients_of
+from tests.commhooks.workers import zeros
+
+TENSORS = {f"{number}.weight": tensor for number, tensor in enumerate(zeros((9, 12), (40,), (6, 5, 4), (33,)))}
+
+
+def top_k(ratio: float = 0.2) -> Compressor:
+    return ErrorFeedback(inner=make_compressor("top-k", ratio=ratio, error_feedback=False))
+
+
+def machines(size: int) -> Compressor:
+    return Hierarchical(inner=top_k(), size=size)
+
+
+def beside(one: Compressor, other: Compressor) -> Compressor:
+    return PerParameter(rules=(("[01].*", one),), otherwise=other)
+
+
+MIXED = {
+    "ranks beside machines": beside(top_k(), machines(2)),
+    "machines beside ranks": beside(machines(2), top_k()),
+    "machines of two sizes": beside(machines(2), machines(4)),
+    "blocks of two sizes": beside(make_compressor("sign", block=8), make_compressor("int8", block=16)),
+    "servers of ranks beside those of machines": beside(
+        make_compressor("sign", block=8), Hierarchical(inner=make_compressor("int8", block=16), size=2)
+    ),
+    "velocity beside a momentum": beside(make_compressor("dgc", ratio=0.1), make_compressor("signum", block=8)),
+}
+every_mixture = pytest.mark.parametrize("compressor", MIXED.values(), ids=list(MIXED))
+
+
+def trained(compressor: Compressor, steps: int = 3) -> list[commhooks.Exchanger]:
+    ranks = exchangers(TENSORS, compressor, 4)
+    for step in range(steps):
+        commhooks.average_in_lockstep(ranks, gradients_of(TENSORS, step, 4))
+    return ranks
+
+
+def saved(ranks: list[commhooks.Exchanger]) -> list[dict[str, Any]]:
+    return [roundtrip(one.state_dict()) for one in ranks]
+
+
+def next_means(ranks: list[commhooks.Exchanger], steps: int = 3) -> list[dict[str, Tensor]]:
+    means = []
+    for step in range(50, 50 + steps):
+        gradients = gradients_of(TENSORS, step, len(ranks))
+        commhooks.average_in_lockstep(ranks, gradients)
+        means += gradients
+    return means
+
+
+def assert_equal(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> None:
+    for own, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(own[name], other[name]) for name in TENSORS)
+
+
+@every_mixture
+def test_different_compressors_side_by_side_are_resumed_bit_for_bit(compressor: Compressor) -> None:
+    ran, resumed = trained(compressor), exchangers(TENSORS, compressor, 4)
+    for one, state in zip(resumed, saved(ran), strict=True):
+        one.load_state_dict(state)
+    assert_equal(next_means(resumed), next_means(ran))
+
+
+# --- format 2, whose kinds were those of all parameters together ------------------------------------------------------
+
+
+def in_format_2(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict as format 2 had it: of each entry's name, the last parameter's kind is that of all."""
+    described = {
+        entry: {"kind": one["kind"], "units": 1, "block": one.get("block", 0), "by_element": not one.get("block")}
+        | ({"holders": one["holders"]} if "holders" in one else {})
+        for kinds in state["kinds"].values()
+        for entry, one in kinds.items()
+    }
+    return copy.deepcopy(state) | {"format_version": 2, "kinds": described}
+
+
+@every_mixture
+def test_a_file_of_format_2_is_resumed_with_its_own_settings_bit_for_bit(compressor: Compressor) -> None:
+    ran, resumed = trained(compressor), exchangers(TENSORS, compressor, 4)
+    for one, state in zip(resumed, saved(ran), strict=True):
+        one.load_state_dict(in_format_2(state))
+    assert_equal(next_means(resumed), next_means(ran))
+    assert [one.state_dict()["format_version"] for one in resumed] == [3] * 4
+
+
+def test_files_of_format_2_can_be_merged() -> None:
+    """And are of format 2 again, since without a compressor nothing more is known of them."""
+    compressor = MIXED["machines of two sizes"]
+    ran, resumed = trained(compressor), exchangers(TENSORS, compressor, 4)
+    merged = commhooks.merge_state_dicts([in_format_2(state) for state in saved(ran)])
+    assert merged["format_version"] == 2
+    for one in resumed:
+        one.load_state_dict(merged)
+    assert_equal(next_means(resumed), next_means(ran))
+
+
+def test_with_other_settings_shapes_decide_about_a_file_of_format_2() -> None:
+    """A share's block is the width of its tensor."""
+    compressor = MIXED["blocks of two sizes"]
+    changed = beside(make_compressor("sign", block=8, seed=1), make_compressor("int8", block=16))
+    ran, resumed = trained(compressor), exchangers(TENSORS, changed, 4)
+    for one, state in zip(resumed, saved(ran), strict=True):
+        one.load_state_dict(in_format_2(state), settings="change")
+    assert_equal(next_means(resumed), next_means(ran))  # sign draws nothing, so its seed changes nothing
+
+
+@pytest.mark.parametrize("world_size", [4, 2])
+def test_what_shapes_do_not_show_of_a_file_of_format_2_is_refused_by_name(world_size: int) -> None:
+    ran = trained(MIXED["ranks beside machines"])
+    merged = commhooks.merge_state_dicts([in_format_2(state) for state in saved(ran)])
+    changed = beside(top_k(0.3), machines(2))
+    (one, *others) = exchangers(TENSORS, changed, world_size)
+    fault = (
+        r"checkpoint has local state 'residual', but not how many ranks held it \(format 2\): load it with the "
+        r"settings that it was saved with; pass missing='reset' to drop it \(parameter '0.weight', '1.weight', "
+    )
+    with pytest.raises(CheckpointError, match=fault):
+        one.load_state_dict(merged, settings="change", world_size="spread")
+    for rank in (one, *others):
+        rank.load_state_dict(merged, settings="change", world_size="spread", missing="reset")
+    assert not any(one.state_dict()["local"]["rank0"][name]["residual"].any() for name in TENSORS)
+
+
+def test_without_machines_or_without_a_mixture_files_of_format_2_say_all() -> None:
+    for before, now in ((top_k(), top_k(0.5)), (machines(2), Hierarchical(inner=top_k(0.5), size=2))):
+        ran, resumed = trained(before), exchangers(TENSORS, now, 4)
+        for one, state in zip(resumed, saved(ran), strict=True):
+            one.load_state_dict(in_format_2(state), settings="change")
+        for one, other in zip(ran, resumed, strict=True):
+            assert str(one.state_dict()["local"]) == str(other.state_dict()["local"])
+
+
+# --- state that does not fit ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "fault"),
+    [
+        (top_k(), machines(2), r"'residual', saved as {'kind': 'residual'}, which this compressor keeps as {.*holders"),
+        (make_compressor("sign", block=8), make_compressor("sign", block=16), "'server error', saved as .*'block': 8"),
+        (
+            beside(make_compressor("dgc", ratio=0.1), top_k()),
+            beside(top_k(), make_compressor("dgc", ratio=0.1)),
+            r"'velocity', which this compressor does not keep; .* \(parameter '0.weight', '1.weight'\)",
+        ),
+    ],
+    ids=["another number of holders", "another block", "kept for other parameters"],
+)
+def test_state_of_another_kind_is_refused_or_dropped_and_never_zeroed_without_a_word(
+    before: Compressor, now: Compressor, fault: str
+) -> None:
+    ran, others = trained(before), exchangers(TENSORS, now, 4)
+    for one, state in zip(others, saved(ran), strict=True):
+        with pytest.raises(CheckpointError, match=fault):
+            one.load_state_dict(state, settings="change")
+        one.load_state_dict(state, settings="change", missing="reset")
+    next_means(others)
+
+
+# --- other numbers of ranks -------------------------------------------------------------------------------------------
+
+
+@every_mixture
+@pytest.mark.parametrize("how", ["spread", "spread-mean"])
+def test_a_mixture_is_spread_over_other_numbers_of_ranks_and_loses_nothing(compressor: Compressor, how: str) -> None:
+    """By 8 of 4 ranks and by 4 again: every division is by a power of two, so no digit is lost."""
+    first = commhooks.merge_state_dicts(saved(trained(compressor)))
+    more, again = exchangers(TENSORS, compressor, 8), exchangers(TENSORS, compressor, 4)
+    for one in more:
+        one.load_state_dict(first, world_size=how)
+    second = commhooks.merge_state_dicts(saved(more))
+    for one in again:
+        one.load_state_dict(second, world_size=how)
+    for rank, one in enumerate(again):
+        state = one.state_dict()["local"][f"rank{rank}"]
+        for name, kept in first["local"][f"rank{rank}"].items():
+            assert all(torch.equal(state[name][entry], tensor) for entry, tensor in kept.items())
+    for ours in next_means(more):
+        assert all(torch.isfinite(mean).all() for mean in ours.values())
