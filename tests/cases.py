@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import Compressor, Hierarchical, make_compressor
+from commhooks import Compressor, Hierarchical, PerParameter, make_compressor
 from commhooks.language.entries import blocks_served
 from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes
 from tests.formulas_sparse import GatheredBytes, SummedBytes
@@ -113,6 +113,21 @@ class TwoHopBytes:
         return (world_size + 1) * row + rest * width + self.flaw * any(served)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SideBySideBytes:
+    """The bytes of two compressors, one for the parameters with even numbers, the other for those with odd numbers."""
+
+    even: Formula
+    odd: Formula
+
+    def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
+        total = 0
+        for remainder, formula in enumerate((self.even, self.odd)):
+            own = [p if number % 2 == remainder else p.new_empty(0) for number, p in enumerate(parameters)]
+            total += formula(own, step, world_size)
+        return total
+
+
 def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
@@ -166,6 +181,11 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+
+def beside(even: Compressor, odd: Compressor) -> Compressor:
+    """Return a compressor for the parameters with even numbers beside one for those with odd numbers."""
+    return PerParameter(rules=(("*[02468]", even),), otherwise=odd)
 
 
 CASES = [
@@ -439,6 +459,25 @@ CASES = [
             exact_rank=0,
         )
         for name, bits in (("qsgd", 8), ("terngrad", 2), ("natural", 8))
+    ),
+    # Of two compressors side by side each parameter keeps its own kinds of state: blocks of two sizes, and a basis.
+    Case(
+        name="int8-beside-sign",
+        make=lambda: beside(make_compressor("int8", block=32), make_compressor("sign", block=16)),
+        bytes_on_wire=SideBySideBytes(even=TwoHopBytes(block=32, bits=8), odd=TwoHopBytes(block=16, bits=1)),
+        collectives=(3,),
+        error_feedback=True,
+        exact_rank=0,
+        roundings=16,
+    ),
+    Case(
+        name="top-k-beside-powersgd",
+        make=lambda: beside(make_compressor("top-k", ratio=0.05), make_compressor("powersgd", rank=2)),
+        bytes_on_wire=SideBySideBytes(even=GatheredBytes(ratio=0.05), odd=LowRankBytes(rank=2)),
+        collectives=(3,),
+        rank=2,
+        error_feedback=True,
+        exact_rank=0,
     ),
     Case(
         name="two-hop-fp16",
