@@ -13,6 +13,7 @@ from commhooks.errors import GradientError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor
 from commhooks.language.requests import Layout
+from commhooks.state.handover import hand_over
 from commhooks.state.table import StateTable
 
 Key = tuple[int, ...]
@@ -78,9 +79,10 @@ class Buckets:
         self._laid_out[view] = compressor
         return True
 
-    def lay_out_anew(self) -> None:
-        """Lay state out again for the next compressor."""
-        self._laid_out.clear()
+    def hand_over(self, compressor: Compressor, step: int) -> None:
+        """Before a step, hand over what is owed to the compressor, or its phase, if it follows another; see there."""
+        if hand_over(self._table, compressor, step):
+            self._laid_out.clear()
 
     def learn_names(self, bucket: Bucket, parameters: list[Tensor]) -> None:
         """Learn parameters' names from a bucket that provides them, as ddp_core's do."""

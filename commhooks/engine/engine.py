@@ -58,9 +58,8 @@ class Engine:
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Take a bucket, and return the future of its mean; must be called in the same order on every rank."""
         self._begin_step_if(bucket)
-        if not self.resumed.plan:
-            return self._hand_in(bucket)
-        self.buckets.learn_names(bucket, bucket.parameters())
+        if self.resumed.plan:
+            self.buckets.learn_names(bucket, bucket.parameters())
         parts = self.resumed.parts_of(bucket, self.state)
         if not parts:
             return self._hand_in(bucket)
@@ -121,6 +120,7 @@ class Engine:
         if self.buckets.cannot_contain(bucket):
             self.end_step()
         if not self.buckets.is_step_under_way:
+            self.buckets.hand_over(self.compressor, self.step)
             self.loss_scale.apply_to(self.state.by_units, bucket.buffer().device)
             self.state.choose(self.compressor, self.step)
             if self._undo is not None:
@@ -158,7 +158,7 @@ class Engine:
             if refusal is not None:
                 raise refusal
         self.compressor = compressor
-        self.buckets.lay_out_anew()
+        self.buckets.hand_over(compressor, self.step)
 
     def go_on_from(self, step: int, grad_scale: float, resumed: Resumed) -> None:
         """Continue from a step of another run, whose state the table now holds."""

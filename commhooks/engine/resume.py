@@ -113,6 +113,7 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
     own = checked.entries_for(rank, world_size, rules)
     engine.state.load(checked.replicated, own, checked.kinds, unchecked)
     engine.go_on_from(checked.step, checked.grad_scale, Resumed(fingerprint, checked.buckets_handed_in(), uncut_steps))
+    engine.buckets.hand_over(engine.compressor, engine.step)
 
 
 def _checked(engine: Engine, read: Snapshot, rules: LoadRules) -> Snapshot | CheckpointError:

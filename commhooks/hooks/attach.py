@@ -107,7 +107,8 @@ class Attachment(Handle):
         """Switch to another compressor from the next step on, keeping the existing state.
 
         Every rank must replace between the same two steps. Residuals are kept for whichever compressor next uses them;
-        a basis of a different size is initialised again. Raises `AttachError` if ranks disagree or a step is under way,
+        a server error that it does not use is added to its residual, or named in a warning if it has none; a basis of a
+        different size is initialised again. Raises `AttachError` if ranks disagree or a step is under way,
         and `SettingsError` for settings that do not suit the model; in either case the old compressor stays.
         """
         compressor, refusal = self._candidate(compressor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
@@ -142,6 +142,17 @@ class Compressor(ABC):
         It must be the same on every rank, since guards may add to what is sent.
         """
         return True
+
+    def phase(self, step: int) -> int:
+        """Return how often one compressor has taken over from another before this step; the same on every rank.
+
+        Whenever it rises, what the entries in `resting` owe is handed over to the residual in use.
+        """
+        return 0
+
+    def resting(self, name: str, parameter: Tensor, world_size: int, step: int) -> Set[str]:
+        """Return the names of those entries of a parameter that this step does not use, such as another phase's."""
+        return frozenset()
 
     def chooses(self, step: int) -> bool:
         """Return whether `choose` is to be called before this step's first bucket; the same on every rank."""

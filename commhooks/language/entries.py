@@ -35,7 +35,8 @@ class Entry:
     - "private": other sums of this rank's own gradients, such as a momentum. Treated like residuals.
     - "share": what this rank holds for the blocks that it serves for all ranks, in units of the mean, such as the
       server error of a two-hop compressor: [blocks served, block]. Redistributed when the world size changes. A rank
-      that has joined continues to serve its blocks.
+      that has joined continues to serve its blocks. It is still to be sent: if the next compressor does not use it, it
+      is added to the residual.
     """
 
     kind: Kind

@@ -128,6 +128,7 @@ class Turns:
             process_group=self.ranks.group,
             wrap_communicator=functools.partial(WatchedCommunicator, segments=segments),
         )
+        attachment.expect(*watched.values())  # so that what waits for the next turn is not warned of
         try:
             for label, compressor in watched.items():
                 attachment.replace(compressor)

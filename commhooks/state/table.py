@@ -56,6 +56,8 @@ class StateTable:
         self.storage = storage
         self.successors: tuple[Compressor, ...] = ()
         """Compressors that may take over from the one in use: what they remember may be loaded, too."""
+        self.in_phase: tuple[Compressor, int] | None = None
+        """The compressor, and its phase, to which state was handed over; None if state was loaded since then."""
         self._states: dict[Tensor, ParameterState] = {}
         self._names: dict[Tensor, str] = {}
         self._loaded: dict[str, _Loaded] | None = None
@@ -147,6 +149,15 @@ class StateTable:
         """Return the state of every parameter seen so far."""
         return list(self._states.values())
 
+    def slots(self) -> list[Slot]:
+        """Return a slot of each parameter seen so far, to lay out state for; its gradient has only the right size."""
+        found = []
+        for parameter, state in self._states.items():
+            flat = parameter.detach().reshape(-1)
+            pairs = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat  # as PyTorch's DDP passes them
+            found.append(Slot(pairs if flat.is_complex() else parameter, pairs, state))
+        return found
+
     def residuals(self) -> list[Tensor]:
         """Return every residual."""
         return [state.tensors[RESIDUAL] for state in self._states.values() if RESIDUAL in state.tensors]
@@ -212,6 +223,7 @@ class StateTable:
         Parameters not seen yet take theirs when they are. If `shapes`, those of all parameters by name, is given, a
         parameter that is missing there or has another shape then raises `CheckpointError`.
         """
+        self.in_phase = None
         self._shapes = None if shapes is None else {name: tuple(shape) for name, shape in shapes.items()}
         self._loaded = {
             name: _Loaded(replicated.get(name, {}), own.get(name, {}), kinds.get(name, {}))

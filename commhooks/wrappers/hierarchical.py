@@ -11,7 +11,7 @@ work, and all must compute identical bits, as ranks with identical hardware do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Set
 from typing import Any
 
 import torch
@@ -72,6 +72,10 @@ class Hierarchical(Wrapper):
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the entries of `inner`, each shared by a whole machine."""
         return self._held(self.inner.state(name, parameter, max(1, world_size // self.size)))
+
+    def resting(self, name: str, parameter: Tensor, world_size: int, step: int) -> Set[str]:
+        """Defer to `inner`, whose ranks are machines."""
+        return self.inner.resting(name, parameter, max(1, world_size // self.size), step)
 
     def bucket_state(self, bucket: BucketView) -> Declared:
         """Return the entries of `inner`, each shared by a whole machine."""

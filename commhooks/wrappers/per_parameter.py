@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -132,6 +132,14 @@ class PerParameter(Compressor):
     def remembers(self, step: int) -> bool:
         """Return whether any of the compressors uses state in this step."""
         return any(compressor.remembers(step) for compressor in self._compressors)
+
+    def phase(self, step: int) -> int:
+        """Return the sum of the compressors' phases."""
+        return sum(compressor.phase(step) for compressor in self._compressors)
+
+    def resting(self, name: str, parameter: Tensor, world_size: int, step: int) -> Set[str]:
+        """Return the entries that the parameter's compressor does not use in this step."""
+        return self._of(name, parameter).resting(name, parameter, world_size, step)
 
     def chooses(self, step: int) -> bool:
         """Return whether any of the compressors chooses in this step."""

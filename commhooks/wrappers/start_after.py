@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from torch import Tensor
 
@@ -77,6 +77,17 @@ class StartAfter(Wrapper):
         """Return whether the current compressor uses state in this step."""
         return self._in_turn(step).remembers(step)
 
+    def phase(self, step: int) -> int:
+        """Return 1 from `steps` on, and 0 before, plus the phases of both compressors."""
+        return self.before.phase(step) + self.inner.phase(step) + (step >= self.steps)
+
+    def resting(self, name: str, parameter: Tensor, world_size: int, step: int) -> Set[str]:
+        """Return all entries but those that the current compressor uses."""
+        where = name, parameter, world_size
+        current, renamed = self._in_turn(step), {} if step >= self.steps else self._names_of_before(*where)
+        in_use = current.state(*where).keys() - current.resting(*where, step)
+        return self.state(*where).keys() - {renamed.get(entry, entry) for entry in in_use}
+
     def chooses(self, step: int) -> bool:
         """Return whether the current compressor chooses in this step."""
         return self._in_turn(step).chooses(step)
@@ -129,7 +140,9 @@ def schedule(*phases: tuple[int, Compressor]) -> Compressor:
     """Return a compressor that switches at the given steps: `schedule((0, a), (100, b), (500, c))`.
 
     The first phase begins at step 0. State that phases declare identically is shared: a residual continues from one to
-    the next, and a ratio or a rank may change without losing it. Raises `SettingsError` if steps do not ascend from 0.
+    the next, and a ratio or a rank may change without losing it. What a phase owes in other state, such as the server
+    error of blocks of another length, is added to the next one's residual. Raises `SettingsError` if steps do not
+    ascend from 0.
     """
     steps = [step for step, _ in phases]
     if not steps or steps[0] != 0 or any(step >= later for step, later in itertools.pairwise(steps)):

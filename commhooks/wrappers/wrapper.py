@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from torch import Tensor
 
@@ -73,6 +73,14 @@ class Wrapper(Compressor):
     def remembers(self, step: int) -> bool:
         """Defer to `inner`."""
         return self.inner.remembers(step)
+
+    def phase(self, step: int) -> int:
+        """Defer to `inner`."""
+        return self.inner.phase(step)
+
+    def resting(self, name: str, parameter: Tensor, world_size: int, step: int) -> Set[str]:
+        """Defer to `inner`."""
+        return self.inner.resting(name, parameter, world_size, step)
 
     def chooses(self, step: int) -> bool:
         """Defer to `inner`."""

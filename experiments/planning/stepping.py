@@ -79,6 +79,7 @@ def _turn(
         process_group=dist.group.WORLD,  # not an emulated link's, which `wrap` stands for
         wrap_communicator=wrap,
     )
+    attachment.expect(*(one.compressor for one in candidates))  # so that what waits for a turn is not warned of
     try:
         for one in candidates:
             attachment.replace(one.compressor)

@@ -1,0 +1,121 @@
+"""Hands over what is still owed when one compressor takes over from another: in a schedule, by `replace`, or loaded.
+
+Two kinds of entries hold what is owed: residuals, and what a rank holds for the blocks that it serves ("share"). If the
+next compressor does not use such an entry, its content is added to the residual that the next compressor does use.
+
+A mean is the sum of the ranks' residuals divided by their number, and a share is in units of the mean. So, of W ranks,
+W times a share goes into the residual of the rank that serves the blocks. If the h ranks of a machine hold the share
+together, W/h times the share goes into the residual of each.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks.language.bucket import Slot
+from commhooks.language.compressor import Compressor
+from commhooks.language.entries import RESIDUAL, Entry, blocks_served
+from commhooks.state.table import StateTable
+from commhooks.streams import wait_for_copies
+
+
+class _Unsent(NamedTuple):
+    """What will not be sent, of one parameter's entry."""
+
+    entry: str
+    units: str
+    fate: str
+    norm: float
+
+
+def hand_over(table: StateTable, compressor: Compressor, step: int) -> bool:
+    """Hand over the content of entries that `compressor` does not use in `step`; warn of what will not be sent.
+
+    Call it between two steps. Returns False, and looks at nothing, if neither the compressor nor its phase has changed
+    and no state was loaded.
+    """
+    now = compressor, compressor.phase(step)
+    if table.in_phase == now:
+        return False
+    table.in_phase = now
+    unsent: dict[tuple[str, str, str], dict[str, float]] = {}
+    for slot in table.slots():
+        for entry, units, fate, norm in _hand_over(table, slot, compressor, step):
+            unsent.setdefault((entry, units, fate), {})[slot.name] = norm
+    for (entry, units, fate), norms in unsent.items():
+        names = ", ".join(list(norms)[:8]) + (f" and {len(norms) - 8} more" if len(norms) > 8 else "")
+        norm = sum(one**2 for one in norms.values()) ** 0.5
+        warnings.warn(
+            f"commhooks: {entry!r} of {names} holds what was not sent yet (norm {norm:.3g} on rank {table.rank}, in "
+            f"units of the {units}), and from step {step} on no residual in use can take it; it is {fate}.",
+            stacklevel=2,
+        )
+    return True
+
+
+def _hand_over(table: StateTable, slot: Slot, compressor: Compressor, step: int) -> list[_Unsent]:
+    """Hand over the content of one parameter's entries; return what will not be sent."""
+    state, place = slot.remembered, (slot.name, slot.parameter, table.world_size)
+    owed = {name: e for name, e in state.entries.items() if e.kind in ("residual", "share") and name in state.tensors}
+    if not owed:
+        return []
+    declared, resting = compressor.state(*place), compressor.resting(*place, step)
+    in_use = {name: entry for name, entry in declared.items() if name not in resting}
+    taker = _residual_among(in_use)
+    waits = taker is None and RESIDUAL in owed and _are_alike(owed[RESIDUAL], declared.get(RESIDUAL, owed[RESIDUAL]))
+    if waits:  # for a later compressor: nobody sends it now, and nobody forgets it
+        taker, in_use[RESIDUAL] = RESIDUAL, owed[RESIDUAL]
+    left = {name: state.tensors[name] for name in owed if not _are_alike(owed[name], in_use.get(name))}
+    for name in left:
+        if not _are_alike(owed[name], declared.get(name)):
+            del state.tensors[name], state.entries[name]
+    wait_for_copies(left.values())
+    unsent = []
+    for name, kept in left.items():
+        if not kept.any():
+            continue
+        norm = float(torch.linalg.vector_norm(kept, dtype=torch.float64))
+        fate = "kept, but not sent" if name in state.tensors else "lost"
+        if taker is not None and _can_take(in_use[taker], owed[name]):
+            table.lay_out_entries(slot, {taker: in_use[taker]})
+            _add(state.tensors[taker], kept, owed[name], slot.name, table)
+            kept.zero_()
+            fate = "kept in the residual until a compressor with error feedback takes over" if waits else ""
+        if fate and not (waits and any(_residual_among(one.state(*place)) for one in table.successors)):
+            unsent.append(_Unsent(name, "mean" if owed[name].block else "gradient", fate, norm))
+    return unsent
+
+
+def _add(residual: Tensor, kept: Tensor, entry: Entry, name: str, table: StateTable) -> None:
+    """Add what an entry holds of a parameter to a residual."""
+    wait_for_copies([residual])
+    kept = kept.to(residual.device)
+    if not entry.block:
+        residual.add_(kept.view_as(residual))
+        return
+    server, servers = table.rank // entry.holders, table.world_size // entry.holders
+    blocks = residual.numel() // entry.block
+    served = blocks_served(name, blocks, server, servers)
+    whole = residual[: blocks * entry.block].view(blocks, entry.block)
+    whole[served.start :: served.step].add_(kept, alpha=servers)
+
+
+def _residual_among(entries: Mapping[str, Entry]) -> str | None:
+    """Return the name of the residual, under whatever name a schedule keeps it; None if there is none."""
+    names = [name for name, entry in entries.items() if entry.kind == "residual"]
+    return RESIDUAL if RESIDUAL in names else next(iter(names), None)
+
+
+def _are_alike(one: Entry, other: Entry | None) -> bool:
+    """Return whether both hold the same, of the same ranks; what else is declared is not known of loaded state."""
+    return other is not None and (one.kind, one.block, one.holders) == (other.kind, other.block, other.holders)
+
+
+def _can_take(residual: Entry, owed: Entry) -> bool:
+    """Return whether all ranks that share the residual hold the same of what is owed, in the same units."""
+    return owed.holders % residual.holders == 0 and owed.power == residual.power
