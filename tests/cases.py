@@ -89,7 +89,10 @@ def whole_bucket_bytes(parameters: Sequence[Tensor], step: int, world_size: int)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoHopBytes:
-    """Codes of the blocks that every rank serves, to every rank and from one; the rest in 4 bytes an element."""
+    """Codes of the blocks that every rank serves, to every rank and from one; the rest in 4 bytes an element.
+
+    The blocks of a parameter that alone would send more that way than in fp32 belong to the rest.
+    """
 
     block: int
     bits: int
@@ -103,14 +106,20 @@ class TwoHopBytes:
 
     def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
         width = max(parameters[0].element_size(), 4)
-        blocks = {f"layer{number}": p.numel() // self.block for number, p in enumerate(parameters)}
-        rest = sum(p.numel() % self.block for p in parameters)
+        blocks = {f"layer{number}": self._coded(p, world_size) for number, p in enumerate(parameters)}
+        rest = sum(p.numel() for p in parameters) - sum(blocks.values()) * self.block
         served = [
             sum(len(blocks_served(*one, rank, world_size)) for one in blocks.items()) for rank in range(world_size)
         ]
         scales, unit = (width, width) if self.scales is None else (self.scales, self.unit)
         row = _round_up(max(served) * (self.block * self.bits // 8 + scales), unit)
         return (world_size + 1) * row + rest * width + self.flaw * any(served)
+
+    def _coded(self, parameter: Tensor, world_size: int) -> int:
+        blocks = parameter.numel() // self.block
+        code = self.block * self.bits // 8 + (4 if self.scales is None else self.scales)
+        coded = (world_size + 1) * math.ceil(blocks / world_size) * code
+        return blocks if coded <= 4 * blocks * self.block else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

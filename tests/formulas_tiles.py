@@ -41,7 +41,10 @@ class SparseLoCoBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeMoBytes:
-    """Of each tile k values and k places of 2 bytes; or k places and k bits, with one number for the bucket."""
+    """Of each tile k values and k places of 2 bytes; or k places and k bits, with one number for the bucket.
+
+    A parameter that would take more than in fp32 is sent as it is, unless it is sent as bits.
+    """
 
     k: int
     chunk: int
@@ -54,5 +57,8 @@ class DeMoBytes:
             if parameter.numel():
                 tiles, elements = tiles_of(parameter, self.chunk)
                 sent = tiles * min(self.k, elements)
-                total += 2 * sent + (math.ceil(sent / 8) if self.one_bit else width * sent)
+                if self.one_bit:
+                    total += 2 * sent + math.ceil(sent / 8)
+                else:
+                    total += (2 + width) * sent if 6 * sent <= 4 * parameter.numel() else width * parameter.numel()
         return math.ceil(total / width) * width

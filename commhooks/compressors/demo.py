@@ -6,7 +6,8 @@ Idea: each rank keeps its own momentum, which is never synchronised: the residua
 largest coefficients of each tile's discrete cosine transform (DCT) are sent and subtracted from it; the mean is the
 inverse transform of all ranks' coefficients.
 Bytes on the wire: 6·k for a tile of up to 64×64 elements: k values of 4 bytes and k indices of 2. With `one_bit`,
-17/8·k, so 8.5 for k = 4, and 4 more per bucket, since bits cannot show an inf.
+17/8·k, so 8.5 for k = 4, and 4 more per bucket, since bits cannot show an inf. A parameter of which 6·k bytes for each
+tile are more than its elements in fp32 is sent uncompressed, such as a vector of fewer than 48 elements for k = 32.
 Biased, ω ≤ 1 - k/4096. With `one_bit` or `sign` the mean consists of signs only, without magnitudes: so no gradient
 scaler may unscale it.
 Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. If the ranks' processors
@@ -28,15 +29,16 @@ from commhooks.compressors.bits import pack, unpack
 from commhooks.compressors.dct import cosines, transform
 from commhooks.compressors.powersgd.settings import check_count
 from commhooks.compressors.tiles import Tiling
+from commhooks.compressors.whole import average_from
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
 from commhooks.language.requests import AllGather, Judge, Part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeMo(Compressor):
-    """A compressor that sends `k` coefficients of each tile: one collective per bucket.
+    """A compressor that sends `k` coefficients of each tile: one collective per bucket, and one for small parameters.
 
     Wrap it in `ErrorFeedback(decay=0.999)`.
     """
@@ -76,10 +78,31 @@ class DeMo(Compressor):
         return 1 - self.k / self.chunk**2
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Gather every rank's coefficients; average uncompressed what is too small for them."""
+        places, rest = bucket.plan(self, lambda: self._plan(bucket))
+        exchanges = [self._gather(bucket, places)] if places else []
+        yield from side_by_side([*exchanges, average_from(rest)] if rest else exchanges)
+        for slot, _ in rest if self.sign else ():
+            signs = slot.gradient.sign()
+            slot.gradient.mul_(0).add_(signs)  # keeps NaN, and makes it of an inf, which its sign would hide
+
+    def pays(self, parameter: Tensor) -> bool:
+        """Return whether coefficients and their places take no more bytes than the parameter would in fp32.
+
+        With `one_bit` it does not matter: the mean must consist of signs.
+        """
+        tiling = Tiling.of(parameter, self.chunk)
+        sent = tiling.count * min(self.k, tiling.a * tiling.b)
+        return self.one_bit or sent * (4 + 2) <= 4 * parameter.numel()
+
+    def _plan(self, bucket: BucketView) -> tuple[list[_Place], list[tuple[Slot, int]]]:
+        """Return the places of what is transformed, and what is averaged uncompressed, from its first element on."""
+        slots = [slot for slot in bucket.slots if slot.gradient.numel()]
+        places = [self._place(slot) for slot in slots if self.pays(slot.parameter)]
+        return places, [(slot, 0) for slot in slots if not self.pays(slot.parameter)]
+
+    def _gather(self, bucket: BucketView, places: list[_Place]) -> Exchange:
         """Gather every rank's coefficients; the mean is the inverse transform of their sum, in rank order."""
-        places = bucket.plan(self, lambda: [self._place(slot) for slot in bucket.slots if slot.gradient.numel()])
-        if not places:
-            return
         own = [self._largest(place.coefficients()) for place in places]
         parts = []
         for place, (values, at) in zip(places, own, strict=True):

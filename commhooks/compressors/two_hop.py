@@ -5,7 +5,8 @@ Idea: each rank serves some blocks for all. It receives their codes from every r
 and sends the code of the mean to all; what that code leaves out stays on this rank, as the server error, for the next
 step.
 Bytes on the wire: two codes per element, whatever the number of ranks; elements beyond a parameter's last whole block
-are sent uncompressed. Weakness: two rounds, and a mean that is coded twice. Each element is encoded once and decoded
+are sent uncompressed, and so are parameters with so few blocks that their codes, padded to equally many for each rank,
+would take more bytes. Weakness: two rounds, and a mean that is coded twice. Each element is encoded once and decoded
 three times, so a step takes about twice as long as the codec's own docstring says.
 
 Legend: n elements in B whole blocks; W ranks; b blocks per rank, padded; y the blocks that this rank serves.
@@ -14,6 +15,7 @@ Legend: n elements in B whole blocks; W ranks; b blocks per rank, padded; y the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
+from commhooks.compressors.whole import average_from
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
@@ -46,10 +49,14 @@ class _Share(NamedTuple):
 class _Plan:
     """Which rank serves which of a bucket's blocks, as rows of a message; rows beyond a rank's last are padding."""
 
-    def __init__(self, bucket: BucketView, block: int, context: Context) -> None:
-        self.coded = [slot for slot in bucket.slots if slot.gradient.numel() >= block]
+    def __init__(self, bucket: BucketView, compressor: TwoHop, context: Context) -> None:
+        block, ranks = compressor.codec.block, context.world_size
+        self.coded = [slot for slot in bucket.slots if compressor.pays(slot.gradient.numel(), ranks)]
         self.blocks = [slot.gradient.numel() // block for slot in self.coded]
-        self.rest = [slot for slot in bucket.slots if slot.gradient.numel() % block]
+        ends = {slot: blocks * block for slot, blocks in zip(self.coded, self.blocks, strict=True)}
+        sizes = [(slot, ends.get(slot, 0), slot.gradient.numel()) for slot in bucket.slots]
+        self.rest = [(slot, start) for slot, start, end in sizes if start < end]
+        """What is sent uncompressed: slots, and their first elements that are."""
         self.at_once = max(1, _AT_ONCE // block)
         self.shares = []
         held = numpy.zeros(context.world_size, dtype=numpy.int64)  # blocks that each rank serves so far
@@ -104,8 +111,18 @@ class TwoHop(Compressor):
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the entry for the server error of the blocks that this rank serves."""
-        has_blocks = self.server_feedback and parameter.numel() >= self.codec.block
-        return {SERVER_ERROR: Entry(kind="share", block=self.codec.block)} if has_blocks else {}
+        has_error = self.server_feedback and self.pays(parameter.numel(), world_size)
+        return {SERVER_ERROR: Entry(kind="share", block=self.codec.block)} if has_error else {}
+
+    def pays(self, elements: int, world_size: int) -> bool:
+        """Return whether the codes of a parameter's whole blocks take no more bytes than sums in fp32 would.
+
+        Each rank sends as many rows as the one that serves most, to every rank and once to all. Nothing else counts, so
+        the answer does not depend on how buckets are cut, and no bucket sends more than its elements in fp32.
+        """
+        blocks = elements // self.codec.block
+        rows = -(-blocks // world_size)
+        return blocks > 0 and (world_size + 1) * rows * _bytes_of_block(self.codec) <= 4 * blocks * self.codec.block
 
     @property
     def only_sums(self) -> bool:
@@ -123,7 +140,7 @@ class TwoHop(Compressor):
         return self.damping is not None
 
     def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the parameter has a whole block."""
+        """Return whether the parameter has a whole block, which is sent as a code unless there are too many ranks."""
         return parameter.numel() >= self.codec.block
 
     def relative_error(self, elements: int) -> float:
@@ -137,9 +154,10 @@ class TwoHop(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Exchange the codes of all blocks, and gather the codes of their means; average the rest meanwhile."""
-        plan = bucket.plan(self, lambda: _Plan(bucket, self.codec.block, context))
+        plan = bucket.plan(self, lambda: _Plan(bucket, self, context))
         exchanges = [self._average_blocks(plan, context)] if plan.coded else []
-        return side_by_side([*exchanges, self._average_rest(plan)] if plan.rest else exchanges)
+        # The rest comes last: the blocks' mean was written with zeros there.
+        return side_by_side([*exchanges, average_from(plan.rest)] if plan.rest else exchanges)
 
     def _average_blocks(self, plan: _Plan, context: Context) -> Exchange:
         sent, flaw = self._encode_all(plan, context)  # each [W·b, ...]
@@ -220,15 +238,6 @@ class TwoHop(Compressor):
         tiles = zip(*(payload.split(plan.at_once) for payload in gathered), strict=True)
         return [self._decode(code).abs().amax().to(first.gradient.dtype) for code in tiles]
 
-    def _average_rest(self, plan: _Plan) -> Exchange:
-        starts = [slot.gradient.numel() // self.codec.block * self.codec.block for slot in plan.rest]
-        tails = [slot.form()[start:].clone() for slot, start in zip(plan.rest, starts, strict=True)]
-        parts = [slot.part(tail) for slot, tail in zip(plan.rest, tails, strict=True)]
-        means = yield AllReduce(*parts, average=True, last=True)
-        yield Judge(*means)
-        for slot, start, mean in zip(plan.rest, starts, means, strict=True):
-            slot.gradient[start:] = mean  # after the blocks' mean, which was written with zeros here
-
     def _encode(self, blocks: Tensor, context: Context, *what: str | int) -> Sequence[Tensor]:
         noise = blocks.new_empty(0)
         if self.codec.draws:
@@ -254,3 +263,11 @@ class TwoHop(Compressor):
         """Yield the whole blocks of 1-D memory, some at a time, and the positions of their codes."""
         whole = memory[: memory.numel() // self.codec.block * self.codec.block].view(-1, self.codec.block)
         return zip(whole.split(len(places[0])), places, strict=True)
+
+
+@functools.cache
+def _bytes_of_block(codec: Codec) -> int:
+    """Return how many bytes a block's code takes, of a parameter in fp32."""
+    block = torch.zeros(1, codec.block, dtype=torch.float32, device="cpu")
+    code = codec.encode(block, block if codec.draws else block.new_empty(0))
+    return sum(payload.numel() * payload.element_size() for payload in code)

@@ -80,7 +80,9 @@ def _declared(engine: Engine, snapshot: Snapshot) -> dict[str, Declared]:
     for name, parameter in engine.state.named().items():
         own: dict[str, Entry] = {}
         for compressor in (*engine.state.successors, engine.compressor):
-            for entry, what in compressor.state(name, _as_compressed(parameter), engine.line.world_size).items():
+            place = name, _as_compressed(parameter)
+            then, now = (compressor.state(*place, size) for size in (snapshot.world_size, engine.line.world_size))
+            for entry, what in {**then, **now}.items():
                 saved = snapshot.kinds.get(name, {}).get(entry)
                 was_saved = saved is not None and description_of(saved) == description_of(what)
                 if entry not in own or was_saved or compressor is engine.compressor:

@@ -15,7 +15,7 @@ from tests.commhooks.state_dict_in_worlds import roundtrip
 from tests.commhooks.test_laws_of_state import exchangers, gradients_of
 from tests.commhooks.workers import zeros
 
-TENSORS = {f"{number}.weight": tensor for number, tensor in enumerate(zeros((9, 12), (40,), (6, 5, 4), (33,)))}
+TENSORS = {f"{number}.weight": tensor for number, tensor in enumerate(zeros((9, 12), (40,), (6, 5, 4), (57,)))}
 
 
 def top_k(ratio: float = 0.2) -> Compressor:
