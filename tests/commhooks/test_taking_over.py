@@ -57,6 +57,16 @@ PHASES: dict[str, Phases] = {
 """Each of them for 4 ranks; the last compressor keeps a residual for whatever has a block."""
 
 every_way = pytest.mark.parametrize("how", ["schedule", "replace"])
+every_way_and_policy = pytest.mark.parametrize(
+    ("how", "policy"),
+    [
+        ("schedule", "fifo"),
+        ("replace", "fused"),
+        pytest.param("schedule", "fused", marks=pytest.mark.soak),
+        pytest.param("replace", "fifo", marks=pytest.mark.soak),
+    ],
+)
+"""Each way and each policy occurs; the long runs have all pairs."""
 every_pair = pytest.mark.parametrize("phases", PHASES.values(), ids=PHASES)
 
 
@@ -131,8 +141,7 @@ class Run:
 
 
 @every_pair
-@every_way
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@every_way_and_policy
 def test_what_is_owed_is_handed_over_and_nothing_is_lost(phases: Phases, how: str, policy: str) -> None:
     """Whatever is not sent yet is in an entry that the compressor of the step uses."""
     run = Run(phases, how, policy=policy)
@@ -176,8 +185,7 @@ def test_state_is_handed_over_wherever_it_is_stored(how: str, storage: str) -> N
             assert largest(missing - run.owed(index)) <= allowed
 
 
-@every_way
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@every_way_and_policy
 def test_an_inf_in_the_first_step_after_a_switch_undoes_none_of_it(how: str, policy: str) -> None:
     run = Run(PHASES["larger blocks"], how, policy=policy, atomic=True)
     for _ in range(4):
@@ -220,8 +228,7 @@ def test_what_is_handed_over_follows_the_loss_scale(how: str) -> None:
             assert torch.equal(ours, theirs * times)
 
 
-@every_way
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@every_way_and_policy
 @pytest.mark.parametrize("name", ["larger blocks", "machines, then ranks", "by parameter"])
 def test_a_run_saved_around_a_switch_is_resumed_bit_for_bit(name: str, how: str, policy: str) -> None:
     """Saved before the switch, at it, and after it, before the next step; a scale of 3 makes every product round."""
