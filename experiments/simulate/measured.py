@@ -60,7 +60,9 @@ class HookTimes:
     def sends(self, ranks: int) -> tuple[tuple[Sends, ...], ...]:
         """Return what each bucket sends in each round, for any number of ranks.
 
-        For a number that was not counted, payloads follow the power of the ranks that joins the two nearest counted.
+        For a number that was not counted, payloads follow the power of the ranks that joins the two nearest counted. If
+        a bucket starts other collectives for one of these than for the other, because its codes do not pay for as many
+        ranks, it counts as for the higher one.
         """
         known = {ranks: tuple(one.sends for one in buckets) for ranks, buckets in self.by_workers.items()}
         known |= self.counted
@@ -69,6 +71,9 @@ class HookTimes:
         low, high = _neighbours(sorted(known), ranks)
         found = []
         for at_low, at_high in zip(known[low], known[high], strict=True):
+            if _kinds_of(at_low) != _kinds_of(at_high):
+                found.append(at_high)
+                continue
             rounds = []
             for mine, others in zip(at_low, at_high, strict=True):
                 pairs = zip(mine, others, strict=True)
@@ -187,6 +192,11 @@ class Measured:
         if missing := {"processor", "cores", "load"} - self.machine.keys():
             raise ValueError(f"the machine has no {', '.join(sorted(missing))}")
         self.versions.items()
+
+
+def _kinds_of(rounds: Sequence[Sends]) -> list[list[str]]:
+    """Return the kinds of the collectives of each round."""
+    return [[kind for kind, _ in sent] for sent in rounds]
 
 
 def is_padded(sends: Sequence[Sequence[Sends]]) -> bool:

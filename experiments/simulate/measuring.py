@@ -165,7 +165,7 @@ def measure_hook(spec: Spec, compute: ComputeTimes, gradients: Sequence[Gradient
         timed[workers] = _time_with(spec, compute, gradients[:workers], asked)
     shapes = [[len(one.sends) for one in buckets] for buckets in timed.values()]
     if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"hook {spec.label!r} takes more rounds with more workers, which the model does not know")
+        raise ValueError(f"hook {spec.label!r} takes other rounds with more workers, which the model does not know")
     payloads = [tuple(one.sends for one in buckets) for buckets in timed.values()]
     counted: dict[int, tuple[tuple[Sends, ...], ...]] = {}
     is_constant = all(payload == payloads[0] and not is_padded(payload) for payload in payloads)

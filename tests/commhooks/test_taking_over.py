@@ -217,6 +217,21 @@ def test_what_no_rank_uses_in_the_first_step_after_a_switch_is_owed_still(how: s
 
 
 @every_way
+def test_a_rank_that_has_joined_at_a_switch_keeps_what_it_served_until_it_has_inputs(how: str) -> None:
+    """Zeros outside of a backward pass are those of a rank that has run out of inputs; it sends no residual."""
+    run = Run(PHASES["larger blocks"], how, may_join=True)
+    for _ in range(4):
+        run.step()
+    run.replace()
+    gradients = normal(run.workers.parameters, 4, seed=50)
+    gradients[0] = zeros(*SHAPES, dtype=torch.float64)
+    means = run.workers.step(gradients)[0]
+    for index, mean in enumerate(means):
+        run.short[index] += mean_of(gradients, index) - mean
+        assert largest(run.short[index] - run.owed(index)) <= run.loss(torch.float64)
+
+
+@every_way
 def test_what_is_handed_over_follows_the_loss_scale(how: str) -> None:
     """A power of two changes no digit, even if the scale changes in the step of the switch."""
     plain, scaled = (Run(PHASES["larger blocks"], how, dtype=torch.float32) for _ in range(2))

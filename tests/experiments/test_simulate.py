@@ -82,6 +82,15 @@ def test_answers_of_the_same_size_take_the_same_time_with_any_number_of_ranks() 
     assert bucket.after == pytest.approx(0.03)
 
 
+def test_a_bucket_that_starts_other_collectives_with_more_ranks_counts_as_with_the_most() -> None:
+    """64 ranks would send more codes than elements: the bucket is averaged uncompressed."""
+    counted = dict(exchanging().counted) | {64: (((("all-reduce", 512),),),)}
+    hook = HookTimes("fifo", exchanging().by_workers, counted)
+    assert hook.sends(32) == hook.sends(64) == hook.sends(100) == (((("all-reduce", 512),),),)
+    assert hook.sends(5) == exchanging().sends(5)
+    assert len(hook.buckets([0.09], 64)[0].stages) == 1
+
+
 def test_payloads_that_were_not_counted_follow_those_that_were() -> None:
     hook = MADE_UP.hooks["int8"]
     assert hook.sends(8) == (((("all-to-all", 1024),), (("all-gather", 128),)),)
