@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.checkpoints.disk import read_tensors
+from commhooks.checkpoints.disk import crc32_of, read_tensors
 from commhooks.checkpoints.run import FORMAT_VERSION, Run, Saved, optimizer_class
 from commhooks.errors import CheckpointError
 from commhooks.state.snapshot import LoadRules, Snapshot
@@ -67,12 +67,12 @@ class Contents:
 
 def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> Contents:
     """Read what one of `world_size` ranks needs; raise `CheckpointError` if any of it is damaged."""
-    files = _read_manifest(path)
-    shared = _read_file(path / "shared.pt", files, _IN_SHARED)
+    manifest = _read_manifest(path)
+    shared = _read_file(path / "shared.pt", manifest, _IN_SHARED)
     saved_size = shared["world_size"]  # not the manifest's, which has no checksum
     same_size = saved_size == world_size
     wanted = range(rank, rank + 1) if same_size else range(saved_size if rules.spreads else 0)
-    parts = {number: _read_file(path / f"rank{number}.pt", files, _IN_OWN) for number in wanted}
+    parts = {number: _read_file(path / f"rank{number}.pt", manifest, _IN_OWN) for number in wanted}
     for number, part in parts.items():
         if part["step"] != shared["step"]:
             raise CheckpointError(
@@ -90,27 +90,41 @@ def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> C
     return Contents(shared, parts[rank] if same_size else None, hooks)
 
 
-def _read_manifest(path: Path) -> dict[str, int]:
-    """Return the size in bytes of each file, by name."""
+@dataclasses.dataclass(frozen=True)
+class _Manifest:
+    """What the files of a checkpoint must be, by name; checkpoints of earlier versions have neither name nor CRC-32."""
+
+    sizes: dict[str, int]
+    save: str | None
+    crc32: dict[str, str]
+
+
+def _read_manifest(path: Path) -> _Manifest:
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         version, files = manifest["format_version"], manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        save, crc32 = manifest.get("save"), manifest.get("crc32", {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / 'manifest.json'} cannot be read ({type(error).__name__}: {error}).") from error
-    if version != FORMAT_VERSION or not isinstance(files, dict):
+    if version != FORMAT_VERSION or not isinstance(files, dict) or not isinstance(crc32, dict):
         raise CheckpointError(
             f"{path} was saved in format {version!r}; this version of commhooks reads format {FORMAT_VERSION}."
         )
-    return files
+    if save is not None and files.keys() != crc32.keys():
+        raise CheckpointError(f"{path / 'manifest.json'} is damaged: it must give the CRC-32 of each file.")
+    return _Manifest(files, save, crc32)
 
 
-def _read_file(path: Path, sizes: Mapping[str, int], wanted: Mapping[str, type]) -> dict[str, Any]:
+def _read_file(path: Path, manifest: _Manifest, wanted: Mapping[str, type]) -> dict[str, Any]:
     """Read one file after checking its size and checksums; it must hold entries of the given types."""
-    expected = sizes.get(path.name)
+    expected = manifest.sizes.get(path.name)
     try:
-        size = path.stat().st_size
+        size, crc32 = path.stat().st_size, crc32_of(path)
         if size != expected:
-            raise CheckpointError(f"{path} has {size} bytes, but the manifest says {expected}: it was cut or changed.")
+            raise CheckpointError(
+                f"{path} has {size} bytes, but the manifest says {expected}: it was cut or changed, or belongs to "
+                "another save."
+            )
         content = read_tensors(path)
     except CheckpointError:
         raise
@@ -125,7 +139,22 @@ def _read_file(path: Path, sizes: Mapping[str, int], wanted: Mapping[str, type])
     wrong = [name for name, kind in wanted.items() if not isinstance(content.get(name), kind)]
     if wrong:
         raise CheckpointError(f"{path} is damaged: missing or of the wrong type: {', '.join(wrong)}.")
+    _check_save(path, content, crc32, manifest)
     return content
+
+
+def _check_save(path: Path, content: Mapping[str, Any], crc32: str, manifest: _Manifest) -> None:
+    """Raise `CheckpointError` for a file that another save wrote, or that was written again since."""
+    if content.get("save") != manifest.save:
+        raise CheckpointError(
+            f"{path} belongs to another save than manifest.json (step {content['step']}; save {content.get('save')}, "
+            f"the manifest's is {manifest.save}); put back the file that was saved with it."
+        )
+    if manifest.save is not None and crc32 != manifest.crc32[path.name]:
+        raise CheckpointError(
+            f"{path} was changed after it was saved: its CRC-32 is {crc32}, but the manifest says "
+            f"{manifest.crc32[path.name]}."
+        )
 
 
 def _differing_tensors(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

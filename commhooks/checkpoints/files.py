@@ -3,13 +3,14 @@
 A checkpoint is a folder, which all ranks must see under the same path:
 
     <directory>/checkpoint-00007-step-30/
-        manifest.json    step, world size, and the bytes of each file
+        manifest.json    step, world size, the save's name, and the bytes and the CRC-32 of each file
         shared.pt        what is the same on every rank, written by rank 0
         rank0.pt ...     each rank's own: residuals, buffers, random number generators; written in parallel
 
 It is written under another name, flushed to the disk, and renamed once complete: a run that is killed at any moment
 leaves earlier checkpoints intact. Every file loads with `torch.load(path)` and its default arguments, which executes
-nothing, and its checksums are compared first.
+nothing, and its checksums are compared first. It carries the random name of its save, so files of two saves cannot be
+mixed unnoticed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,17 +82,19 @@ def save_checkpoint(
     if len(set(steps)) > 1:
         raise CheckpointError(f"save_checkpoint: ranks disagree about the step: by rank {', '.join(map(str, steps))}.")
     ranks.each("consolidate the optimizer's state", run.consolidate_optimizer)
-    name: str
-    name, writing = ranks.first("prepare the checkpoint", lambda: prepare(root, step))
+    (name, writing), save = ranks.first("prepare the checkpoint", lambda: (prepare(root, step), uuid.uuid4().hex))
     with _removed_if_it_fails(root / writing, ranks):
-        sizes = ranks.gather(
-            "write the checkpoint", lambda: _write(root / writing, run, step, ranks, extra or {}, flush)
+        parts = ranks.gather(
+            "write the checkpoint", lambda: _write(root / writing, run, step, save, ranks, extra or {}, flush)
         )
+        written: dict[str, tuple[int, str]] = {name: sums for part in parts for name, sums in part.items()}
         manifest = {
             "format_version": FORMAT_VERSION,
+            "save": save,
             "step": step,
             "world_size": ranks.world_size,
-            "files": {name: size for part in sizes for name, size in part.items()},
+            "files": {name: size for name, (size, _) in written.items()},
+            "crc32": {name: crc32 for name, (_, crc32) in written.items()},
         }
         ranks.first("put the checkpoint in place", lambda: put_in_place(root, writing, name, manifest, flush=flush))
     ranks.first("remove older checkpoints", lambda: remove_all_but(keep, root))
@@ -123,6 +127,12 @@ def load_checkpoint(
     if path is None:
         return None
     contents = ranks.each("load the checkpoint", lambda: _read_what_fits(path, run, ranks, rules))
+    saves = ranks.gather("compare the checkpoint's save", lambda: contents.shared.get("save"))
+    if len(set(saves)) > 1:
+        raise CheckpointError(
+            f"ranks see different checkpoints under {path}: by rank, the save {', '.join(map(str, saves))}; nothing was "
+            "loaded. Every rank must see the folder that rank 0 sees."
+        )
     if hooks is not None and contents.hooks is not None:
         state = contents.hooks.as_dict()
         hooks.load_state_dict(state, world_size=world_size, settings=settings, missing=missing)
@@ -141,12 +151,14 @@ def _removed_if_it_fails(writing: Path, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _write(folder: Path, run: Run, step: int, ranks: Ranks, extra: Mapping[str, Any], flush: bool) -> dict[str, int]:
-    """Write this rank's files, and return the size in bytes of each."""
+def _write(
+    folder: Path, run: Run, step: int, save: str, ranks: Ranks, extra: Mapping[str, Any], flush: bool
+) -> dict[str, tuple[int, str]]:
+    """Write this rank's files, and return the size in bytes and the CRC-32 of each."""
     snapshot = None if run.hooks is None else run.hooks.snapshot()
-    files = {f"rank{ranks.rank}.pt": run.own_part(snapshot, step)}
+    files = {f"rank{ranks.rank}.pt": run.own_part(snapshot, step, save)}
     if ranks.rank == 0:
-        files["shared.pt"] = run.shared_part(snapshot, step, ranks.world_size, extra)
+        files["shared.pt"] = run.shared_part(snapshot, step, save, ranks.world_size, extra)
     return {name: write_tensors(folder / name, content, flush=flush) for name, content in files.items()}
 
 

@@ -79,20 +79,23 @@ class Run:
         if is_sharded(self.optimizer):
             self.optimizer.consolidate_state_dict(to=0)
 
-    def own_part(self, snapshot: Snapshot | None, step: int) -> dict[str, Any]:
-        """Return what each rank saves separately: its residuals, buffers and random number generators."""
+    def own_part(self, snapshot: Snapshot | None, step: int, save: str) -> dict[str, Any]:
+        """Return what each rank saves separately: its residuals, buffers and random number generators.
+
+        `save` names the save, so that no file can be taken for that of another one.
+        """
         generators = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             generators["cuda"] = torch.cuda.get_rng_state()
-        part: dict[str, Any] = {"format_version": FORMAT_VERSION, "step": step, "generators": generators}
+        part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "generators": generators}
         part["buffers"] = self.buffers()
         return part if snapshot is None else part | {"hooks": {"local": snapshot.as_dict()["local"]}}
 
     def shared_part(
-        self, snapshot: Snapshot | None, step: int, world_size: int, extra: Mapping[str, Any]
+        self, snapshot: Snapshot | None, step: int, save: str, world_size: int, extra: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return what is the same on every rank; raise `CheckpointError` if it holds anything but plain data."""
-        part: dict[str, Any] = {"format_version": FORMAT_VERSION, "step": step, "world_size": world_size}
+        part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "world_size": world_size}
         part["model"] = self.model.state_dict()
         for name, saved in (("optimizer", self.optimizer), ("scaler", self.scaler)):
             if saved is not None:

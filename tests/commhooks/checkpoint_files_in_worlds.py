@@ -13,6 +13,7 @@ import json
 import os
 import random
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from commhooks.checkpoints.folder import prepare
 from tests.commhooks.models import wrap
 
 FILES = ["manifest.json", "shared.pt", "rank0.pt", "rank1.pt"]
-CUTS, FLIPS = 10, 40
+CUTS, FLIPS = 5, 15  # which bits does not matter: the whole file has one checksum
 
 
 @dataclasses.dataclass
@@ -211,26 +212,30 @@ def forged(rank: int, folder: str) -> list[Told]:
     run = begin(rank, folder)
     path = run.save()
     other = run.save(step=17)
-    run.train(2)
+    run.train(1)
+    twin = run.save(step=3, keep=None)
+    run.train(1)
     told = []
-    for damage, name, forge in _forgeries(Path(folder) / "executed", other):
+    for damage, name, forge in _forgeries(Path(folder) / "executed", other, twin):
         run.directory = Path(folder) / damage
         if rank == 0:
             shutil.copytree(path, run.directory)
             forge(run.directory / name)
             if name != "manifest.json":
-                _write_true_sizes(run.directory)
+                _write_true_sums(run.directory)
         told.append(run.told(damage))
     return told
 
 
-def _write_true_sizes(path: Path) -> None:
+def _write_true_sums(path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"] = {name: (path / name).stat().st_size for name in manifest["files"]}
+    contents = {name: (path / name).read_bytes() for name in manifest["files"]}
+    manifest["files"] = {name: len(content) for name, content in contents.items()}
+    manifest["crc32"] = {name: f"{zlib.crc32(content):08x}" for name, content in contents.items()}
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def _forgeries(mark: Path, other: Path) -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
+def _forgeries(mark: Path, other: Path, twin: Path) -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     yield "no JSON", "manifest.json", lambda path: path.write_text("step: 3")
     yield "no object", "manifest.json", lambda path: path.write_text("[1, 2]")
     yield "no text", "manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00")
@@ -248,6 +253,8 @@ def _forgeries(mark: Path, other: Path) -> Iterator[tuple[str, str, Callable[[Pa
         lambda path: _rewrite(path, buffers={"norm.running_mean": torch.ones(1)}),
     )
     yield "of another checkpoint", "rank1.pt", lambda path: shutil.copy(other / path.name, path)
+    yield "of another save of the same step", "rank1.pt", lambda path: shutil.copy(twin / path.name, path)
+    yield "shared.pt of another save of the same step", "shared.pt", lambda path: shutil.copy(twin / path.name, path)
     yield "payload in shared.pt", "shared.pt", lambda path: _rewrite(path, extra={"payload": Payload(mark)})
     yield "payload in rank1.pt", "rank1.pt", lambda path: _rewrite(path, buffers={"payload": Payload(mark)})
     yield "payload alone", "rank0.pt", lambda path: torch.save(Payload(mark), path)
