@@ -82,6 +82,7 @@ def save_checkpoint(
     if len(set(steps)) > 1:
         raise CheckpointError(f"save_checkpoint: ranks disagree about the step: by rank {', '.join(map(str, steps))}.")
     ranks.each("consolidate the optimizer's state", run.consolidate_optimizer)
+    name: str
     (name, writing), save = ranks.first("prepare the checkpoint", lambda: (prepare(root, step), uuid.uuid4().hex))
     with _removed_if_it_fails(root / writing, ranks):
         parts = ranks.gather(
@@ -130,8 +131,8 @@ def load_checkpoint(
     saves = ranks.gather("compare the checkpoint's save", lambda: contents.shared.get("save"))
     if len(set(saves)) > 1:
         raise CheckpointError(
-            f"ranks see different checkpoints under {path}: by rank, the save {', '.join(map(str, saves))}; nothing was "
-            "loaded. Every rank must see the folder that rank 0 sees."
+            f"ranks see different checkpoints under {path}: by rank, the save {', '.join(map(str, saves))}; nothing "
+            "was loaded. Every rank must see the folder that rank 0 sees."
         )
     if hooks is not None and contents.hooks is not None:
         state = contents.hooks.as_dict()

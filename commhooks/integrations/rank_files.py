@@ -1,12 +1,16 @@
 """The hook's state within a framework's checkpoint folder: one file for each rank, `<name>-rank<r>.pt`.
 
 Frameworks keep each rank's random generators in the same way. The files are written in parallel, and no rank has to
-hold the state of all others; `torch.load` reads each of them with its default arguments, which executes nothing.
+hold the state of all others; `torch.load` reads each of them with its default arguments, which executes nothing. Each
+carries the random name of its save, which all files of a folder must share: there is no manifest, since every host may
+have a disk of its own.
 """
 
 from __future__ import annotations
 
 import re
+import uuid
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +27,16 @@ def save_rank_files(folder: Path, name: str, attachment: Attachment) -> None:
     A file appears complete or not at all. Raises `CheckpointError` on every rank if any of them cannot write.
     """
     ranks = Ranks(attachment.process_group)
-    ranks.each("save the hook's state", lambda: _write(folder, name, attachment, ranks))
+    save = ranks.first("name the save", lambda: uuid.uuid4().hex)
+    ranks.each("save the hook's state", lambda: _write(folder, name, attachment, ranks, save))
 
 
 def load_rank_files(folder: Path, name: str, attachment: Attachment, rules: LoadRules) -> None:
     """Resume from the files in a folder; call it on every rank, between two steps.
 
     Raises `CheckpointError` on every rank, and loads nothing, if the folder holds no such files (unless `rules` say
-    `missing="reset"`), if a rank's own file is missing or cannot be read, or if they do not match the run.
+    `missing="reset"`), if a rank's own file is missing or cannot be read, if files are of different saves, or if they
+    do not match the run.
     """
     ranks = Ranks(attachment.process_group)
     if not any(ranks.gather("look for the hook's state", lambda: bool(_numbers(folder, name)))):
@@ -42,18 +48,22 @@ def load_rank_files(folder: Path, name: str, attachment: Attachment, rules: Load
             "the hook's state from zero."
         )
     state: dict[str, Any] | CheckpointError
+    saves: dict[str, str] = {}
     try:
-        state = _read(folder, name, ranks, rules)
+        state, saves = _read(folder, name, ranks, rules)
     except CheckpointError as error:  # the other ranks learn of it in load_state_dict
         state = error
+    every = [file for told in ranks.gather("compare the saves", lambda: list(saves.items())) for file in told]
+    if len({save for _, save in every}) > 1:  # known to all ranks alike
+        state = _of_different_saves(folder, every)
     attachment.load_state_dict(state, world_size=rules.world_size, settings=rules.settings, missing=rules.missing)
 
 
-def _write(folder: Path, name: str, attachment: Attachment, ranks: Ranks) -> None:
+def _write(folder: Path, name: str, attachment: Attachment, ranks: Ranks, save: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet, or may have its own disk
     part = folder / f"{name}-rank{ranks.rank}.part"
     try:
-        write_tensors(part, attachment.state_dict(), flush=False)
+        write_tensors(part, attachment.state_dict() | {"save": save}, flush=False)
     except OSError:  # a full disk, for one
         part.unlink(missing_ok=True)
         raise
@@ -64,21 +74,42 @@ def _write(folder: Path, name: str, attachment: Attachment, ranks: Ranks) -> Non
                 _file(folder, name, number).unlink()
 
 
-def _read(folder: Path, name: str, ranks: Ranks, rules: LoadRules) -> dict[str, Any]:
-    """Return this rank's state, or that of all ranks if a different number of ranks saved it and it is to be spread."""
+def _read(folder: Path, name: str, ranks: Ranks, rules: LoadRules) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return this rank's state, or that of all ranks if a different number of ranks saved it and it is to be spread.
+
+    Return with it the save of each file that was read, by the file's name.
+    """
     own, here = _file(folder, name, ranks.rank), _numbers(folder, name)
-    first = _load(_file(folder, name, here[0]) if here and ranks.rank not in here else own)
+    path = _file(folder, name, here[0]) if here and ranks.rank not in here else own
+    first = _load(path)
+    saves = {path.name: _save_of(first)}
     if first.get("world_size") == ranks.world_size:
         if ranks.rank not in here and rules.world_size != "reset":
             raise CheckpointError(f"{own} is missing; every rank must see the folder that it saved to.")
-        return first
+        return first, saves
     if not rules.spreads:
-        return first
+        return first, saves
     saved = range(Snapshot.from_dict(first).world_size)
     absent = [_file(folder, name, number).name for number in saved if number not in here]
     if absent:
         raise CheckpointError(f"{folder} lacks {', '.join(absent)}; every rank must see the files of all ranks.")
-    return merge_state_dicts([_load(_file(folder, name, number)) for number in saved])
+    parts = {_file(folder, name, number).name: _load(_file(folder, name, number)) for number in saved}
+    saves = {file: _save_of(part) for file, part in parts.items()}
+    if len(set(saves.values())) > 1:
+        raise _of_different_saves(folder, saves.items())
+    return merge_state_dicts(list(parts.values())), saves
+
+
+def _save_of(content: Mapping[str, Any]) -> str:
+    return str(content.get("save", "no name, as in earlier versions"))
+
+
+def _of_different_saves(folder: Path, saves: Iterable[tuple[str, str]]) -> CheckpointError:
+    named = "; ".join(f"{file}: {save}" for file, save in sorted(set(saves)))
+    return CheckpointError(
+        f"{folder} holds files of different saves ({named}); nothing was loaded. Resume from a folder that one save "
+        "wrote to its end."
+    )
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def finds_what_is_wrapped(rank: int) -> None:
 def gathers_or_raises(rank: int, folder: str) -> None:
     gathers_what_every_rank_keeps(rank)
     takes_no_damaged_file(rank, folder)
+    takes_no_file_of_another_save(rank, folder)
     gathers_nothing_without_its_group(rank)
 
 
@@ -131,6 +132,42 @@ def takes_no_damaged_file(rank: int, folder: str) -> None:
         file.write_bytes(held[:at] + b"\x01" + held[at + 1 :])
     with pytest.raises(commhooks.CheckpointError, match=r"hook-rank1\.pt is damaged: the checksum of .* is wrong"):
         load_rank_files(Path(folder), "hook", attachment, commhooks.LoadRules())
+    attachment.detach()
+
+
+def takes_no_file_of_another_save(rank: int, folder: str) -> None:
+    model = DistributedDataParallel(build())
+    attachment = commhooks.attach(model, "top-k")  # what it keeps differs on every rank: no rank can compare it
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer, rank, 0)
+    save_rank_files(Path(folder, "one"), "hook", attachment)
+    before = str(attachment.state_dict())
+    save_rank_files(Path(folder, "other"), "hook", attachment)
+    dist.barrier()
+    if rank == 0:
+        Path(folder, "other", "hook-rank1.pt").replace(Path(folder, "one", "hook-rank1.pt"))
+    dist.barrier()
+    for rules in (commhooks.LoadRules(), commhooks.LoadRules(settings="change", missing="reset", world_size="spread")):
+        with pytest.raises(commhooks.CheckpointError, match=r"one holds files of different saves \(hook-rank0"):
+            load_rank_files(Path(folder, "one"), "hook", attachment, rules)
+    assert str(attachment.state_dict()) == before
+    dist.barrier()
+    file = Path(folder, "one", f"hook-rank{rank}.pt")  # as earlier versions wrote it
+    content = torch.load(file)
+    del content["save"]
+    torch.save(content, file)
+    load_rank_files(Path(folder, "one"), "hook", attachment, commhooks.LoadRules())
+    attachment.detach()
+    wide = Path(folder, "wide")
+    if rank == 0:  # of three ranks, the last of another save
+        wide.mkdir()
+        for number in range(3):
+            local = {"local": {f"rank{number}": content["local"]["rank0"]}, "world_size": 3, "inventory": {}}
+            torch.save(content | local | {"save": str(number // 2)}, wide / f"hook-rank{number}.pt")
+    dist.barrier()
+    attachment = commhooks.attach(DistributedDataParallel(build()), "top-k")
+    with pytest.raises(commhooks.CheckpointError, match=r"wide holds files of different saves"):
+        load_rank_files(wide, "hook", attachment, commhooks.LoadRules(world_size="spread"))
     attachment.detach()
 
 
