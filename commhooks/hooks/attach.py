@@ -88,6 +88,12 @@ class Attachment(Handle):
         assert isinstance(self._engine.line, ProcessGroupLine), "attach makes no other"
         return self._engine.line.process_group
 
+    @property
+    def hook_timeout(self) -> float | None:
+        """The limit of a collective, in seconds; None: that of the process group."""
+        assert isinstance(self._engine.line, ProcessGroupLine), "attach makes no other"
+        return self._engine.line.hook_timeout
+
     def checked(self, compressor: Compressor | str) -> Compressor:
         """Return the compressor that `replace` would switch to, made if a name is given; nothing changes.
 

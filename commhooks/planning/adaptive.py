@@ -9,28 +9,21 @@ the same on every rank.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from commhooks.communicators.collective import KINDS
-from commhooks.communicators.parent_group import backend_of
 from commhooks.compressors.noop import NoOp
 from commhooks.errors import AttachError, CheckpointError, CommHooksError, SettingsError
 from commhooks.language.compressor import Compressor
-from commhooks.planning.deciding import Decider, Seen, link_of, sends_of
+from commhooks.planning.deciding import Decider
+from commhooks.planning.link_meter import Counting, LinkMeter
 from commhooks.planning.links import Link
 from commhooks.planning.rule import AdaptiveRule
-from commhooks.scheduling.ledger import Statistics
 
 Value = TypeVar("Value")
 
 
-class Replaceable(Protocol):
+class Replaceable(Counting, Protocol):
     """What is asked of an `Attachment`."""
 
     @property
@@ -41,15 +34,6 @@ class Replaceable(Protocol):
     @property
     def steps(self) -> int:
         """The number of steps so far."""
-        ...
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The group whose ranks average together; None once it has been destroyed."""
-        ...
-
-    def statistics(self) -> Statistics:
-        """Return this rank's totals so far."""
         ...
 
     def checked(self, compressor: Compressor | str) -> Compressor:
@@ -74,6 +58,11 @@ class Decision:
     source: str
     target: str
     reason: str
+
+    def is_sound(self) -> bool:
+        """Return whether it has a step and three texts: one that was loaded may have anything."""
+        texts = (self.source, self.target, self.reason)
+        return type(self.step) is int and self.step >= 0 and all(type(text) is str for text in texts)
 
     def __str__(self) -> str:
         """Return the decision in a line."""
@@ -105,7 +94,7 @@ class Adaptive:
         self._attachment = attachment
         self._rule = rule or AdaptiveRule()
         self._on_decision = on_decision
-        self._meter = _Meter(attachment)
+        self._meter = LinkMeter(attachment)
         self._ladder, rung = self._agreed(ladder)
         attachment.expect(*self._ladder)  # a checkpoint may hold state of every rung
         self._decider = Decider(len(self._ladder), self._meter.ranks, rung, self._rule)
@@ -131,8 +120,9 @@ class Adaptive:
 
         Call it on every rank after the optimizer's step. If no step was synchronised since the last call (gradients
         are being accumulated), it does nothing. If somebody else replaced the attachment's compressor, it goes on from
-        that one. Raises the group's own error if a rank is gone, what `Attachment.replace` raises, and `SettingsError`
-        if a compressor is in use that is no rung.
+        that one. Raises the group's own error if a rank is gone, `CollectiveError` if one does not come within the
+        attachment's `hook_timeout`, what `Attachment.replace` raises, and `SettingsError` if a compressor is in use
+        that is no rung.
         """
         if self._attachment.compressor != self.compressor:
             self._decider.follow(_rung_in_use(self._attachment, self._ladder))
@@ -172,8 +162,9 @@ class Adaptive:
         """Continue as the run that returned this; the attachment's compressor is replaced if another was in use.
 
         Call it on every rank, before the attachment's own `load_state_dict`, which needs the compressor that was saved.
-        With another number of ranks it begins on the saved rung, and measures all anew. Raises `CheckpointError` on
-        every rank, and changes nothing, if ladder or rule differ on any, or if ranks pass different states.
+        With another number of ranks it begins on the saved rung, and measures all again. Raises `CheckpointError` on
+        every rank, and changes nothing, if ladder or rule differ on any, if the state is damaged, which names the
+        entry, or if ranks pass different states.
         """
         decider, decisions = self._alike(
             lambda: self._read(state),
@@ -196,10 +187,14 @@ class Adaptive:
             ]
             decisions = [Decision(**each) for each in state["decisions"]]
             saved, ranks = state["decider"], state.get("ranks", self._meter.ranks)
+            wrong = [f"decisions[{number}]: {each!r}" for number, each in enumerate(decisions) if not each.is_sound()]
+            wrong += [f"ranks: {ranks!r}"] if type(ranks) is not int or ranks < 2 else []
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"Adaptive: the state is damaged ({type(error).__name__}: {error}).") from error
         if differing:
             raise CheckpointError(f"Adaptive: the state does not match. {'; '.join(differing)}.")
+        if wrong:
+            raise CheckpointError(f"Adaptive: the state is damaged. {'; '.join(wrong)}.")
         decider = Decider(len(self._ladder), self._meter.ranks, self._decider.rung, self._rule)
         decider.load_state_dict(saved)
         if ranks != self._meter.ranks:  # what was measured holds for that many
@@ -264,75 +259,3 @@ def _rung_in_use(attachment: Replaceable, rungs: Sequence[Compressor]) -> int:
             f"({', '.join(map(str, rungs))})."
         )
     return rungs.index(attachment.compressor)
-
-
-class _Meter:
-    """The clock and the exchange: what this rank measured becomes what all ranks know."""
-
-    def __init__(self, attachment: Replaceable) -> None:
-        group = attachment.process_group
-        if group is None:
-            raise AttachError("Adaptive: the attachment's process group was destroyed.")
-        self._group: dist.ProcessGroup = group
-        self.ranks = group.size()
-        if self.ranks < 2:
-            raise SettingsError("Adaptive: one rank has no link to adapt to; at least 2 are needed.")
-        # On NCCL the host does not see how long a collective takes: the whole step stands for it.
-        cuda = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
-        self._sees_waiting = cuda is None or backend_of(group, cuda) != "nccl"
-        self._device = torch.device("cpu") if self._sees_waiting or cuda is None else cuda
-        self._attachment = attachment
-        self.start()
-
-    def start(self) -> None:
-        """Begin a step."""
-        self._counted, self._began = self._attachment.statistics(), time.perf_counter()
-
-    def seen(self) -> Seen | None:
-        """Return the mean of the steps since the last call, as all ranks see it, and begin the next; None if none."""
-        now, counts = time.perf_counter(), self._attachment.statistics()
-        seconds, added = now - self._began, counts.since(self._counted)
-        if added.steps == 0:
-            return None
-        waiting, exposed = added.seconds_waiting, added.seconds_exposed
-        if not self._sees_waiting:
-            waiting = exposed = seconds
-        own = [seconds, -waiting, exposed]
-        for kind in KINDS:
-            traffic = added.by_kind.get(kind)
-            own += [traffic.payload_bytes, traffic.collectives] if traffic else [0, 0]
-        longest, shortest, most, *sent = (value / added.steps for value in self._largest(own))
-        kinds = zip(KINDS, sent[::2], sent[1::2], strict=True)
-        self._counted, self._began = counts, time.perf_counter()
-        return Seen(longest, -shortest, most, sends_of(list(kinds)))
-
-    def probe(self, decider: Decider) -> Link:
-        """Time all-reduces between the ranks; the first time twice, since the rate tells how many bytes suffice."""
-        link = self._probe(decider.probe_bytes())
-        return link if decider.link is not None else self._probe(decider.probe_bytes(link))
-
-    def _probe(self, payload: int) -> Link:
-        small = torch.zeros(1, device=self._device)
-        large = torch.zeros(payload // small.element_size(), device=self._device)
-        self._timed(small)  # the ranks meet here, so that what follows is the link's alone
-        of_small, of_large = self._largest([self._timed(small), self._timed(large)])
-        return link_of(of_small, of_large, payload, self.ranks)
-
-    def _timed(self, tensor: Tensor) -> float:
-        began = time.perf_counter()
-        dist.all_reduce(tensor, group=self._group)
-        tensor[0].item()  # a GPU's host waits here
-        return time.perf_counter() - began
-
-    def _largest(self, own: list[float]) -> list[float]:
-        """Return each number of the rank where it is largest: bit for bit the same everywhere."""
-        told = torch.tensor(own, dtype=torch.float64, device=self._device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        numbers: list[float] = told.tolist()
-        return numbers
-
-    def gathered(self, text: str) -> list[str]:
-        """Return every rank's text, by rank."""
-        texts = [""] * self.ranks
-        dist.all_gather_object(texts, text, group=self._group)
-        return texts

@@ -18,17 +18,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from commhooks.errors import CheckpointError
 from commhooks.planning.gloo import MESSAGE_BYTES, course_of
 from commhooks.planning.links import Link
+from commhooks.planning.remembered import Memory, OnLink, Rung, Sends
 from commhooks.planning.rule import AdaptiveRule
 from commhooks.units import seconds_in_words, three_digits
 
-Sends = tuple[tuple[str, int, int], ...]
-"""What a rank sends in a step: (kind, payload bytes of all, number) of its collectives."""
 _SAME = 1.25  # seconds on the link within this factor of each other count as the same link
 _SHORT = 0.02  # of a step: differences below it do as well
 _RECENT = 3  # steps whose shortest counts as the rung's
@@ -61,68 +59,12 @@ class Move:
     reason: str
 
 
-class _OnLink(NamedTuple):
-    """What a step of a rung took on one link, in seconds."""
-
-    network: float
-    """That its collectives need there."""
-    seconds: float
-    least: float
-    """Without exposed waiting."""
-
-    def slower_by(self, shift: float) -> _OnLink:
-        """Return the same for a step in which everything but the link takes longer, by so many seconds."""
-        return _OnLink(self.network, max(0.0, self.seconds + shift), max(0.0, self.least + shift))
-
-
-@dataclasses.dataclass
-class _Rung:
-    """What is known of a rung."""
-
-    sends: Sends = ()
-    steps: list[_OnLink] = dataclasses.field(default_factory=list)
-    """One for each link that it ran on, the newest last."""
-    banned_until: int = 0
-    ban: int = 0
-    """How long the last one was."""
-
-
-@dataclasses.dataclass
-class _Memory:
-    """All that a decision depends on, besides the settings."""
-
-    rung: int
-    rungs: list[_Rung]
-    judged: int = 0
-    """Steps so far."""
-    since_move: int = 0
-    since_probe: int = 0
-    recent: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
-    """(seconds, waiting, exposed) of the last steps on this rung and, as far as is known, this link; never empty once
-    a step was judged."""
-    hidden: float = 0.0
-    """The most that it has hidden so far."""
-    waiting: float = 0.0
-    """In the step before the last probe, to which later steps are compared."""
-    change: float = 0.0
-    """The part of a step by which waiting must have changed."""
-    latency: float = 0.0
-    rate: float = 0.0
-    """Of the link when it was last probed; 0: never."""
-    before: int | None = None
-    """The rung before this one."""
-    favourite: int | None = None
-    """The rung that the last probe was for."""
-    has_changed: bool = False
-    """Whether the last step's waiting differed from the step's that others are compared to."""
-
-
 class Decider:
     """Decides for a ladder of so many rungs; on every rank alike."""
 
     def __init__(self, rungs: int, ranks: int, rung: int, rule: AdaptiveRule) -> None:
         self.ranks, self.rule = ranks, rule
-        self._memory = _Memory(rung, [_Rung() for _ in range(rungs)], change=rule.change)
+        self._memory = Memory(rung, [Rung() for _ in range(rungs)], change=rule.change)
 
     @property
     def rung(self) -> int:
@@ -208,27 +150,11 @@ class Decider:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
-        state = dataclasses.asdict(self._memory)
-        for rung in state["rungs"]:
-            rung["steps"] = [tuple(one) for one in rung["steps"]]  # torch.load accepts no NamedTuple by default
-        return state
+        return self._memory.as_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; raise `CheckpointError` for anything else."""
-        try:
-            rungs = [_Rung(**rung | {"sends": tuple(map(tuple, rung["sends"]))}) for rung in state["rungs"]]
-            for rung in rungs:
-                rung.steps = [_OnLink(*one) for one in rung.steps]
-            memory = _Memory(**{**state, "rungs": rungs, "recent": [tuple(one) for one in state["recent"]]})
-            fits = len(rungs) == len(self._memory.rungs) and 0 <= memory.rung < len(rungs)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"Adaptive: the state is damaged ({type(error).__name__}: {error}).") from error
-        if not fits:
-            raise CheckpointError(
-                f"Adaptive: the state is of rung {memory.rung} of {len(rungs)}; this ladder has "
-                f"{len(self._memory.rungs)}."
-            )
-        self._memory = memory
+        self._memory = Memory.from_dict(state, len(self._memory.rungs))
 
     def _learn(self, link: Link) -> None:
         """Keep what the rung in use takes on this link."""
@@ -245,7 +171,7 @@ class Decider:
             if memory.since_move > self.rule.visit:
                 self._shift(seconds - expected, doubt=(_SAME - 1) * max(0.0, network - memory.hidden))
         least = max(0.0, min(seconds - exposed for seconds, _, exposed in memory.recent))
-        own.steps = [*own.steps, _OnLink(network, seconds, least)][-_KEPT:]
+        own.steps = [*own.steps, OnLink(network, seconds, least)][-_KEPT:]
 
     def _are_alike(self, one: Link, other: Link) -> bool:
         """Return whether two links are the same to the rung in use."""
@@ -253,7 +179,7 @@ class Decider:
         networks = self._network(own, one), self._network(own, other)
         return _are_same(*networks, self._predict(own, networks[0]))
 
-    def _known(self, link: Link) -> _OnLink | None:
+    def _known(self, link: Link) -> OnLink | None:
         """Return what the rung in use took on a link like this one, if it ran on any."""
         own = self._memory.rungs[self._memory.rung]
         network = self._network(own, link)
@@ -270,13 +196,13 @@ class Decider:
         for rung in self._memory.rungs:
             rung.steps = [one.slower_by(shift) for one in rung.steps]
 
-    def _network(self, rung: _Rung, link: Link) -> float:
+    def _network(self, rung: Rung, link: Link) -> float:
         """Return the seconds that a rung's collectives need on a link."""
         return math.fsum(
             number * link.transfer(kind, payload // number, self.ranks).seconds for kind, payload, number in rung.sends
         )
 
-    def _predict(self, rung: _Rung, network: float) -> float:
+    def _predict(self, rung: Rung, network: float) -> float:
         hidden = self._memory.hidden
         near = min(rung.steps, key=lambda one: abs(one.network - network))
         return max(near.least, near.seconds + max(0.0, network - hidden) - max(0.0, near.network - hidden))

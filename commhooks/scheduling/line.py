@@ -66,7 +66,7 @@ class ProcessGroupLine:
         self._process_group = weakref.ref(process_group)
         self._address = Address.under(process_group, label)
         self._wrap = wrap_communicator
-        self._hook_timeout = hook_timeout
+        self.hook_timeout = hook_timeout
         self._may_bypass = may_bypass  # the user knows that a group without Gloo only provides its ranks
 
     @property
@@ -108,7 +108,7 @@ class ProcessGroupLine:
         if backend != "nccl":
             if process_group is not None and backend != "gloo" and not self._may_bypass:
                 warn_of_bypass(process_group, backend)
-            return ThreadScheduler(self._address, fingerprint, self._wrap, self.policy, self._hook_timeout)
+            return ThreadScheduler(self._address, fingerprint, self._wrap, self.policy, self.hook_timeout)
         assert process_group is not None, "its backend was just asked for"
         # A proxy: an engine is found by its group, and must not keep it alive.
         carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
@@ -116,7 +116,7 @@ class ProcessGroupLine:
         communicator = self._wrap(carrier) if self._wrap else carrier
         board = self._address.noticeboard()
         inline = InlineScheduler(
-            communicator, agreements.agree, SideStream(device), self.policy, self._hook_timeout, board
+            communicator, agreements.agree, SideStream(device), self.policy, self.hook_timeout, board
         )
         inline.agree(fingerprint)
         return inline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -160,6 +161,9 @@ def refusals(rank: int, kind: str) -> dict[str, Told]:
     told["no rung"] = told_by(
         lambda: controller.load_state_dict({**state, "decider": {**state["decider"], "rung": ""}})
     )
+    made = {"step": -1, "source": "a", "target": "b", "reason": "c"}
+    told["no step"] = told_by(lambda: controller.load_state_dict({**state, "decisions": [made]}))
+    told["no ranks"] = told_by(lambda: controller.load_state_dict({**state, "ranks": "2"}))
     assert (controller.state_dict(), str(attachment.compressor)) == (state, str(controller.ladder[0]))
     backward(model, _gradients(0)[rank])
     controller.step()
@@ -182,6 +186,17 @@ def _replaced_under_it(controller: Adaptive, model: nn.Module, rank: int) -> Tol
     told = told_by(controller.step)
     attachment.replace(controller.ladder[2])
     return told
+
+
+def without_a_rank(rank: int, kind: str, limit: float) -> tuple[Told, float]:
+    """Call `step` on rank 1 only when the others have given up; return what each was told, and after how long."""
+    model = given(kind)
+    controller = Adaptive(commhooks.attach(model, "all-reduce", hook_timeout=limit), LADDER)
+    backward(model, _gradients(0)[rank % 2])
+    if rank == 1:
+        time.sleep(limit + 2)
+    began = time.monotonic()
+    return told_by(controller.step), time.monotonic() - began
 
 
 def of_other_ranks(rank: int, kind: str) -> list[object]:

@@ -32,6 +32,15 @@ def test_what_was_measured_with_another_number_of_ranks_is_measured_anew_on_the_
     assert run_ranks(on_every_rank.of_other_ranks, 2, "core") == [[True, 2, None, True]] * 2
 
 
+def test_a_rank_whose_step_does_not_come_within_hook_timeout_is_named_on_the_others() -> None:
+    first, late, third = run_ranks(on_every_rank.without_a_rank, 3, "core", 0.5)
+    for told, seconds in (first, third):
+        assert 0.5 <= seconds < 4
+        assert told.error == "CollectiveError"
+        assert "was not called within hook_timeout=0.5 s. No answer from rank 1." in told.text
+    assert late[1] < 4  # its first exchange found theirs; it does not wait for more
+
+
 def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays() -> None:
     for rank, told in enumerate(run_ranks(on_every_rank.refusals, 2, "core")):
         errors = {what: one.error for what, one in told.items()}
@@ -42,6 +51,8 @@ def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_s
             "another rank's state": "CheckpointError",
             "another rank's damaged state": "CheckpointError",
             "no rung": "CheckpointError",
+            "no step": "CheckpointError",
+            "no ranks": "CheckpointError",
             "detached": "AttachError",
         }
         assert "ladder must have at least two compressors" in told["one rung"].text
@@ -56,5 +67,7 @@ def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_s
         assert "ladder: saved" in told["another's state"].text
         assert "ranks pass different states; by rank: " in told["another rank's state"].text
         assert ("rank 1: " in told["another rank's damaged state"].text) == (rank == 0)
+        assert "the state is damaged. decisions[0]: Decision(step=-1" in told["no step"].text
+        assert "the state is damaged. ranks: '2'" in told["no ranks"].text
         assert "in use, Cast(dtype=torch.bfloat16), must be a rung" in told["replaced by another"].text
         assert "at least 2 are needed" in told["one rank"].text

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -186,8 +188,10 @@ def test_a_decider_that_is_saved_and_loaded_decides_as_the_one_that_was_not(at: 
         lambda state: state.update(rung=7),
         lambda state: state.update(unheard_of=1),
         lambda state: state["rungs"][0].update(steps=[1.0]),
+        lambda state: state["rungs"][0].update(steps=[(1.0, 2.0)]),
+        lambda state: state.update(recent=7),
     ],
-    ids=["without rungs", "fewer rungs", "no such rung", "unknown field", "steps"],
+    ids=["without rungs", "fewer rungs", "no such rung", "unknown field", "steps", "short step", "recent"],
 )
 def test_damaged_state_raises_and_changes_nothing(damage: Callable[[dict[str, Any]], object]) -> None:
     run = Run(ladder(), back_and_forth)
@@ -197,6 +201,47 @@ def test_damaged_state_raises_and_changes_nothing(damage: Callable[[dict[str, An
     with pytest.raises(CheckpointError, match="Adaptive: the state"):
         run.decider.load_state_dict(state)
     assert run.decider.state_dict() == before
+
+
+NO_SECONDS = ["x", -7, math.nan, math.inf, None, True]
+NO_COUNTS = ["x", -7, math.nan, 1.5, None, True]
+
+
+def places(state: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield every number in a state: where it is, and what holds it under which key."""
+    for key, held in state.items() if isinstance(state, dict) else enumerate(state):
+        name = f"{where}[{key}]" if isinstance(key, int) else f"{where}.{key}".lstrip(".")
+        if isinstance(held, (dict, list)):
+            yield from places(held, name)
+        elif isinstance(held, (int, float)):
+            yield name, state, key
+
+
+def test_every_number_of_a_state_that_could_not_have_been_measured_is_refused_by_name() -> None:
+    run = Run(ladder(), back_and_forth)
+    run.go_on(120)
+    before = run.decider.state_dict()
+    plain = json.loads(json.dumps(before))  # lists in place of tuples, which can be changed
+    Decider(5, RANKS, 0, AdaptiveRule()).load_state_dict(plain)
+    names = []
+    for name, holder, key in places(plain):
+        kept = holder[key]
+        for wrong in [0.5, 1] if isinstance(kept, bool) else NO_COUNTS if isinstance(kept, int) else NO_SECONDS:
+            if wrong is None and name in ("before", "favourite"):
+                continue
+            holder[key] = wrong
+            with pytest.raises(CheckpointError, match="the state is damaged") as caught:
+                run.decider.load_state_dict(plain)
+            assert re.search(re.escape(name.split("[")[0]), str(caught.value)), (name, wrong, str(caught.value))
+        holder[key] = kept
+        names.append(name)
+    assert len(names) > 60 and run.decider.state_dict() == before
+    for name, value in (("rung", 5), ("before", 5), ("favourite", -1), ("latency", "x")):
+        with pytest.raises(CheckpointError, match=rf"the state is damaged\. {name}: expected a .*, got {value!r}"):
+            run.decider.load_state_dict(before | {name: value})
+    damaged = plain["rungs"][1] | {"sends": [["broadcast", 1, 1], ["all-reduce", 1, 0]]}
+    with pytest.raises(CheckpointError, match=r"rungs\[1\]\.sends\[0\]: expected .*sends\[1\]\.number: expected"):
+        run.decider.load_state_dict(plain | {"rungs": [plain["rungs"][0], damaged, *plain["rungs"][2:]]})
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
