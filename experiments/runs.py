@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from commhooks.checkpoints.disk import named
+
 from .links.link import LinkSettings
 from .specs import Spec, unknown
 
@@ -246,14 +248,22 @@ class RunResult:
         return HEAD + f"{FORMAT},\n" + ",\n".join(lines) + "\n}"
 
     def write(self, folder: Path) -> Path:
-        """Write the result under its name, completely or not at all, and return the path."""
+        """Write the result under its name, completely or not at all, and return the path.
+
+        Raises:
+            OSError: It cannot be written; the error names the file and, if the disk is full, the space left.
+
+        """
         path = folder / self.file_name
         partial = path.with_suffix(PARTIAL)
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(self.to_json() + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # the name must not reach the disk before the text, should the power fail
-        return partial.replace(path)
+        try:
+            with named(path), partial.open("w", encoding="utf-8") as file:
+                file.write(self.to_json() + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # the name must not reach the disk before the text, should the power fail
+            return partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, path: Path) -> RunResult:

@@ -24,7 +24,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def write_tensors(path: Path, content: dict[str, Any], *, flush: bool) -> tuple[int, str]:
     """Write `content` with `torch.save`, and return the file's size and CRC-32; with `flush`, wait for the disk."""
-    with _named(path):
+    with named(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         file = _File(descriptor)
         try:
@@ -59,7 +59,7 @@ def read_tensors(path: Path) -> Any:
 
 def write_text(path: Path, text: str, *, flush: bool) -> None:
     """Write text; with `flush`, wait until it is on the disk."""
-    with _named(path):
+    with named(path):
         path.write_text(text)
     if flush:
         flush_to_disk(path)
@@ -67,7 +67,7 @@ def write_text(path: Path, text: str, *, flush: bool) -> None:
 
 def flush_to_disk(path: Path) -> None:
     """Wait until a file, or the list of names in a folder, is on the disk."""
-    with _named(path):
+    with named(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -113,7 +113,7 @@ def _save(content: dict[str, Any], file: _File) -> None:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
     """Add the path to an `OSError` raised inside and, if the disk is full, the space left."""
     try:
         yield

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from commhooks.checkpoints.disk import named
+
 from ..outcomes import Setting, settings_of
 from ..runs import RunResult, RunSettings
 from ..summary import TARGET_RULE
@@ -64,7 +66,9 @@ def write(
     ]
     (out / PLOTS).mkdir(parents=True, exist_ok=True)
     for picture in (*across, *(one for own in pictures for one in own)):
-        (out / PLOTS / f"{picture.name}.{picture.kind}.png").write_bytes(picture.png)
+        drawing = out / PLOTS / f"{picture.name}.{picture.kind}.png"
+        with named(drawing):
+            drawing.write_bytes(picture.png)
     rule = TARGET_RULE if target_loss is None else f"a mean training loss of {target_loss:g}, as asked for"
     text = page(
         settings,
@@ -77,7 +81,8 @@ def write(
         folders=folders,
     )
     path = out / PAGE
-    path.write_text(text, encoding="utf-8")
+    with named(path):
+        path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commhooks.checkpoints.disk import named
+
 from ..runs import PARTIAL, RunResult, RunSettings
 from ..summary import smoothed_losses, total_bytes, total_seconds, unprobed
 from ..tasks.loading import source_of
@@ -60,7 +62,8 @@ def write_failure(out: Path, settings: RunSettings, traceback: str) -> Path:
     """Write a failed run's traceback into `out`/failures, and return the path."""
     path = _failure_file(out, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{HEAD}{json.dumps(settings.to_dict())}\n\n{traceback}\n", encoding="utf-8")
+    with named(path):
+        path.write_text(f"{HEAD}{json.dumps(settings.to_dict())}\n\n{traceback}\n", encoding="utf-8")
     return path
 
 

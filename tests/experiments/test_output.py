@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -16,8 +17,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from experiments.commands.cli import app
-from experiments.report.page import HEAD, PICTURES
-from experiments.runs import RunSettings
+from experiments.report import writing
+from experiments.report.page import HEAD, PICTURES, Picture
+from experiments.runs import PARTIAL, RunSettings
 from experiments.sweeps import sweep
 from experiments.sweeps.execute import Listener, Made
 from experiments.sweeps.lock import LOCK, claimed
@@ -266,3 +268,27 @@ def test_what_a_link_leads_to_is_left_alone(link: str, out: Path, tmp_path: Path
     with pytest.raises(ValueError, match="files of another kind"):
         prepare_folder(out, overwrite=True)
     assert files(out) == before
+
+
+@pytest.mark.parametrize("written", ["results", "failures", "report.html", "plots/a.step-time.png"])
+def test_a_file_for_which_the_disk_has_no_room_is_named(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = result("fp16", seed=5)
+    monkeypatch.setattr(writing, "series_of", lambda settings: [])
+    monkeypatch.setattr(writing, "_pictures", lambda *_: iter([Picture("a", "step-time", b"png")]))
+    report = functools.partial(writing.write, [run], tmp_path, baseline=None, target_loss=None, command="commhooks")
+    writes: dict[str, tuple[str, Callable[[], object]]] = {
+        "results": (f"results/{run.file_name}", lambda: run.write(tmp_path / "results")),
+        "failures": (f"failures/{run.settings.name}.txt", lambda: write_failure(tmp_path, run.settings, "it failed")),
+    }
+    name, write = writes.get(written, (written, report))
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    opened = path.with_suffix(PARTIAL) if written == "results" else path
+    opened.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device \(\d+ bytes free\)") as caught:
+        write()
+    assert caught.value.filename == str(path)
+    if written == "results":
+        assert list(path.parent.iterdir()) == []  # what was begun takes no room
