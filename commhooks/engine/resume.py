@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -14,6 +15,7 @@ from commhooks.engine.replay import Resumed
 from commhooks.errors import AttachError, CheckpointError
 from commhooks.language.bucket import Slot
 from commhooks.language.entries import Declared, Entry
+from commhooks.state.fitness import begun_again, misfits
 from commhooks.state.formats import description_of
 from commhooks.state.settings import settings_of
 from commhooks.state.snapshot import LoadRules, Snapshot, refuse
@@ -59,7 +61,17 @@ def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[st
         return [str(error).removesuffix(".")]
     shapes = {name: list(parameter.shape) for name, parameter in engine.state.named().items()}
     where = engine.line.world_size, engine.line.rank
-    return snapshot.differences(engine.compressor, shapes, _declared(engine, snapshot), *where, rules)
+    found = snapshot.differences(engine.compressor, shapes, _declared(engine, snapshot), *where, rules)
+    return found or misfits(snapshot, engine.state.named(), _declared_by_each(engine), engine.line.world_size, rules)
+
+
+def _declared_by_each(engine: Engine) -> dict[str, list[Declared]]:
+    """Return what each compressor that may be in use remembers for each parameter, first that of the present one."""
+    compressors, world_size = (engine.compressor, *engine.state.successors), engine.line.world_size
+    return {
+        name: [compressor.state(name, _as_compressed(parameter), world_size) for compressor in compressors]
+        for name, parameter in engine.state.named().items()
+    }
 
 
 def _with_kinds(engine: Engine, snapshot: Snapshot) -> Snapshot:
@@ -109,6 +121,10 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
     fingerprint = _agreed(engine, checked)
     if isinstance(checked, CheckpointError):
         raise checked
+    again = begun_again(checked, engine.state.named(), _declared_by_each(engine))
+    if again:
+        listed = ", ".join(again[:8]) + (f" and {len(again) - 8} more" if len(again) > 8 else "")
+        warnings.warn(f"commhooks: with other settings, {listed} starts from scratch.", stacklevel=4)
     if rules.missing == "reset":
         checked = checked.without_entries_not_in(_declared(engine, checked))
     unchecked = checked.shapes if not engine.state.named() and rules.missing == "refuse" else None

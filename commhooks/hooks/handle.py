@@ -72,9 +72,6 @@ class Handle(ABC):
         `CheckpointError` after a step that failed, or if the parameters' names are not known (see
         `PowerSGDState.bind`).
         """
-        # Allocate now everything that the state will ever hold: torch.distributed.checkpoint loads only into existing
-        # tensors, and may be given the state_dict of a run that has taken no step.
-        lay_out(self._settled_engine(), self._sparse)
         state = self.snapshot().cloned().as_dict()
         return state | {"inventory": {rank: _inventory(state, rank) for rank in state["local"]}}
 
@@ -125,6 +122,10 @@ class Handle(ABC):
 
     def snapshot(self) -> Snapshot:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
+        # Allocate now everything that the state will ever hold: torch.distributed.checkpoint loads only into existing
+        # tensors, and may be given the state_dict of a run that has taken no step. And after `replace`, what the next
+        # step would start from scratch is saved as it will be.
+        lay_out(self._settled_engine(), self._sparse)
         plan: Any = getattr(self._model(), "bucket_plan", None)  # ddp_core's DDP has one
         return snapshot_of(self._settled_engine(), {"ddp_core": plan()} if plan is not None else {})
 
@@ -195,7 +196,7 @@ def _inventory(state: Mapping[str, Any], rank: str) -> list[str]:
     """List the names of everything in a state_dict that belongs to one rank."""
     parts = {"replicated": state["replicated"], "local": state["local"][rank]}
     held = [f"{part}.{name}.{entry}" for part, entries in parts.items() for name in entries for entry in entries[name]]
-    return sorted(held + [f"shapes.{name}" for name in state["shapes"]])
+    return sorted(held + [f"{part}.{name}" for part in ("settings", "shapes") for name in state[part]])
 
 
 def _complete(state: object) -> Snapshot:
@@ -212,7 +213,7 @@ def _complete(state: object) -> Snapshot:
         if lost:
             more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
             raise CheckpointError(
-                f"the state was read without {', '.join(lost[:8])}{more}, which the checkpoint holds and which had no "
-                "place in the state that it was read into; read it with commhooks.load_distributed."
+                f"the state was read without {', '.join(lost[:8])}{more}, which it held when it was saved: it was "
+                "edited, or read into a state that had no place for this; read it with commhooks.load_distributed."
             )
     return read

@@ -11,8 +11,8 @@
     kinds           how each rank's own entries behave, by parameter's name and entry's name: see `Entry`
     replicated      by parameter's name and entry's name: the same on every rank
     local           by "rank<r>", parameter's name and entry's name: each rank's own
-    inventory       by "rank<r>", the name of everything in that rank's state, so that what reads it part by part, as
-                    torch.distributed.checkpoint does, cannot leave something out unnoticed
+    inventory       by "rank<r>", the name of everything in that rank's state, and of every setting, so that what reads
+                    it part by part, as torch.distributed.checkpoint does, cannot leave something out unnoticed
 
 Each rank saves only its own part of `local`; `merge_state_dicts` combines the parts of several ranks.
 

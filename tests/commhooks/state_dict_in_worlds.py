@@ -244,7 +244,7 @@ def ranks_that_unpickle_different_states(rank: int) -> None:
     model = given("core")
     state.bind(model)
     settings = state.state_dict()["settings"]
-    state.load_state_dict(saved | {"settings": settings, "step": 2 + rank})
+    state.load_state_dict(saved | {"settings": settings, "inventory": {}, "step": 2 + rank})
     model.register_comm_hook(state, powerSGD_hook)  # type: ignore[operator]
     with pytest.raises(commhooks.AttachError, match=r"ranks disagree. loaded state, step: 2 \(rank 0\), 3 \(rank 1\)"):
         backward(model, normal(zeros(*SHAPES), 2, seed=0)[rank])

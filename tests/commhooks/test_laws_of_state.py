@@ -5,6 +5,7 @@ The table's rows, and one with private and replicated state, through real engine
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -155,6 +156,31 @@ def test_a_run_is_resumed_from_a_state_dict_with_all_kinds_of_state(case: Case) 
             assert all(torch.equal(mean[name], same[name]) for name in tensors)
     for one, other in zip(ran, resumed, strict=True):
         assert str(one.state_dict()) == str(other.state_dict())
+
+
+@every_remembering_case
+def test_an_entry_with_one_element_more_or_a_nan_is_refused_by_name_and_nothing_is_loaded(case: Case) -> None:
+    tensors = {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
+    ran = exchangers(tensors, case.make())
+    for step in range(3):
+        commhooks.average_in_lockstep(ran, gradients_of(tensors, step))
+    state, edits = ran[0].state_dict(), 0
+    before, held = str(state), [state["replicated"], state["local"]["rank0"]]
+    for part in held:
+        for name, kept in part.items():
+            declared = case.make().state(name, tensors[name], 2)
+            for entry, tensor in kept.items():
+                spoiled = torch.full(tensor.shape, math.nan)
+                longer = torch.cat([tensor.flatten(), tensor.new_zeros(1)])
+                for wrong in (longer, spoiled) if entry in declared else (spoiled,):  # a whole bucket has any size
+                    kept[entry] = wrong
+                    if wrong.numel():
+                        edits += 1
+                        with pytest.raises(commhooks.CheckpointError, match=f"'{name}'.*'?{entry}"):
+                            ran[0].load_state_dict(state)
+                kept[entry] = tensor
+    assert edits >= sum(tensor.numel() > 0 for part in held for kept in part.values() for tensor in kept.values())
+    assert str(ran[0].state_dict()) == before
 
 
 def exchangers(tensors: dict[str, Tensor], compressor: Compressor, world_size: int = 2) -> list[commhooks.Exchanger]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,12 +117,91 @@ def test_four_ranks_become_two_and_four_again_without_a_jump_of_the_loss(tmp_pat
             assert jump <= noise, (first, jump, noise)
 
 
+def alone(compressor: str, **settings: Any) -> commhooks.Exchanger:
+    """Return a worker that is alone, and has taken a step."""
+    tensors = {"weight": torch.zeros(24, 20), "bias": torch.zeros(20)}
+    (line,) = commhooks.lockstep_lines(1)
+    exchanger = commhooks.Exchanger(tensors, commhooks.make_compressor(compressor, **settings), line=line)
+    torch.manual_seed(0)
+    commhooks.average_in_lockstep([exchanger], [{name: torch.randn(one.shape) for name, one in tensors.items()}])
+    return exchanger
+
+
+def edited(state: dict[str, Any], entry: str, value: torch.Tensor) -> dict[str, Any]:
+    state = copy.deepcopy(state)
+    for part in (state["replicated"], state["local"]["rank0"]):
+        if entry in part.get("weight", {}):
+            part["weight"][entry] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("compressor", "entry", "value", "text"),
+    [
+        ("dgc", "velocity", torch.zeros(481), r"'velocity' of rank 0: expected shape \(24, 20\), found \(481,\)\."),
+        ("powersgd", "Q", torch.zeros(4, 3), r"'Q': expected shape \(1, 20\), found \(4, 3\); pass settings='change'"),
+        ("powersgd", "Q", torch.zeros(1, 20, dtype=torch.int8), "'Q': expected floating-point numbers, found"),
+        ("powersgd", "Q", torch.full((1, 20), math.inf), "'Q': expected finite numbers, found inf or NaN in 20 of 20"),
+        ("adaptive-rank", "choice", torch.tensor([1, 2]), r"'choice': expected one whole number .*of shape \(2,\)"),
+        ("adaptive-rank", "choice", torch.tensor(-3), r"'choice': expected one whole number of at least 0.*\(-3\)"),
+        ("adaptive-rank", "choice", torch.tensor(math.nan), "'choice': expected one whole number of at least 0"),
+    ],
+)  # fmt: skip
+def test_an_entry_that_was_edited_is_refused_by_name(
+    compressor: str, entry: str, value: torch.Tensor, text: str
+) -> None:
+    state, loading = alone(compressor).state_dict(), alone(compressor)
+    before = str(loading.state_dict())
+    with pytest.raises(commhooks.CheckpointError, match=rf"nothing was loaded. parameter 'weight', entry {text}"):
+        loading.load_state_dict(edited(state, entry, value))
+    assert str(loading.state_dict()) == before
+    loading.load_state_dict(state)
+
+
+def test_a_state_without_the_compressors_name_is_refused_even_if_settings_may_change() -> None:
+    state = alone("top-k").state_dict() | {"inventory": {}}
+    del state["settings"]["compressor"]
+    with pytest.raises(commhooks.CheckpointError, match="settings: expected the name of a 'compressor', found none"):
+        alone("top-k").load_state_dict(state, settings="change")
+
+
+def test_with_other_settings_a_basis_of_another_size_starts_from_scratch_and_is_named() -> None:
+    state, loading = alone("powersgd", rank=2).state_dict(), alone("powersgd", rank=1)
+    with pytest.warns(UserWarning, match=r"'Q' of 'weight' \(saved with shape \(2, 20\), now \(1, 20\)\) starts from"):
+        loading.load_state_dict(state, settings="change")
+    kept, residual = state["local"]["rank0"]["weight"], loading.state_dict()["local"]["rank0"]["weight"]
+    assert torch.equal(kept["residual"], residual["residual"])
+
+
+def test_what_is_reset_may_be_anything() -> None:
+    state = edited(alone("dgc").state_dict(), "velocity", torch.full((24, 20), math.nan))
+    state["local"]["rank0"]["weight"]["residual"] = torch.full((24, 20), math.nan)
+    alone("dgc").load_state_dict(state | {"world_size": 2}, world_size="reset")
+    state = edited(alone("dgc").state_dict(), "velocity", torch.full((24, 20), math.nan))
+    alone("top-k").load_state_dict(state, settings="change", missing="reset")
+
+
+def test_a_basis_that_a_replacement_will_start_from_scratch_is_saved_with_its_new_size() -> None:
+    exchanger = alone("powersgd", rank=2)
+    exchanger._engine.compressor = commhooks.make_compressor("powersgd", rank=1)  # as `Attachment.replace` does
+    saved = exchanger.snapshot()
+    assert saved.replicated["weight"]["Q"].shape == (1, 20)
+    alone("powersgd", rank=1).load_state_dict(saved.as_dict())
+
+
 def test_a_setting_that_a_file_does_not_know_had_its_default_when_that_was_saved() -> None:
     """So a release that gives a compressor one setting more reads the files of the one before."""
     tensors = {"weight": torch.zeros(12, 10)}
     (line,) = commhooks.lockstep_lines(1)
     state = commhooks.Exchanger(tensors, commhooks.make_compressor("top-k"), line=line).state_dict()
+    without = copy.deepcopy(state)
+    del without["settings"]["inner.ratio"]
+    with pytest.raises(commhooks.CheckpointError, match=r"read without settings.inner.ratio, which it held when it"):
+        commhooks.Exchanger(
+            tensors, commhooks.make_compressor("top-k"), line=commhooks.lockstep_lines(1)[0]
+        ).load_state_dict(without)
     del state["settings"]["reset_every"], state["settings"]["inner.indices"]
+    state["inventory"] = {}  # a file that does not know a setting does not list it
     commhooks.Exchanger(
         tensors, commhooks.make_compressor("top-k"), line=commhooks.lockstep_lines(1)[0]
     ).load_state_dict(state)

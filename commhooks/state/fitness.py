@@ -1,0 +1,139 @@
+"""Checks of the tensors that are about to be loaded, against what this run's compressors keep.
+
+`formats` has checked that the state is well-formed. What does not fit here would be set to zero, start from scratch, or
+spoil every parameter, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks.language.entries import CHOICE, RESIDUAL, Declared, Entry
+from commhooks.state.snapshot import LoadRules, Snapshot
+from commhooks.state.table import Entries
+from commhooks.tensors import all_finite
+
+
+def misfits(
+    snapshot: Snapshot,
+    named: Mapping[str, Tensor],
+    declared: Mapping[str, Sequence[Declared]],
+    world_size: int,
+    rules: LoadRules,
+) -> list[str]:
+    """List every tensor that would be loaded although it cannot be what a run saved, with what is expected instead.
+
+    `named` are this run's parameters, as far as they are known; `declared` is what each compressor that may be in use
+    keeps for them. What none of them declares waits for one that does, and need only be finite.
+    """
+    found = [] if "compressor" in snapshot.settings else ["settings: expected the name of a 'compressor', found none"]
+    loaded = list(_loaded(snapshot, named, declared, world_size, rules))
+    are_finite = all(bool(all_finite(on_device)) for on_device in _by_device(part.tensor for part in loaded))
+    for part in loaded:
+        known = [entries[part.entry] for entries in declared.get(part.name, ()) if part.entry in entries]
+        fault = _fault_of_form(part, known, named.get(part.name), may_change=rules.settings == "change")
+        if not fault and not are_finite and not bool(all_finite([part.tensor])):
+            odd = int((~torch.isfinite(part.tensor)).sum())
+            fault = f"expected finite numbers, found inf or NaN in {odd} of {part.tensor.numel()} elements"
+        if fault:
+            found.append(f"{part.where}: {fault}")
+    return found
+
+
+def begun_again(
+    snapshot: Snapshot, named: Mapping[str, Tensor], declared: Mapping[str, Sequence[Declared]]
+) -> list[str]:
+    """Name all replicated state of another size than the first compressor keeps: it starts from its first value."""
+    found = []
+    for name, (entries, *_) in declared.items():
+        for entry, tensor in snapshot.replicated.get(name, {}).items():
+            if entry in entries and not _has_shape(tensor, entries[entry], named[name]):
+                now = _shape_of(entries[entry], named[name])
+                found.append(f"{entry!r} of {name!r} (saved with shape {tuple(tensor.shape)}, now {now})")
+    return found
+
+
+class _Part(NamedTuple):
+    """A tensor that would be loaded."""
+
+    rank: int | None
+    """None: of all ranks."""
+    name: str
+    entry: str
+    tensor: Tensor
+
+    @property
+    def where(self) -> str:
+        """Where it is, in words."""
+        owner = "" if self.rank is None else f" of rank {self.rank}"
+        return f"parameter {self.name!r}, entry {self.entry!r}{owner}"
+
+
+def _loaded(
+    snapshot: Snapshot,
+    named: Mapping[str, Tensor],
+    declared: Mapping[str, Sequence[Declared]],
+    world_size: int,
+    rules: LoadRules,
+) -> Iterator[_Part]:
+    """Yield what would be loaded, without what the rules reset or drop."""
+    parts: list[tuple[int | None, Entries]] = [(None, snapshot.replicated)]
+    if world_size == snapshot.world_size or rules.spreads:
+        parts += snapshot.local.items()
+    for rank, entries in parts:
+        for name, kept in entries.items():
+            if named and name not in named:
+                continue  # a difference of its own
+            known = {RESIDUAL}.union(*declared.get(name, ()))
+            for entry, tensor in kept.items():
+                is_dropped = rank is not None and entry not in known and rules.missing == "reset"
+                if not is_dropped:
+                    yield _Part(rank, name, entry, tensor)
+
+
+def _fault_of_form(part: _Part, known: Sequence[Entry], parameter: Tensor | None, *, may_change: bool) -> str:
+    """Return what is wrong with a tensor's shape or dtype, given its possible entries; empty if nothing is."""
+    tensor, shape = part.tensor, tuple(part.tensor.shape)
+    if part.entry == CHOICE and (tensor.numel() != 1 or _is_number(tensor) or int(tensor) < 0):
+        return f"expected one whole number of at least 0, found {tensor.dtype} of shape {shape}: {str(tensor)[:80]}"
+    if not known:
+        return ""
+    if _is_number(tensor) not in [entry.dtype is None or entry.dtype.is_floating_point for entry in known]:
+        return f"expected {'whole' if _is_number(tensor) else 'floating-point'} numbers, found {tensor.dtype}"
+    if any(_has_shape(tensor, entry, parameter) for entry in known):
+        return ""
+    if may_change and not any(entry.by_element for entry in known):
+        return ""  # with other settings it has another size, and starts from its first value
+    expected = " or ".join(dict.fromkeys(str(_shape_of(entry, parameter)) for entry in known))
+    remedy = "" if any(entry.by_element for entry in known) else "; pass settings='change' to start it from scratch"
+    return f"expected shape {expected}, found {shape}{remedy}"
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Return whether the elements are real or complex numbers, and no integers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _has_shape(tensor: Tensor, entry: Entry, parameter: Tensor | None) -> bool:
+    if entry.block or (entry.by_element and parameter is None):
+        return True  # `formats` compares blocks; they depend on the ranks
+    if not entry.by_element:
+        return tuple(tensor.shape) == entry.shape
+    assert parameter is not None
+    sizes = (parameter.numel(), 2 * parameter.numel()) if parameter.is_complex() else (parameter.numel(),)
+    return tensor.shape == parameter.shape or (tensor.dim() == 1 and tensor.numel() in sizes)
+
+
+def _shape_of(entry: Entry, parameter: Tensor | None) -> tuple[int, ...]:
+    return tuple(parameter.shape) if entry.shape is None and parameter is not None else entry.shape or ()
+
+
+def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found.values()
