@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping, Set
 from typing import Any
@@ -17,6 +18,7 @@ from commhooks.language.bucket import Slot
 from commhooks.language.entries import Declared, Entry
 from commhooks.state.fitness import begun_again, misfits
 from commhooks.state.formats import description_of
+from commhooks.state.orders import in_memory_order, in_other_formats, with_an_axis_each
 from commhooks.state.settings import settings_of
 from commhooks.state.snapshot import LoadRules, Snapshot, refuse
 
@@ -48,7 +50,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
         shapes={name: list(parameter.shape) for name, parameter in engine.state.named().items()},
         bucket_plan=buckets | dict(bucket_plan),
         kinds=engine.state.kinds(),
-        replicated=replicated,
+        replicated=with_an_axis_each(replicated, engine.state.named(), engine.state.declared()),
         local={engine.line.rank: own},
     )
 
@@ -62,16 +64,24 @@ def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[st
     shapes = {name: list(parameter.shape) for name, parameter in engine.state.named().items()}
     where = engine.line.world_size, engine.line.rank
     found = snapshot.differences(engine.compressor, shapes, _declared(engine, snapshot), *where, rules)
-    return found or misfits(snapshot, engine.state.named(), _declared_by_each(engine), engine.line.world_size, rules)
+    if found:
+        return found
+    declared = {name: _by_each(engine, name, parameter) for name, parameter in engine.state.named().items()}
+    elsewhere = functools.partial(_in_other_formats, engine)
+    in_order = in_memory_order(snapshot, engine.state.named(), declared)
+    return misfits(in_order, engine.state.named(), declared, elsewhere, engine.line.world_size, rules)
 
 
-def _declared_by_each(engine: Engine) -> dict[str, list[Declared]]:
-    """Return what each compressor that may be in use remembers for each parameter, first that of the present one."""
-    compressors, world_size = (engine.compressor, *engine.state.successors), engine.line.world_size
-    return {
-        name: [compressor.state(name, _as_compressed(parameter), world_size) for compressor in compressors]
-        for name, parameter in engine.state.named().items()
-    }
+def _by_each(engine: Engine, name: str, parameter: Tensor) -> list[Declared]:
+    """Return what each compressor that may be in use remembers for a parameter, first that of the present one."""
+    compressors, compressed = (engine.compressor, *engine.state.successors), _as_compressed(parameter)
+    return [compressor.state(name, compressed, engine.line.world_size) for compressor in compressors]
+
+
+def _in_other_formats(engine: Engine, name: str) -> list[Declared]:
+    """Return what the compressors would remember for a parameter in other memory formats."""
+    others = in_other_formats(engine.state.named()[name])
+    return [declared for parameter in others for declared in _by_each(engine, name, parameter)]
 
 
 def _with_kinds(engine: Engine, snapshot: Snapshot) -> Snapshot:
@@ -121,10 +131,14 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
     fingerprint = _agreed(engine, checked)
     if isinstance(checked, CheckpointError):
         raise checked
-    again = begun_again(checked, engine.state.named(), _declared_by_each(engine))
+    named = engine.state.named()
+    declared = {name: _by_each(engine, name, parameter) for name, parameter in named.items()}
+    again = begun_again(in_memory_order(checked, named, declared), named, declared)
     if again:
         listed = ", ".join(again[:8]) + (f" and {len(again) - 8} more" if len(again) > 8 else "")
-        warnings.warn(f"commhooks: with other settings, {listed} starts from scratch.", stacklevel=4)
+        warnings.warn(
+            f"commhooks: in this run's settings or memory format, {listed} starts from scratch.", stacklevel=4
+        )
     if rules.missing == "reset":
         checked = checked.without_entries_not_in(_declared(engine, checked))
     unchecked = checked.shapes if not engine.state.named() and rules.missing == "refuse" else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -55,6 +55,10 @@ class Entry:
     """How many consecutive ranks share one value and act as one, as a machine does under `Hierarchical`. A rank that
     has joined continues with what it shares with others."""
 
+    along: tuple[int, ...] = ()
+    """For a replicated entry: the dimensions of the parameter that its last axis runs over, the outermost in memory
+    first. A run with another memory format then gets it in its own order."""
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise SettingsError(f"Entry(kind={self.kind!r}): kind must be one of {', '.join(KINDS)}.")
@@ -78,6 +82,23 @@ class Entry:
     def is_like(self, other: Entry) -> bool:
         """Return whether both may share a tensor: only their first values may differ."""
         return dataclasses.replace(self, init=None) == dataclasses.replace(other, init=None)
+
+    def cut(self, kept: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return a tensor as it is saved: with an axis for each dimension that its last axis runs over, in order."""
+        if len(self.along) < 2 or tuple(kept.shape) != self.shape:
+            return kept
+        before = kept.dim() - 1
+        axes = sorted(range(len(self.along)), key=self.along.__getitem__)
+        cut: Tensor = kept.unflatten(-1, [shape[dimension] for dimension in self.along])
+        return cut.permute(*range(before), *(before + axis for axis in axes)).contiguous()
+
+    def joined(self, saved: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return what `cut` returned with one last axis again, in this entry's order; anything else as it is."""
+        ordered, before = sorted(self.along), saved.dim() - len(self.along)
+        if len(ordered) < 2 or before < 0 or list(saved.shape[before:]) != [shape[d] for d in ordered]:
+            return saved
+        axes = [ordered.index(dimension) for dimension in self.along]
+        return saved.permute(*range(before), *(before + axis for axis in axes)).flatten(before)
 
     @property
     def is_own(self) -> bool:

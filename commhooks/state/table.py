@@ -121,6 +121,8 @@ class StateTable:
         for name, entry in declared.items():
             kept, before = state.tensors.get(name), state.entries.get(name)
             state.entries[name] = entry
+            if kept is not None:
+                kept = state.tensors[name] = entry.joined(kept, slot.parameter.shape)  # it may have been loaded
             fresh = self._empty(state.key, entry, slot.gradient)
             is_there = kept is not None and kept.shape == fresh.shape and _have_same_holders(before, entry)
             if kept is not None and is_there and kept.dtype == fresh.dtype and kept.device == fresh.device:
@@ -211,6 +213,10 @@ class StateTable:
                 kinds[state.key] = own
         return kinds
 
+    def declared(self) -> dict[str, Declared]:
+        """Return the entries of each parameter, by its name."""
+        return {state.key: state.entries for state in self._states.values()}
+
     def load(
         self,
         replicated: Entries,
@@ -268,8 +274,11 @@ class StateTable:
             state.choice = int(loaded.replicated[CHOICE])
         for name, saved, entry in loaded.items():
             kept = state.tensors.get(name)
-            by_element = (entry if kept is None else state.entries[name]).by_element
-            values = _flat(saved, parameter) if by_element else saved.detach().to(parameter.device, copy=True)
+            declared = entry if kept is None else state.entries[name]
+            joined = declared.joined(saved, parameter.shape)
+            values = (
+                _flat(joined, parameter) if declared.by_element else joined.detach().to(parameter.device, copy=True)
+            )
             if kept is None:
                 state.entries[name] = entry
                 state.tensors[name] = values

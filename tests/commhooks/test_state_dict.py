@@ -173,6 +173,78 @@ def test_with_other_settings_a_basis_of_another_size_starts_from_scratch_and_is_
     assert torch.equal(kept["residual"], residual["residual"])
 
 
+def trained(compressor: commhooks.Compressor, gradient: torch.Tensor, state: Any = None) -> commhooks.Exchanger:
+    """Return a worker that has taken two steps, or one from a state, in the gradient's memory format."""
+    (line,) = commhooks.lockstep_lines(1)
+    exchanger = commhooks.Exchanger({"weight": torch.empty_like(gradient)}, compressor, line=line)
+    if state is not None:
+        exchanger.load_state_dict(state)
+    for _ in range(2 if state is None else 1):
+        commhooks.average_in_lockstep([exchanger], [{"weight": gradient.clone()}])
+    return exchanger
+
+
+@pytest.mark.parametrize("settings", [{}, {"alternating": True}, {"rank": 2}], ids=str)
+@pytest.mark.parametrize("shape", [(16, 8, 3, 3), (16, 8, 1, 3), (6, 5, 4, 3, 2)], ids=str)
+def test_a_basis_fits_a_run_with_another_memory_format(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(shape, dtype=torch.float64)
+    last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    formats = [gradient, gradient.to(memory_format=last)]
+    compressor = commhooks.ErrorFeedback(inner=commhooks.PowerSGD(**settings))
+    for one, other in (formats, formats[::-1]):
+        state = trained(compressor, one).state_dict()
+        same, elsewhere = (trained(compressor, again, state).state_dict() for again in (one, other))
+        pairs = [(same["local"]["rank0"]["weight"]["residual"], elsewhere["local"]["rank0"]["weight"]["residual"])]
+        pairs += [(kept, elsewhere["replicated"]["weight"][e]) for e, kept in same["replicated"]["weight"].items()]
+        for ours, theirs in pairs:  # sums of at most 720 terms in float64, with products conditioned below 1e4
+            assert (ours - theirs).norm() <= 720 * 1e4 * torch.finfo(torch.float64).eps * ours.norm()
+        loaded = commhooks.Exchanger(
+            {"weight": torch.empty_like(other)}, compressor, line=commhooks.lockstep_lines(1)[0]
+        )
+        loaded.load_state_dict(state)
+        assert str(loaded.state_dict()["replicated"]) == str(state["replicated"])
+
+
+def test_a_basis_that_waits_for_its_compressor_fits_another_memory_format_too() -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(16, 8, 3, 3, dtype=torch.float64)
+    powersgd = commhooks.ErrorFeedback(inner=commhooks.PowerSGD())
+    told = []
+    for formats in (torch.contiguous_format, torch.channels_last):
+        exchanger = trained(powersgd, gradient)
+        for compressor in (commhooks.make_compressor("top-k"), powersgd):
+            exchanger._engine.compressor = compressor  # as `Attachment.replace` does
+            exchanger = trained(compressor, gradient.to(memory_format=formats), exchanger.state_dict())
+        told.append(exchanger.state_dict()["replicated"]["weight"]["Q"])
+    assert (told[0] - told[1]).norm() <= 288 * 1e4 * torch.finfo(torch.float64).eps * told[0].norm()
+
+
+def test_a_basis_of_an_earlier_version_is_taken_as_it_lies_in_memory() -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(16, 8, 3, 3).to(memory_format=torch.channels_last)
+    compressor = commhooks.ErrorFeedback(inner=commhooks.PowerSGD())
+    state = trained(compressor, gradient).state_dict()
+    older = copy.deepcopy(state)
+    basis = state["replicated"]["weight"]["Q"]
+    assert basis.shape == (1, 8, 3, 3)
+    older["replicated"]["weight"]["Q"] = basis.permute(0, 2, 3, 1).reshape(1, 72)
+    one, other = (trained(compressor, gradient, saved).state_dict() for saved in (state, older))
+    assert str(one) == str(other)
+
+
+def test_a_basis_that_does_not_fit_another_memory_format_starts_from_scratch_and_is_named() -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(4, 32, 3, 2)
+    compressor = commhooks.ErrorFeedback(inner=commhooks.PowerSGD(matrices="most-square"))
+    for one, other in ((torch.contiguous_format, torch.channels_last), (torch.channels_last, torch.contiguous_format)):
+        state = trained(compressor, gradient.to(memory_format=one)).state_dict()
+        with pytest.warns(
+            UserWarning, match=r"memory format, 'Q' of 'weight' \(saved with shape .*starts from scratch"
+        ):
+            trained(compressor, gradient.to(memory_format=other), state)
+
+
 def test_what_is_reset_may_be_anything() -> None:
     state = edited(alone("dgc").state_dict(), "velocity", torch.full((24, 20), math.nan))
     state["local"]["rank0"]["weight"]["residual"] = torch.full((24, 20), math.nan)

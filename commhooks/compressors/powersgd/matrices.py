@@ -59,6 +59,15 @@ def form_of(parameter: Tensor, rule: str) -> MatrixForm | None:
     return MatrixForm(sizes[0], elements // sizes[0])
 
 
+def dimensions_of(parameter: Tensor, form: MatrixForm) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the dimensions that the rows and the columns of `form_of` run over, the outermost in memory first."""
+    order = _memory_order(parameter)
+    outer = form.m if form.transposed else form.n
+    split = next(k for k in range(len(order) + 1) if math.prod(parameter.shape[d] for d in order[:k]) == outer)
+    first, last = tuple(order[:split]), tuple(order[split:])
+    return (last, first) if form.transposed else (first, last)
+
+
 def form_of_bucket(elements: int, rank: int) -> MatrixForm:
     """Return the nearly square matrix that holds most of so many elements, leaving fewer than `m` over at the end.
 

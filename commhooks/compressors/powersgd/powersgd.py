@@ -29,6 +29,7 @@ from commhooks.compressors.powersgd.matrices import (
     MATRIX_RULES,
     MatrixForm,
     MatrixRule,
+    dimensions_of,
     error_of_rank,
     form_of,
     form_of_bucket,
@@ -125,7 +126,9 @@ class PowerSGD(Compressor):
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the entries for the bases of the next step, r×width, if the parameter's gradient is compressed."""
         form = self.paying_form(parameter, name)
-        return self._declared(name, form) if self.warm_start and form is not None else {}
+        if not self.warm_start or form is None:
+            return {}
+        return self._declared(name, form, *dimensions_of(parameter, form))
 
     def bucket_state(self, bucket: BucketView) -> Declared:
         """Return the bases of a whole bucket's matrix."""
@@ -235,13 +238,18 @@ class PowerSGD(Compressor):
         x = LowRankMatrix(_key_of(bucket), form, r, whole, bucket.slots[0], layout=bucket.layout)
         return LowRankPlan.of([x], whole.rest(form.n * form.m))
 
-    def _declared(self, key: str, form: MatrixForm) -> Declared:
+    def _declared(
+        self, key: str, form: MatrixForm, rows: tuple[int, ...] = (), columns: tuple[int, ...] = ()
+    ) -> Declared:
         """Return the entries for the bases that are kept: the last step's Q, and also P if steps alternate."""
         r = min(form.n, form.m, self.rank)
         widths: dict[Side, int] = {"Q": form.m, "P": form.n} if self.alternating else {"Q": form.m}
         return {
             self._name(side): Entry(
-                kind="replicated", shape=(r, width), init=functools.partial(self._random_basis, key, side)
+                kind="replicated",
+                shape=(r, width),
+                init=functools.partial(self._random_basis, key, side),
+                along=columns if side == "Q" else rows,
             )
             for side, width in widths.items()
         }
