@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.nn import Module
 
-from commhooks.errors import SettingsError
+from commhooks.errors import ProbeError, SettingsError
 from commhooks.planning.candidates import ALL_REDUCE, NOOP
-from commhooks.planning.predicting import NoLink, Prediction, named_settings, predict, rate_for, step_of, utilisation
-from commhooks.planning.probe import Probe
+from commhooks.planning.ladder import MOST_SECONDS, seconds_to_reach
+from commhooks.planning.predicting import (
+    Prediction,
+    named_settings,
+    payloads_of,
+    predict,
+    rate_for,
+    utilisation,
+)
+from commhooks.planning.probe import REACH, Probe
 from commhooks.planning.profile import HookProfile, Profile, StepParts
 from commhooks.planning.profiling import fingerprint_of
-from commhooks.planning.step_time import step_time
+from commhooks.units import seconds_in_words
 from commhooks.unwrapping import find_ddp, trained_parameters
 
 LEAST_GAIN = 0.03
 """A hook that saves less of a step than this does not pay: it is lost in the variation between runs."""
+MOST_CONTRADICTION = 0.3
+"""The error of the plain all-reduce's prediction, relative to its measured step, beyond which nothing is recommended:
+the probe and the profile do not describe the same network."""
 BUCKET_CAPS_MB = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0)
 _KNOWN = 0.93  # a median of n values is known to about this times their quartile range over √n: 1.25 · 0.74
 
@@ -86,14 +97,17 @@ def plan(
     """Predict the step time of every hook in a profile, over the network of a probe, and recommend one.
 
     Args:
-        profile: Of the model, with as many ranks as the probe.
-        probe: Of the network.
+        profile: Of the model, on the hosts and over the link of the probe.
+        probe: Of the network. It must have sent messages at least a fourth as large as those of the profile's hooks.
         model: If given, the profile must be of this model.
         wanted_utilisation: For which a rate is computed.
-        bucket_caps_mb: Bucket sizes to consider besides the profile's, in MiB.
+        bucket_caps_mb: Bucket sizes to consider besides the profile's, in MiB; those that send larger messages than the
+            probe can predict are left out.
 
     Raises:
-        SettingsError: The profile is of another model, or of other ranks than the probe; or an argument cannot work.
+        SettingsError: The profile is of another model, or of other ranks, hosts or another link than the probe; or an
+            argument cannot work.
+        ProbeError: The probe's messages were too small to predict a hook's; the message says how long to probe.
 
     """
     _check(profile, probe, model, wanted_utilisation, bucket_caps_mb)
@@ -123,6 +137,7 @@ def plan(
         other_buckets=tuple(
             choice(recommended.label, predict(profile, profile.hooks[recommended.label], probe, cap), cap)
             for cap in bucket_caps_mb
+            if probe.reaches(payloads_of(profile, profile.hooks[recommended.label], cap_mb=cap))
         ),
         recommended=recommended,
         pays=recommended.label != ALL_REDUCE,
@@ -168,7 +183,9 @@ class _Doubts:
         return math.hypot(_noise(hook.step), self._contradiction, network)
 
     def of_difference(self, one: HookProfile, other: HookProfile, added: float) -> float:
-        """Return that of the difference of two hooks, to which the network adds so many seconds more or less.
+        """Return the uncertainty, in seconds, of the difference between two hooks' predicted steps.
+
+        The network adds `added` seconds more to one than to the other.
 
         An error of the network's model affects both alike, as far as it adds as much to both.
         """
@@ -185,8 +202,20 @@ class _Doubts:
 def _recommend(
     choices: Sequence[Choice], predictions: dict[str, Prediction], profile: Profile, doubts: _Doubts
 ) -> tuple[Choice, str]:
-    """Return the fastest choice whose gain is certain enough, and why it is the one."""
+    """Return the fastest choice whose gain is certain enough, and why it is the one.
+
+    It must be faster than the all-reduce as predicted, and as measured too: a network on which the all-reduce is
+    mispredicted is not the one that was probed.
+    """
     dense = next(choice for choice in choices if choice.label == ALL_REDUCE)
+    measured = profile.plain.seconds.median
+    contradiction = (
+        f"the plain all-reduce is predicted to take {seconds_in_words(dense.seconds)} a step and was measured to take "
+        f"{seconds_in_words(measured)}. Probe and profile again, one after the other, over the same network and "
+        "without other load."
+    )
+    if abs(dense.seconds / measured - 1) > MOST_CONTRADICTION:
+        return dense, f"No hook can be recommended: {contradiction}"
     needed = [
         doubts.of_difference(
             profile.hooks[choice.label],
@@ -198,6 +227,8 @@ def _recommend(
     for choice, doubt in zip(choices, needed, strict=True):
         gain = dense.seconds - choice.seconds
         if choice is not dense and gain > max(LEAST_GAIN * dense.seconds, doubt):
+            if choice.seconds >= measured:
+                return dense, f"No hook can be recommended: none beats the all-reduce as measured, and {contradiction}"
             saved = f"{100 * gain / dense.seconds:.0f} % of the all-reduce's step (± {100 * doubt / dense.seconds:.0f})"
             return choice, f"{choice.label} saves {saved}."
     best, doubt = next((pair for pair in zip(choices, needed, strict=True) if pair[0] is not dense), (dense, 0.0))
@@ -218,11 +249,6 @@ def _noise(step: StepParts) -> float:
 def _check(
     profile: Profile, probe: Probe, model: Module | None, wanted_utilisation: float, bucket_caps_mb: Sequence[float]
 ) -> None:
-    if profile.ranks != probe.ranks:
-        raise SettingsError(
-            f"plan: the profile is of {profile.ranks} ranks and the probe of {probe.ranks}; measure both with as many "
-            "ranks as you train with."
-        )
     if model is not None:
         fingerprint = fingerprint_of(trained_parameters(model, find_ddp("plan", model)))
         if fingerprint != profile.fingerprint:
@@ -237,8 +263,56 @@ def _check(
         raise SettingsError(f"plan(wanted_utilisation={wanted_utilisation!r}): it must be in (0, 1).")
     if not all(0 < cap < math.inf for cap in bucket_caps_mb):
         raise SettingsError(f"plan(bucket_caps_mb={bucket_caps_mb!r}): sizes must be above zero, in MiB.")
-    for label, hook in profile.hooks.items():  # raises if the profile contradicts itself
-        step_time(step_of(profile, hook, hook.buckets), NoLink(), profile.ranks)
-        unmeasured = {k for b in hook.buckets for one in b.rounds for k, _ in one.sends} - set(probe.costs)
-        if unmeasured:
-            raise SettingsError(f"plan: hook {label!r} uses {unmeasured.pop()!r}, which the probe did not measure.")
+    _check_network(profile, probe)
+
+
+def _check_network(profile: Profile, probe: Probe) -> None:
+    """Raise an error unless the probe is of the profile's network, and has what its hooks send."""
+    if profile.ranks != probe.ranks:
+        raise SettingsError(
+            f"plan: the profile is of {profile.ranks} ranks and the probe of {probe.ranks}; measure both with as many "
+            "ranks as you train with."
+        )
+    if profile.link and probe.link and profile.link != probe.link:
+        raise SettingsError(
+            f"plan: the profile is of link {profile.link!r} and the probe of {probe.link!r}; measure both over the "
+            "link that you train over."
+        )
+    if profile.hosts and probe.hosts and sorted(profile.hosts) != sorted(probe.hosts):
+        raise SettingsError(
+            f"plan: the profile is of ranks on {_listed(profile.hosts)} and the probe of ranks on "
+            f"{_listed(probe.hosts)}; measure both on the hosts that you train on, with as many ranks on each."
+        )
+    for label, hook in profile.hooks.items():
+        payloads = payloads_of(profile, hook)  # raises if the profile contradicts itself
+        if unmeasured := payloads.keys() - probe.costs.keys():
+            raise SettingsError(
+                f"plan: hook {label!r} uses {min(unmeasured)!r}, which the probe did not measure; probe with this "
+                "profile (profile=, --profile)."
+            )
+        if not probe.reaches(payloads):
+            raise ProbeError(_too_small(label, payloads, profile, probe))
+
+
+def _too_small(label: str, payloads: Mapping[str, int], profile: Profile, probe: Probe) -> str:
+    """Return why a hook cannot be predicted, and what to do."""
+    kind = max(payloads, key=lambda kind: payloads[kind] / probe.costs[kind].largest)
+    sent = [hook for name, hook in profile.hooks.items() if name != NOOP]
+    seconds = seconds_to_reach(payloads_of(profile, *sent), probe)
+    advice = (
+        f"probe with this profile (profile=, --profile), for at least {seconds} s (seconds=)"
+        if seconds <= MOST_SECONDS
+        else f"it would take {seconds:,} s, more than a probe may (at most {MOST_SECONDS:g}), so use smaller buckets "
+        "(bucket_cap_mb=), and probe with their profile (profile=, --profile)"
+    )
+    return (
+        f"plan: hook {label!r} sends {payloads[kind]:,} bytes in one {kind}, and the largest that the probe sent had "
+        f"{probe.costs[kind].largest:,}; beyond {REACH} times that nothing is predicted. To reach it, {advice}."
+    )
+
+
+def _listed(hosts: Sequence[str]) -> str:
+    """Return each host once, with how many ranks it has if there are several."""
+    return ", ".join(
+        f"{host} ({hosts.count(host)} ranks)" if hosts.count(host) > 1 else host for host in dict.fromkeys(hosts)
+    )

@@ -36,6 +36,18 @@ class NoLink:
         return Transfer(0.0, 0.0, ring_bytes(plain_kind(kind), payload, ranks))
 
 
+class _Noting(NoLink):
+    """A network that notes the largest payload of each kind."""
+
+    def __init__(self) -> None:
+        self.largest: dict[str, int] = {}
+
+    def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
+        """Note the payload."""
+        self.largest[kind] = max(payload, self.largest.get(kind, 0))
+        return super().transfer(kind, payload, ranks)
+
+
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """A step under a hook, over a network."""
@@ -55,6 +67,18 @@ def predict(profile: Profile, hook: HookProfile, network: Network, cap_mb: float
     modelled = step_time(other, network, profile.ranks)
     added = modelled.seconds - step_time(measured, NoLink(), profile.ranks).seconds
     return Prediction(hook.step.seconds.median + added, added, modelled)
+
+
+def payloads_of(profile: Profile, *hooks: HookProfile, cap_mb: float | None = None) -> dict[str, int]:
+    """Return the largest payload of each kind in a step under these hooks, with the profile's buckets or another cap.
+
+    A fused round is one payload, as it is sent.
+    """
+    noting = _Noting()
+    for hook in hooks:
+        buckets = hook.buckets if cap_mb is None else recut(profile.gradients, hook.buckets, cap_mb)
+        step_time(step_of(profile, hook, buckets), noting, profile.ranks)
+    return noting.largest
 
 
 def step_of(profile: Profile, hook: HookProfile, buckets: Sequence[BucketProfile]) -> Step:

@@ -7,6 +7,9 @@ For each kind the medians of all sizes are fitted by weighted least squares, so 
 
 If a median of the first lies further than `MOST_RESIDUAL` from the line (small messages are cheaper than large ones,
 buffers fill), the line is not used: between two sizes that were measured, time is interpolated.
+
+Nothing is predicted beyond `REACH` times the largest size that was sent: short messages do not show what a link's
+buffers and bursts hide.
 """
 
 from __future__ import annotations
@@ -31,7 +34,12 @@ FORMAT = 1
 MEASURED = (*KINDS, HALF_SUM)
 MOST_RESIDUAL = 0.1
 MOST_DISAGREEMENT = 0.1
-"""Between the two halves of a probe, relative to the smaller, of each kind at each size of `COMPARED_AT`."""
+"""Between the two halves of a probe, relative to the smaller, of each kind at each size of `COMPARED_AT`. A probe that
+disagrees by more is repeated."""
+MOST_UNSTEADY = 0.3
+"""The disagreement beyond which a probe is not reported; up to it, predictions are as much less certain."""
+REACH = 4
+"""How many times the largest size that was sent a predicted payload may be."""
 COMPARED_AT = (64 * 1024, 4 * 1024 * 1024)
 
 
@@ -106,6 +114,11 @@ class Cost:
         """Whether the line fits; otherwise seconds are interpolated."""
         return self.residual <= MOST_RESIDUAL
 
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest payload that was sent."""
+        return self.timings[-1].payload
+
     def seconds(self, payload: float) -> float:
         """Return the seconds for a payload."""
         return self.line.at(payload) if self.is_line else self._between(payload, self._medians)
@@ -142,7 +155,7 @@ class Cost:
     @property
     def compared_at(self) -> tuple[int, ...]:
         """The sizes at which halves are compared: not beyond the largest that was measured."""
-        return tuple(min(payload, self.timings[-1].payload) for payload in COMPARED_AT)
+        return tuple(min(payload, self.largest) for payload in COMPARED_AT)
 
     @functools.cached_property
     def _payloads(self) -> list[int]:
@@ -182,6 +195,8 @@ class Probe:
     """Among the ranks at the same position in every machine, in all positions at once."""
     link: str = ""
     """What carried it, in the user's words."""
+    hosts: tuple[str, ...] = ()
+    """The network name of each rank's host; empty: written by a version that did not record them."""
     machine: str = ""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -190,6 +205,7 @@ class Probe:
 
         Raises:
             SettingsError: The kind, or this number of ranks, was not measured.
+            ProbeError: The payload is more than `REACH` times the largest that was sent.
 
         """
         if ranks == 1:
@@ -204,17 +220,27 @@ class Probe:
                 f"Probe.transfer(kind={kind!r}): kind must be one of those measured, {', '.join(self.costs)}."
             )
         cost = self.costs[kind]
+        if not self.reaches({kind: payload}):
+            raise ProbeError(
+                f"Probe.transfer(payload={payload}): the largest {kind} that was sent had {cost.largest:,} bytes, and "
+                f"beyond {REACH} times that nothing is predicted; probe for longer (seconds=), or with a profile "
+                "(profile=)."
+            )
         seconds = cost.seconds(payload)
         processor = min(seconds, cost.processor_seconds(payload))
         return Transfer(seconds, processor, ring_bytes(plain_kind(kind), payload, ranks))
 
+    def reaches(self, payloads: Mapping[str, int]) -> bool:
+        """Return whether none of the payloads, by kind, is more than `REACH` times the largest that was sent."""
+        return all(payload <= REACH * self.costs[kind].largest for kind, payload in payloads.items())
+
     def check(self) -> None:
-        """Raise `ProbeError` if two halves of the measurement disagree by more than `MOST_DISAGREEMENT`."""
+        """Raise `ProbeError` if two halves of the measurement disagree by more than `MOST_UNSTEADY`."""
         for level, part in (("", self), (" inside machines", self.inner), (" between machines", self.outer)):
             for kind, cost in {} if part is None else part.costs.items():
                 for size in cost.compared_at:
                     for halves in cost.halves(size):
-                        if max(halves) > (1 + MOST_DISAGREEMENT) * min(halves):
+                        if max(halves) > (1 + MOST_UNSTEADY) * min(halves):
                             raise ProbeError(_disagreement(kind + level, size, *halves))
 
     @property
@@ -247,7 +273,7 @@ class Probe:
 def _disagreement(what: str, payload: int, one: float, other: float) -> str:
     return (
         f"two halves of the measurement disagree, so nothing is reported: {what} of {payload / 1024:g} KiB took "
-        f"{1e3 * one:.3f} ms in one and {1e3 * other:.3f} ms in the other, more than {MOST_DISAGREEMENT:.0%} apart. "
+        f"{1e3 * one:.3f} ms in one and {1e3 * other:.3f} ms in the other, more than {MOST_UNSTEADY:.0%} apart. "
         "Something else used the network or the processor: probe again when they are idle, or for longer (seconds=); "
         "or have it reported with that uncertainty (unsteady=True, --unsteady)."
     )

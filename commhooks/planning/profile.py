@@ -143,6 +143,10 @@ class Profile:
     """The profiler's own time as a part of the step under the noop hook, summed over its callbacks."""
     bucket_cap_mb: float | None = None
     """Of the DDP, in MiB; None: its default."""
+    link: str = ""
+    """What carried the plain all-reduce, in the user's words."""
+    hosts: tuple[str, ...] = ()
+    """The network name of each rank's host; empty: written by a version that did not record them."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     machine: str = ""
     events: Mapping[str, tuple[Event, ...]] = dataclasses.field(default_factory=dict)

@@ -39,6 +39,7 @@ def profile(
     steps: int | None = None,
     seconds: float = 60.0,
     name: str = "",
+    link: str = "",
     process_group: dist.ProcessGroup | None = None,
 ) -> Profile:
     """Measure where the time of a training step goes, and what every hook would add to it without a link.
@@ -57,6 +58,7 @@ def profile(
     - `steps`: how many steps of each hook count, at least 3; None: as many as fit into `seconds`, up to 42.
     - `seconds`: how long to measure, if `steps` is None.
     - `name`: the model in reports; empty: its class.
+    - `link`: what carries the all-reduce, in words; `plan` accepts only a probe of the same.
     - `process_group`: whose ranks agree about the steps; None: the model's own.
 
     Afterwards parameters, buffers, gradients and optimizer states are as before: they are copied first, which takes as
@@ -86,7 +88,7 @@ def profile(
         turns.run(steps, seconds)
     finally:
         kept.restore()
-    return _profile_of(turns, ddp, named, candidates, name or type(ddp.module).__name__)
+    return _profile_of(turns, ddp, named, candidates, name or type(ddp.module).__name__, link)
 
 
 def _check(named: Sequence[tuple[str, Tensor]], steps: int | None, seconds: float) -> None:
@@ -103,7 +105,12 @@ def _check(named: Sequence[tuple[str, Tensor]], steps: int | None, seconds: floa
 
 
 def _profile_of(
-    turns: Turns, ddp: Module, named: Sequence[tuple[str, Tensor]], candidates: Sequence[Candidate], name: str
+    turns: Turns,
+    ddp: Module,
+    named: Sequence[tuple[str, Tensor]],
+    candidates: Sequence[Candidate],
+    name: str,
+    link: str,
 ) -> Profile:
     """Return the profile, which all ranks make of the same figures."""
     brief = {label: [one.brief(len(named)) for one in steps] for label, steps in turns.records.items()}
@@ -139,6 +146,8 @@ def _profile_of(
         hooks=hooks,
         own_share=sum(step.own_seconds for step in noop) / sum(step.seconds for step in noop),
         bucket_cap_mb=_bucket_cap(ddp),
+        link=link,
+        hosts=tuple(place.host for place in turns.places),
         versions=_versions(),
         machine=machine_in_words(),
         events={label: tuple(event for one in events for event in one[label]) for label in own},

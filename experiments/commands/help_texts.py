@@ -225,7 +225,7 @@ costs besides its transfers. The model is as before afterwards. The guide (profi
 PLAN = f"""
 {COMMANDS["plan"]}
 
-The link is probed and the task profiled, which takes two minutes; then every hook's step is computed from both. \
+The task is profiled and the link probed, which takes two minutes; then every hook's step is computed from both. \
 The guide (plan.md) explains how, and shows how close predictions are.
 
 [bold]On your own cluster[/bold], from nothing to an answer.
@@ -244,10 +244,10 @@ The guide (plan.md) explains how, and shows how close predictions are.
 PROBE = f"""
 {COMMANDS["probe"]}
 
-Every collective that compressors use is timed, from 256 bytes to some megabytes, in turns. \
+Every collective that compressors use is timed, from 256 bytes to as much as the time allows, in turns. \
 A line (latency, and seconds for each byte) is fitted to the medians; if it does not fit, times between the sizes that \
-were measured are interpolated. If two halves of the measurement disagree by more than 10 %, it is repeated once, and \
-then refused.
+were measured are interpolated. Nothing is predicted beyond four times the largest size. If two halves of the \
+measurement disagree by more than 10 %, it is repeated once, and refused at 30 %.
 
 [bold]Your own cluster[/bold]: torchrun starts the ranks.
 
@@ -257,4 +257,8 @@ then refused.
 
     commhooks probe --ranks 2 --link hosts:1Gbit/s
     commhooks probe --ranks 2 --link 100Mbit/s,latency=1ms
+
+[bold]What one model sends[/bold], and nothing else: larger messages in the same time.
+
+    commhooks probe --profile profile.json --link hosts:1Gbit/s --json probe.json
 """

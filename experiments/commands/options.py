@@ -64,5 +64,5 @@ WorldLink = Annotated[
     ),
 ]
 Unsteady = Annotated[
-    bool, typer.Option("--unsteady", help="Go on even if two halves of the probe disagree by more than 10 %.")
+    bool, typer.Option("--unsteady", help="Go on even if two halves of the probe disagree by more than 30 %.")
 ]

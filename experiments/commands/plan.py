@@ -21,7 +21,7 @@ def plan(
     ddp: Ddp = "core",
     bucket_cap_mb: BucketCap = None,
     seconds: Annotated[float, typer.Option(help="The time that profiling may take.")] = 80.0,
-    probe_seconds: Annotated[float, typer.Option(help="The time that probing may take, 1 to 28.")] = 20.0,
+    probe_seconds: Annotated[float, typer.Option(help="The time that probing may take, 1 to 120.")] = 20.0,
     unsteady: Unsteady = False,
     validate: Annotated[
         bool, typer.Option("--validate", help="Then run the best three and the all-reduce, and compare.")

@@ -14,21 +14,31 @@ from .terminal import errors_in_words
 def probe(
     ranks: WorldRanks = None,
     link: WorldLink = None,
-    seconds: Annotated[float, typer.Option(help="The time it may take, 1 to 28.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="The time it may take, 1 to 120.")] = 20.0,
     ranks_per_host: Annotated[
         int | None, typer.Option(help="Consecutive ranks that form a machine; default: torchrun's, or 1.")
     ] = None,
     unsteady: Unsteady = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="A file that 'profile --json' wrote: measure what its hooks send, and only that."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the probe into this file, for 'plan --probe'.")] = None,
 ) -> None:
     """Measure what every collective costs between the ranks."""
     with errors_in_words() as console:
+        from ..planning.planning import load
         from ..planning.probing import Asked, measure_probe, probe_tables
         from ..planning.worlds import check_place, check_world
 
         number, settings = check_world(ranks, link)
         check_place(json)
-        found = measure_probe(Asked(settings, seconds, ranks_per_host, unsteady), number)
+        given = load(None, profile)["profiled"]
+        if given is not None and given.ranks != number:
+            raise ValueError(
+                f"the profile is of {given.ranks} ranks, and the probe of {number}: give --ranks {given.ranks}"
+            )
+        found = measure_probe(Asked(settings, seconds, ranks_per_host, unsteady, given), number)
         if found is None:
             return
         for table in probe_tables(found):

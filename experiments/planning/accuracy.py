@@ -1,7 +1,8 @@
 """How close predictions come: `python -m experiments.planning.accuracy --link hosts:1Gbit/s`.
 
-One world of two ranks probes the link. For each of five models it then profiles the steps, without sending anything,
-and takes real steps under every hook, in turns. Predictions are made of probe and profile alone. Ranks ask the kernel
+For each of five models one world of two ranks profiles the steps, without sending anything, probes the link with what
+the model's hooks send, and takes real steps under every hook, in turns. Predictions are made of probe and profile
+alone; `--repeat` does all of it again, and counts how often there was no prediction. Ranks ask the kernel
 for short time slices, so that other programs on the machine, which run while ranks wait for the link, do not keep them
 from going on.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from commhooks.errors import ProbeError
+from commhooks.errors import CommHooksError
 from commhooks.planning import stored
 from commhooks.planning.candidates import ALL_REDUCE, NOOP, Candidate, default_candidates, with_the_two
 from commhooks.planning.plan import plan
@@ -34,7 +35,7 @@ from .probing import probe_link
 from .profiling import Asked as ProfileAsked
 from .profiling import profile_step, stepper
 from .stepping import measure_steps
-from .worlds import run_over
+from .worlds import around, run_over
 
 TASKS = ("gpt:size=medium", "lstm:size=medium", "digits:size=medium", "digits:size=tiny,channels=512", "gpt:size=base")
 HOOKS = ("fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01", "powersgd:policy=fused,rank=1")
@@ -75,25 +76,34 @@ class Cases:
     """What was measured over one link."""
 
     cases: tuple[Case, ...]
+    refused: tuple[str, ...] = ()
+    """Why there was no prediction, each time."""
 
 
-@dataclass(frozen=True)
-class _Work:
-    tasks: tuple[str, ...]
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What to measure."""
+
     link: LinkSettings
-    seconds: float  # of each profile, and of each model's real steps
+    tasks: tuple[str, ...] = TASKS
+    seconds: float = 12.0  # of each profile, and of each model's real steps
+    probe_seconds: float = 20.0
+    repeat: int = 1
 
 
-def measure(link: LinkSettings, tasks: Sequence[str] = TASKS, seconds: float = 12.0) -> list[Case]:
+def measure(work: Work) -> Cases:
     """Return the cases of all models over a link."""
     cases: list[Case] = []
+    refused: list[str] = []
 
     def hear(message: object) -> None:
-        assert isinstance(message, Case), "rank 0 sends nothing else"
-        cases.append(message)
+        if isinstance(message, Case):
+            cases.append(message)
+        else:
+            refused.append(str(message))
 
-    run_over(link, _on_rank, 2, _Work(tuple(tasks), link, seconds), hear, timeout=120.0)
-    return cases
+    run_over(work.link, _on_rank, 2, work, hear, timeout=120.0 + work.probe_seconds)
+    return Cases(tuple(cases), tuple(refused))
 
 
 def summary(cases: Sequence[Case]) -> Mapping[str, float]:
@@ -116,20 +126,22 @@ def summary(cases: Sequence[Case]) -> Mapping[str, float]:
     }
 
 
-def _on_rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
+def _on_rank(rank: int, ranks: int, work: Work, send: Send) -> None:
     _ask_for_short_slices()
-    try:
-        probe = probe_link(ProbeAsked(work.link, 20.0, 1))
-    except ProbeError:
-        probe = probe_link(ProbeAsked(work.link, 20.0, 1, unsteady=True))
-    for task in work.tasks:
+    for task in work.tasks * work.repeat:
         asked = ProfileAsked(
             task=Spec.parse(task, "task"), hooks=tuple(map(Spec.parse, HOOKS)), link=work.link, seconds=work.seconds
         )
         with stepper(asked) as step:
             profile = profile_step(step, asked)
-            found = plan(profile, probe)
-            measured = measure_steps(step, _candidates(), work.seconds)
+            try:
+                probe = probe_link(ProbeAsked(work.link, work.probe_seconds, 1, profile=profile))
+                found = plan(profile, probe, model=step.ddp)
+            except CommHooksError as error:  # the same on all ranks
+                if rank == 0:
+                    send(f"{task}: {error}")
+                continue
+            measured = measure_steps(step, _candidates(), work.seconds, around(work.link))
         for choice in found.choices if rank == 0 else ():
             steps = tuple(measured[choice.label])
             link, recommended = work.link.label, found.recommended.label
@@ -163,19 +175,32 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="of each profile, and of real steps")
     parser.add_argument("--json", type=Path, help="keep the cases in this file")
     parser.add_argument("--kept", type=Path, action="append", help="measure nothing: show this file; repeat for more")
+    parser.add_argument("--probe-seconds", type=float, default=20.0, help="of each probe")
+    parser.add_argument("--repeat", type=int, default=1, help="how often each model is predicted and measured")
     given = parser.parse_args()
     if given.kept:
-        cases = [case for path in given.kept for case in stored.read(Cases, path, form=_FORMAT).cases]
+        kept = [stored.read(Cases, path, form=_FORMAT) for path in given.kept]
+        found = Cases(sum((one.cases for one in kept), ()), sum((one.refused for one in kept), ()))
     else:
-        cases = measure(LinkSettings.parse(given.link), given.task or TASKS, given.seconds)
+        found = measure(
+            Work(
+                link=LinkSettings.parse(given.link),
+                tasks=tuple(given.task or TASKS),
+                seconds=given.seconds,
+                probe_seconds=given.probe_seconds,
+                repeat=given.repeat,
+            )
+        )
     if given.json is not None:
-        stored.write(Cases(tuple(cases)), given.json, form=_FORMAT)
-    for line in [*summaries(cases), "", *table(cases)]:
+        stored.write(found, given.json, form=_FORMAT)
+    for line in [*summaries(found.cases), "", *table(found.cases), *(f"\nRefused: {why}" for why in found.refused)]:
         print(line)
 
 
 def summaries(cases: Sequence[Case]) -> list[str]:
     """Return a table in Markdown: how close predictions are, over all cases, each link and each model."""
+    if not cases:
+        return ["Nothing was predicted."]
     groups = {"all": list(cases)}
     for case in cases:
         groups.setdefault(case.link, []).append(case)

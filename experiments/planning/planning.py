@@ -1,4 +1,4 @@
-"""`commhooks plan`: probe the link, profile the task, predict every hook, and recommend one; then perhaps check it."""
+"""`commhooks plan`: profile the task, probe the link, predict every hook, and recommend one; then perhaps check it."""
 
 from __future__ import annotations
 
@@ -118,8 +118,10 @@ def plan_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
     """Measure what is not given, and plan; rank 0 sends the result, and every rank that cannot go on why."""
     try:
         with stepper(asked.profile) as step:
-            probe = asked.probe or probe_link(ProbeAsked(asked.link, asked.probe_seconds, unsteady=asked.unsteady))
             profile = asked.profiled or profile_step(step, asked.profile)
+            probe = asked.probe or probe_link(
+                ProbeAsked(asked.link, asked.probe_seconds, unsteady=asked.unsteady, profile=profile)
+            )
             plan = commhooks.plan(profile, probe, model=step.ddp)
             measured: Mapping[str, Sequence[float]] = {}
             if asked.validate_seconds is not None:
@@ -189,6 +191,12 @@ def sentences(found: Planned) -> list[str]:
         f"The plain all-reduce is predicted {percent(abs(plan.plain_error))} "
         f"{'slower' if plan.plain_error > 0 else 'faster'} than it was measured; the uncertainties include that."
     )
+    unnamed = [name for name, part in (("probe", found.probe), ("profile", found.profile)) if not part.link]
+    if unnamed:
+        said.append(
+            f"The {' and the '.join(unnamed)} {'do' if len(unnamed) > 1 else 'does'} not name a link, so nothing says "
+            "that both are of the same one."
+        )
     if found.probe.disagreement > MOST_DISAGREEMENT:
         said.append(
             f"The network was unsteady: two halves of the probe disagree by up to {percent(found.probe.disagreement)}, "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from commhooks import Profile
 from commhooks.communicators.collective import ring_bytes
 from commhooks.errors import ProbeError
 from commhooks.planning.links import plain_kind
@@ -30,7 +31,8 @@ class Asked:
     link: LinkSettings
     seconds: float
     ranks_per_host: int | None = None
-    unsteady: bool = False  # report even if halves of the measurement disagree
+    unsteady: bool = False  # report however much halves of the measurement disagree
+    profile: Profile | None = None  # send only what its hooks send
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def measure_probe(asked: Asked, ranks: int) -> Probe | None:
         assert isinstance(message, Probe), "rank 0 sends nothing else"
         found.append(message)
 
-    run_over(asked.link, probe_on_rank, ranks, asked, hear, timeout=_SILENCE)
+    run_over(asked.link, probe_on_rank, ranks, asked, hear, timeout=_SILENCE + asked.seconds)
     return found[0] if found else None
 
 
@@ -79,6 +81,7 @@ def probe_link(asked: Asked) -> Probe:
         wrap_communicator=around(asked.link),
         link=asked.link.label,
         unsteady=asked.unsteady,
+        profile=asked.profile,
     )
 
 
@@ -95,7 +98,7 @@ def probe_tables(found: Probe) -> list[Table]:
 
 
 def _table(title: str, level: Probe) -> Table:
-    columns = ("latency", "rate", "64 KiB", "1 MiB", "processor", "residual", "used")
+    columns = ("latency", "rate", "largest sent", "took", "processor", "residual", "used")
     table = plain_table(title, columns, first="collective")
     for kind, cost in level.costs.items():
         table.add_row(kind, *_row(kind, cost, level.ranks))
@@ -108,8 +111,8 @@ def _row(kind: str, cost: Cost, ranks: int) -> list[str]:
     return [
         f"{1e6 * line.at_zero:,.0f} µs",
         format_rate(float(f"{bits / line.per_byte:.3g}") if line.per_byte else None),
-        f"{1e3 * cost.seconds(65536):.3g} ms",
-        f"{1e3 * cost.seconds(_MEBI):.3g} ms",
+        f"{cost.largest / 1024:,.3g} KiB" if cost.largest < _MEBI else f"{cost.largest / _MEBI:.3g} MiB",
+        f"{1e3 * cost.timings[-1].seconds.median:.3g} ms",
         f"{1e6 * processor.at_zero:,.0f} µs + {1e9 * processor.per_byte:.2g} ns/B",
         percent(cost.residual),
         "line" if cost.is_line else "sizes",

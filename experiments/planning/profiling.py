@@ -113,6 +113,7 @@ def profile_step(step: Stepper, asked: Asked) -> Profile:
         steps=asked.steps,
         seconds=asked.seconds,
         name=step.task.name,
+        link=asked.link.label,
         process_group=dist.group.WORLD,
     )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commhooks import Collective
-from commhooks.planning.probing import Clocks
+from commhooks.planning.meter import Clocks
 
 
 class FakeNetwork:

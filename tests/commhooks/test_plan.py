@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch._C._distributed_c10d import HashStore
 import commhooks
 import ddp_core
 from commhooks import Plan, Probe, Profile, plan
-from commhooks.errors import SettingsError
+from commhooks.errors import ProbeError, SettingsError
 from commhooks.planning.links import HALF_SUM
-from commhooks.planning.plan import code_for
+from commhooks.planning.plan import BUCKET_CAPS_MB, code_for
 from commhooks.planning.predicting import link_like, predict, rate_for, recut
 from commhooks.planning.probe import MEASURED, Cost, Timing
+from commhooks.planning.probing import probe_over
 from commhooks.planning.profile import (
     BucketProfile,
     GradientProfile,
@@ -27,19 +29,20 @@ from commhooks.planning.profile import (
     Seconds,
     StepParts,
 )
+from tests.commhooks.fake_network import FakeNetwork
 
 MB = 1_000_000
 PER_BYTE = 10e-9  # seconds, on the probed network: an all-reduce of 1 MB takes 10 ms
 
 
-def a_probe(ranks: int = 2, noise: float = 0.0) -> Probe:
-    """Return a probe whose collectives take `PER_BYTE` a byte and no processor time, and nothing else."""
+def a_probe(ranks: int = 2, noise: float = 0.0, per_byte: float = PER_BYTE, largest: int = 10 * MB) -> Probe:
+    """Return a probe whose collectives take `per_byte` seconds a byte and no processor time, and nothing else."""
     cost = Cost(
         tuple(
             Timing(
-                size, Seconds(PER_BYTE * size, PER_BYTE * size * (1 - noise), PER_BYTE * size * (1 + noise)), (), 0.0, 9
+                size, Seconds(per_byte * size, per_byte * size * (1 - noise), per_byte * size * (1 + noise)), (), 0.0, 9
             )
-            for size in (1000, 10 * MB)
+            for size in (1000, largest)
         )
     )
     return Probe(ranks=ranks, costs=dict.fromkeys(MEASURED, cost), took=1.0)
@@ -237,6 +240,66 @@ def test_what_does_not_go_together_is_refused() -> None:
     narrow = dataclasses.replace(probe, costs={kind: cost for kind, cost in probe.costs.items() if kind == HALF_SUM})
     with pytest.raises(SettingsError, match="uses 'all-reduce', which the probe did not measure"):
         plan(profile, narrow)
+
+
+def test_messages_that_were_too_small_are_refused_with_the_time_that_suffices() -> None:
+    """The all-reduce sends 3 MB at once; the probe sent 4 KiB, as over a slow link in little time."""
+    network = FakeNetwork(2, lambda collective, now: 1e-4 + PER_BYTE * collective.payload_bytes)
+    profile = a_profile(hook("fp16", 0.113, 2))
+    with pytest.raises(ProbeError) as refused:
+        plan(profile, a_probe(largest=4096))
+    said = re.search(
+        r"'allreduce' sends 3,000,000 bytes in one all-reduce, .*sent had 4,096; beyond 4 times .*at least (\d+) s",
+        str(refused.value),
+    )
+    assert said is not None, refused.value
+    probe = probe_over(network, float(said[1]), clocks=network.clocks, profile=profile)
+    assert plan(profile, probe).recommended.label == "fp16"
+    with pytest.raises(ProbeError, match=r"it would take [\d,]+ s, more than a probe may .*smaller buckets"):
+        plan(profile, a_probe(largest=4096, per_byte=1e-3))
+
+
+def test_buckets_whose_messages_the_probe_cannot_predict_are_not_offered() -> None:
+    found = plan(a_profile(), a_probe(largest=MB))  # reaches 4 MB, all of the model
+    assert [choice.bucket_cap_mb for choice in found.other_buckets] == list(BUCKET_CAPS_MB)
+    found = plan(a_profile(), a_probe(largest=3 * MB // 4))  # reaches 3 MB
+    assert [choice.bucket_cap_mb for choice in found.other_buckets] == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"link": "100Mbit/s"}, "the profile is of link 'unlimited' and the probe of '100Mbit/s'"),
+        ({"hosts": ("a", "c")}, "ranks on a, b and the probe of ranks on a, c; measure both on the hosts"),
+        ({"hosts": ("a", "a")}, r"ranks on a, b and the probe of ranks on a \(2 ranks\)"),
+    ],
+)
+def test_a_probe_of_another_link_or_other_hosts_is_refused(changes: dict[str, Any], message: str) -> None:
+    profile = a_profile(link="unlimited", hosts=("a", "b"))
+    with pytest.raises(SettingsError, match=message):
+        plan(profile, dataclasses.replace(a_probe(), **changes))
+    plan(profile, a_probe())  # of a version that did not record them
+    plan(profile, dataclasses.replace(a_probe(), link="unlimited", hosts=("b", "a")))
+
+
+@pytest.mark.parametrize("measured", [0.120, 0.080, 0.200])
+@pytest.mark.parametrize("per_byte", [PER_BYTE, 2 * PER_BYTE, 50 * PER_BYTE])
+def test_nothing_is_recommended_that_is_slower_than_the_all_reduce_was_measured(
+    measured: float, per_byte: float
+) -> None:
+    hooks = [hook("fp16", 0.113, 2), hook("int8", 0.115, 1)]
+    found = plan(a_profile(*hooks, plain=parts(measured)), a_probe(per_byte=per_byte))
+    assert found.pays == (found.recommended is not found.dense)
+    assert not found.pays or found.recommended.seconds < measured
+    if abs(found.plain_error) > 0.3:
+        assert not found.pays
+        assert re.search(r"No hook can be recommended: .* predicted to take .* was measured to take", found.reason)
+
+
+def test_a_hook_that_beats_the_prediction_and_not_the_measured_all_reduce_is_not_recommended() -> None:
+    found = plan(a_profile(hook("fp16", 0.113, 2), plain=parts(0.120)), a_probe())  # 128 ms; the all-reduce: 140
+    assert not found.pays
+    assert found.reason.startswith("No hook can be recommended: none beats the all-reduce as measured")
 
 
 def test_a_profile_of_another_model_is_refused() -> None:

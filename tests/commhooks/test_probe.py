@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from commhooks import Collective
 from commhooks.communicators.collective import KINDS, ring_bytes
 from commhooks.errors import ProbeError, SettingsError
-from commhooks.planning.links import HALF_SUM, Transfer
+from commhooks.planning.ladder import SIZES
+from commhooks.planning.links import HALF_SUM, Link, Transfer
 from commhooks.planning.probe import MEASURED, Cost, Probe, Timing
-from commhooks.planning.probing import SIZES, probe, probe_over
-from commhooks.planning.profile import Seconds
+from commhooks.planning.probing import probe, probe_over
+from commhooks.planning.profile import RoundProfile, Seconds
 from tests.commhooks.fake_network import FakeNetwork
+from tests.commhooks.test_plan import a_profile, bucket, hook
 
 LATENCIES = {"all-reduce": 2e-4, "all-gather": 1e-4, "all-to-all": 3e-4, "reduce-scatter": 5e-4}
 PER_BYTE = {"all-reduce": 8e-8, "all-gather": 1.2e-7, "all-to-all": 4e-8, "reduce-scatter": 9e-8}
@@ -57,7 +61,55 @@ def test_it_ends_in_time_with_smaller_messages_on_a_slower_network(slow: float) 
     network = FakeNetwork(2, lambda collective, now: slow * on_a_line(collective, now))
     found = probe_over(network, 20.0, clocks=network.clocks)
     assert network.now < 20.0
-    assert found.costs["all-reduce"].timings[-1].payload == {1.0: 2**18, 100.0: 2**12}[slow]
+    assert found.costs["all-reduce"].largest == {1.0: 2**20, 100.0: 2**12}[slow]
+
+
+def on_a_link(link: Link, kinds: set[str] | None = None) -> Callable[[Collective, float], float]:
+    """Return what collectives of two ranks take on a link; other kinds than these fail."""
+
+    def seconds(collective: Collective, now: float) -> float:
+        is_measured = collective.payload_bytes >= SIZES[0] and collective.tensor.dtype != torch.float64
+        assert kinds is None or not is_measured or collective.kind in kinds, collective.kind
+        return link.transfer(collective.kind, collective.payload_bytes, 2).seconds + 1e-4
+
+    return seconds
+
+
+@pytest.mark.parametrize("rate", [20e6, 50e6, 1e9])
+def test_five_seconds_suffice_to_predict_what_the_link_carries_in_a_tenth_of_a_second(rate: float) -> None:
+    """Over 50 Mbit/s that covers a model of 600 kB."""
+    network = FakeNetwork(2, on_a_link(Link(rate=rate, latency=2e-4)))
+    found = probe_over(network, 5.0, clocks=network.clocks)
+    assert network.now < 5.0
+    assert found.reaches(dict.fromkeys(("all-reduce", HALF_SUM, "all-to-all"), round(0.1 * rate / 8)))
+
+
+def test_for_a_profile_the_probe_sends_what_its_hooks_send_and_nothing_else() -> None:
+    rounds = (RoundProfile(0.0, (("all-gather", 3000),)),)
+    gathering = dataclasses.replace(hook("top-k", 0.1, 0), buckets=(bucket("abcd", 4, rounds),))
+    network = FakeNetwork(2, on_a_link(Link(rate=1e9), {"all-reduce", "all-gather"}))
+    found = probe_over(
+        network, 5.0, clocks=network.clocks, profile=a_profile(gathering, hook("fused", 0.1, 4, policy="fused"))
+    )
+    assert {kind: cost.largest for kind, cost in found.costs.items()} == {"all-reduce": 4_000_000, "all-gather": 4096}
+
+
+def test_beyond_four_times_the_largest_that_was_sent_nothing_is_predicted() -> None:
+    found = a_probe()
+    largest = found.costs["all-reduce"].largest
+    assert found.transfer("all-reduce", 4 * largest, 2).seconds > 0
+    with pytest.raises(
+        ProbeError, match=rf"largest all-reduce that was sent had {largest:,} bytes, and beyond 4 times"
+    ):
+        found.transfer("all-reduce", 4 * largest + 1, 2)
+
+
+def test_ranks_whose_clocks_differ_take_as_many_turns() -> None:
+    """Each rank's own figure is exchanged: had one of them a turn more, it would wait for the others for ever."""
+    network = FakeNetwork(2, on_a_line)
+    probe_over(network, 4.0, clocks=network.clocks)
+    whole = [one for one in network.started if one.kind == "all-reduce" and one.tensor.numel() == 1]
+    assert any(float(one.tensor) not in (0.0, 1.0) for one in whole)
 
 
 def test_small_messages_that_are_cheaper_than_any_line_says_are_interpolated() -> None:
@@ -78,13 +130,20 @@ def test_a_line_counts_relative_errors_so_that_large_messages_do_not_hide_the_la
 
 
 def test_a_network_that_changes_in_the_middle_is_not_reported() -> None:
-    network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * (1 + now))
+    network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * 2**now)
     with pytest.raises(ProbeError, match=r"two halves .* disagree.* ms in one and .* ms in the other.*probe again"):
         probe_over(network, 4.0, clocks=network.clocks)
 
 
+def test_a_network_that_wavers_by_a_fifth_is_reported_with_that_uncertainty() -> None:
+    network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * (1 + 0.2 * (int(now * 3) % 2)))
+    found = probe_over(network, 4.0, clocks=network.clocks)
+    assert 0.1 < found.disagreement < 0.3
+    assert max(cost.spread() for cost in found.costs.values()) >= found.disagreement
+
+
 def test_an_unsteady_network_is_reported_on_demand_with_that_uncertainty() -> None:
-    network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * (1 + now))
+    network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * 2**now)
     found = probe_over(network, 4.0, clocks=network.clocks, unsteady=True)
     assert found.disagreement > 0.1
     assert max(cost.spread() for cost in found.costs.values()) >= found.disagreement
@@ -175,8 +234,8 @@ def test_the_spread_grows_with_noise_and_shrinks_with_measurements() -> None:
 def test_without_a_group_with_one_rank_or_without_time_nothing_is_measured() -> None:
     with pytest.raises(ProbeError, match="call torch.distributed.init_process_group first"):
         probe()
-    with pytest.raises(ProbeError, match="seconds must be from 1 to 28"):
-        probe(seconds=60)
+    with pytest.raises(ProbeError, match="seconds must be from 1 to 120"):
+        probe(seconds=180)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ProbeError, match="a single rank has no link to measure; start two ranks or more"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,31 @@ def test_a_link_that_changes_in_time_cannot_be_measured() -> None:
 def test_a_probe_names_its_rows(tmp_path: Path) -> None:
     from experiments.planning.probing import probe_tables
 
-    probe = a_probe()
+    probe = a_probe(largest=3000)
     console = Console(record=True, width=120)
     console.print(probe_tables(Probe(ranks=4, costs=probe.costs, took=1.0, inner=probe, outer=probe))[2])
     assert "between 2 machines" in (text := console.export_text()) and "all-to-all" in text
+    assert "2.93 KiB" in text and "0.03 ms" in text
+    assert "MiB" not in text and "64 KiB" not in text, "no column is of a size that was not sent"
+
+
+def test_a_probe_for_a_profile_has_as_many_ranks(files: list[str]) -> None:
+    said_so = said(["probe", "--profile", files[-1], "--ranks", "3"], 2)
+    assert "the profile is of 2 ranks, and the probe of 3: give --ranks 2" in said_so
+
+
+def test_a_plan_names_the_files_that_do_not_say_over_which_link_they_were_measured(
+    files: list[str], tmp_path: Path
+) -> None:
+    assert "The probe and the profile do not name a link" in said(files)
+    dataclasses.replace(a_probe(), link="real").write(tmp_path / "probe.json")
+    assert "The profile does not name a link" in said(files)
+    a_profile(link="1Gbit/s").write(tmp_path / "profile.json")
+    assert "of link '1Gbit/s' and the probe of 'real'; measure both over the link" in said(files, 2)
+
+
+def test_files_of_versions_without_a_link_or_hosts_are_read(files: list[str], tmp_path: Path) -> None:
+    for name in ("probe.json", "profile.json"):
+        raw = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps({key: raw[key] for key in raw.keys() - {"link", "hosts"}}))
+    assert "fp16 saves 9 %" in said(files)

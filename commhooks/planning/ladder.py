@@ -1,0 +1,53 @@
+"""The sizes that a probe may send, and how long it takes to reach those that a profile's hooks send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from commhooks.planning.predicting import payloads_of
+from commhooks.planning.probe import MEASURED, REACH, Probe
+from commhooks.planning.profile import Profile
+
+SIZES = (256, *(4**power for power in range(6, 13)))
+"""Bytes that a rank puts in: 256 B, 4 KiB, and four times as much each, to 16 MiB."""
+LEAST_SIZES = 2
+LEAST_SECONDS, MOST_SECONDS = 1.0, 120.0
+GOOD_TURNS = 6  # higher: steadier medians, but smaller messages on a slow link
+LOOKS = 2  # at each size before the turns: one in which memory is allocated, and one that is timed
+REPEATS = 1.25  # by which a turn is longer because small messages are sent several times in it
+ATTEMPTS = 2  # a measurement that contradicts itself is repeated
+_OF_ALL_SIZES = 4 / 3  # over the largest's seconds: each size takes a fourth of the next
+_MOST_BYTES = 2**28  # of an answer: what many ranks gather
+
+
+def rungs_of(profile: Profile | None, ranks: int) -> dict[str, tuple[int, ...]]:
+    """Return the sizes to try, ascending, by kind.
+
+    For a profile they end with the largest payload that its hooks send, and only kinds that they send are measured, and
+    sums. Otherwise every kind has all `SIZES`.
+    """
+    if profile is None:
+        found = dict.fromkeys(MEASURED, SIZES)
+    else:
+        largest = {"all-reduce": 0, **payloads_of(profile, *profile.hooks.values())}
+        found = {
+            kind: (*(size for size in SIZES if size < largest[kind]), largest[kind])
+            for kind in MEASURED
+            if kind in largest
+        }
+    least = SIZES[:LEAST_SIZES]
+    return {
+        kind: (*least, *(size for size in sizes if size > least[-1] and size * ranks <= _MOST_BYTES))
+        for kind, sizes in found.items()
+    }
+
+
+def seconds_to_reach(payloads: Mapping[str, int], probe: Probe) -> int:
+    """Return for how many seconds to probe the network so that payloads, by kind, can be predicted, if lines hold."""
+    turn = sum(
+        _OF_ALL_SIZES * probe.costs[kind].seconds(max(payload / REACH, SIZES[LEAST_SIZES - 1]))
+        for kind, payload in payloads.items()
+    )
+    levels = 1 if probe.inner is None else 3
+    return math.ceil(max(LEAST_SECONDS, ATTEMPTS * levels * (LOOKS + REPEATS * GOOD_TURNS) * turn))
