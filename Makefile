@@ -56,7 +56,8 @@ demo: $(STAMP)
 	$(BIN)/commhooks compare --out runs/demo --overwrite
 
 leaderboard: $(STAMP)
-	$(BIN)/commhooks leaderboard --out runs/leaderboard --overwrite --docs docs/guide/leaderboard
+	$(BIN)/commhooks leaderboard --out runs/leaderboard --overwrite --docs docs/guide/leaderboard \
+		--accuracy commhooks/planning/accuracy.json
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(TWO_AT_ONCE)

@@ -37,7 +37,7 @@ def test_a_wheel_holds_every_module_and_takes_no_name_but_its_own_two(installed:
     expected = {
         target / path.relative_to(ROOT / folder)
         for folder, target in folders.items()
-        for pattern in ("*.py", "py.typed", "*.j2", "costs.json")
+        for pattern in ("*.py", "py.typed", "*.j2", "costs.json", "accuracy.json")
         for path in (ROOT / folder).rglob(pattern)
     }
     assert installed == expected

@@ -26,8 +26,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from commhooks.errors import SettingsError
+from commhooks.planning.links import Link
 from commhooks.planning.sizes import Shape
 
+BACKENDS = ("gloo", "none")
+"""What carries messages. "gloo": its processor time is counted, for each byte sent, each message and each round.
+"none": sending takes nothing of the processor, as if a network card did all of it."""
 FILE = Path(__file__).with_name("costs.json")
 FORMAT = 1  # of the file; increased when readers must change
 COPIED_ELEMENTS = 1 << 22  # of fp32: 16 MiB, more than the caches nearest to a core
@@ -109,6 +114,28 @@ class Costs:
     machine: Mapping[str, str | int]
     versions: Mapping[str, str]
 
+    def carried_by(self, backend: str, link: Link, hook: str, copy: float) -> Link:
+        """Return a link with what a backend adds to it under a hook.
+
+        Args:
+            backend: One of `BACKENDS`.
+            link: Without it.
+            hook: A name with settings; one that was not measured is taken to send what its name's do, or fp32.
+            copy: Seconds in which one element of fp32 is copied.
+
+        """
+        if backend == "none":
+            return link
+        name = hook.partition(":")[0]
+        known = self.hooks.get(hook) or self.hooks.get(name) or self.hooks["all-reduce"]
+        return dataclasses.replace(
+            link, latency=link.latency + self.hop_seconds, seconds_per_byte=known.copies_per_byte * copy / 4
+        )
+
+    def seconds_of_a_round(self, backend: str) -> float:
+        """Return what a round adds to a step besides its bytes and messages."""
+        return self.round_seconds if backend == "gloo" else 0.0
+
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
         text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
@@ -135,6 +162,12 @@ class Costs:
                 f"costs {path}: expected a file of format {FORMAT} that 'python -m experiments.estimate.costs' wrote "
                 f"({type(error).__name__}: {error}); write it again"
             ) from error
+
+
+def check_backend(backend: str) -> None:
+    """Raise `SettingsError` if there is no such backend."""
+    if backend not in BACKENDS:
+        raise SettingsError(f"backend {backend!r} is not known: expected one of {', '.join(BACKENDS)}.")
 
 
 def copy_seconds() -> float:

@@ -19,8 +19,11 @@ but a bucket travels while others are computed and compressed, so the model foll
 the step. Then
 
     speed-up        = seconds under all-reduce / seconds under the compressor
-    break-even rate : that at which both are equal; below it, the compressor pays
     utilisation     = (C + optimizer) / seconds
+    pays between    : the rates at which the speed-up is above 1. A compressor that saves bytes pays below a rate, one
+                      that saves messages that wait for one another above one, or between two
+
+hop_seconds, round_seconds and copies_per_byte are Gloo's: backend "none" counts none of them.
 """
 
 from __future__ import annotations
@@ -29,32 +32,33 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import nn
 
 from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor
 from commhooks.making import make_compressor
-from commhooks.planning.costs import Costs, HookCosts, copy_seconds
+from commhooks.planning.accuracy import Accuracy, Loss
+from commhooks.planning.costs import Costs, HookCosts, check_backend, copy_seconds
 from commhooks.planning.links import Link
-from commhooks.planning.payloads import rounds_of
+from commhooks.planning.paying import RATES, Case, Rates, paying_rates
+from commhooks.planning.payloads import is_padded, rounds_of
 from commhooks.planning.profile import Sends
 from commhooks.planning.sizes import Shape, in_buckets, ready_moments, square_matrices
-from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
+from commhooks.planning.step_time import Bucket, Stage, Step, StepTime
 
 DENSE = "all-reduce"
 MATRIX = 1_000_000
 """Elements of the square matrices that a model of which only the size is known is taken to consist of."""
 LATENCY = 50e-6
 """Seconds, of a network about which nothing is said."""
-_LOWEST, _HIGHEST = 1e4, 1e14  # bits per second, between which the break-even rate is looked for
 MOST_RANKS = 4096
 """For which payloads are counted."""
-_TO_THE = 1e-4  # as a part of the rate
+FASTER = 1.25
+"""Each step is computed on a link this many times as fast too."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HookEstimate:
     """One compressor's step."""
 
@@ -62,13 +66,33 @@ class HookEstimate:
     time: StepTime
     speed_up: float
     """Over dense all-reduce."""
-    break_even: float
-    """The rate in bits per second below which it pays; `math.inf`: at every rate; 0: at none; NaN: of dense itself."""
+    pays_between: Rates
+    """The ranges of rates at which it pays, in bits per second; empty: none, or dense itself."""
+    on_faster_link: float
+    """Seconds of the step on a link `FASTER` times as fast. If they are more, buckets meet less favourably there, and
+    differences of that size say nothing."""
+    losses: tuple[Loss, ...]
+    """What the same settings cost in accuracy, by task; a task that is missing was not measured."""
 
     @property
     def pays(self) -> bool:
         """Whether the step is faster than under dense all-reduce."""
         return self.speed_up > 1
+
+    @property
+    def break_even(self) -> float:
+        """The rate in bits per second below which it pays; `math.inf`: at every rate; 0: at none.
+
+        NaN: of dense itself, and if it pays above a rate or between some, which `pays_between` says.
+        """
+        if self.hook == DENSE or len(self.pays_between) > 1 or any(low > 0 for low, _ in self.pays_between):
+            return math.nan
+        return self.pays_between[0][1] if self.pays_between else 0.0
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether on every task that was measured, at least one, it cost no more than another seed does."""
+        return bool(self.losses) and all(loss.is_safe for loss in self.losses)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,13 +104,27 @@ class Estimate:
     buckets: int
     ranks: int
     link: Link
+    """With the latency that the backend adds, and the processor time that dense all-reduce takes for a byte."""
+    backend: str
+    """One of `commhooks.planning.costs.BACKENDS`."""
     copy_rate: float
     """Bytes per second that the processor copies, timed or stated."""
+    tasks: tuple[tuple[str, str], ...]
+    """Those on which accuracy was measured, each with the unit of its differences."""
 
     @property
     def best(self) -> HookEstimate:
         """The compressor with the fastest step, which may be dense all-reduce."""
         return self.hooks[0]
+
+    @property
+    def safest(self) -> HookEstimate | None:
+        """The fastest compressor that pays and cost no accuracy where it was measured (`is_safe`); None: there is none.
+
+        It must have been measured on every task.
+        """
+        safe = [one for one in self.hooks if one.pays and one.is_safe and len(one.losses) == len(self.tasks)]
+        return safe[0] if safe else None
 
     def of(self, hook: str) -> HookEstimate:
         """Return the estimate of one compressor.
@@ -112,7 +150,9 @@ def estimate(
     bucket_cap_mb: float | None = None,
     matrix: float = MATRIX,
     copy_rate: float | None = None,
+    backend: str = "gloo",
     costs: Costs | None = None,
+    accuracy: Accuracy | None = None,
 ) -> Estimate:
     """Estimate the step time of every compressor, by arithmetic with costs that were measured beforehand.
 
@@ -121,7 +161,7 @@ def estimate(
         compute: Seconds of a rank's forward and backward pass, without communication.
         ranks: How many there are.
         rate: Bits per second of each host's link; `math.inf`: no limit.
-        latency: Seconds of the network for a message, without the time that Gloo itself takes.
+        latency: Seconds of the network for a message, without the time that the backend itself takes.
         optimizer: Seconds of the optimizer. If it is not known, include it in `compute`.
         hooks: Names with settings, such as "powersgd:rank=4"; None: all whose costs are known. Dense all-reduce is
             always among them.
@@ -130,14 +170,19 @@ def estimate(
         bucket_cap_mb: Of the DDP, in MiB; None: 1 for the first bucket, and 25.
         matrix: Elements of each of the square matrices that `parameters` are in, if they are only a number.
         copy_rate: Bytes per second that a rank's processor copies; None: timed here, which takes 0.1 s.
+        backend: "gloo": its processor time for each byte, message and round is counted; "none": sending takes nothing
+            of the processor.
         costs: None: those that come with this package.
+        accuracy: None: that which comes with this package.
 
     Raises:
         SettingsError: A value cannot work, or the costs of a hook are not known; the message names those that are.
 
     """
     _check(compute, optimizer, ranks, copy_rate)
+    check_backend(backend)
     costs = Costs.read() if costs is None else costs
+    accuracy = Accuracy.read() if accuracy is None else accuracy
     wanted = list(dict.fromkeys([DENSE, *(costs.hooks if hooks is None else hooks)]))
     if unknown := [hook for hook in wanted if hook not in costs.hooks]:
         raise SettingsError(
@@ -149,26 +194,28 @@ def estimate(
     places = in_buckets(shapes, bucket_cap_mb)
     buckets = [tuple(shapes[place] for place in bucket) for bucket in places]
     copy = copy_seconds() if copy_rate is None else 4 / copy_rate
-    link = Link(rate=rate, latency=latency + costs.hop_seconds, ranks_per_host=ranks_per_host)
+    link = Link(rate=rate, latency=latency, ranks_per_host=ranks_per_host)
     link.transfer("all-reduce", 1, ranks)  # raises if the ranks do not fill their hosts
     plain = Step(compute=compute, optimizer=optimizer, buckets=(), cores=cores)
-    cases = {}
+    a_round = costs.seconds_of_a_round(backend)
+    cases, losses = {}, {}
     for hook in wanted:
         own = costs.hooks[hook]
-        sends = _sends_of(make_compressor(own.compressor), buckets, ranks, are_alike=made_up)
-        exchanges = _exchanges(own, costs.round_seconds, buckets, sends, compute, ranks, copy)
-        cases[hook] = Case(
-            dataclasses.replace(plain, buckets=exchanges),
-            dataclasses.replace(link, seconds_per_byte=own.copies_per_byte * copy / 4),
-            ranks,
-        )
+        compressor = make_compressor(own.compressor)
+        losses[hook] = accuracy.losses_of(compressor)
+        sends = _sends_of(compressor, buckets, ranks, are_alike=made_up)
+        exchanges = _exchanges(own, a_round, buckets, sends, compute, ranks, copy)
+        carried = costs.carried_by(backend, link, hook, copy)
+        cases[hook] = Case(dataclasses.replace(plain, buckets=exchanges), carried, ranks)
     return Estimate(
-        hooks=_compared(cases),
+        hooks=_compared(cases, losses),
         parameters=sum(map(math.prod, shapes)),
         buckets=len(buckets),
         ranks=ranks,
-        link=link,
+        link=cases[DENSE].link,
+        backend=backend,
         copy_rate=4 / copy,
+        tasks=tuple((task.task, task.unit) for task in accuracy.tasks),
     )
 
 
@@ -207,17 +254,23 @@ def _sends_of(
 ) -> list[tuple[Sends, ...]]:
     """Return what each bucket sends in each round.
 
-    Buckets of the same shapes are counted once. If all parameters are alike, only one parameter is, and its payload
-    multiplied.
+    Buckets of the same shapes are counted once. If all parameters are alike, one of them is counted, and its payload
+    multiplied, unless the bucket is padded as a whole.
     """
+    generator = torch.Generator()
+
+    def count(shapes: Sequence[Shape]) -> tuple[Sends, ...]:
+        generator.manual_seed(0)
+        gradients = {str(place): torch.randn(shape, generator=generator) for place, shape in enumerate(shapes)}
+        return rounds_of(compressor, gradients, ranks)
+
+    are_multiples = are_alike and not is_padded(count(buckets[0][:1]))
     counted: dict[tuple[Shape, ...], tuple[Sends, ...]] = {}
     found = []
     for shapes in buckets:
-        key = shapes[:1] if are_alike else shapes
+        key = shapes[:1] if are_multiples else shapes
         if key not in counted:
-            generator = torch.Generator().manual_seed(0)
-            gradients = {str(place): torch.randn(shape, generator=generator) for place, shape in enumerate(key)}
-            counted[key] = rounds_of(compressor, gradients, ranks)
+            counted[key] = count(key)
         times = len(shapes) // len(key)
         found.append(tuple(tuple((kind, times * payload) for kind, payload in sends) for sends in counted[key]))
     return found
@@ -242,49 +295,22 @@ def _exchanges(
     return tuple(found)
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A step on a link, whose rate may be varied."""
-
-    step: Step
-    link: Link
-    ranks: int
-
-    def time(self, rate: float | None = None) -> StepTime:
-        """Return the step's time, at the link's own rate or at another one."""
-        link = self.link if rate is None else dataclasses.replace(self.link, rate=rate)
-        return step_time(self.step, link, self.ranks)
-
-
-def _compared(cases: Mapping[str, Case]) -> tuple[HookEstimate, ...]:
+def _compared(cases: Mapping[str, Case], losses: Mapping[str, tuple[Loss, ...]]) -> tuple[HookEstimate, ...]:
     """Return all hooks beside dense all-reduce, the fastest first."""
     dense = cases[DENSE]
-    seconds = dense.time().seconds
+    rates = sorted({*RATES, dense.link.rate})  # so that the ranges agree with what is said of this rate
+    baseline, seconds = dense.seconds(rates), dense.time().seconds
     found = []
     for hook, case in cases.items():
         time = case.time()
-        rate = math.nan if hook == DENSE else break_even_rate(dense, case)
-        found.append(HookEstimate(hook, time, seconds / time.seconds, rate))
+        found.append(
+            HookEstimate(
+                hook=hook,
+                time=time,
+                speed_up=seconds / time.seconds,
+                pays_between=() if hook == DENSE else paying_rates(dense, case, rates, baseline),
+                on_faster_link=case.time(FASTER * case.link.rate).seconds,
+                losses=losses[hook],
+            )
+        )
     return tuple(sorted(found, key=lambda one: one.time.seconds))
-
-
-def break_even_rate(dense: Case, other: Case) -> float:
-    """Return the rate of the link below which the other step is faster; `math.inf`: at any; 0: at none.
-
-    It is looked for between 10 kbit/s and 100 Tbit/s; if there are several, the lowest is returned.
-    """
-
-    def is_ahead(rate: float) -> bool:
-        return other.time(rate).seconds < dense.time(rate).seconds
-
-    rates = np.geomspace(_LOWEST, _HIGHEST, 11).tolist()
-    first = next((place for place, rate in enumerate(rates) if not is_ahead(rate)), None)
-    if first is None:
-        return math.inf
-    if first == 0:
-        return 0.0
-    low, high = rates[first - 1], rates[first]
-    while high / low > 1 + _TO_THE:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if is_ahead(middle) else (low, middle)
-    return math.sqrt(low * high)

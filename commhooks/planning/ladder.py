@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from commhooks.planning.predicting import payloads_of
 from commhooks.planning.probe import MEASURED, REACH, Probe
@@ -18,36 +19,51 @@ LOOKS = 2  # at each size before the turns: one in which memory is allocated, an
 REPEATS = 1.25  # by which a turn is longer because small messages are sent several times in it
 ATTEMPTS = 2  # a measurement that contradicts itself is repeated
 _OF_ALL_SIZES = 4 / 3  # over the largest's seconds: each size takes a fourth of the next
+_MORE = 1.5  # than an attempt's time, if it did not suffice
 _MOST_BYTES = 2**28  # of an answer: what many ranks gather
 
 
-def rungs_of(profile: Profile | None, ranks: int) -> dict[str, tuple[int, ...]]:
-    """Return the sizes to try, ascending, by kind.
+class Rungs(NamedTuple):
+    """The sizes of one kind of collective to try."""
 
-    For a profile they end with the largest payload that its hooks send, and only kinds that they send are measured, and
-    sums. Otherwise every kind has all `SIZES`.
+    sizes: tuple[int, ...]
+    """Ascending, in bytes that a rank puts in."""
+    needed: int = 0
+    """What lets a profile's largest payload be predicted. Up to it, messages may be so large that few fit in."""
+
+
+def ladders_of(profile: Profile | None, ranks: int) -> dict[str, Rungs]:
+    """Return the sizes to try, by kind.
+
+    For a profile they end with a fourth of the largest payload that its hooks send, and that payload; only kinds that
+    they send are measured, and sums. Otherwise every kind has all `SIZES`.
     """
     if profile is None:
-        found = dict.fromkeys(MEASURED, SIZES)
-    else:
-        largest = {"all-reduce": 0, **payloads_of(profile, *profile.hooks.values())}
-        found = {
-            kind: (*(size for size in SIZES if size < largest[kind]), largest[kind])
-            for kind in MEASURED
-            if kind in largest
-        }
+        return {kind: _ladder(SIZES, ranks) for kind in MEASURED}
+    largest = {"all-reduce": 0, **payloads_of(profile, *profile.hooks.values())}
+    found = {}
+    for kind in (kind for kind in MEASURED if kind in largest):
+        needed = -(-largest[kind] // REACH)
+        below = tuple(size for size in SIZES if size < needed)
+        found[kind] = _ladder((*below, needed, largest[kind]), ranks, needed)
+    return found
+
+
+def _ladder(sizes: Sequence[int], ranks: int, needed: int = 0) -> Rungs:
     least = SIZES[:LEAST_SIZES]
-    return {
-        kind: (*least, *(size for size in sizes if size > least[-1] and size * ranks <= _MOST_BYTES))
-        for kind, sizes in found.items()
-    }
+    more = (size for size in sizes if size > least[-1] and size * ranks <= _MOST_BYTES)
+    return Rungs((*least, *more), needed)
 
 
 def seconds_to_reach(payloads: Mapping[str, int], probe: Probe) -> int:
-    """Return for how many seconds to probe the network so that payloads, by kind, can be predicted, if lines hold."""
+    """Return for how many seconds to probe the network so that payloads, by kind, can be predicted, if lines hold.
+
+    It is more than the probe was given, which was not enough.
+    """
     turn = sum(
         _OF_ALL_SIZES * probe.costs[kind].seconds(max(payload / REACH, SIZES[LEAST_SIZES - 1]))
         for kind, payload in payloads.items()
     )
     levels = 1 if probe.inner is None else 3
-    return math.ceil(max(LEAST_SECONDS, ATTEMPTS * levels * (LOOKS + REPEATS * GOOD_TURNS) * turn))
+    seconds = ATTEMPTS * levels * (LOOKS + REPEATS * GOOD_TURNS) * turn
+    return math.ceil(max(LEAST_SECONDS, seconds, _MORE * ATTEMPTS * probe.took))

@@ -29,6 +29,7 @@ from commhooks.planning.ladder import (
     MOST_SECONDS,
     REPEATS,
     SIZES,
+    Rungs,
 )
 from commhooks.planning.links import HALF_SUM, plain_kind
 from commhooks.planning.probe import Cost, Timing
@@ -62,11 +63,11 @@ class Meter:
         group: Group | None,
         device: torch.device | None,
         clocks: Clocks,
-        rungs: Mapping[str, tuple[int, ...]],
+        ladders: Mapping[str, Rungs],
     ) -> None:
         self._communicator, self._group, self._device, self._clocks = communicator, group, device, clocks
         self._ranks = ranks_in(group, communicator.world_size)
-        self._rungs = rungs  # by kind
+        self._ladders = ladders  # by kind
         self._collectives: dict[tuple[str, int], Collective] = {}  # new memory would have to be mapped in first
 
     def measure(self, seconds: float) -> Mapping[str, Cost]:
@@ -86,31 +87,37 @@ class Meter:
             kind: Cost(
                 tuple(Timing.of(case[1], *zip(*found[case], strict=True)) for case in sorted(times) if case[0] == kind)
             )
-            for kind in self._rungs
+            for kind in self._ladders
         }
 
     def _choose(self, seconds: float) -> dict[Case, float]:
         """Return the kinds and sizes that can be measured often enough in so many seconds, with the seconds of each."""
         most = seconds / (LOOKS + REPEATS * GOOD_TURNS)
+        if_needed = ATTEMPTS * seconds / (LOOKS + REPEATS * _LEAST_TURNS)  # then there will be one attempt
         found: dict[Case, float] = {}
         for size in SIZES[:LEAST_SIZES]:
-            found |= self._look([(kind, size) for kind in self._rungs])
-        last = [found[kind, SIZES[LEAST_SIZES - 1]] for kind in self._rungs]
-        if sum(found.values()) > ATTEMPTS * seconds / (LOOKS + _LEAST_TURNS):  # then there will be one attempt
+            found |= self._look([(kind, size) for kind in self._ladders])
+        last = [found[kind, SIZES[LEAST_SIZES - 1]] for kind in self._ladders]
+        if sum(found.values()) > if_needed:
             raise ProbeError(
                 f"the network is too slow for the time given: messages of {SIZES[LEAST_SIZES - 1] / 1024:g} KiB took "
                 f"{1e3 * sum(last) / len(last):.0f} ms each, with the meeting before it, and at least {_LEAST_TURNS} "
                 f"turns are needed; probe for longer (seconds=, at most {MOST_SECONDS:g})."
             )
-        largest = dict.fromkeys(self._rungs, SIZES[LEAST_SIZES - 1])
-        growing = {kind: list(rungs[LEAST_SIZES:]) for kind, rungs in self._rungs.items() if len(rungs) > LEAST_SIZES}
+        largest = dict.fromkeys(self._ladders, SIZES[LEAST_SIZES - 1])
+        growing = {
+            kind: list(ladder.sizes[LEAST_SIZES:])
+            for kind, ladder in self._ladders.items()
+            if len(ladder.sizes) > LEAST_SIZES
+        }
         stopped: dict[str, int] = {}
         while growing:
             kind = min(growing, key=lambda one: found[one, largest[one]])
             size = growing[kind][0]
             # Four times as large takes at least twice as long, on any but a short message.
             least = max(1.0, size / largest[kind] / 2) * found[kind, largest[kind]]
-            if sum(found.values()) + least <= most and self._adds(found, (kind, size), most):
+            limit = if_needed if size <= self._ladders[kind].needed else most
+            if sum(found.values()) + least <= limit and self._adds(found, (kind, size), limit):
                 largest[kind] = growing[kind].pop(0)
             else:
                 stopped[kind] = growing[kind][0]

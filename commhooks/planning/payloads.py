@@ -6,7 +6,7 @@ kinds, payloads and rounds are right, and the means are not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -31,6 +31,11 @@ def rounds_of(
     exchanger = Exchanger(gradients, compressor, line=LockstepLine(one, policy))
     average_in_lockstep([exchanger], [gradients])
     return tuple(map(tuple, one.rounds))
+
+
+def is_padded(rounds: Sequence[Sends]) -> bool:
+    """Return whether a collective has a row for each rank: its padding depends on the ranks and on the whole bucket."""
+    return any(kind in {"all-to-all", "reduce-scatter"} for sends in rounds for kind, _ in sends)
 
 
 class OneOfMany:

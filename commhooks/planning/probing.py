@@ -14,7 +14,7 @@ from commhooks.communicators.connection import Address, WrapCommunicator, open_c
 from commhooks.communicators.parent_group import backend_of
 from commhooks.errors import ProbeError
 from commhooks.language.requests import Group, ranks_in
-from commhooks.planning.ladder import ATTEMPTS, LEAST_SECONDS, MOST_SECONDS, rungs_of
+from commhooks.planning.ladder import ATTEMPTS, LEAST_SECONDS, MOST_SECONDS, ladders_of
 from commhooks.planning.meter import Clocks, Meter, sum_of
 from commhooks.planning.probe import MOST_DISAGREEMENT, Probe
 from commhooks.planning.profile import Profile
@@ -134,8 +134,8 @@ def probe_over(
         levels = []
         for group in groups:
             started = clocks.wall()
-            rungs = rungs_of(profile, ranks_in(group, ranks))
-            costs = Meter(communicator, group, device, clocks, rungs).measure(share)
+            ladders = ladders_of(profile, ranks_in(group, ranks))
+            costs = Meter(communicator, group, device, clocks, ladders).measure(share)
             took = clocks.wall() - started
             levels.append(Probe(ranks=ranks_in(group, ranks), costs=costs, took=took, backend=backend))
         whole, inner, outer = levels if len(levels) == 3 else (levels[0], None, None)

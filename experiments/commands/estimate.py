@@ -30,6 +30,9 @@ def estimate(
     copy_rate: Annotated[
         str | None, typer.Option(help="Bytes that your processor copies: 10GB/s; default: timed here.")
     ] = None,
+    backend: Annotated[
+        str, typer.Option(help="gloo: its processor time for each byte counts; none: it does not.")
+    ] = "gloo",
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Estimate whether compression pays, without a process or a link."""
@@ -52,6 +55,7 @@ def estimate(
                 bucket_cap_mb=bucket_cap_mb,
                 matrix=matrix,
                 copy_rate=copy_rate,
+                backend=backend,
             )
         )
         if json:

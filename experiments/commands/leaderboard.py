@@ -21,11 +21,17 @@ def leaderboard(
         bool, typer.Option("--overwrite", help="Replace the results of an earlier leaderboard in that folder.")
     ] = False,
     docs: Annotated[Path | None, typer.Option(help="Folder for the tables and pictures of the documentation.")] = None,
+    accuracy: Annotated[
+        Path | None, typer.Option(help="File for the differences from dense that 'estimate' shows.")
+    ] = None,
     processes: Annotated[int | None, typer.Option(help="How many runs at a time; default: one per core.")] = None,
 ) -> None:
     """Train under every compressor, and report what each costs."""
     with errors_in_words() as console:
         from ..leaderboard.running import Leaderboard, run_leaderboard
+        from ..planning.worlds import check_place
+
+        check_place(accuracy)
 
         board = Leaderboard(
             out=out,
@@ -36,6 +42,7 @@ def leaderboard(
             only=None if only is None else _names(only),
             overwrite=overwrite,
             docs=docs,
+            accuracy=accuracy,
             processes=processes,
             command=command_given(),
         )

@@ -31,6 +31,10 @@ def simulate(
     algorithm: Annotated[str, typer.Option(help="gloo: with its headers and messages; ring: data alone.")] = "gloo",
     compute: ComputeOption = None,
     cores: Annotated[int, typer.Option(help="Cores of each rank; from 2 on, compression runs beside compute.")] = 1,
+    backend: Annotated[str, typer.Option(help="none; or gloo: its processor time for each byte counts.")] = "none",
+    copy_rate: Annotated[
+        str | None, typer.Option(help="With gloo, bytes that your processor copies: 10GB/s; default: timed here.")
+    ] = None,
     bucket_cap_mb: BucketCap = None,
     parameters: Annotated[str | None, typer.Option(help="Instead of a task: 124M, 1B. Needs --compute.")] = None,
     measured: Annotated[Path | None, typer.Option(help="A file that --save wrote, instead of a task.")] = None,
@@ -42,9 +46,9 @@ def simulate(
     with errors_in_words() as console:
         from commhooks.planning.links import Link
 
-        from ..estimate.request import count_in
+        from ..estimate.request import count_in, rate_in
         from ..links.link import parse_latency, parse_rate
-        from ..simulate.simulating import DEFAULT_HOOKS, Request
+        from ..simulate.request import DEFAULT_HOOKS, Request
         from ..simulate.simulating import simulate as run
         from ..specs import Spec
 
@@ -77,6 +81,8 @@ def simulate(
             parameters=None if parameters is None else count_in(parameters),
             compute=compute,
             cores=cores,
+            backend=backend,
+            copy_rate=None if copy_rate is None else rate_in(copy_rate) / 8,
             bucket_cap_mb=bucket_cap_mb,
             save=save,
             out=out,

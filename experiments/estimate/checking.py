@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from commhooks.planning.estimate import DENSE, estimate
+from commhooks.planning.paying import Rates
 from commhooks.units import three_digits
 
 from ..links.link import format_rate
@@ -29,7 +29,7 @@ from ..report.table import markdown_table
 from ..report.words import percent
 from ..reproduce.medians import milliseconds
 from ..tasks import load_task
-from .showing import rate_in_words
+from .showing import rates_in_words
 from .steps import Steps, World, measure_steps
 
 FOLDER = Path("docs/guide/estimate")
@@ -55,7 +55,7 @@ class Checked:
     hook: str
     estimated: float  # seconds
     said_to_pay: bool
-    break_even: float  # estimated
+    pays_between: Rates  # estimated
 
     @property
     def measured(self) -> float:
@@ -75,7 +75,7 @@ class Checked:
     @property
     def is_close(self) -> bool:
         """Whether the rate lies within a factor of 2 of the estimated break-even rate."""
-        return 0.5 <= self.steps.rate / self.break_even <= 2 if self.break_even else False
+        return any(0.5 <= self.steps.rate / rate <= 2 for edges in self.pays_between for rate in edges if rate)
 
 
 def check(steps: Sequence[Steps], copy_rate: float) -> list[Checked]:
@@ -94,7 +94,7 @@ def check(steps: Sequence[Steps], copy_rate: float) -> list[Checked]:
         )
         for hook in one.world.hooks:
             own = answer.of(hook)
-            found.append(Checked(one, hook, own.time.seconds, own.pays, own.break_even))
+            found.append(Checked(one, hook, own.time.seconds, own.pays, own.pays_between))
     return found
 
 
@@ -113,11 +113,11 @@ def page(checked: Sequence[Checked], about: Mapping[str, Any]) -> str:
                 milliseconds(one.steps.seconds[one.hook]),
                 f"{one.ratio:.2f}",
                 "" if dense else f"{_yes(one.said_to_pay)} / {_yes(one.pays)}",
-                "" if dense else _break_even(one),
+                "" if dense else rates_in_words(one.pays_between),
             ]
         )
     columns = ["model", "ranks", "rate", "hook", "estimated, ms", "measured, ms (quartiles)", "ratio"]
-    table = markdown_table([*columns, "pays, estimated / measured", "rate / break-even rate"], rows)
+    table = markdown_table([*columns, "pays, estimated / measured", "estimated to pay at rates"], rows)
     return "\n".join([*table, *_verdict(checked), "", _about(about), ""])
 
 
@@ -150,12 +150,6 @@ def _about(about: Mapping[str, Any]) -> str:
         f"Measured with `python -m experiments.estimate.checking --measure` on {here['processor']}, {here['cores']} "
         f"cores, which copied {three_digits(about['copy_rate'] / 1e9)} GB/s, with {numbers}, over Gloo."
     )
-
-
-def _break_even(one: Checked) -> str:
-    if one.break_even in {0.0, math.inf}:
-        return "never pays" if one.break_even == 0 else "always pays"
-    return f"{one.steps.rate / one.break_even:.2f} (of {rate_in_words(one.break_even)})"
 
 
 def _yes(pays: bool) -> str:

@@ -38,6 +38,7 @@ class Request:
     bucket_cap_mb: float | None = None
     matrix: str = "1M"
     copy_rate: str | None = None
+    backend: str = "gloo"
 
 
 def estimated(request: Request) -> Estimate:
@@ -60,9 +61,9 @@ def estimated(request: Request) -> Estimate:
         raise ValueError(
             f"--compute {request.compute} is a factor of what a task takes here: name a --task, or seconds"
         )
-    rate, copy_rate = _rate_in(request.rate), None
+    rate, copy_rate = rate_in(request.rate), None
     if request.copy_rate is not None:
-        copy_rate = _rate_in(request.copy_rate) / 8
+        copy_rate = rate_in(request.copy_rate) / 8
     hooks = None if request.hooks is None else [Spec.parse(hook).label for hook in request.hooks]
     task = None if request.task is None else load_task(Spec.parse(request.task, "task"))
     if task is not None and seconds is None:
@@ -83,6 +84,7 @@ def estimated(request: Request) -> Estimate:
         bucket_cap_mb=request.bucket_cap_mb,
         matrix=count_in(request.matrix),
         copy_rate=copy_rate,
+        backend=request.backend,
     )
 
 
@@ -119,6 +121,6 @@ def count_in(text: str) -> float:
     return float(match[1]) * _POWERS[match[2]]
 
 
-def _rate_in(text: str) -> float:
+def rate_in(text: str) -> float:
     """Return the bits per second, which may be without a limit."""
     return parse_rate(text) or math.inf

@@ -9,7 +9,8 @@ import math
 from rich.console import Console
 from rich.markup import escape
 
-from commhooks.planning.estimate import DENSE, Estimate, HookEstimate
+from commhooks.planning.estimate import DENSE, FASTER, Estimate, HookEstimate
+from commhooks.planning.paying import Rates
 from commhooks.units import bytes_in_words, counted, seconds_in_words, three_digits
 
 from ..links.link import format_rate
@@ -17,14 +18,16 @@ from ..report.table import plain_table
 from ..report.words import NEVER, percent, times
 from ..runs import strict
 
+_LEAST_SLOWER = 1e-3  # of a step; less is not worth a sentence
+
 
 def show(estimate: Estimate, console: Console) -> None:
     """Print a row for each compressor, the fastest first, and what follows."""
     link = estimate.link
     table = plain_table(
         f"{counted(estimate.parameters, 'parameter')} in {counted(estimate.buckets, 'bucket')}, "
-        f"{counted(estimate.ranks, 'rank')}, {rate_in_words(link.rate)}",
-        ("step", "speed-up", "sent per rank", "utilisation", "pays", "pays below"),
+        f"{counted(estimate.ranks, 'rank')}, {rate_in_words(link.rate)}, {backend_in_words(estimate)}",
+        ("step", "speed-up", "sent", "pays at rates", *(task for task, _ in estimate.tasks)),
     )
     for one in estimate.hooks:
         dense = one.hook == DENSE
@@ -33,14 +36,16 @@ def show(estimate: Estimate, console: Console) -> None:
             seconds_in_words(one.time.seconds),
             times(one.speed_up),
             bytes_in_words(one.time.bytes_sent),
-            percent(one.time.utilisation),
-            NEVER if dense else ("yes" if one.pays else "no"),
-            break_even_in_words(one),
+            NEVER if dense else rates_in_words(one.pays_between),
+            *(NEVER if dense else loss_in_words(one, task) for task, _ in estimate.tasks),
         )
     console.print(table)
-    console.print(conclusion(estimate), highlight=False, markup=False)
+    for sentence in (conclusion(estimate), safest_in_words(estimate), *slower_in_words(estimate)):
+        console.print(sentence, highlight=False, markup=False)
+    columns = " and ".join(f"{task} ({unit})" for task, unit in estimate.tasks)
     console.print(
-        f"The costs are those measured for this version, times the copy of memory of this processor "
+        f"Sent: by each rank. {columns}: the leaderboard's differences from dense all-reduce, on small tasks. The "
+        f"costs are those measured for this version, times the copy of memory of this processor "
         f"({bytes_in_words(estimate.copy_rate)}/s).",
         style="dim",
         highlight=False,
@@ -53,23 +58,62 @@ def conclusion(estimate: Estimate) -> str:
     rate, best = rate_in_words(estimate.link.rate), estimate.best
     if best.hook == DENSE:
         others = [one for one in estimate.hooks if one.hook != DENSE]
-        nearest = max(others, key=lambda one: one.break_even, default=None)
-        if nearest is None or nearest.break_even == 0:
-            return f"At {rate} none pays: dense all-reduce is the fastest."
-        return (
-            f"At {rate} none pays: dense all-reduce is the fastest. The first to pay on slower links is "
-            f"{nearest.hook}, below {rate_in_words(nearest.break_even)}."
-        )
-    until = (
-        "it is faster at every rate"
-        if math.isinf(best.break_even)
-        else f"dense all-reduce is faster above {rate_in_words(best.break_even)}"
-    )
+        said = f"At {rate} none pays: dense all-reduce is the fastest."
+        slower = [(high, one.hook) for one in others for _, high in one.pays_between if high <= estimate.link.rate]
+        faster = [(low, one.hook) for one in others for low, _ in one.pays_between if low >= estimate.link.rate]
+        if slower:
+            said += " The first to pay on slower links is {1}, below {0}.".format(*_in_words(max(slower)))
+        if faster:
+            said += " The first to pay on faster links is {1}, above {0}.".format(*_in_words(min(faster)))
+        return said
+    below, above = _limits(best.pays_between, estimate.link.rate)
+    limits = [f"below {rate_in_words(below)}"] if below > 0 else []
+    limits += [f"above {rate_in_words(above)}"] if above < math.inf else []
+    until = f"dense all-reduce is faster {' and '.join(limits)}" if limits else "it is faster at every rate"
     return f"At {rate} {best.hook} makes steps {times(best.speed_up)} as fast as dense all-reduce; {until}."
 
 
+def safest_in_words(estimate: Estimate) -> str:
+    """Return which compressor that pays cost no accuracy where it was measured."""
+    safest, tasks = estimate.safest, " and ".join(task for task, _ in estimate.tasks)
+    if safest is not None:
+        return (
+            f"The safest gain is {safest.hook}, {times(safest.speed_up)} as fast: on {tasks} it cost no more accuracy "
+            "than another seed does."
+        )
+    if not any(one.pays for one in estimate.hooks):
+        return "So there is no gain for which accuracy could be at risk."
+    return (
+        f"None that pays is known to be safe: on {tasks} each cost more accuracy than another seed does, or was not "
+        "measured."
+    )
+
+
+def slower_in_words(estimate: Estimate) -> list[str]:
+    """Return a sentence about the steps that are slower on a faster link; none if there are none."""
+    slower = [(one.on_faster_link / one.time.seconds - 1, one.hook) for one in estimate.hooks]
+    found = [f"{hook} by {percent(part)}" for part, hook in sorted(slower, reverse=True) if part > _LEAST_SLOWER]
+    if not found:
+        return []
+    return [
+        f"On a link {FASTER:g} times as fast these steps are computed to be slower: {', '.join(found)}. There buckets "
+        "come while the processor is busy with others; differences of that size decide nothing."
+    ]
+
+
+def backend_in_words(estimate: Estimate) -> str:
+    """Return what carries messages, and what a byte costs the processor: 'gloo (1.43 ns of processor a byte)'."""
+    if estimate.backend == "none":
+        return "no backend (sending takes no processor time)"
+    return f"{estimate.backend} ({three_digits(1e9 * estimate.link.seconds_per_byte)} ns of processor a byte)"
+
+
 def as_json(estimate: Estimate) -> str:
-    """Return the estimate as JSON: seconds, bytes, bits per second; numbers that are not finite as text."""
+    """Return the estimate as JSON: seconds, bytes, bits per second; numbers that are not finite as text.
+
+    `break_even` is null unless the compressor pays at every rate below it (0: at none, "inf": at all). `pays_between`
+    has all ranges of rates. A task of `accuracy` is null if the compressor was not measured on it.
+    """
     link = {name: value for name, value in dataclasses.asdict(estimate.link).items() if value is not None}
     hooks = [
         {
@@ -79,6 +123,10 @@ def as_json(estimate: Estimate) -> str:
             "speed_up": one.speed_up,
             "pays": one.pays,
             "break_even": None if math.isnan(one.break_even) else one.break_even,
+            "pays_between": one.pays_between,
+            "seconds_on_faster_link": one.on_faster_link,
+            "accuracy": {task: _loss(one, task) for task, _ in estimate.tasks},
+            "is_safe": one.is_safe,
         }
         for one in estimate.hooks
     ]
@@ -87,8 +135,11 @@ def as_json(estimate: Estimate) -> str:
         "buckets": estimate.buckets,
         "ranks": estimate.ranks,
         "link": link,
+        "backend": estimate.backend,
         "copy_rate": estimate.copy_rate,
+        "faster_link": FASTER,
         "hooks": hooks,
+        "safest": None if estimate.safest is None else estimate.safest.hook,
         "conclusion": conclusion(estimate),
     }
     return json.dumps(strict(whole), indent=1)
@@ -99,13 +150,42 @@ def rate_in_words(rate: float) -> str:
     return format_rate(rate if math.isinf(rate) else float(f"{rate:.3g}"))
 
 
-def break_even_in_words(one: HookEstimate) -> str:
-    """Return the rate below which a compressor pays, 'always' or 'never'."""
-    if math.isnan(one.break_even):
-        return NEVER
-    if math.isinf(one.break_even):
-        return "always"
-    return rate_in_words(one.break_even) if one.break_even else "never"
+def rates_in_words(rates: Rates) -> str:
+    """Return the rates at which a compressor pays: 'below 1 Gbit/s', 'above 5 Mbit/s', 'always' or 'never'."""
+    return ", ".join(map(_range_in_words, rates)) or "never"
+
+
+def _range_in_words(rates: tuple[float, float]) -> str:
+    low, high = rates
+    if low == 0:
+        return "always" if math.isinf(high) else f"below {rate_in_words(high)}"
+    return f"above {rate_in_words(low)}" if math.isinf(high) else f"{rate_in_words(low)} to {rate_in_words(high)}"
+
+
+def _limits(rates: Rates, rate: float) -> tuple[float, float]:
+    """Return the range that holds a rate."""
+    return next(pair for pair in rates if pair[0] <= rate <= pair[1])
+
+
+def _in_words(pair: tuple[float, str]) -> tuple[str, str]:
+    return rate_in_words(pair[0]), pair[1]
+
+
+def loss_in_words(one: HookEstimate, task: str) -> str:
+    """Return a compressor's difference from dense on a task: '+0.98', or that there is none."""
+    loss = next((loss for loss in one.losses if loss.task == task), None)
+    if loss is None:
+        return "not measured"
+    mean = loss.difference.mean
+    return "diverged" if mean is None else f"{round(mean, 2) + 0.0:+.2f}"  # no -0.00
+
+
+def _loss(one: HookEstimate, task: str) -> dict[str, object] | None:
+    loss = next((loss for loss in one.losses if loss.task == task), None)
+    if loss is None:
+        return None
+    own = loss.difference
+    return {"unit": loss.unit, "difference": own.mean, "low": own.low, "high": own.high, "is_safe": loss.is_safe}
 
 
 def milliseconds(seconds: float) -> str:

@@ -17,6 +17,7 @@ from ..report.board import Results, RunsFile, prepare_board, print_board, write_
 from ..specs import Spec
 from ..summary import Spread
 from ..tasks import LoadedTask, load_task
+from .accuracy import accuracy_of
 from .contenders import Contender, LeftOut, contenders, known_names
 from .grace import compare_with_grace
 from .lockstep import time_in_lockstep, train_in_lockstep
@@ -39,6 +40,7 @@ class Leaderboard:
     only: tuple[str, ...] | None = None  # names of compressors; None: all
     overwrite: bool = False  # results of an earlier leaderboard in that folder
     docs: Path | None = None  # a folder for the tables and pictures of the documentation
+    accuracy: Path | None = None  # a file for the differences that `estimate` shows
     processes: int | None = None  # None: one for each core
     timed: tuple[str, str] = ("gpt", "medium")  # the task and size whose gradient is used to time compressors
     rounds: int = 7  # of the timing
@@ -144,6 +146,16 @@ def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
         command=board.command,
     )
     write_board(results, board.out, board.docs)
+    if board.accuracy is not None:
+        descriptions = {task: load_sized(task, SIZE).description for task in board.tasks}
+        accuracy_of(
+            results.standings,
+            descriptions,
+            steps=results.steps,
+            seeds=board.seeds,
+            workers=board.workers,
+            command=board.command,
+        ).write(board.accuracy)
     print_board(results, board.out, console)
     return results.standings
 

@@ -133,8 +133,8 @@ def _on_rank(rank: int, ranks: int, work: Work, send: Send) -> None:
             task=Spec.parse(task, "task"), hooks=tuple(map(Spec.parse, HOOKS)), link=work.link, seconds=work.seconds
         )
         with stepper(asked) as step:
-            profile = profile_step(step, asked)
             try:
+                profile = profile_step(step, asked)
                 probe = probe_link(ProbeAsked(work.link, work.probe_seconds, 1, profile=profile))
                 found = plan(profile, probe, model=step.ddp)
             except CommHooksError as error:  # the same on all ranks

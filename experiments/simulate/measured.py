@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from commhooks.planning.links import Link
+from commhooks.planning.payloads import is_padded
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 
 FORMAT = 1  # of the file; increased when readers must change
@@ -87,7 +88,7 @@ class HookTimes:
         """Return whether the payloads for so many ranks were counted, or do not depend on them."""
         known = [tuple(one.sends for one in buckets) for buckets in self.by_workers.values()]
         known += self.counted.values()
-        is_constant = len(known) > 1 and all(one == known[0] and not is_padded(one) for one in known)
+        is_constant = len(known) > 1 and all(one == known[0] and not any(map(is_padded, one)) for one in known)
         return ranks in self.by_workers or ranks in self.counted or is_constant
 
     def buckets(self, ready: Sequence[float], ranks: int) -> tuple[Bucket, ...]:
@@ -197,12 +198,6 @@ class Measured:
 def _kinds_of(rounds: Sequence[Sends]) -> list[list[str]]:
     """Return the kinds of the collectives of each round."""
     return [[kind for kind, _ in sent] for sent in rounds]
-
-
-def is_padded(sends: Sequence[Sequence[Sends]]) -> bool:
-    """Return whether a collective has a row for each rank: with other ranks, padding may change its payload."""
-    kinds = {kind for rounds in sends for collectives in rounds for kind, _ in collectives}
-    return not kinds.isdisjoint({"all-to-all", "reduce-scatter"})
 
 
 def answer_bytes(sends: Sends, ranks: int) -> int:

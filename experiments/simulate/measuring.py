@@ -23,7 +23,7 @@ import commhooks
 import ddp_core
 from commhooks import Collective, Communicator, Compressor, Exchanger, Pending
 from commhooks.communicators import LockstepGroup
-from commhooks.planning.payloads import check_is_among_all, rounds_of
+from commhooks.planning.payloads import check_is_among_all, is_padded, rounds_of
 from commhooks.scheduling.lockstep import LockstepLine, LockstepScheduler
 
 from ..hooks import make_hook, policy_of
@@ -34,7 +34,7 @@ from ..runs import check_ddp
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
 from ..training.stock import is_stock
-from .measured import BucketTimes, ComputeTimes, HookTimes, Measured, Sends, is_padded
+from .measured import BucketTimes, ComputeTimes, HookTimes, Measured, Sends
 
 WORKERS = (2, 4, 8, 16)
 _WARM_UP = 2  # steps that are not counted
@@ -168,7 +168,7 @@ def measure_hook(spec: Spec, compute: ComputeTimes, gradients: Sequence[Gradient
         raise ValueError(f"hook {spec.label!r} takes other rounds with more workers, which the model does not know")
     payloads = [tuple(one.sends for one in buckets) for buckets in timed.values()]
     counted: dict[int, tuple[tuple[Sends, ...], ...]] = {}
-    is_constant = all(payload == payloads[0] and not is_padded(payload) for payload in payloads)
+    is_constant = all(payload == payloads[0] and not any(map(is_padded, payload)) for payload in payloads)
     if len(payloads) == 1 or not is_constant:
         for ranks in sorted(set(asked.ranks) - set(timed) - {1}):
             if _largest_answer(payloads[-1], ranks) <= _LARGEST_ANSWER:

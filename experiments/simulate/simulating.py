@@ -6,18 +6,16 @@ import csv
 import dataclasses
 import io
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from commhooks.planning.links import Link
 from commhooks.planning.sizes import BUCKET_BYTES, BYTES_PER_ELEMENT, FORWARD_SHARE, step_of_size
-from commhooks.planning.step_time import Step, StepTime, step_time
+from commhooks.planning.step_time import Step, StepTime
 from commhooks.units import bytes_in_words, counted, seconds_in_words
 
 from ..launch import torchrun_world
@@ -28,31 +26,11 @@ from ..report.table import plain_table
 from ..report.words import listed, percent
 from ..runs import Compute
 from ..specs import Spec
+from .carrier import Carrier
 from .measured import Measured
 from .measuring import Asked, measure
 from .pictures import utilisation_picture
-
-DEFAULT_HOOKS = ("all-reduce", "fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01")
-TABLE, PICTURE, DATA = "simulation.csv", "utilisation.png", "simulation.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What to simulate."""
-
-    hooks: tuple[Spec, ...]
-    ranks: tuple[int, ...]
-    links: tuple[Link, ...]
-    task: Spec | None = None
-    measured: Path | None = None  # measurements of an earlier command; None: measure now
-    parameters: float | None = None  # instead of a task
-    compute: str | None = None  # of a step on the user's processor
-    cores: int = 1
-    bucket_cap_mb: float | None = None
-    save: Path | None = None
-    out: Path | None = None
-    overwrite: bool = False
-    command: str = "commhooks simulate"
+from .request import DATA, PICTURE, TABLE, Request, check_files, check_request, title_of
 
 
 @dataclass(frozen=True)
@@ -81,8 +59,8 @@ def simulate(request: Request, console: Console) -> Simulation:
         ValueError: What is asked for does not fit together; the message says what does.
 
     """
-    _check(request)
-    _check_files(request)
+    check_request(request)
+    check_files(request)
     measured = None
     if request.parameters is None:
         measured = _measurements(request, console)
@@ -105,8 +83,9 @@ def simulate_measured(request: Request, measured: Measured) -> Simulation:
     if request.compute is not None:
         stated = Compute.parse(request.compute)
         factor = stated.factor or (stated.seconds or 0.0) / measured.compute.in_all
+    carrier = Carrier.of(request, factor)
     points = _points(
-        request, lambda hook, ranks: measured.step(hook, ranks, cores=request.cores).scaled(factor)
+        request, carrier, lambda hook, ranks: measured.step(hook, ranks, cores=request.cores).scaled(factor)
     )  # fmt: skip
     workers = min(measured.hooks[hook.label].most_workers for hook in request.hooks)
     compute = seconds_in_words(factor * measured.compute.in_all)
@@ -116,7 +95,9 @@ def simulate_measured(request: Request, measured: Measured) -> Simulation:
     )
     if max(request.ranks) > workers:
         caption += f" Compression beyond {workers} ranks is extrapolated."
-    return Simulation(points, (*_said_of(measured, factor, request), *_said_of_links(request)), caption)
+    return Simulation(
+        points, (*_said_of(measured, factor, request), carrier.in_words(), *_said_of_links(request)), caption
+    )
 
 
 def simulate_sizes(request: Request) -> Simulation:
@@ -124,8 +105,9 @@ def simulate_sizes(request: Request) -> Simulation:
     assert request.parameters is not None and request.compute is not None, "checked before"
     seconds = Compute.parse(request.compute).seconds
     assert seconds is not None, "checked before"
+    carrier = Carrier.of(request)
     points = _points(
-        request, lambda hook, ranks: step_of_size(request.parameters or 0, BYTES_PER_ELEMENT[hook], seconds)
+        request, carrier, lambda hook, ranks: step_of_size(request.parameters or 0, BYTES_PER_ELEMENT[hook], seconds)
     )
     said = (
         f"{request.parameters:,.0f} parameters and {seconds_in_words(seconds)} of compute are given; nothing was "
@@ -137,51 +119,7 @@ def simulate_sizes(request: Request) -> Simulation:
         f"{request.parameters:,.0f} parameters, compute {seconds_in_words(seconds)} a step, latency "
         f"{seconds_in_words(request.links[0].latency)}; the time of compression is not counted."
     )
-    return Simulation(points, (*said, *_said_of_links(request)), caption)
-
-
-def _check(request: Request) -> None:
-    """Raise ValueError if the request contradicts itself, before anything is measured."""
-    given = [request.parameters is not None, request.measured is not None, request.task is not None]
-    if sum(given) > 1:
-        raise ValueError("give one of --task, --measured and --parameters: each says of what the compute is")
-    if request.parameters is not None:
-        _check_sizes(request)
-    for option, value in (("--save", request.save), ("--bucket-cap-mb", request.bucket_cap_mb)):
-        if value is not None and any(given[:2]):
-            raise ValueError(f"{option} is for measuring, but with --parameters or --measured nothing is measured")
-    for label in (texts := [*(hook.label for hook in request.hooks), *map(title_of, request.links)]):
-        if texts.count(label) > 1:
-            raise ValueError(f"{label} is given twice: it is simulated once")
-    if request.compute is not None:
-        Compute.parse(request.compute)
-    Step(compute=0.0, buckets=(), cores=request.cores)  # raises if there are none
-    for ranks in request.ranks:
-        for link in request.links:
-            link.transfer("all-reduce", 1, ranks)
-
-
-def _check_sizes(request: Request) -> None:
-    """Raise ValueError if sizes alone are not enough."""
-    if request.compute is None or Compute.parse(request.compute).seconds is None:
-        raise ValueError("--parameters needs the seconds of a step's compute: --compute 100ms")
-    unknown = [hook.label for hook in request.hooks if hook.label not in BYTES_PER_ELEMENT]
-    if unknown:
-        raise ValueError(
-            f"hook {unknown[0]!r} needs the shapes of the parameters and its compression measured: name a task "
-            f"(--task), or simulate {listed(tuple(BYTES_PER_ELEMENT), 'or')} from --parameters"
-        )
-
-
-def _check_files(request: Request) -> None:
-    """Raise ValueError if a file exists already or cannot be written, before anything is measured."""
-    files = [] if request.out is None else [request.out / name for name in (TABLE, PICTURE, DATA)]
-    for file in [*files, *filter(None, [request.save])]:
-        if file.exists() and not request.overwrite:
-            raise ValueError(f"{file} exists already; replace it with --overwrite, or name another place")
-        nearest = next(folder for folder in file.absolute().parents if folder.exists())
-        if file.is_dir() or not nearest.is_dir() or not os.access(nearest, os.W_OK):
-            raise ValueError(f"{file} cannot be written, because of {nearest}; name another place")
+    return Simulation(points, (*said, carrier.in_words(), *_said_of_links(request)), caption)
 
 
 def _measurements(request: Request, console: Console) -> Measured:
@@ -206,9 +144,9 @@ def _measurements(request: Request, console: Console) -> Measured:
     return measured
 
 
-def _points(request: Request, step: Callable[[str, int], Step]) -> tuple[Point, ...]:
+def _points(request: Request, carrier: Carrier, step: Callable[[str, int], Step]) -> tuple[Point, ...]:
     return tuple(
-        Point(hook.label, ranks, link, step_time(step(hook.label, ranks), link, ranks))
+        Point(hook.label, ranks, link, carrier.time(step(hook.label, ranks), link, hook.label, ranks))
         for link in request.links
         for hook in request.hooks
         for ranks in request.ranks
@@ -282,15 +220,6 @@ def _said_of_links(request: Request) -> list[str]:
             f"{counted(link.hosts_per_site, 'host')} of a site share an uplink of {format_rate(link.site_rate)}."
         )
     return [*said, "All ranks are equally fast, and nothing is lost."]
-
-
-def title_of(link: Link) -> str:
-    """Return the link in words: '1 Gbit/s, 8 ranks per host, 2.4 Tbit/s inside'."""
-    text = format_rate(link.rate)
-    if link.ranks_per_host > 1:
-        text += f", {link.ranks_per_host} ranks per host"
-        text += f", {format_rate(link.inner_rate)} inside" if link.inner_rate else ", no link inside"
-    return text
 
 
 def _print(found: Simulation, console: Console) -> None:

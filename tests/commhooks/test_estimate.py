@@ -15,8 +15,9 @@ from torch import nn
 import commhooks
 from commhooks.errors import SettingsError
 from commhooks.planning.costs import FILE, Costs, HookCosts, Sample, copy_seconds
-from commhooks.planning.estimate import DENSE, Case, break_even_rate
+from commhooks.planning.estimate import DENSE, FASTER
 from commhooks.planning.links import Link, Transfer
+from commhooks.planning.paying import Case, paying_rates
 from commhooks.planning.payloads import rounds_of
 from commhooks.planning.sizes import FORWARD_SHARE, in_buckets, ready_moments, square_matrices
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
@@ -51,8 +52,8 @@ MADE_UP = Costs(
 )
 
 
-def made_up(rate: float = 1e9, **settings: float) -> commhooks.Estimate:
-    return commhooks.estimate(1e6, **{"compute": 0.3, "ranks": 2, **settings}, rate=rate, copy_rate=4e9, costs=MADE_UP)  # type: ignore[arg-type]  # 'incompatible type "**dict[str, float]"'
+def made_up(rate: float = 1e9, **settings: float | str) -> commhooks.Estimate:
+    return commhooks.estimate(1e6, **{"compute": 0.3, "ranks": 2, **settings}, rate=rate, copy_rate=4e9, costs=MADE_UP)  # type: ignore[arg-type]  # 'incompatible type "**dict[str, float | str]"'
 
 
 def test_a_dense_step_is_compute_then_what_is_left_of_the_link() -> None:
@@ -109,8 +110,118 @@ def test_what_only_costs_never_pays_and_what_only_saves_always_does() -> None:
         stage = Stage(seconds, (("all-reduce", payload),))
         return Case(Step(compute=0.1, buckets=(Bucket(0.1, (stage,)),)), Link(rate=1e9, seconds_per_byte=NS), 2)
 
-    assert break_even_rate(step(0.0, 1_000_000), step(0.001, 1_000_000)) == 0
-    assert break_even_rate(step(0.0, 1_000_000), step(0.0, 500_000)) == math.inf
+    assert paying_rates(step(0.0, 1_000_000), step(0.001, 1_000_000)) == ()
+    assert paying_rates(step(0.0, 1_000_000), step(0.0, 500_000)) == ((0.0, math.inf),)
+
+
+def a_case(seconds: float, *collectives: tuple[str, int], latency: float = 0.0, ranks: int = 2) -> Case:
+    """Return a step of one bucket, ready at the end of 100 ms, over a ring without headers."""
+    step = Step(compute=0.1, buckets=(Bucket(0.1, (Stage(seconds, collectives),)),))
+    return Case(step, Link(rate=1e9, latency=latency, algorithm="ring"), ranks)
+
+
+def test_what_saves_messages_and_sends_more_bytes_pays_above_a_rate() -> None:
+    """An all-gather of 16 ranks waits for 15 messages, an all-reduce for 30: 15 latencies against the bytes."""
+    dense = a_case(0.0, ("all-reduce", 1_000_000), latency=1e-3, ranks=16)
+    other = a_case(0.0, ("all-gather", 500_000), latency=1e-3, ranks=16)
+    more_bits = 8 * (15 * 500_000 - 2 * 15 / 16 * 1_000_000)
+    ((low, high),) = paying_rates(dense, other)
+    assert low == pytest.approx(more_bits / 15e-3, rel=1e-3)
+    assert high == math.inf
+
+
+def test_what_saves_messages_and_computes_pays_between_no_rates_or_above_one() -> None:
+    """With 10 ms of compression the 15 ms saved leave 5; with 20 ms nothing is left."""
+    dense = a_case(0.0, ("all-reduce", 1_000_000), latency=1e-3, ranks=16)
+    more_bits = 8 * (15 * 500_000 - 2 * 15 / 16 * 1_000_000)
+    ((low, high),) = paying_rates(dense, a_case(0.010, ("all-gather", 500_000), latency=1e-3, ranks=16))
+    assert low == pytest.approx(more_bits / 5e-3, rel=1e-3) and high == math.inf
+    assert paying_rates(dense, a_case(0.020, ("all-gather", 500_000), latency=1e-3, ranks=16)) == ()
+
+
+def test_two_limits_are_both_said() -> None:
+    """A processor that sends a byte in 10 ns makes fast links alike: then the fewer bytes of dense do not count."""
+    dense = a_case(0.0, ("all-reduce", 1_000_000), latency=1e-3, ranks=16)
+    slow = dataclasses.replace(dense.link, seconds_per_byte=10e-9)
+    other = Case(a_case(0.0, ("all-gather", 500_000)).step, dataclasses.replace(slow, latency=1e-3), 16)
+    found = paying_rates(dense, other)  # 75 ms of processor time: dense is faster once more
+    assert found == ()
+    slower = dataclasses.replace(other, link=dataclasses.replace(other.link, seconds_per_byte=2.2e-9))
+    ((low, high),) = paying_rates(dense, slower)
+    assert low == pytest.approx(8 * 5_625_000 / 15e-3, rel=1e-3)
+    # Then the gather's 7.5 MB take 16.5 ms on any link, and all but 1.5 ms of it are what it saves in messages.
+    assert high == pytest.approx(8 * 1_875_000 / 1.5e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("rate", [1e7, math.inf])
+def test_what_is_said_of_this_rate_agrees_with_the_ranges(rate: float) -> None:
+    found = commhooks.estimate(
+        1e6, compute=0.05, ranks=16, rate=rate, latency=0.05, hooks=["top-k:ratio=0.1"], copy_rate=14e9
+    )
+    for one in found.hooks:
+        assert one.pays == any(low <= rate <= high for low, high in one.pays_between)
+    gathering = found.of("top-k:ratio=0.1")
+    assert math.isnan(gathering.break_even), "it pays above a rate: no rate is the one below which it does"
+    ((low, high),) = gathering.pays_between
+    assert 0 < low < 1e7 and high == math.inf
+
+
+@pytest.mark.parametrize("hook", ["int8", "sign", "natural"])
+def test_a_number_of_parameters_is_padded_once_a_bucket_as_a_model_is(hook: str) -> None:
+    """64 ranks and matrices of 1,024 elements: each matrix alone would be padded to a block for each rank."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(100)))
+    usual: dict[str, Any] = {"compute": 0.1, "ranks": 64, "rate": 1e8, "hooks": [hook], "copy_rate": 14e9}
+    counted = commhooks.estimate(102_400, matrix=1024, **usual).of(hook).time.bytes_sent
+    of_model = commhooks.estimate(model, **usual).of(hook).time.bytes_sent
+    assert counted == pytest.approx(of_model, rel=0.1)  # which rank serves a block depends on the names of parameters
+    assert counted < 102_400 * 4 * 2
+
+
+def test_a_step_that_is_slower_on_a_faster_link_is_known_to_be() -> None:
+    found = commhooks.estimate(25e6, compute=0.2, ranks=16, rate=1e9, hooks=["top-k:ratio=0.1"], copy_rate=14e9)
+    slower = found.of("top-k:ratio=0.1")
+    assert slower.on_faster_link > 1.03 * slower.time.seconds
+    there = commhooks.estimate(
+        25e6, compute=0.2, ranks=16, rate=FASTER * 1e9, hooks=["top-k:ratio=0.1"], copy_rate=14e9
+    )
+    assert there.of("top-k:ratio=0.1").time.seconds == pytest.approx(slower.on_faster_link)
+
+
+def test_without_a_backend_neither_bytes_nor_messages_nor_rounds_take_processor_time() -> None:
+    gloo = dataclasses.replace(
+        MADE_UP,
+        hop_seconds=0.001,
+        round_seconds=0.002,
+        hooks={DENSE: dataclasses.replace(MADE_UP.hooks[DENSE], copies_per_byte=10.0)},
+    )
+    usual: dict[str, Any] = {"compute": 0.3, "ranks": 2, "rate": math.inf, "latency": 0.0, "copy_rate": 4e9}
+    without = commhooks.estimate(1e6, **usual, costs=gloo, backend="none").of(DENSE).time
+    assert without.seconds == pytest.approx(0.3)
+    # 4 MB at 10 copies of a byte of 0.25 ns, two messages that wait, and a round
+    counted = commhooks.estimate(1e6, **usual, costs=gloo).of(DENSE).time
+    assert counted.seconds == pytest.approx(0.3 + 4e6 * 10 * 0.25e-9 + 2 * 0.001 + 0.002)
+    with pytest.raises(SettingsError, match="backend 'nccl' is not known: expected one of gloo, none"):
+        commhooks.estimate(1e6, **usual, costs=gloo, backend="nccl")
+
+
+def test_the_safest_gain_is_the_fastest_that_pays_and_lost_nothing_on_any_task() -> None:
+    found = commhooks.estimate(
+        25e6,
+        compute=0.2,
+        ranks=4,
+        rate=1e9,
+        hooks=["powersgd:rank=2", "top-k:ratio=0.01", "fp16"],
+        copy_rate=14e9,
+    )
+    assert found.best.hook == "powersgd:rank=2" and found.best.losses == (), "it was not measured: no zeros"
+    assert found.of("top-k:ratio=0.01").time.seconds < found.of("fp16").time.seconds
+    losses = {loss.task: loss for loss in found.of("top-k:ratio=0.01").losses}
+    assert losses["gpt"].difference.mean == pytest.approx(0.98, abs=0.005) and not losses["gpt"].is_safe
+    safest = found.safest
+    assert safest is not None and safest.hook == "fp16" and safest.pays
+    assert {task for task, _ in found.tasks} == losses.keys() == {"digits", "gpt"}
+    nothing = commhooks.estimate(25e6, compute=0.2, ranks=4, rate=1e9, hooks=["top-k:ratio=0.01"], copy_rate=14e9)
+    assert nothing.best.pays and nothing.safest is None
 
 
 def test_the_fastest_comes_first_and_dense_is_the_baseline() -> None:

@@ -45,6 +45,43 @@ def test_json_has_every_hook_and_no_number_that_is_not_finite() -> None:
         assert one["seconds"] == pytest.approx(one["compute"] + one["compression"] + one["waiting"])
 
 
+def test_what_pays_above_a_rate_is_said_to_in_words_and_json() -> None:
+    slow = ("--parameters", "1M", "--compute", "50ms", "--ranks", "16", "--latency", "50ms", "--copy-rate", "14GB/s")
+    code, output = run(*slow, "--rate", "1Gbit/s", "--hook", "top-k:ratio=0.1")
+    assert code == 0, output
+    assert "above 4.64 Mbit/s" in output
+    assert "top-k:ratio=0.1 makes steps 1.70× as fast as dense all-reduce; dense all-reduce is faster below 4.64" in (
+        " ".join(output.split())
+    )
+    assert "None that pays is known to be safe: on digits and gpt each cost more accuracy" in " ".join(output.split())
+    _, output = run(*slow, "--rate", "1Gbit/s", "--hook", "top-k:ratio=0.1", "--json")
+    one = next(one for one in json.loads(output)["hooks"] if one["hook"] != "all-reduce")
+    assert one["pays"] and one["break_even"] is None
+    assert one["pays_between"][0][0] == pytest.approx(4.64e6, rel=0.01) and one["pays_between"][0][1] == "inf"
+    assert one["accuracy"]["gpt"]["difference"] == pytest.approx(0.26, abs=0.005) and not one["is_safe"]
+    _, output = run(*slow, "--rate", "1Mbit/s", "--hook", "top-k:ratio=0.1")
+    assert "The first to pay on faster links is top-k:ratio=0.1, above 4.64 Mbit/s" in " ".join(output.split())
+
+
+def test_the_table_has_what_accuracy_costs_and_names_the_safest_gain() -> None:
+    hooks = ("--hook", "powersgd:rank=2", "--hook", "top-k:ratio=0.01", "--hook", "int8")
+    code, output = run("--parameters", "25M", "--compute", "200ms", "--copy-rate", "14GB/s", *hooks)
+    assert code == 0, output
+    rows = {line.split()[0]: line.split() for line in output.splitlines() if ":" in line or "int8" in line}
+    assert rows["powersgd:rank=2"][-4:] == ["not", "measured"] * 2
+    assert rows["top-k:ratio=0.01"][-2:] == ["-0.46", "+0.98"]
+    assert "The safest gain is int8, 1.73× as fast: on digits and gpt it cost no more accuracy" in output
+    assert "gloo (1.02 ns of processor a byte)" in output
+
+
+def test_a_step_that_is_slower_on_a_faster_link_is_named() -> None:
+    words = ("--parameters", "25M", "--compute", "200ms", "--ranks", "16", "--copy-rate", "14GB/s")
+    code, output = run(*words, "--hook", "top-k:ratio=0.1")
+    assert code == 0, output
+    said = " ".join(output.split())
+    assert "On a link 1.25 times as fast these steps are computed to be slower: top-k:ratio=0.1 by 5." in said
+
+
 def test_a_task_gives_shapes_and_its_step_is_timed() -> None:
     code, output = run("--task", "gpt:size=tiny", "--hook", "fp16", "--json", "--copy-rate", "10GB/s")
     assert code == 0, output
@@ -66,6 +103,7 @@ def test_a_task_gives_shapes_and_its_step_is_timed() -> None:
         ((*SIZE, "--hook", "powersgd:rank=5"), "the costs of this hook were not measured"),
         ((*SIZE, "--cores", "0"), "cores must be at least 1"),
         ((*SIZE, "--bucket-cap-mb", "0"), "bucket_cap_mb must be above zero"),
+        ((*SIZE, "--backend", "mpi"), "backend 'mpi' is not known: expected one of gloo, none"),
     ],
 )
 def test_bad_input_is_a_sentence(words: tuple[str, ...], message: str) -> None:
@@ -100,7 +138,7 @@ def test_twenty_configurations_are_compared() -> None:
 
 def test_a_comparison_counts_what_is_right_and_what_is_not() -> None:
     steps = Steps(WORLDS[0], 1e9, 0.1, 0.0, {"all-reduce": (0.2, 0.2), "int8": (0.3, 0.3)})
-    checked = [Checked(steps, "all-reduce", 0.2, False, float("nan")), Checked(steps, "int8", 0.15, True, 1.5e9)]
+    checked = [Checked(steps, "all-reduce", 0.2, False, ()), Checked(steps, "int8", 0.15, True, ((0.0, 1.5e9),))]
     about = {"machine": {"processor": "a processor", "cores": 2}, "versions": {"torch": "2"}, "copy_rate": 1e10}
     text = page(checked, about)
     assert "Of 2 step times 1 are within 20.0 %" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import commhooks
+from commhooks.planning.costs import BACKENDS, Costs, Sample
 from commhooks.planning.links import Link
 from commhooks.planning.sizes import step_of_size
 from commhooks.planning.step_time import Stage
@@ -18,8 +21,9 @@ from experiments.commands.simulate import numbers_in
 from experiments.machine import machine, versions
 from experiments.simulate.measured import BucketTimes, ComputeTimes, HookTimes, Measured
 from experiments.simulate.measuring import Asked, measure
-from experiments.simulate.simulating import DATA, PICTURE, TABLE, simulate_measured
-from experiments.simulate.simulating import Request as SimulationRequest
+from experiments.simulate.request import DATA, PICTURE, TABLE
+from experiments.simulate.request import Request as SimulationRequest
+from experiments.simulate.simulating import simulate_measured, simulate_sizes
 from experiments.specs import Spec
 
 GATHER = (("all-gather", 1000),)
@@ -202,6 +206,8 @@ def test_measurements_of_another_version_are_used_with_a_note_and_other_formats_
         (["--hook", "fp16", "--hook", "fp16"], "fp16 is given twice"),
         (["--hook", "torch.powersgd"], "is PyTorch's own, whose rounds"),
         (["--cores", "0"], "cores must be at least 1"),
+        (["--backend", "mpi"], "backend 'mpi' is not known: expected one of gloo, none"),
+        (["--copy-rate", "14GB/s"], "which --backend none does not count"),
         (["--compute", "fast"], "compute 'fast' does not parse"),
         (["--bucket-cap-mb", "nan"], "bucket_cap_mb must be above zero"),
         (["--parameters", "1B", "--compute", "1s", "--bucket-cap-mb", "1"], "--bucket-cap-mb is for measuring"),
@@ -211,6 +217,55 @@ def test_measurements_of_another_version_are_used_with_a_note_and_other_formats_
 def test_a_request_that_cannot_work_is_rejected_in_words(words: list[str], said: str) -> None:
     code, text = run(*words)
     assert code == 2 and said in text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("hook", ["all-reduce", "fp16"])
+def test_estimate_and_simulate_agree_about_a_cluster_with_the_same_backend(backend: str, hook: str) -> None:
+    """Four buckets of 25 MiB, four ranks, 100 Gbit/s; the estimate without compression, which sizes do not tell."""
+    real = Costs.read()
+    nothing = {
+        name: dataclasses.replace(
+            own, bucket_seconds=0.0, matrices=tuple(map(free, own.matrices)), vector=free(own.vector)
+        )
+        for name, own in real.hooks.items()
+    }
+    parameters = 4 * 25 * 2**18
+    link = Link(rate=100e9, latency=50e-6)
+    found = simulate_sizes(
+        SimulationRequest(
+            hooks=(Spec(hook),),
+            ranks=(4,),
+            links=(link,),
+            parameters=parameters,
+            compute="100ms",
+            backend=backend,
+            copy_rate=None if backend == "none" else 14e9,
+        )
+    )
+    estimated = commhooks.estimate(
+        parameters,
+        compute=0.1,
+        ranks=4,
+        rate=link.rate,
+        latency=link.latency,
+        bucket_cap_mb=25,
+        matrix=25 * 2**18,
+        hooks=[hook],
+        copy_rate=14e9,
+        backend=backend,
+        costs=dataclasses.replace(real, hooks=nothing),
+    )
+    ours, theirs = found.points[0].time, estimated.of(hook).time
+    assert ours.seconds == pytest.approx(theirs.seconds)
+    assert ours.bytes_sent == theirs.bytes_sent
+    processor = ours.bytes_sent * real.hooks[hook].copies_per_byte / 14e9 if backend == "gloo" else 0.0
+    assert ours.seconds == pytest.approx(0.1 + processor, abs=5e-3)  # and the last bucket's bytes, on the link
+    assert any(said.startswith(f"Backend: {backend}.") for said in found.assumptions)
+
+
+def free(sample: Sample) -> Sample:
+    return dataclasses.replace(sample, rounds=(0.0,) * len(sample.rounds))
 
 
 def test_files_that_cannot_be_written_are_an_error_before_anything_is_measured(

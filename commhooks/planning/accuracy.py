@@ -1,0 +1,111 @@
+"""What compressors cost in accuracy: differences from dense all-reduce, as the leaderboard measured them.
+
+The file `accuracy.json` beside this one is written by `commhooks leaderboard --accuracy`. It has small tasks, trained
+for some hundred steps: it shows which compressors cost nothing there, not what they will cost elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+from commhooks.language.compressor import Compressor
+from commhooks.making import make_compressor
+from commhooks.planning import stored
+
+FILE = Path(__file__).with_name("accuracy.json")
+FORMAT = 1  # of the file; increased when readers must change
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How much a compressor's score differs from that of dense all-reduce with the same seeds."""
+
+    compressor: str
+    """As printed by `str`; `commhooks.make_compressor` makes it."""
+    mean: float | None
+    """In the task's unit; None: a run diverged, so there is none."""
+    low: float | None
+    """The end of the 95 % interval, as `high`."""
+    high: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskAccuracy:
+    """The differences of all compressors on one task."""
+
+    task: str
+    description: str
+    score: str
+    """What is compared, such as "validation loss"."""
+    unit: str
+    """Of differences, such as "nats"."""
+    higher_is_better: bool
+    steps: int
+    seeds: int
+    seed_range: float
+    """Between the best and the worst seed of dense all-reduce: a difference of less is lost among seeds."""
+    differences: tuple[Difference, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """What one compressor cost on one task."""
+
+    task: str
+    unit: str
+    difference: Difference
+    is_safe: bool
+    """Whether even the worse end of the interval is no worse than another seed of dense all-reduce."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """All tasks that were measured, and how."""
+
+    tasks: tuple[TaskAccuracy, ...]
+    workers: int
+    command: str
+    machine: str
+    versions: Mapping[str, str]
+
+    def losses_of(self, compressor: Compressor) -> tuple[Loss, ...]:
+        """Return what a compressor cost on each task on which exactly these settings were measured."""
+        return tuple(
+            Loss(task.task, task.unit, one, _is_safe(task, one))
+            for task in self.tasks
+            for one in task.differences
+            if _made(one.compressor) == compressor
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        stored.write(self, path, form=FORMAT)
+
+    @classmethod
+    def read(cls, path: Path = FILE) -> Accuracy:
+        """Return the differences in a file; by default in the one that comes with this package.
+
+        Raises:
+            ValueError: There is no such file, or it does not hold differences of this format.
+
+        """
+        try:
+            return stored.read(cls, path, form=FORMAT)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"accuracy {path}: expected a file of format {FORMAT} that 'commhooks leaderboard --accuracy' wrote "
+                f"({type(error).__name__}: {error}); write it again"
+            ) from error
+
+
+_made = functools.cache(make_compressor)
+
+
+def _is_safe(task: TaskAccuracy, one: Difference) -> bool:
+    if one.low is None or one.high is None:
+        return False
+    worst = -one.low if task.higher_is_better else one.high
+    return worst <= task.seed_range
