@@ -13,7 +13,9 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from commhooks import COMPRESSORS
+from commhooks.planning.accuracy import Accuracy
 from experiments.commands.cli import app
+from experiments.leaderboard.accuracy import accuracy_of
 from experiments.leaderboard.contenders import LeftOut
 from experiments.leaderboard.grace import compare_with_grace
 from experiments.report.board import Results, RunsFile, prepare_board, print_board, write_board
@@ -64,7 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_trains_times_and_writes_what_it_found(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ended = run(*ONLY, "--out", str(out), "--docs", str(tmp_path / "docs"))
+    ended = run(
+        *ONLY, "--out", str(out), "--docs", str(tmp_path / "docs"), "--accuracy", str(tmp_path / "accuracy.json")
+    )
     assert ended.exit_code == 0, ended.output
     forms = [("all-reduce", "False"), ("fp16", "False"), ("fp16", "True")]
     standings = read(out / "standings.csv")
@@ -73,6 +77,10 @@ def test_it_trains_times_and_writes_what_it_found(tmp_path: Path) -> None:
     assert all(float(row["compute"]) > 0 for row in standings)
     assert [float(row["ratio"]) for row in standings] == [1, 2, 2]
     assert (out / "leaderboard.html").exists() and (tmp_path / "docs" / "tables.md").exists()
+    (task,) = Accuracy.read(tmp_path / "accuracy.json").tasks
+    assert (task.task, task.unit, task.steps, task.seeds) == ("digits", "points", 3, 2)
+    differences = [100 * float(row["difference"] or 0) for row in standings]
+    assert [one.mean for one in task.differences] == pytest.approx(differences)
     again = run(*ONLY, "--out", str(out))
     assert again.exit_code == 2
     assert "holds results already" in again.output
@@ -95,6 +103,28 @@ def test_a_mistake_is_an_error_in_words(words: Sequence[str], message: str, tmp_
     assert ended.exit_code == 2
     assert message in ended.output
     assert not (tmp_path / "out").exists()
+
+
+def test_the_file_for_estimates_has_every_difference_in_the_tasks_unit_and_none_of_what_diverged() -> None:
+    results = sample()
+    found = accuracy_of(
+        results.standings,
+        {"digits": "images", "gpt": "text"},
+        steps=results.steps,
+        seeds=results.seeds,
+        workers=results.workers,
+        command=results.command,
+    )
+    digits, gpt = found.tasks
+    assert (digits.unit, gpt.unit) == ("points", "nats")
+    assert digits.seed_range == pytest.approx(0.3), "from 96.9 to 97.2 %"
+    by_name = {one.compressor: one for one in digits.differences}
+    assert by_name["ErrorFeedback(inner=TopK())"].mean == pytest.approx(-3.0), "94 % instead of 97"
+    assert by_name["AllReduceMean()"].mean == 0.0
+    diverged = next(one for name, one in by_name.items() if "TernGrad" in name)
+    assert (diverged.mean, diverged.low, diverged.high) == (None, None, None)
+    nats = next(one for one in gpt.differences if one.compressor == "ErrorFeedback(inner=TopK())")
+    assert nats.mean == pytest.approx(0.09)
 
 
 def test_overwrite_removes_what_a_leaderboard_wrote_and_nothing_else(folder: Path, tmp_path: Path) -> None:
