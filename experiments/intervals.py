@@ -1,4 +1,8 @@
-"""Means over seeds with 95 % confidence intervals; what two hooks did is compared seed by seed."""
+"""Means over seeds with 95 % confidence intervals; what two hooks did is compared seed by seed.
+
+One seed has a value, two have two values, and only from three seeds on is there an interval: that of two values is nine
+standard deviations to either side, and tells less than the values themselves.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from dataclasses import dataclass
 from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
+LEAST_SEEDS = 3  # with fewer there is no interval
 
 
 @dataclass(frozen=True)
@@ -42,21 +47,19 @@ class Interval:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One quantity measured once per seed, with its mean and interval; seeds without a finite number are left out."""
+    """One quantity measured once per seed, with its mean and spread; seeds without a finite number are left out."""
 
     by_seed: Mapping[int, float]
     mean: float  # NaN if no seed has a number
-    interval: Interval | None  # None: fewer than two seeds
+    interval: Interval | None  # None: fewer than LEAST_SEEDS
     neutral: float = 0.0  # the value that means "no difference": 0 of a difference, 1 of a ratio
 
     @classmethod
     def of(cls, by_seed: Mapping[int, float]) -> Estimate:
         """Return the arithmetic mean with Student's t."""
         known = {seed: value for seed, value in by_seed.items() if math.isfinite(value)}
-        if len(known) < 2:
-            return cls(known, next(iter(known.values()), math.nan), None)
-        interval = Interval.of(list(known.values()))
-        return cls(known, interval.mean, interval)
+        mean = statistics.fmean(known.values()) if known else math.nan
+        return cls(known, mean, Interval.of(list(known.values())) if len(known) >= LEAST_SEEDS else None)
 
     @classmethod
     def of_ratios(cls, by_seed: Mapping[int, float]) -> Estimate:
@@ -77,10 +80,21 @@ class Estimate:
 
     @property
     def sign(self) -> int | None:
-        """1 or -1 if the whole interval lies above or below the neutral value, 0 if it does not; None without one."""
-        if self.interval is None:
+        """1 or -1 if the whole interval, or both values of two seeds, lie above or below the neutral value; 0 if not.
+
+        None for fewer than two seeds.
+        """
+        if self.seeds < 2:
             return None
-        return (self.interval.low > self.neutral) - (self.interval.high < self.neutral)
+        low, high = self.ends
+        return (low > self.neutral) - (high < self.neutral)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the interval; with fewer seeds than it needs, the least and the greatest value."""
+        if self.interval is not None:
+            return self.interval.low, self.interval.high
+        return min(self.by_seed.values(), default=math.nan), max(self.by_seed.values(), default=math.nan)
 
 
 def differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:

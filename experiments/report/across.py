@@ -93,8 +93,8 @@ def _hook(axes: Axes, series: Series, hook: str, offset: float, look: Look) -> N
         xs, ys, color=look.colour, linestyle=look.dashes, linewidth=1.6, marker="o", markersize=4, label=look.label
     )
     for x, (_, found) in zip(xs, known, strict=True):
-        if found.interval is not None:
-            axes.plot([x, x], [found.interval.low, found.interval.high], color=look.colour, linewidth=1.0)
+        if found.seeds > 1:
+            axes.plot([x, x], found.ends, color=look.colour, linewidth=1.0)
 
 
 def _series(

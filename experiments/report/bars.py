@@ -8,17 +8,19 @@ from ..outcomes import PARTS, Setting
 from .plots import LIGHT, canvas, png, style
 from .words import seconds_in_words, shortened, times
 
+_WHISKERS = {1: "", 2: " (whisker: from one seed to the other)"}  # by the number of seeds
+
 
 def step_time(setting: Setting) -> bytes:
     """Return a PNG: the typical step of every hook, divided into its parts, with the interval of the whole."""
     hooks = setting.outcomes
     whole = [one.typical["seconds"] for one in hooks]
-    top = max(one.mean if one.interval is None else max(one.mean, one.interval.high) for one in whole)
+    top = max(one.ends[1] for one in whole)
     scale, unit = (1.0, "seconds") if top >= 2 else (1e3, "milliseconds")
     # One interval that is much wider than every bar must not squeeze the bars.
     limit = scale * min(top, 2 * max(one.mean for one in whole))
     with matplotlib.rc_context(style(LIGHT)):
-        label = f"{unit} a step" + (" (whisker: 95 % interval over seeds)" if len(setting.seeds) > 1 else "")
+        label = f"{unit} a step" + _WHISKERS.get(len(setting.seeds), " (whisker: 95 % interval over seeds)")
         figure, axes = canvas("Where a step's time goes", label, 9.6, 1.7 + 0.46 * len(hooks))
         rows, left = list(range(len(hooks))), [0.0] * len(hooks)
         for part in PARTS:
@@ -27,8 +29,8 @@ def step_time(setting: Setting) -> bytes:
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for row, (one, total) in enumerate(zip(hooks, whole, strict=True)):
             end = left[row]
-            if total.interval is not None:
-                low, high = scale * max(0.0, total.interval.low), min(scale * total.interval.high, limit)
+            if total.seeds > 1:
+                low, high = scale * max(0.0, total.ends[0]), min(scale * total.ends[1], limit)
                 axes.plot([low, high], [row, row], color=LIGHT.ink, linewidth=1.2, marker="|", markersize=7, zorder=3)
                 end = max(end, high)
             versus = setting.versus.get(one.hook)

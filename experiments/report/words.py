@@ -37,6 +37,14 @@ def interval_of_seconds(interval: Interval) -> str:
     return _seconds_range(interval.mean, max(0.0, interval.low), interval.high)
 
 
+def spread_of_seconds(found: Estimate) -> str:
+    """Return the interval in the unit used for the mean, '95.0 to 104', or both values of two seeds."""
+    if found.interval is not None:
+        return interval_of_seconds(found.interval)
+    scale = 1.0 if found.mean >= 1 else 1e3
+    return spread_of(found, lambda value: three_digits(value * scale))
+
+
 def times(factor: float) -> str:
     """Return '7.12×', or 'nothing moved' for a hook that does not communicate."""
     return "nothing moved" if factor == float("inf") else f"{three_digits(factor)}×"
@@ -58,10 +66,17 @@ def bounds(interval: Interval | None, form: Callable[[float], str]) -> str:
     return "" if interval is None else f"{form(interval.low)} to {form(interval.high)}"
 
 
+def spread_of(found: Estimate, form: Callable[[float], str]) -> str:
+    """Return the interval, '2.11 to 2.14'; of two seeds their values, '2.11 and 2.14'; nothing for one seed."""
+    if found.seeds == 2:
+        return listed([form(value) for _, value in sorted(found.by_seed.items())])
+    return bounds(found.interval, form)
+
+
 def with_bounds(found: Interval | Estimate, form: Callable[[float], str]) -> str:
-    """Return the mean with its interval, as in '2.12 (2.11 to 2.14)'; the mean alone if there is no interval."""
-    interval = found if isinstance(found, Interval) else found.interval
-    return form(found.mean) if interval is None else f"{form(found.mean)} ({bounds(interval, form)})"
+    """Return the mean with its interval, or with both values of two seeds: '2.12 (2.11 to 2.14)'; else the mean."""
+    within = bounds(found, form) if isinstance(found, Interval) else spread_of(found, form)
+    return f"{form(found.mean)} ({within})" if within else form(found.mean)
 
 
 def listed(names: Collection[str], last: str = "and") -> str:

@@ -36,6 +36,13 @@ def test_one_seed_has_a_mean_and_no_interval() -> None:
     assert (found.mean, found.interval, found.sign, found.seeds) == (2.5, None, None, 1)
 
 
+def test_two_seeds_have_their_values_and_no_interval_and_a_sign_if_they_agree() -> None:
+    near, apart = Estimate.of_ratios({0: 1.1, 1: 9.5}), Estimate.of_ratios({0: 0.5, 1: 21.0})
+    assert (near.interval, near.sign, dict(near.by_seed)) == (None, 1, {0: 1.1, 1: 9.5})
+    assert (apart.interval, apart.sign) == (None, 0)
+    assert (Estimate.of({0: -0.2, 1: -0.1}).sign, Estimate.of({0: -0.2, 1: 0.1}).sign) == (-1, 0)
+
+
 def test_a_seed_without_a_number_is_left_out_and_can_be_counted() -> None:
     found = Estimate.of({0: 1.0, 1: math.nan, 2: 3.0})
     assert (found.mean, found.seeds, dict(found.by_seed)) == (2.0, 2, {0: 1.0, 2: 3.0})

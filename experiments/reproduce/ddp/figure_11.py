@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...intervals import Estimate, differences
 from ...report.plots import Theme, canvas, legend, png, style
-from ...report.words import bounds, signed, with_bounds
+from ...report.words import signed, spread_of, with_bounds
 from ...specs import Spec
 from ...tasks import LoadedTask, load_task
 from ..notes import Notes
@@ -194,7 +194,7 @@ def _sentence(settings: Settings, batch: int, rate: float, runs: Runs) -> str:
 
 def _in_words(found: Estimate) -> str:
     """Return what a difference in held-out loss means."""
-    interval = f"({bounds(found.interval, _LOSS)}, {found.seeds} seeds)"
+    interval = f"({spread_of(found, _LOSS)}, {found.seeds} seeds)"
     if found.sign:
         return f"{abs(found.mean):.3f} {'higher' if found.sign > 0 else 'lower'} {interval}"
     return f"no difference seen {interval}"

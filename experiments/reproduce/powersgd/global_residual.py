@@ -29,7 +29,7 @@ from ...hooks import make_hook
 from ...intervals import Estimate, differences
 from ...launch import Send, run_world
 from ...report.plots import Theme, canvases, legend, png, style
-from ...report.words import bounds, signed, with_bounds
+from ...report.words import signed, spread_of, with_bounds
 from ...specs import Spec
 from ...tasks import load_task
 from ...training.registration import wrap_in_ddp
@@ -299,13 +299,13 @@ def _sentences(rows: Sequence[Mapping[str, Any]], skew: float) -> str:
     )
     size = (
         f"On {_data(skew)} data PyTorch's residual ends {ratios.mean:.3g} times as large as ours "
-        f"({bounds(ratios.interval, '{:.3g}'.format)}, {ratios.seeds} seeds)"
+        f"({spread_of(ratios, '{:.3g}'.format)}, {ratios.seeds} seeds)"
     )
     found = _accuracies(rows, skew)
     if found.sign == 0:
-        return f"{size}; no difference seen in accuracy ({bounds(found.interval, _POINTS)} points)."
+        return f"{size}; no difference seen in accuracy ({spread_of(found, _POINTS)} points)."
     word = "more" if found.mean > 0 else "less"
-    return f"{size}; ours is {abs(found.mean):.2f} points {word} accurate ({bounds(found.interval, _POINTS)})."
+    return f"{size}; ours is {abs(found.mean):.2f} points {word} accurate ({spread_of(found, _POINTS)})."
 
 
 def _draw(settings: Settings, rows: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:

@@ -234,10 +234,9 @@ def _draw(settings: Settings, rates: Sequence[Mapping[str, Any]], theme: Theme) 
         speed.set_ylabel(f"times as fast as {base}")
         accuracy.set_title(f"Accuracy after {rates[-1]['steps']} steps", loc="left", fontweight="bold", pad=10)
         for place, (hook, colour) in enumerate(zip(settings.hooks, (theme.first, *theme.hooks), strict=False)):
-            one = Estimate.of(by_seed(rates[-1], hook, "accuracy")).interval
-            assert one is not None, "there are at least two seeds"
-            low, high = one.mean - one.low, one.high - one.mean
-            accuracy.errorbar(place, 100 * one.mean, [[100 * low], [100 * high]], color=colour, marker="o", capsize=3)
+            one = Estimate.of(by_seed(rates[-1], hook, "accuracy"))
+            below, above = (100 * abs(end - one.mean) for end in one.ends)
+            accuracy.errorbar(place, 100 * one.mean, [[below], [above]], color=colour, marker="o", capsize=3)
         accuracy.set_xticks(range(len(settings.hooks)), [hook.replace(":", "\n") for hook in settings.hooks])
         accuracy.set_ylabel("held-out accuracy, % (95 % interval)")
         legend(figure, speed, width=9.6)
