@@ -36,6 +36,7 @@ def compare(
     ddp: str = "core",
     bucket_cap_mb: float | None = None,
     evaluate_every: int = 20,
+    go_on: int = 10,
     out: str | Path | None = None,
     overwrite: bool = False,
     baseline: str | None = None,
@@ -60,10 +61,12 @@ def compare(
         ddp: 'core' (ddp_core's class) or 'torch' (PyTorch's).
         bucket_cap_mb: Bucket size in MiB; None: the DDP's own.
         evaluate_every: Steps between two evaluations.
+        go_on: A run goes on after its steps, until it has reached the target or had the baseline's training time, but
+            takes at most this many times the steps. 1: all runs end after the same number of steps.
         out: Folder of the results; None: runs/<date-time>.
         overwrite: Replace the results of an earlier comparison in that folder.
         baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first.
-        target_loss: Training loss to reach; None: 95 % of the baseline's progress.
+        target_loss: Training loss to reach; None: 95 % of the baseline's progress with the same seed.
         quiet: Print nothing while the runs go.
 
     Returns:
@@ -97,6 +100,7 @@ def compare(
         overwrite=overwrite,
         baseline=baseline,
         target_loss=target_loss,
+        go_on=go_on,
         command=f"python {' '.join(sys.argv)}",
         quiet=quiet,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -44,3 +46,48 @@ def cores() -> int:
 def dilation(ranks: int) -> float:
     """Return how many seconds here stand for one, so that each of these ranks has what one core computes."""
     return max(1.0, ranks / cores())
+
+
+class OtherPrograms:
+    """Measures how many of this process's processors other programs use, from now on; on Linux only."""
+
+    def __init__(self) -> None:
+        self._began, self._own = time.perf_counter(), time.process_time()
+        self._parent, self._busy = _seconds_of(os.getppid()), _busy_seconds()
+
+    def own_seconds(self) -> float:
+        """Return the processor time that this process has used since then."""
+        return time.process_time() - self._own
+
+    def used(self, ranks_seconds: float) -> float | None:
+        """Return how many processors others have used on average; None if the system does not tell.
+
+        Args:
+            ranks_seconds: The processor time of all ranks on this machine. The process that started them and hears
+                them counts as one of them.
+
+        """
+        parent, busy = _seconds_of(os.getppid()), _busy_seconds()
+        if parent is None or busy is None or self._parent is None or self._busy is None:
+            return None
+        others = busy - self._busy - ranks_seconds - (parent - self._parent)
+        return max(0.0, others / (time.perf_counter() - self._began))
+
+
+def _busy_seconds() -> float | None:
+    """Return for how long the processors that this process may use have not been idle, summed over them."""
+    table, mine = Path("/proc/stat"), {f"cpu{number}" for number in usable_processors()}
+    if not table.exists():
+        return None
+    rows = [line.split() for line in table.read_text(encoding="ascii").splitlines()]
+    # user, nice, system, idle, iowait, irq, softirq, steal; the guests' times that follow are part of user's
+    return sum(int(row[n]) for row in rows if row[0] in mine for n in (1, 2, 3, 6, 7, 8)) / os.sysconf("SC_CLK_TCK")
+
+
+def _seconds_of(process: int) -> float | None:
+    """Return the processor time of a process, without that of its children."""
+    table = Path(f"/proc/{process}/stat")
+    if not table.exists():
+        return None
+    user, system = table.read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]  # the name may hold spaces
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

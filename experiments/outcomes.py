@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .intervals import Estimate, differences, ratios
+from .moments import Moment
 from .runs import RunResult, RunSettings, StepRecord
 from .specs import Spec
 from .summary import (
     Spread,
     Typical,
+    curve_of,
     smoothed_losses,
     steps_to,
     target_loss,
@@ -29,12 +31,17 @@ PARTS = ("compute", "compression", "waiting")
 
 
 class Outcome:
-    """One hook in one setting: its runs by seed, and what they say together."""
+    """One hook in one setting: its runs by seed, and what they say together.
 
-    def __init__(self, hook: str, results: Mapping[int, RunResult], target: float, failed: Sequence[int] = ()) -> None:
+    Unless it says otherwise, an attribute is about the steps asked for, of which every run has the same number.
+    """
+
+    def __init__(
+        self, hook: str, results: Mapping[int, RunResult], targets: Mapping[int, float], failed: Sequence[int] = ()
+    ) -> None:
         self.hook = hook
         self.results = dict(sorted(results.items()))
-        self.target = target
+        self.targets = targets  # training losses, by seed; NaN: none
         self.failed = tuple(failed)  # seeds whose run failed
 
     @cached_property
@@ -55,18 +62,23 @@ class Outcome:
     @cached_property
     def held_out_loss(self) -> Estimate:
         """On held-out data, after the last step."""
-        return Estimate.of({seed: result.evaluations[-1].loss for seed, result in self.results.items()})
+        return Estimate.of({seed: result.evaluation.loss for seed, result in self.results.items()})
 
     def metric(self, name: str) -> Estimate:
         """Return another metric on held-out data, after the last step."""
         return Estimate.of(
-            {seed: result.evaluations[-1].metrics.get(name, math.nan) for seed, result in self.results.items()}
+            {seed: result.evaluation.metrics.get(name, math.nan) for seed, result in self.results.items()}
         )
 
     @cached_property
     def train_loss(self) -> Estimate:
         """Mean over the last steps."""
         return self._each(lambda steps: smoothed_losses(steps)[-1])
+
+    @cached_property
+    def last_loss(self) -> Estimate:
+        """Training loss where the report's curve ends."""
+        return self._each(lambda steps: float(curve_of([step.loss for step in steps])[-1]))
 
     @cached_property
     def step(self) -> Estimate:
@@ -76,12 +88,12 @@ class Outcome:
     @cached_property
     def step_spread(self) -> Spread:
         """Seconds of a step, over all seeds' steps without the probed ones."""
-        return Spread.of([step.seconds for one in self.results.values() for step in unprobed(one.steps)])
+        return Spread.of([step.seconds for one in self.results.values() for step in unprobed(one.asked_steps)])
 
     @cached_property
     def typical(self) -> Mapping[str, Estimate]:
         """Seconds of the typical step and of its parts: the parts add up."""
-        found = {seed: Typical.of(unprobed(result.steps)) for seed, result in self.results.items()}
+        found = {seed: Typical.of(unprobed(result.asked_steps)) for seed, result in self.results.items()}
         return {
             name: Estimate.of({seed: getattr(one, name) for seed, one in found.items()}) for name in (*PARTS, "seconds")
         }
@@ -99,14 +111,14 @@ class Outcome:
     @cached_property
     def ratio(self) -> float:
         """Bytes of the plain all-reduce over the bytes moved, the whole run."""
-        dense = sum(step.dense_bytes for one in self.results.values() for step in one.steps)
-        moved = sum(total_bytes(one.steps) for one in self.results.values())
+        dense = sum(step.dense_bytes for one in self.results.values() for step in one.asked_steps)
+        moved = sum(total_bytes(one.asked_steps) for one in self.results.values())
         return dense / moved if moved else math.inf
 
     @cached_property
     def reached(self) -> Mapping[int, int]:
-        """After how many steps the target was reached, for the seeds that did."""
-        found = {seed: steps_to(self.target, result.steps) for seed, result in self.results.items()}
+        """After how many steps, of all, the target was reached, for the seeds that did."""
+        found = {seed: steps_to(self.targets.get(seed, math.nan), one.steps) for seed, one in self.results.items()}
         return {seed: steps for seed, steps in found.items() if steps is not None}
 
     @cached_property
@@ -129,9 +141,9 @@ class Outcome:
         """Bytes that the network interface sent over the bytes counted; without seeds if none were counted there."""
         return Estimate.of_ratios(
             {
-                seed: sum(sent) / total_bytes(result.steps)
+                seed: sum(sent) / total_bytes(result.asked_steps)
                 for seed, result in self.results.items()
-                if (sent := _interface_bytes(result)) and total_bytes(result.steps)
+                if (sent := _interface_bytes(result)) and total_bytes(result.asked_steps)
             }
         )
 
@@ -143,7 +155,7 @@ class Outcome:
         """
         return Estimate.of(
             {
-                seed: 8 * sum(sent) / (total_seconds(result.steps) * rate)
+                seed: 8 * sum(sent) / (total_seconds(result.asked_steps) * rate)
                 for seed, result in self.results.items()
                 if (sent := _interface_bytes(result))
                 and not result.settings.link.schedule
@@ -158,14 +170,17 @@ class Outcome:
         )
 
     def _each(self, measure: Callable[[Sequence[StepRecord]], float]) -> Estimate:
-        return Estimate.of({seed: measure(result.steps) for seed, result in self.results.items()})
+        return Estimate.of({seed: measure(result.asked_steps) for seed, result in self.results.items()})
 
 
 @dataclass(frozen=True)
 class Versus:
     """A hook against the baseline, over the seeds that both have."""
 
-    loss: Estimate  # held-out loss, ours - the baseline's
+    moments: Mapping[int, Moment]  # after the same time, for the seeds with which the baseline did not diverge
+    same_time: Estimate  # training loss after the same time, ours - the baseline's
+    held_out_then: Estimate  # the same for the held-out loss, over the seeds in which ours had all of that time
+    loss: Estimate  # held-out loss after the steps asked for, ours - the baseline's
     accuracy: Estimate  # the same for the accuracy; without seeds if the task reports none
     step: Estimate  # the baseline's median step over ours: above 1 is faster
     run: Estimate  # the same for the whole run
@@ -176,7 +191,15 @@ class Versus:
     @classmethod
     def of(cls, ours: Outcome, baseline: Outcome) -> Versus:
         """Compare a hook with the baseline."""
+        moments = {
+            seed: Moment.of(result, baseline.results[seed])
+            for seed, result in ours.results.items()
+            if seed in baseline.results and seed not in baseline.diverged
+        }
         return cls(
+            moments=moments,
+            same_time=Estimate.of({seed: one.ours - one.baselines for seed, one in moments.items()}),
+            held_out_then=Estimate.of({seed: one.held_out for seed, one in moments.items()}),
             loss=Estimate.of(differences(ours.held_out_loss.by_seed, baseline.held_out_loss.by_seed)),
             accuracy=Estimate.of(differences(ours.metric(ACCURACY).by_seed, baseline.metric(ACCURACY).by_seed)),
             step=_speed_up(ours.step, baseline.step),
@@ -194,7 +217,7 @@ class Setting:
     settings: RunSettings  # of no hook, and seed 0
     outcomes: tuple[Outcome, ...]
     baseline: Outcome | None  # None: it was not run, or failed, in this setting
-    target: float  # training loss; NaN: the baseline's did not fall, or diverged, and none was asked for
+    targets: Mapping[int, float]  # training loss by seed; NaN: the baseline's did not fall, and none was asked for
     seeds: tuple[int, ...]  # of any hook
 
     @cached_property
@@ -202,6 +225,11 @@ class Setting:
         """Each hook but the baseline, compared with it."""
         first = self.baseline
         return {} if first is None else {one.hook: Versus.of(one, first) for one in self.outcomes if one is not first}
+
+    @cached_property
+    def target(self) -> float:
+        """The target, mean over the seeds that have one; NaN if none has."""
+        return Estimate.of(self.targets).mean
 
     @property
     def any_result(self) -> RunResult:
@@ -212,7 +240,7 @@ class Setting:
     def metrics(self) -> list[str]:
         """The names of all metrics besides the loss."""
         every = [one for outcome in self.outcomes for one in outcome.results.values()]
-        return list(dict.fromkeys(name for result in every for name in result.evaluations[-1].metrics))
+        return list(dict.fromkeys(name for result in every for name in result.evaluation.metrics))
 
 
 def settings_of(
@@ -234,16 +262,29 @@ def settings_of(
         ValueError: There is no such hook.
 
     """
-    hooks = list(dict.fromkeys(one.hook.label for one in (*(result.settings for result in results), *failures)))
-    asked = None if baseline is None else Spec.parse(baseline).label
-    if asked is not None and asked not in hooks:
-        raise ValueError(f"baseline {baseline!r} is none of the hooks that were run: {', '.join(hooks)}")
-    chosen = asked or (USUAL_BASELINE if USUAL_BASELINE in hooks else hooks[0] if hooks else "")
+    hooks = list(dict.fromkeys(one.hook for one in (*(result.settings for result in results), *failures)))
+    chosen = chosen_baseline(baseline, hooks).label if hooks or baseline else ""
     grouped: dict[RunSettings, dict[str, dict[int, RunResult]]] = {}
     for result in results:
         runs = grouped.setdefault(setting_of(result.settings), {}).setdefault(result.settings.hook.label, {})
         runs[result.settings.seed] = result
     return [_setting(common, by_hook, chosen, target, failures) for common, by_hook in grouped.items()]
+
+
+def chosen_baseline(asked: str | None, hooks: Sequence[Spec]) -> Spec:
+    """Return the baseline: the one asked for; otherwise all-reduce if it is among the hooks, or else the first.
+
+    Raises:
+        ValueError: There is no such hook.
+
+    """
+    if asked is not None:
+        if Spec.parse(asked) not in hooks:
+            labels = ", ".join(hook.label for hook in hooks)
+            raise ValueError(f"baseline {asked!r} is none of the hooks that were run: {labels}")
+        return Spec.parse(asked)
+    usual = Spec.parse(USUAL_BASELINE)
+    return usual if usual in hooks else hooks[0]
 
 
 def setting_of(settings: RunSettings) -> RunSettings:
@@ -259,18 +300,20 @@ def _setting(
     failures: Sequence[RunSettings],
 ) -> Setting:
     own = [one for one in failures if setting_of(one) == common]
-    target = asked
-    if target is None:
+    seeds = {seed for runs in by_hook.values() for seed in runs} | {one.seed for one in own}
+    targets = dict.fromkeys(seeds, asked or math.nan)
+    if asked is None:
         rule = by_hook.get(baseline) or next(iter(by_hook.values()))
-        target = target_loss([result.steps for result in rule.values()])
+        found = {seed: target_loss([result.asked_steps]) for seed, result in rule.items()}
+        # A hook without a partner may still tell when it reached what the baseline did with other seeds.
+        targets = dict.fromkeys(seeds, Estimate.of(found).mean) | found
     outcomes = [
-        Outcome(hook, runs, target, [one.seed for one in own if one.hook.label == hook])
+        Outcome(hook, runs, targets, [one.seed for one in own if one.hook.label == hook])
         for hook, runs in by_hook.items()
     ]
     outcomes.sort(key=lambda one: one.hook != baseline)
-    seeds = {seed for runs in by_hook.values() for seed in runs} | {one.seed for one in own}
     first = outcomes[0] if outcomes[0].hook == baseline else None
-    return Setting(common, tuple(outcomes), first, target, tuple(sorted(seeds)))
+    return Setting(common, tuple(outcomes), first, targets, tuple(sorted(seeds)))
 
 
 def _speed_up(ours: Estimate, baseline: Estimate) -> Estimate:
@@ -279,15 +322,16 @@ def _speed_up(ours: Estimate, baseline: Estimate) -> Estimate:
 
 def _interface_bytes(result: RunResult) -> list[int]:
     """Return the bytes at the network interface in every step; nothing if a step has none."""
-    counted = [step.interface_bytes for step in result.steps if step.interface_bytes is not None]
-    return counted if len(counted) == len(result.steps) else []
+    counted = [step.interface_bytes for step in result.asked_steps if step.interface_bytes is not None]
+    return counted if len(counted) == len(result.asked_steps) else []
 
 
 def took_turns(one: RunResult, other: RunResult) -> bool:
     """Return whether two runs took turns: the middle of each lies within the other one."""
-    if min(len(one.steps), len(other.steps)) < 3:
+    mine, its = one.asked_steps, other.asked_steps
+    if min(len(mine), len(its)) < 3:
         return True  # too short to tell
     (first, middle, last), (begin, centre, end) = (
-        (run.steps[0].ended, run.steps[len(run.steps) // 2].ended, run.steps[-1].ended) for run in (one, other)
+        (steps[0].ended, steps[len(steps) // 2].ended, steps[-1].ended) for steps in (mine, its)
     )
     return begin <= middle <= end and first <= centre <= last

@@ -59,7 +59,10 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """One training run: the same settings, versions and machine give the same losses, bit for bit."""
+    """One training run: the same settings, versions and machine give the same losses, bit for bit.
+
+    A run may go on after its steps (`Goal`). How far it goes then depends on the clock, but no loss does.
+    """
 
     task: Spec
     hook: Spec = field(default_factory=lambda: Spec("all-reduce"))  # its setting `policy` is the order of collectives
@@ -214,6 +217,15 @@ class ProbeRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Goal:
+    """How far a run goes on after the steps asked for: until it reaches the first of these, the baseline's."""
+
+    loss: float | None  # a training loss, mean over SMOOTHING_STEPS steps; None: there is no target
+    seconds: float  # of training
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunResult:
     """Everything known about a finished run."""
 
@@ -221,14 +233,25 @@ class RunResult:
     parameters: int  # elements of the model
     description: str  # the task in a sentence
     source: str  # hash of the file with the task's function; "": a built-in task
-    steps: tuple[StepRecord, ...]
-    evaluations: tuple[EvaluationRecord, ...]  # the last is after the last step
+    steps: tuple[StepRecord, ...]  # those asked for, and those of going on
+    evaluations: tuple[EvaluationRecord, ...]  # one is after the last step asked for, the last after the last step
     probes: tuple[ProbeRecord, ...]
     replicas_identical: bool  # whether all ranks ended with the same parameters, bit for bit
     dilation: float  # seconds here for one second in the records: above 1 if `compute` states a faster processor
     compute_here: float | None  # seconds of a step's compute measured here before the run, if `compute` is stated
     versions: Mapping[str, str]
     machine: Mapping[str, str | int | float]
+    goal: Goal | None = None  # None: the run ended after the steps asked for
+
+    @property
+    def asked_steps(self) -> tuple[StepRecord, ...]:
+        """The steps asked for, without those of going on."""
+        return self.steps[: self.settings.steps]
+
+    @property
+    def evaluation(self) -> EvaluationRecord:
+        """The evaluation after the last step asked for."""
+        return next(one for one in self.evaluations if one.step == self.settings.steps)
 
     @property
     def file_name(self) -> str:
@@ -243,6 +266,7 @@ class RunResult:
             "steps": _columns(StepRecord, self.steps),
             "evaluations": [dataclasses.asdict(one) for one in self.evaluations],
             "probes": [{**vars(one), "layers": _columns(LayerRecord, one.layers)} for one in self.probes],
+            "goal": None if self.goal is None else vars(self.goal),
         }
         lines = [f" {json.dumps(key)}: {json.dumps(strict(value), allow_nan=False)}" for key, value in raw.items()]
         return HEAD + f"{FORMAT},\n" + ",\n".join(lines) + "\n}"
@@ -284,10 +308,12 @@ class RunResult:
                 ProbeRecord(**_with_nan({**one, "layers": _records(LayerRecord, one["layers"])}))
                 for one in raw["probes"]
             )
+            raw["goal"] = Goal(**raw["goal"]) if raw.get("goal") else None  # files of earlier versions have none
             result = cls(**raw)
             asked, evaluated = result.settings.steps, [one.step for one in result.evaluations]
-            if len(result.steps) != asked or evaluated[-1:] != [asked]:
-                raise ValueError(f"it has {len(result.steps)} of {asked} steps, evaluated after {evaluated or 'none'}")
+            made = len(result.steps)
+            if made < asked or (made > asked and result.goal is None) or not {asked, made} <= {*evaluated}:
+                raise ValueError(f"it has {made} of {asked} steps, evaluated after {evaluated or 'none'}")
             return result
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(

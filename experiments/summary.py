@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from .runs import StepRecord
 
 SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, up to and including the step itself
+_REACH = 4  # a curve's point is a mean over this many steps on either side
 TARGET_SHARE = 0.95  # the default target loss is at this fraction of the baseline's decrease in loss
 TARGET_RULE = (
-    f"the loss at {100 * TARGET_SHARE:.0f} % of the baseline's decrease, from the training loss of its first step to "
-    f"the mean of its last {SMOOTHING_STEPS} (mean over its seeds); a run reaches it after the first {SMOOTHING_STEPS} "
-    "steps in a row (or all, if there are fewer) whose mean is at or below it; there is no target if the baseline's "
-    "loss did not fall"
+    f"for each seed, the loss at {100 * TARGET_SHARE:.0f} % of the baseline's decrease, from the training loss of its "
+    f"first step to the mean of its last {SMOOTHING_STEPS}; a run reaches it after the first {SMOOTHING_STEPS} steps "
+    "in a row (or all, if there are fewer) whose mean is at or below it; there is no target if the baseline's loss did "
+    "not fall"
 )
 
 
@@ -85,8 +87,19 @@ def total_bytes(steps: Sequence[StepRecord]) -> int:
     return sum(step.moved_bytes for step in steps)
 
 
+def curve_of(losses: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Return at every step the mean of the surrounding losses: a curve that does not lag behind its points.
+
+    At the ends the mean is over fewer steps, but not over one: a curve must not end with the noise of a batch.
+    """
+    values = np.array(losses)
+    window = np.ones(2 * min(_REACH, (len(values) - 1) // 2) + 1)
+    found: npt.NDArray[np.float64] = np.convolve(values, window, "same")
+    return found / np.convolve(np.ones(len(values)), window, "same")
+
+
 def target_loss(runs: Sequence[Sequence[StepRecord]]) -> float:
-    """Return the loss defined by TARGET_RULE, from the baseline's runs with all seeds; NaN if it did not fall."""
+    """Return the loss at TARGET_SHARE of the decrease of these runs' mean curve; NaN if it did not fall."""
     curves = [smoothed_losses(steps) for steps in runs]
     first, last = (statistics.fmean(curve[place] for curve in curves) for place in (0, -1))
     return first + TARGET_SHARE * (last - first) if last < first else math.nan

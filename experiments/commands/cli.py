@@ -21,6 +21,7 @@ from .options import (
     ComputeOption,
     Ddp,
     EvaluateEvery,
+    GoOn,
     Hooks,
     Latency,
     Links,
@@ -95,6 +96,7 @@ def compare(
     baseline: Baseline = None,
     target_loss: Target = None,
     evaluate_every: EvaluateEvery = 20,
+    go_on: GoOn = 10,
     out: Out = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -125,6 +127,7 @@ def compare(
             overwrite=overwrite,
             baseline=baseline,
             target_loss=target_loss,
+            go_on=go_on,
             command=command_given(),
             quiet=quiet,
         )

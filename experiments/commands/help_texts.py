@@ -7,8 +7,10 @@ from ..front import COMMANDS
 COMPARE = f"""
 {COMMANDS["compare"]}
 
-All runs of a seed have the same data and number of steps; only the communication hook differs. \
+All runs of a seed have the same data; only the communication hook differs. \
 Runs that differ only in the hook take turns, one step each, so that their times can be compared. \
+A hook with faster steps then goes on until it has reached the target or has had the baseline's time (--go-on): \
+hooks are compared after the same time first, and at equal steps second. \
 Ranks are processes on this machine, connected by an emulated link whose rate you choose; it does not need root.
 
 [bold]The demo[/bold]: two tasks under five hooks on 2 ranks at 100 Mbit/s, about four minutes.

@@ -48,6 +48,12 @@ Baseline = Annotated[
 EvaluateEvery = Annotated[
     int, typer.Option("--evaluate-every", "--eval-every", help="Steps between two evaluations on held-out data.")
 ]
+GoOn = Annotated[
+    int,
+    typer.Option(
+        help="Times its steps that a hook may take at most, to reach the target or have the baseline's time; 1: none."
+    ),
+]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results; default: runs/<date-time>.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Remove the results of earlier commands in that folder first.")

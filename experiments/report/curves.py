@@ -13,11 +13,11 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ..outcomes import ACCURACY, Outcome, Setting
-from ..runs import RunResult
+from ..runs import EvaluationRecord, RunResult
+from ..summary import curve_of, total_seconds
 from .plots import LIGHT, Look, canvases, legend, png, style
 from .words import percent
 
-_REACH = 4  # a curve's point is a mean over this many steps on either side
 _POINTS = 400  # of a curve, at most
 _WIDE = 5  # times by which hooks' training times differ before their axis is logarithmic
 _LOGARITHMIC = " (logarithmic)"
@@ -37,7 +37,7 @@ def against_bytes(setting: Setting, drawn: Mapping[str, Look]) -> bytes:
 def against_time(setting: Setting, drawn: Mapping[str, Look]) -> bytes:
     """Return a PNG: loss and accuracy over training time."""
     with matplotlib.rc_context(style(LIGHT)):
-        totals = [one.seconds.mean for one in setting.outcomes]
+        totals = [total_seconds(run.steps) for one in setting.outcomes for run in one.results.values()]
         label = "training time" + (_LOGARITHMIC if max(totals) > _WIDE * min(totals) else "")
         return _progress(setting, drawn, "time", label, lambda run: [step.seconds for step in run.steps])
 
@@ -98,6 +98,9 @@ def _progress(setting: Setting, drawn: Mapping[str, Look], against: str, x_label
         _losses(every[0], one, drawn[one.hook], measure)
         if rows == 2:
             _accuracies(every[1], one, drawn[one.hook], measure)
+    if against == "time" and setting.baseline is not None:
+        for axes in every:
+            axes.axvline(setting.baseline.seconds.mean, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (1, 2)))
     every[0].set_ylabel("loss (line: training,\ndots: held out)")
     _target(every[0], setting.target)
     _loss_limits(every[0], setting)
@@ -117,33 +120,56 @@ def _progress(setting: Setting, drawn: Mapping[str, Look], against: str, x_label
 
 
 def _losses(axes: Axes, one: Outcome, look: Look, measure: Measure) -> None:
-    """Draw the smoothed training loss of each seed thinly, and the means over seeds."""
+    """Draw the smoothed training loss of each seed thinly, and the means over seeds as far as all of them went."""
     runs = list(one.results.values())
-    xs = np.array([np.cumsum(measure(run)) for run in runs])
-    losses = np.array([_smooth([step.loss for step in run.steps]) for run in runs])
-    kept = np.unique(np.linspace(0, xs.shape[1] - 1, _POINTS).astype(int))
+    xs = [np.cumsum(measure(run)) for run in runs]
+    losses = [curve_of([step.loss for step in run.steps]) for run in runs]
     line: dict[str, Any] = {"color": look.colour, "linestyle": look.dashes}
     if len(runs) > 1:
         for x, loss in zip(xs, losses, strict=True):
-            axes.plot(x[kept], loss[kept], linewidth=0.6, alpha=0.4, **line)
-    axes.plot(xs.mean(axis=0)[kept], losses.mean(axis=0)[kept], linewidth=1.8, label=look.label, **line)
-    held_out = np.array([[found.loss for found in run.evaluations] for run in runs]).mean(axis=0)
-    places = [found.step - 1 for found in runs[0].evaluations]
+            axes.plot(*_thinned(x, loss), linewidth=0.6, alpha=0.4, **line)
+    axes.plot(*_thinned(_mean(xs), _mean(losses)), linewidth=1.8, label=look.label, **line)
+    places, found = _evaluations(runs, lambda each: each.loss)
     axes.scatter(
-        xs.mean(axis=0)[places], held_out, s=18, color=look.colour, edgecolor=LIGHT.paper, linewidth=0.6, zorder=3
+        _mean(xs)[places],
+        found.mean(axis=0),
+        s=18,
+        color=look.colour,
+        edgecolor=LIGHT.paper,
+        linewidth=0.6,
+        zorder=3,
     )
+
+
+def _mean(curves: Sequence[Numbers]) -> Numbers:
+    """Return the mean at every step that all of them have: runs that go on do not end at the same one."""
+    common = min(map(len, curves))
+    found: Numbers = np.mean([each[:common] for each in curves], axis=0)
+    return found
+
+
+def _thinned(xs: Numbers, ys: Numbers) -> tuple[Numbers, Numbers]:
+    kept = np.unique(np.linspace(0, len(xs) - 1, _POINTS).astype(int))
+    return xs[kept], ys[kept]
+
+
+def _evaluations(runs: Sequence[RunResult], value: Callable[[EvaluationRecord], float]) -> tuple[list[int], Numbers]:
+    """Return the places of the steps after which all runs were evaluated, and the values, a row for each run."""
+    common = set.intersection(*({each.step for each in run.evaluations} for run in runs))
+    common &= set(range(1, min(len(run.steps) for run in runs) + 1))
+    found = np.array([[value(each) for each in run.evaluations if each.step in common] for run in runs])
+    return [step - 1 for step in sorted(common)], found
 
 
 def _accuracies(axes: Axes, one: Outcome, look: Look, measure: Measure) -> None:
     runs = list(one.results.values())
-    places = [found.step - 1 for found in runs[0].evaluations]
-    xs = np.array([np.cumsum(measure(run))[places] for run in runs])
-    found = np.array([[each.metrics.get(ACCURACY, np.nan) for each in run.evaluations] for run in runs])
+    places, found = _evaluations(runs, lambda each: each.metrics.get(ACCURACY, np.nan))
+    xs = [np.cumsum(measure(run))[places] for run in runs]
     line: dict[str, Any] = {"color": look.colour, "linestyle": look.dashes}
     if len(runs) > 1:
         for x, values in zip(xs, found, strict=True):
             axes.plot(x, values, linewidth=0.6, alpha=0.4, **line)
-    axes.plot(xs.mean(axis=0), found.mean(axis=0), linewidth=1.8, marker="o", markersize=3.5, **line)
+    axes.plot(_mean(xs), found.mean(axis=0), linewidth=1.8, marker="o", markersize=3.5, **line)
 
 
 def _target(axes: Axes, target: float) -> None:
@@ -164,7 +190,7 @@ def _target(axes: Axes, target: float) -> None:
 
 def _loss_limits(axes: Axes, setting: Setting) -> None:
     """Use a logarithmic axis for a wide range; let a diverging curve leave the picture, not flatten the others."""
-    curves = [_smooth([step.loss for step in run.steps]) for one in setting.outcomes for run in one.results.values()]
+    curves = [curve_of([step.loss for step in run.steps]) for one in setting.outcomes for run in one.results.values()]
     finite = [curve[np.isfinite(curve)] for curve in curves]
     starts = [float(curve[0]) for curve in finite if curve.size]
     if not starts:
@@ -183,14 +209,3 @@ def logarithmic_ticks(axis: Axis, low: float, high: float) -> None:
     """Put numbers on a logarithmic axis at 1, 2 and 5 if it has few decades, and else at 1; nowhere else."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _smooth(losses: Sequence[float]) -> Numbers:
-    """Return at every step the mean of the surrounding losses: a curve that does not lag behind its points.
-
-    At the ends the mean is over fewer steps, but not over one: a curve must not end with the noise of a batch.
-    """
-    values = np.array(losses)
-    window = np.ones(2 * min(_REACH, (len(values) - 1) // 2) + 1)
-    found: Numbers = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
-    return found

@@ -4,48 +4,53 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from commhooks.units import bytes_in_words, counted, three_digits
 
-from ..intervals import Estimate
-from ..outcomes import Outcome, Setting, Versus
+from ..intervals import LEAST_SEEDS, Estimate
+from ..outcomes import Outcome, Setting
 from ..runs import RunSettings
 from ..summary import SMOOTHING_STEPS
+from ..verdicts import Judgement, Verdict, judgements
 from .words import (
-    bounds,
     link_in_words,
     listed,
     rate_and_more,
     seconds_in_words,
     signed,
+    spread_of,
 )
+
+_KINDS = {Verdict.PAYS: "Also pay", Verdict.OPEN: "Not settled", Verdict.COSTS: "Do not pay"}
 
 
 def finding(setting: Setting) -> str:
-    """Return which hook reached the target sooner than the baseline and by how much, or that none did."""
+    """Return whether a hook pays, after the same time first and at equal steps second, or that this is not settled."""
     first = setting.baseline
     if first is None:
         return "The baseline has no finished run here, so nothing is compared."
     if not setting.versus:
         return f"Only {first.hook} was run: there is nothing to compare."
+    judged = judgements(setting)
+    best = _best(setting, judged)
+    said = [_verdict(setting, first, judged, best)]
+    if best is not None:
+        said.append(_at_equal_steps(setting, first, best))
+    said += _of_others(setting, judged, best)
     if not math.isfinite(setting.target):
-        return no_target(setting)
-    candidates = [one for one in setting.outcomes[1:] if _is_comparable(one, first)]
-    # One whose interval lies above 1 goes before one that may only have been lucky.
-    best = max(
-        candidates,
-        key=lambda one: (setting.versus[one.hook].to_target.sign == 1, setting.versus[one.hook].to_target.mean),
-        default=None,
-    )
-    said = [_of_best(setting, first, best), *_of_others(setting, first, best)]
+        said.append(no_target(setting))
     if setting.settings.steps < 2 * SMOOTHING_STEPS:
         said.append(
             f"A run of {counted(setting.settings.steps, 'step')} reaches a mean over {SMOOTHING_STEPS} near its end or "
             "never, so these times say little about how fast a hook learns."
         )
-    if len(setting.seeds) == 1:
-        said.append("One seed only: there are no intervals, so another run may say otherwise.")
+    if len(setting.seeds) < LEAST_SEEDS:
+        said.append(
+            "One seed only: another may say otherwise."
+            if len(setting.seeds) == 1
+            else "Two seeds: both values are shown; from three on there are intervals."
+        )
     return " ".join(said)
 
 
@@ -53,7 +58,7 @@ def no_target(setting: Setting) -> str:
     """Return why there is no target loss, and what to do."""
     first = setting.outcomes[0]
     what = f"{first.hook} diverged" if first.diverged else f"The loss of {first.hook} did not fall"
-    return f"{what}, so there is no target; name one with --target-loss."
+    return f"{what}, so there is no target: name one with --target-loss, or take more steps."
 
 
 def names_of(settings: Sequence[Setting]) -> list[str]:
@@ -87,9 +92,16 @@ def lead(settings: Sequence[Setting]) -> list[str]:
     for stated in dict.fromkeys(one.settings.compute for one in settings):
         said += filter(None, [dilation([one for one in settings if one.settings.compute == stated])])
     said.append(
-        "Runs of one setting and seed train the same model on the same data for the same number of steps, and take "
-        "turns, one step each; only the communication hook differs."
+        "Runs of one setting and seed train the same model on the same data, and take turns, one step each; only the "
+        "communication hook differs."
     )
+    runs = [run for one in settings for outcome in one.outcomes for run in outcome.results.values()]
+    times = {run.goal.steps // run.settings.steps for run in runs if run.goal is not None}
+    if times:
+        said.append(
+            "After the steps asked for, a hook goes on until it has reached the target, or has had the baseline's "
+            f"training time, for at most {listed([str(n) for n in sorted(times)], 'or')} times the steps."
+        )
     if any(one.settings.link.schedule for one in settings):
         said.append(
             "Where the rate of a link changes during a run, hooks see its phases at different steps: compare whole "
@@ -114,96 +126,136 @@ def dilation(settings: Sequence[Setting]) -> str:
     )
 
 
-def _of_best(setting: Setting, first: Outcome, best: Outcome | None) -> str:
-    loss = f"a training loss of {setting.target:.3f}"
-    if not first.reached:
-        return _without_baseline(setting, first, loss)
+def _best(setting: Setting, judged: Mapping[str, Judgement]) -> Outcome | None:
+    """Return the hook to be named first: one that pays before one that may, and the soonest at the target of these."""
+    order = {Verdict.PAYS: 2, Verdict.OPEN: 1, Verdict.COSTS: 0}
+
+    def rank(one: Outcome) -> tuple[float, ...]:
+        judgement, versus = judged[one.hook], setting.versus[one.hook]
+        # A sure gain goes before one that may have been luck; a hook that never reached the target comes last.
+        sooner = versus.to_target.mean if versus.to_target.seeds == versus.seeds else 0.0
+        gained = -versus.same_time.mean if versus.same_time.seeds else -math.inf
+        return order[judgement.verdict], judgement.target == 1, sooner, gained
+
+    return max((one for one in setting.outcomes[1:] if not judged[one.hook].diverged), key=rank, default=None)
+
+
+def _verdict(setting: Setting, first: Outcome, judged: Mapping[str, Judgement], best: Outcome | None) -> str:
+    """Return what holds after the same time."""
     if best is None:
-        return (
-            f"Compression does not pay here: {first.hook} reached {loss} after "
-            f"{seconds_in_words(first.seconds_to_target.mean)}, and no other hook with all of its seeds."
-        )
-    versus = setting.versus[best.hook]
-    faster = versus.to_target
-    ours, theirs = (
+        return "Compression does not pay here: every other hook diverged."
+    judgement = judged[best.hook]
+    what = " ".join(filter(None, [_to_target(setting, first, best), _after_the_same_time(setting, first, best)]))
+    if judgement.verdict is Verdict.PAYS:
+        return f"{best.hook} pays here. {what}"
+    if judgement.verdict is Verdict.COSTS:
+        return f"Compression does not pay here. The nearest is {best.hook}. {what}"
+    if {judgement.target, judgement.same_time} >= {1, -1}:
+        why = "its time to the target and its loss after the same time disagree"
+    elif judgement.votes == {1, -1}:
+        why = "its training loss and its held-out loss disagree"
+    elif judgement.ended_early:
+        why = f"it ended before it had {first.hook}'s time or reached the target, so it needs more steps"
+    elif judgement.same_time is None:
+        why = f"{first.hook} diverged"
+    else:
+        why = "no difference seen, so it needs more steps or seeds"
+    return f"Whether compression pays here is not settled. The best is {best.hook}: {why}. {what}".rstrip()
+
+
+def _to_target(setting: Setting, first: Outcome, best: Outcome) -> str:
+    """Return how long the hook and the baseline took to the target."""
+    if not math.isfinite(setting.target):
+        return ""
+    loss, faster = f"a training loss of {setting.target:.3f}", setting.versus[best.hook].to_target
+    its, theirs = (f"in {len(one.reached)} of {counted(len(one.results), 'seed')}" for one in (best, first))
+    if not best.reached and not first.reached:
+        return f"Neither it nor {first.hook} reached {loss}."
+    if not faster.seeds:
+        one, other, how = (best, first, its) if best.reached else (first, best, theirs)
+        after = seconds_in_words(one.seconds_to_target.mean)
+        return f"{'It' if one is best else one.hook} reached {loss} {how}, after {after}; {_never(other, best)}."
+    ours, baselines = (
         seconds_in_words(statistics.fmean(one.seconds_to_target.by_seed[seed] for seed in faster.by_seed))
         for one in (best, first)
     )
-    took = f"{ours} instead of {theirs}"
-    if faster.seeds < len(setting.seeds):
-        took += f" with the {counted(faster.seeds, 'seed')} in which both did"
-    if faster.sign == 0:
-        return (
-            f"No difference seen in the time to {loss}: the best, {best.hook}, took {took}, {_faster(faster)}, "
-            "and that interval holds 1. Whether compression pays here is open."
-        )
-    if faster.mean <= 1:
-        return (
-            f"Compression does not pay here: no hook reached {loss} sooner than {first.hook}. The nearest, "
-            f"{best.hook}, took {took} ({_faster(faster)})."
-        )
-    reached = f"in {len(best.reached)} of {counted(len(best.results), 'seed')}"
+    few = f" with the {counted(faster.seeds, 'seed')} in which both did" if faster.seeds < len(setting.seeds) else ""
+    return f"It reached {loss} {its}: {ours} instead of {baselines}{few}, {_faster(faster)}."
+
+
+def _never(one: Outcome, best: Outcome) -> str:
+    steps = max(len(result.steps) for result in one.results.values())
+    return f"{'it' if one is best else one.hook} did not in up to {counted(steps, 'step')}"
+
+
+def _after_the_same_time(setting: Setting, first: Outcome, best: Outcome) -> str:
+    """Return the training losses of both when they had trained for as long, and their difference if seeds differ."""
+    versus = setting.versus[best.hook]
+    moments = [versus.moments[seed] for seed in versus.same_time.by_seed]
+    if not moments:
+        return ""
+    seconds, ours, theirs = (
+        statistics.fmean(values) for values in zip(*((m.seconds, m.ours, m.baselines) for m in moments), strict=True)
+    )
+    found, then = versus.same_time, versus.held_out_then
+    said = (
+        f"After the same {seconds_in_words(seconds)} its training loss was {ours:.3f}, that of {first.hook} "
+        f"{theirs:.3f}{_with_spread(found)}"
+    )
+    return f"{said}; held-out, {_differs(then)}." if then.seeds else f"{said}."
+
+
+def _at_equal_steps(setting: Setting, first: Outcome, best: Outcome) -> str:
+    """Return what the steps of the hook cost and brought, as many as the baseline's."""
+    versus = setting.versus[best.hook]
     moved, all_moved = (bytes_in_words(one.moved_bytes.mean) for one in (best, first))
+    held_out = f"; held-out, {_differs(versus.loss)}" if versus.loss.seeds else ""
     return (
-        f"{best.hook} reached {loss} {reached}: {took}, {_faster(faster)}. A rank moved {moved} instead of "
-        f"{all_moved} in the whole run. {_held_out(versus)}"
+        f"At equal steps ({setting.settings.steps:,}) a rank moved {moved} instead of {all_moved}, and a step was "
+        f"{_faster(versus.step)}{held_out}."
     )
 
 
-def _without_baseline(setting: Setting, first: Outcome, loss: str) -> str:
-    """Return which hooks reached the target although the baseline never did."""
-    reached = [
-        f"{one.hook} did in {len(one.reached)} of {counted(len(one.results), 'seed')}, after "
-        f"{seconds_in_words(one.seconds_to_target.mean)}"
-        for one in setting.outcomes
-        if one.reached
-    ]
-    if not reached:
-        return f"No hook reached {loss}."
-    return f"{first.hook} never reached {loss}; {listed(reached)}."
-
-
-def _of_others(setting: Setting, first: Outcome, best: Outcome | None) -> list[str]:
-    said, others = [], [one for one in setting.outcomes if one is not first]
-    slower = [one.hook for one in others if one is not best and setting.versus[one.hook].to_target.sign == -1]
-    if slower:
-        said.append(f"Slower than {first.hook}: {listed(slower)}.")
+def _of_others(setting: Setting, judged: Mapping[str, Judgement], best: Outcome | None) -> list[str]:
+    others = [one for one in setting.outcomes[1:] if one is not best]
+    kinds = {
+        kind: [one.hook for one in others if judged[one.hook].verdict is kind]
+        for kind in (Verdict.PAYS, Verdict.COSTS, Verdict.OPEN)
+    }
+    said = [f"{word}: {listed(kinds[kind])}." for kind, word in _KINDS.items() if kinds[kind]]
     never = [one.hook for one in setting.outcomes if not one.reached and not one.diverged]
-    if never and first.reached:
-        said.append(f"Never reached by {listed(never)}.")
+    if never and len(never) < len(setting.outcomes) and math.isfinite(setting.target):
+        said.append(f"Never at the target: {listed(never)}.")
     diverged = [f"{one.hook} ({len(one.diverged)} of {len(one.results)})" for one in setting.outcomes if one.diverged]
     if diverged:
         said.append(f"Diverged: {listed(diverged)}.")
     return said
 
 
-def _held_out(versus: Versus) -> str:
-    """Return how the held-out loss differs, and what could have been missed."""
-    change, interval = versus.loss, versus.loss.interval
-    if not change.seeds:
-        return ""
-    if set(change.by_seed.values()) == {0.0}:
-        return "Its held-out loss is the same."
-    if interval is None:
-        return f"Its held-out loss differs by {signed(change.mean)}."
+def _differs(change: Estimate) -> str:
+    """Return how a loss differs from the baseline's, and what could have been missed."""
+    if all(float(f"{value:.3f}") == 0 for value in change.by_seed.values()):
+        return "its loss is the same"
+    if change.sign == 0 and change.interval is not None:
+        missed = max(map(abs, change.ends))
+        return f"no difference seen (one of up to {missed:.3f} could have been missed)"
     if change.sign == 0:
-        missed = max(abs(interval.low), abs(interval.high))
-        return f"No difference seen in the held-out loss; one of up to {missed:.3f} could have been missed."
-    which = "higher" if change.mean > 0 else "lower"
-    low, high = sorted((abs(interval.low), abs(interval.high)))
-    return f"Its held-out loss is {which} by {abs(change.mean):.3f} ({low:.3f} to {high:.3f})."
+        return f"its loss differs by {spread_of(change, signed)}"
+    return f"its loss is {'higher' if change.mean > 0 else 'lower'} by {abs(change.mean):.3f}{_with_spread(change)}"
+
+
+def _with_spread(difference: Estimate) -> str:
+    """Return ' (difference -0.112 to -0.098)', or both of two seeds; nothing for one seed."""
+    within = spread_of(difference, signed)
+    word = "difference" if difference.interval else "differences"
+    return f" ({word} {within})" if within else ""
 
 
 def _faster(found: Estimate) -> str:
-    """Return '6.50 times as fast (95 % interval 6.10 to 6.90)'."""
-    interval = "" if found.interval is None else f" (95 % interval {bounds(found.interval, three_digits)})"
+    """Return '6.50 times as fast (95 % interval 6.10 to 6.90)', or with both values of two seeds."""
+    within = spread_of(found, three_digits)
+    interval = f" ({'95 % interval ' if found.interval else ''}{within})" if within else ""
     return f"{three_digits(found.mean)} times as fast{interval}"
-
-
-def _is_comparable(one: Outcome, first: Outcome) -> bool:
-    """Return whether the hook reached the target with every seed with which the baseline did, without diverging."""
-    expected = first.reached.keys() & one.results.keys()
-    return not one.diverged and bool(expected) and expected <= one.reached.keys()
 
 
 def _parts(settings: RunSettings) -> dict[str, str]:

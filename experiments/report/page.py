@@ -17,7 +17,7 @@ from ..summary import SMOOTHING_STEPS
 from .findings import dilation, finding, lead, names_of
 from .layers import layer_grid
 from .plots import DARK, LIGHT
-from .rows import cost_grid, outcome_grid, overview_grid
+from .rows import cost_grid, outcome_grid, overview_grid, time_grid
 from .words import link_in_words, listed, pieces, rate_in_words
 
 PICTURES = ("step-time", "bytes", "time", "gradients", "layers", "rate", "ranks")
@@ -111,7 +111,7 @@ def page(
             {
                 "name": name,
                 "facts": _facts_of(setting),
-                "grids": (outcome_grid(setting), cost_grid(setting)),
+                "grids": (time_grid(setting), outcome_grid(setting), cost_grid(setting)),
                 "layers": layer_grid(setting),
                 "plots": own,
             }

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from commhooks.units import bytes_in_words, counted, three_digits
 
-from ..intervals import Estimate
+from ..intervals import LEAST_SEEDS, Estimate
 from ..outcomes import ACCURACY, PARTS, Outcome, Setting, Versus
+from ..verdicts import Judgement, judgements
 from .findings import no_target
 from .words import (
     NEVER,
-    bounds,
-    interval_of_seconds,
     percent,
     quartiles_in_words,
     seconds_in_words,
     signed,
+    spread_of,
+    spread_of_seconds,
     times,
 )
 
@@ -56,9 +58,28 @@ class Grid:
     caption: str = ""
 
 
+def time_grid(setting: Setting) -> Grid:
+    """Return where each hook was after the same time as the baseline, and how long it took to the target."""
+    headings = [Heading("hook")]
+    if setting.versus:
+        first = setting.outcomes[0].hook
+        headings += [Heading("after"), Heading("training loss", "then"), Heading(f"against {first}", "then")]
+        headings += [Heading("held-out loss", f"against {first}", wide=True)]
+    headings += [Heading("steps", "in all", wide=True), Heading("seeds", _AIM), Heading("steps", _AIM, wide=True)]
+    headings += [Heading("time", _AIM), Heading("bytes", _AIM, wide=True)]
+    if setting.versus:
+        headings += [Heading("speed-up", _AIM), Heading("verdict")]
+    best = {name: _least(setting, lambda one, name=name: getattr(one, name)) for name in _TO_TARGET}  # type: ignore[misc]  # "Cannot infer type of lambda": the default binds the name
+    judged = judgements(setting)
+    rows = tuple(tuple(_time_row(one, setting, judged.get(one.hook), best)) for one in setting.outcomes)
+    aim = f"Target: training loss {setting.target:.3f}." if math.isfinite(setting.target) else no_target(setting)
+    if len({value for value in setting.targets.values() if math.isfinite(value)}) > 1:
+        aim = f"Target: training loss {setting.target:.3f}, the mean of each seed's own."
+    return Grid("After the same time" if setting.versus else "To the target", tuple(headings), rows, aim)
+
+
 def outcome_grid(setting: Setting) -> Grid:
-    """Return what each hook reached: losses, metrics, and the target."""
-    target = "to target"
+    """Return what each hook reached in the steps asked for: losses and metrics."""
     others = [name for name in setting.metrics if name != ACCURACY]
     headings = [Heading("hook"), Heading("held-out loss")]
     if setting.versus:
@@ -66,33 +87,27 @@ def outcome_grid(setting: Setting) -> Grid:
     if ACCURACY in setting.metrics:
         headings.append(Heading(ACCURACY))
     headings += [Heading(name.replace("_", " "), wide=True) for name in others]
-    headings += [Heading("training loss", wide=True), Heading("seeds", target)]
-    headings += [Heading("steps", target, wide=True), Heading("time", target)]
-    headings.append(Heading("bytes", target, wide=True))
-    if setting.versus:
-        headings.append(Heading("speed-up", target))
-    best = {name: _least(setting, lambda one, name=name: getattr(one, name)) for name in _TO_TARGET}  # type: ignore[misc]  # "Cannot infer type of lambda": the default binds the name
-    rows = tuple(tuple(_outcome_row(one, setting, others, best)) for one in setting.outcomes)
-    aim = f"Target: training loss {setting.target:.3f}." if math.isfinite(setting.target) else no_target(setting)
-    return Grid("What came out", tuple(headings), rows, f"{aim} {_caption(setting)}")
+    headings.append(Heading("training loss"))
+    rows = tuple(tuple(_outcome_row(one, setting, others)) for one in setting.outcomes)
+    return Grid(f"At equal steps ({setting.settings.steps:,})", tuple(headings), rows)
 
 
 def cost_grid(setting: Setting) -> Grid:
-    """Return what each hook cost: bytes, and where the time of a step went."""
+    """Return what the steps asked for cost with each hook: bytes, and where the time of a step went."""
     headings = [Heading("hook"), Heading("moved", "per rank"), Heading("ratio")]
     headings.append(Heading("step", "median" if len(setting.seeds) > 1 else "median, quartiles"))
     headings += [Heading(part, part=part) for part in PARTS]
     if setting.versus:
         headings.append(Heading("speed-up", "step"))
-    headings.append(Heading("whole run", wide=True))
+    headings.append(Heading("these steps", wide=True))
     if setting.versus:
-        headings.append(Heading("speed-up", "run", wide=True))
+        headings.append(Heading("speed-up", "these steps", wide=True))
     interface = any(one.overhead.seeds for one in setting.outcomes)
     if interface:
         headings += [Heading("interface bytes", "/ counted", wide=True), Heading("link use", wide=True)]
     fastest = _least(setting, lambda one: one.step)
     rows = tuple(tuple(_cost_row(one, setting, one.hook == fastest, interface=interface)) for one in setting.outcomes)
-    return Grid("What it cost", tuple(headings), rows, _caption(setting))
+    return Grid(f"What these {setting.settings.steps:,} steps cost", tuple(headings), rows, _caption(setting))
 
 
 def overview_grid(settings: Sequence[Setting], names: Sequence[str]) -> Grid:
@@ -112,21 +127,46 @@ def overview_grid(settings: Sequence[Setting], names: Sequence[str]) -> Grid:
                 to_target = "no target"
             if 0 < reached < versus.seeds:
                 to_target += f", {reached} of {counted(versus.seeds, 'seed')}"
-            small = (bounds(versus.step.interval, three_digits), to_target)
+            small = (spread_of(versus.step, three_digits), to_target)
             cells.append(Cell(times(versus.step.mean), tuple(filter(None, small)), best=versus.step.sign == 1))
         rows.append(tuple(cells))
     caption = (
-        "How many times as fast as the baseline a step is, with the 95 % interval if there are several seeds "
-        "(Student's t on logarithms, paired by seed), and the same for the time to the target loss. Marked: the whole "
-        "interval lies above 1."
+        "How many times as fast as the baseline a step is, with the 95 % interval from three seeds on (Student's t on "
+        "logarithms, paired by seed) and both values of two, and the same for the time to the target loss. Marked: "
+        "all of that lies above 1."
     )
     return Grid("Step speed-up in every setting", (Heading("setting"), *map(Heading, hooks)), tuple(rows), caption)
 
 
+_AIM = "to target"
 _TO_TARGET = ("seconds_to_target", "bytes_to_target")
 
 
-def _outcome_row(one: Outcome, setting: Setting, metrics: Sequence[str], best: dict[str, str | None]) -> Iterator[Cell]:
+def _time_row(
+    one: Outcome, setting: Setting, judgement: Judgement | None, best: dict[str, str | None]
+) -> Iterator[Cell]:
+    versus = setting.versus.get(one.hook)
+    yield _name(one, setting, versus)
+    if setting.versus and versus is None:
+        yield from (Cell(seconds_in_words(one.seconds.mean)), Cell(f"{one.last_loss.mean:.3f}"), Cell(""), Cell(""))
+    elif versus is not None:
+        moments = versus.moments.values()
+        yield Cell(seconds_in_words(statistics.fmean(each.seconds for each in moments)) if moments else NEVER)
+        yield Cell(f"{statistics.fmean(each.ours for each in moments):.3f}" if moments else NEVER)
+        yield _change(versus.same_time, signed)
+        yield _change(versus.held_out_then, signed)
+    yield Cell(f"{statistics.fmean(len(result.steps) for result in one.results.values()):,.0f}")
+    yield Cell(f"{len(one.reached)} of {len(one.results)}")
+    reached = bool(one.reached)
+    yield Cell(f"{one.steps_to_target.mean:,.0f}" if reached else NEVER)
+    yield _seconds(one.seconds_to_target, best=best["seconds_to_target"] == one.hook)
+    yield Cell(bytes_in_words(one.bytes_to_target.mean) if reached else NEVER, best=best["bytes_to_target"] == one.hook)
+    if setting.versus:
+        yield Cell("") if versus is None else _to_target(versus)
+        yield Cell("" if judgement is None else judgement.verdict.value)
+
+
+def _outcome_row(one: Outcome, setting: Setting, metrics: Sequence[str]) -> Iterator[Cell]:
     versus = setting.versus.get(one.hook)
     yield _name(one, setting, versus)
     yield _estimate(one.held_out_loss, "{:.3f}".format)
@@ -144,13 +184,6 @@ def _outcome_row(one: Outcome, setting: Setting, metrics: Sequence[str], best: d
     for name in metrics:
         yield _estimate(one.metric(name), "{:.3f}".format)
     yield _estimate(one.train_loss, "{:.3f}".format)
-    yield Cell(f"{len(one.reached)} of {len(one.results)}")
-    reached = bool(one.reached)
-    yield Cell(f"{one.steps_to_target.mean:,.0f}" if reached else NEVER)
-    yield _seconds(one.seconds_to_target, best=best["seconds_to_target"] == one.hook)
-    yield Cell(bytes_in_words(one.bytes_to_target.mean) if reached else NEVER, best=best["bytes_to_target"] == one.hook)
-    if setting.versus:
-        yield Cell("") if versus is None else _to_target(versus)
 
 
 def _to_target(versus: Versus) -> Cell:
@@ -208,7 +241,7 @@ def _estimate(
     """Return the mean, and below it the interval in the same unit, as far as values are possible."""
     if not estimate.seeds:
         return Cell(NEVER)
-    within = bounds(estimate.interval, lambda value: form(min(max(value, lowest), highest)))
+    within = spread_of(estimate, lambda value: form(min(max(value, lowest), highest)))
     return Cell(form(estimate.mean), tuple(filter(None, [within.replace(_unit(form), "")])))
 
 
@@ -234,8 +267,7 @@ def _speed_up(estimate: Estimate) -> Cell:
 def _seconds(estimate: Estimate, *, best: bool = False) -> Cell:
     if not estimate.seeds:
         return Cell(NEVER)
-    small = () if estimate.interval is None else (interval_of_seconds(estimate.interval),)
-    return Cell(seconds_in_words(estimate.mean), small, best=best)
+    return Cell(seconds_in_words(estimate.mean), tuple(filter(None, [spread_of_seconds(estimate)])), best=best)
 
 
 def _least(setting: Setting, measure: Callable[[Outcome], Estimate]) -> str | None:
@@ -252,12 +284,10 @@ def _caption(setting: Setting) -> str:
     if len(setting.seeds) == 1:
         return "One seed: no intervals."
     versus = " Comparisons are paired by seed." if setting.versus else ""
-    wide = (
-        " With two seeds, an interval is 9 standard deviations to either side: take more."
-        if len(setting.seeds) == 2
-        else ""
-    )
+    parts = f"{versus} Bytes, steps, and the parts of a step: means."
+    if len(setting.seeds) < LEAST_SEEDS:
+        return f"Means over two seeds, with both values; from three seeds on there are intervals.{parts}"
     return (
         f"Means over {len(setting.seeds)} seeds with 95 % intervals (Student's t; of speed-ups, on their logarithms)."
-        f"{versus} Bytes, steps, and the parts of a step: means.{wide}"
+        f"{parts}"
     )

@@ -14,7 +14,7 @@ from rich.table import Table
 from ..outcomes import settings_of
 from ..runs import RunResult, RunSettings
 from .findings import finding, names_of
-from .rows import Cell, Grid, cost_grid, outcome_grid, overview_grid
+from .rows import Cell, Grid, cost_grid, outcome_grid, overview_grid, time_grid
 from .words import folded
 
 _NAME_WIDTHS = (20, 13)  # longer names are folded, if there is no room
@@ -29,7 +29,7 @@ def print_tables(
     target_loss: float | None = None,
     failures: Sequence[RunSettings] = (),
 ) -> None:
-    """Print what came out of every setting, what it cost, and what follows.
+    """Print what came out of every setting, after the same time and at equal steps, what it cost, and what follows.
 
     Args:
         results: Finished runs, of any number of settings, hooks and seeds.
@@ -46,7 +46,7 @@ def print_tables(
     names = names_of(settings)
     for name, setting in zip(names, settings, strict=True):
         console.print()
-        for grid in (outcome_grid(setting), cost_grid(setting)):
+        for grid in (time_grid(setting), outcome_grid(setting), cost_grid(setting)):
             _print(console, grid, f"{name}: {grid.title[0].lower()}{grid.title[1:]}")
         console.print(finding(setting), highlight=False, markup=False)
     if len(settings) > 1:
@@ -74,7 +74,7 @@ def _print(console: Console, grid: Grid, title: str = "") -> None:
     console.print(title or grid.title, style="bold", highlight=False, markup=False)
     for table in _fitting(console, grid):
         console.print(table)
-    console.print(f"{grid.caption}\n", style="dim", highlight=False, markup=False)
+    console.print(f"{grid.caption}\n" if grid.caption else "", style="dim", highlight=False, markup=False)
 
 
 def _fitting(console: Console, grid: Grid) -> list[Table]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 
 from ..cluster import Cluster, check_rates, follow
+from ..goals import GoingOn
 from ..launch import WorldError, run_in_torchrun, run_world, torchrun_world
 from ..links.link import LinkSettings
 from ..runs import Compute, RunResult, RunSettings
@@ -41,11 +43,25 @@ class Made:
     failures: dict[RunSettings, str] = field(default_factory=dict)  # the traceback of each run that failed
 
 
-def execute(runs: Sequence[RunSettings], out: Path, listener: Listener) -> Made:
+def execute(
+    runs: Sequence[RunSettings],
+    out: Path,
+    listener: Listener,
+    *,
+    going_on: GoingOn | None = None,
+    known: Mapping[RunSettings, RunResult] = MappingProxyType({}),
+) -> Made:
     """Make the runs in order, and write the result of each into `out`/results as soon as it is known.
 
     Runs that differ only in their hooks take turns. If a rank fails, the runs of that scene are made again, one by one,
     and only those that fail alone count as failed.
+
+    Args:
+        runs: What to run.
+        out: The folder given by --out.
+        listener: Hears every message about a run.
+        going_on: What the runs go on to after their steps; None: they end there.
+        known: Earlier results, which may be those of a baseline.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the ranks are ended, and every finished result is written.
@@ -56,12 +72,12 @@ def execute(runs: Sequence[RunSettings], out: Path, listener: Listener) -> Made:
     if (torchrun_world() or (0,))[0] == 0:
         (out / RESULTS).mkdir(parents=True, exist_ok=True)
     if torchrun_world() is not None:  # rank 0 decides which runs are made, and every rank must take part
-        _Attempt(runs, out, listener, made).in_torchrun()
+        _Attempt(runs, out, listener, made, going_on, known).in_torchrun()
         return made
     for world in _worlds(runs):
         left = list(world)
         while left:
-            attempt = _Attempt(left, out, listener, made)
+            attempt = _Attempt(left, out, listener, made, going_on, known)
             try:
                 attempt.in_new_processes()
             except WorldError as error:
@@ -105,7 +121,7 @@ def _after_failure(attempt: _Attempt, out: Path, listener: Listener, made: Made,
         return
     for settings in suspects:
         try:
-            _Attempt([settings], out, listener, made).in_new_processes()
+            attempt.alone(settings).in_new_processes()
         except WorldError as alone:
             _give_up(settings, alone, listener, made)
 
@@ -118,12 +134,25 @@ def _give_up(settings: RunSettings, error: WorldError, listener: Listener, made:
 class _Attempt:
     """Some runs, made by one set of processes."""
 
-    def __init__(self, runs: Sequence[RunSettings], out: Path, listener: Listener, made: Made) -> None:
+    def __init__(
+        self,
+        runs: Sequence[RunSettings],
+        out: Path,
+        listener: Listener,
+        made: Made,
+        going_on: GoingOn | None,
+        known: Mapping[RunSettings, RunResult],
+    ) -> None:
         self._runs = list(runs)
         self._out = out
         self._listener = listener
         self._made = made
+        self._going_on, self._known = going_on, known
         self.scene: list[RunSettings] = []  # the runs that the processes are making
+
+    def alone(self, settings: RunSettings) -> _Attempt:
+        """Return an attempt at one of the runs."""
+        return _Attempt([settings], self._out, self._listener, self._made, self._going_on, self._known)
 
     def in_new_processes(self) -> None:
         """Start ranks for the runs, on the hosts of a cluster if their link asks for it."""
@@ -176,7 +205,10 @@ class _Attempt:
         dilations = {
             number: dilation_of(settings, compute_here.get(number)) for number, settings in enumerate(self._runs)
         }
-        return Work(dict(enumerate(self._runs)), dilations, compute_here)
+        goals = {}
+        if self._going_on is not None:
+            goals = self._going_on.goals(self._runs, {**self._known, **self._made.results})
+        return Work(dict(enumerate(self._runs)), dilations, compute_here, self._going_on, goals)
 
     def _hear(self, message: object, on_begin: Callable[[], object] = lambda: None) -> None:
         if isinstance(message, Preparing):

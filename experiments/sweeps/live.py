@@ -170,7 +170,7 @@ class Live:
             _clock_time(self._clock() - self._began),
             "time left not known yet" if left is None else f"about {_clock_time(left)} left",
         ]
-        steps = sum(row.settings.steps if row.ended else row.step for row in rows)
+        steps = sum(row.settings.steps if row.ended else min(row.step, row.settings.steps) for row in rows)
         bar = ProgressBar(total=sum(row.settings.steps for row in rows), completed=steps, width=20)
         line = Table.grid(padding=(0, 1))
         line.add_row(bar, Text(" · ".join(words), no_wrap=True, overflow="ellipsis"))
@@ -180,7 +180,7 @@ class Live:
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
         narrow = self._console.width < _NARROW
         columns = {name: width for name, width in _COLUMNS.items() if not narrow or name in _IF_NARROW}
-        columns["step"] = max(columns["step"], *(2 * len(str(row.settings.steps)) + 1 for row in rows))
+        columns["step"] = max(columns["step"], *(len(_cells(row)[0]) for row in rows))
         room = max(1, self._console.width - sum(width + 2 for width in columns.values()))
         table.add_column("hook", no_wrap=True, overflow="ellipsis", max_width=room)
         for name, width in columns.items():
@@ -228,7 +228,8 @@ def _row_of(result: RunResult) -> _Row:
 
 def _cells(row: _Row) -> list[str]:
     """Return the columns after the hook's name."""
-    step = "failed" if row.failed else f"{row.step}/{row.settings.steps}"
+    more = f"+{row.step - row.settings.steps}" if row.step > row.settings.steps else ""
+    step = "failed" if row.failed else f"{min(row.step, row.settings.steps)}/{row.settings.steps}{more}"
     held_out = _NONE if row.held_out_loss is None else f"{row.held_out_loss:.3f}"
     if not row.recent:
         return [step, _NONE, _NONE, _NONE, _NONE, held_out]

@@ -51,6 +51,7 @@ class Pace:
         self._to_begin = {self._scenes[settings] for settings in self._left}
         self._begun: dict[RunSettings, float] = {}  # by scene, seconds until every run had made its first step
         self._heard = clock()
+        self._going_on = False  # whether the last step was one after those asked for: nobody knows how many follow
         for settings, result in finished.items():
             if settings in self._kinds:
                 turns = self._turns.setdefault(self._kinds[settings], _Turns())
@@ -74,7 +75,9 @@ class Pace:
                 turns.steps += 1
                 turns.moved_bytes += message.record.moved_bytes
         if isinstance(message, StepDone):
-            self._set_left(settings, settings.steps - message.record.step)
+            left = settings.steps - message.record.step
+            self._set_left(settings, max(0, left))
+            self._going_on = left < 0
 
     def end(self, settings: RunSettings) -> None:
         """Expect nothing more of this run."""
@@ -82,9 +85,9 @@ class Pace:
         self._to_begin.discard(self._scenes[settings])
 
     def seconds_left(self) -> float | None:
-        """Return the time until the last run is finished; None if no step was measured yet."""
+        """Return the time until the last run has taken its steps; None if no step was measured, or a run goes on."""
         measured = {kind: turns for kind, turns in self._turns.items() if turns.steps}
-        if not measured:
+        if not measured or self._going_on:
             return None
         seconds = sum(steps * _expected_turn(kind, measured) for kind, steps in self._left_of_kind.items() if steps)
         if len(self._begun) > 1:  # the first had to wait for the processes, which most scenes find running

@@ -140,13 +140,15 @@ def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
         `steps` (with `steps=True`: `run_steps`). `optimizer`, `compute` and `bucket_cap_mb` are missing (NaN) where the
         task's, this machine's and the DDP's own were used.
 
-        Then, for each run: `held_out_loss` and other metrics after the last step (`held_out_accuracy`, 0 to 1);
-        `train_loss`, the mean of the last ten steps; `seconds` of training in all; the medians of a step
-        that was not probed, `median_step_seconds`, and of its parts, `median_compute_seconds`,
-        `median_compression_seconds` and `median_waiting_seconds`; `moved_bytes`, what a rank sent in all, as a ring
-        moves it; `interface_bytes`, the same as counted by the host's network interface, or NaN; `ratio`, the bytes of
-        a plain all-reduce over `moved_bytes`; `replicas_identical`, whether all ranks ended with the same parameters;
-        `parameters`, their number; `dilation`, seconds here for one second in the table, if compute was stated.
+        Then, for each run, about the steps asked for: `held_out_loss` and other metrics after the last of them
+        (`held_out_accuracy`, 0 to 1); `train_loss`, the mean of the last ten; `seconds` of training; the medians of a
+        step that was not probed, `median_step_seconds`, and of its parts, `median_compute_seconds`,
+        `median_compression_seconds` and `median_waiting_seconds`; `moved_bytes`, what a rank sent, as a ring moves it;
+        `interface_bytes`, the same as counted by the host's network interface, or NaN; `ratio`, the bytes of a plain
+        all-reduce over `moved_bytes`. A run may have gone on after these steps: `all_steps`, `all_seconds` and
+        `last_held_out_loss` are those of its end. `replicas_identical`: whether all ranks ended with the same
+        parameters; `parameters`, their number; `dilation`, seconds here for one second in the table, if compute was
+        stated.
 
         For each step: the fields of `experiments.runs.StepRecord`; those that are times have a name with their unit,
         such as `waiting_seconds`.
@@ -189,7 +191,7 @@ def _plain(value: object) -> object:
 
 
 def _outcome(result: RunResult) -> dict[str, object]:
-    steps, last, typical = result.steps, result.evaluations[-1], unprobed(result.steps)
+    steps, last, typical = result.asked_steps, result.evaluation, unprobed(result.asked_steps)
     moved, counted = total_bytes(steps), [step.interface_bytes for step in steps]
     return {
         "held_out_loss": last.loss,
@@ -203,6 +205,9 @@ def _outcome(result: RunResult) -> dict[str, object]:
         "moved_bytes": moved,
         "interface_bytes": None if None in counted else sum(number or 0 for number in counted),
         "ratio": sum(step.dense_bytes for step in steps) / moved if moved else math.inf,
+        "all_steps": len(result.steps),
+        "all_seconds": total_seconds(result.steps),
+        "last_held_out_loss": result.evaluations[-1].loss,
         "replicas_identical": result.replicas_identical,
         "parameters": result.parameters,
         "dilation": result.dilation,

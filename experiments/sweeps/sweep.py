@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from commhooks.units import counted
+
 from ..cluster import ClusterError
+from ..goals import GoingOn
 from ..launch import WorldError, reason_of, torchrun_world
-from ..outcomes import took_turns
+from ..outcomes import chosen_baseline, took_turns
 from ..report.table import print_tables
 from ..report.tensorboard import LiveLogs
+from ..report.words import listed
 from ..report.writing import write
 from ..runs import RunResult, RunSettings
 from ..specs import Spec, unknown
@@ -37,6 +41,8 @@ from .store import (
     write_failure,
 )
 
+_ENOUGH = 0.9  # of a core for each rank; with less, a report says that the machine was busy
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
@@ -50,9 +56,22 @@ class Sweep:
     command: str = "commhooks sweep"  # the command that reproduces the report
     report: bool = True  # whether the page and its pictures are written
     quiet: bool = False  # whether nothing is shown while the runs go
+    go_on: int = 1  # times its steps that a run takes at most, to have the baseline's time or its target
 
     def __post_init__(self) -> None:
         check_presentation(self.baseline, self.target_loss, [settings.hook for settings in self.runs])
+        if not isinstance(self.go_on, int) or self.go_on < 1:
+            raise ValueError(
+                "go_on: expected a whole number of at least 1, as many times its steps as a run takes at most (got "
+                f"{self.go_on!r}); with 1 every run ends after its steps"
+            )
+
+    def going_on(self, known: Iterable[RunSettings]) -> GoingOn | None:
+        """Return what the runs go on to; the baseline may be a hook that was run earlier."""
+        if self.go_on == 1:
+            return None
+        hooks = [settings.hook for settings in (*self.runs, *known)]
+        return GoingOn(baseline=chosen_baseline(self.baseline, hooks), times=self.go_on, target=self.target_loss)
 
 
 def check_presentation(baseline: str | None, target_loss: float | None, hooks: Sequence[Spec]) -> None:
@@ -73,7 +92,7 @@ def make(sweep: Sweep, console: Console) -> Made:
     """
     world = torchrun_world()
     if world is not None and world[0] > 0:  # it trains what rank 0 finds missing
-        return execute(sweep.runs, sweep.out, lambda settings, message: None)
+        return execute(sweep.runs, sweep.out, lambda settings, message: None)  # and goes on as far as rank 0 says
     with claimed(sweep.out):
         prepare_folder(sweep.out, overwrite=sweep.overwrite)
         remove_partial(sweep.out)
@@ -91,6 +110,7 @@ def make(sweep: Sweep, console: Console) -> Made:
 def _make_missing(sweep: Sweep, console: Console) -> Made:
     """Make the runs that have no result; return those and the earlier ones, in the order of the request."""
     done = finished(sweep.out, sweep.runs, sources_of(sweep.runs))
+    known = {result.settings: result for result in read_readable(sweep.out)[0]} if sweep.go_on > 1 else {}
     missing = [settings for settings in sweep.runs if settings not in done]
     if done:
         _say(console, f"{len(done)} of {len(sweep.runs)} runs are finished already: {sweep.out / RESULTS}")
@@ -103,7 +123,7 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
             LiveLogs(sweep.out / "tensorboard") as logs,
             Live(sweep.runs, done, console, quiet=sweep.quiet) as live,
         ):
-            made = execute(missing, sweep.out, listeners(live, logs))
+            made = execute(missing, sweep.out, listeners(live, logs), going_on=sweep.going_on(known), known=known)
     except (KeyboardInterrupt, SystemExit, WorldError, ClusterError, OSError):
         there = sum((sweep.out / RESULTS / f"{settings.name}.json").is_file() for settings in sweep.runs)
         print(
@@ -120,6 +140,8 @@ def _report(sweep: Sweep, made: Made, console: Console) -> None:
     """Print the tables of the runs that were asked for, and write the report of all that the folder holds."""
     asked, failures = list(made.results.values()), read_failures([sweep.out])
     console.print()
+    for note in notes_about(asked):
+        _say(console, f"warning: {note}")
     print_tables(asked, console, baseline=sweep.baseline, target_loss=sweep.target_loss, failures=list(failures))
     if not sweep.report:
         return
@@ -162,6 +184,8 @@ def report_again(
     beside = {folder.resolve() for folder in folders} == {out.resolve()} and (out / RESULTS).is_dir()
     with claimed(out):
         prepare_folder(out, dataclasses.replace(COMPARISON, folders=(PLOTS,)))
+        for note in notes_about(results):
+            _say(console, f"warning: {note}")
         print_tables(results, console, baseline=baseline, target_loss=target_loss, failures=list(failures))
         path = write(
             results,
@@ -178,11 +202,12 @@ def report_again(
 
 def notes_about(results: Sequence[RunResult]) -> list[str]:
     """Return warnings about the circumstances under which these runs were made."""
+    busy = _busy(results)
     by_cores: dict[int, list[RunSettings]] = {}
     for result in results:
         by_cores.setdefault(int(result.machine["cores"]), []).append(result.settings)
     warnings = [crowded(runs, available) for available, runs in by_cores.items()]
-    notes = [warning for warning in warnings if warning is not None]
+    notes = [warning for warning in (busy, *warnings) if warning is not None]
     scenes: dict[RunSettings, list[RunResult]] = {}
     for result in results:
         scenes.setdefault(result.settings.scene, []).append(result)
@@ -195,6 +220,23 @@ def notes_about(results: Sequence[RunResult]) -> list[str]:
                 f"another time than {first.settings.hook.label}: the load on the machine may have been different"
             )
     return notes
+
+
+def _busy(results: Sequence[RunResult]) -> str | None:
+    """Return a warning if other programs left the ranks too little of the cores; None if not, or if nobody knows."""
+    taken: dict[int, float] = {}  # by the number of cores
+    for result in results:
+        cores, others = int(result.machine["cores"]), float(result.machine.get("used_by_others", 0.0))
+        if cores - others < _ENOUGH * min(result.settings.ranks, cores):
+            taken[cores] = max(others, taken.get(cores, 0.0))
+    if not taken:
+        return None
+    used = listed([f"{others:.1f} of {counted(cores, 'core')}" for cores, others in taken.items()])
+    return (
+        f"The machine was busy: while ranks trained, other programs used up to {used}. Compute took longer than on an "
+        "idle machine, so that compression looks less useful than it is. Hooks that took turns were slowed alike; for "
+        "figures to rely on, run this again on an idle machine."
+    )
 
 
 def _print_ending(sweep: Sweep, made: Made, console: Console) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..goals import GoingOn, Pursuit
 from ..launch import Send
 from ..links.link import LinkSettings
-from ..machine import machine, versions
-from ..runs import Compute, EvaluationRecord, ProbeRecord, RunResult, RunSettings, StepRecord
+from ..machine import OtherPrograms, machine, versions
+from ..runs import Compute, EvaluationRecord, Goal, ProbeRecord, RunResult, RunSettings, StepRecord
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
 from ..tasks.task import mixed, seed_generators
@@ -33,11 +35,13 @@ _WARM_UP = 2  # steps of those that are not counted: memory is allocated in them
 
 @dataclass(frozen=True)
 class Work:
-    """Runs for the ranks, and how much slower than stated this machine's compute is."""
+    """Runs for the ranks, how much slower than stated this machine's compute is, and how far the runs go on."""
 
     runs: Mapping[int, RunSettings]
     dilations: Mapping[int, float]  # of each run, seconds here for one second as reported; missing: 1.0
     compute_here: Mapping[int, float]  # of each run whose compute is stated, as measured by `calibrate`
+    going_on: GoingOn | None = None  # None: every run ends after the steps asked for
+    goals: Mapping[int, Goal] = field(default_factory=dict)  # of runs whose baseline was finished before
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def train_all(rank: int, ranks: int, argument: Work, send: Send) -> None:
     """Train all runs in this rank's process; rank 0 sends what it measures.
 
     The runs of one scene, which differ only in their hooks, take turns, one step each: any other load on the machine
-    then slows all of them equally, so that their times can be compared.
+    then slows all of them equally, so that their times can be compared. Those that go on take turns too.
     """
     torch.set_num_threads(1)
     told = send if rank == 0 else _silent
@@ -146,13 +150,51 @@ def _train_in_turns(runs: Mapping[int, RunSettings], work: Work, send: Send) -> 
         training[number] = _Run(number, settings, work.dilations.get(number, 1.0), send)
         send(Preparing())  # a task may take long to load
     send(StepsBegin())
+    others = OtherPrograms()
     for step in range(max(settings.steps for settings in runs.values())):
         for run in training.values():
             if step < run.settings.steps:
                 run.step(step)
+    _go_on(training, work)
+    for run in training.values():
+        run.evaluate()
+    busy = _used_by_others(others, next(iter(runs.values())))
     for number, run in training.items():
-        send(RunDone(number, run.result(work.compute_here.get(number))))
+        send(RunDone(number, run.result(work.compute_here.get(number), busy)))
         run.close()
+
+
+def _go_on(training: Mapping[int, _Run], work: Work) -> None:
+    """Let the runs that have a goal take turns until they reach it, all ranks as many steps as rank 0 decides."""
+    goals = dict(work.goals)
+    if work.going_on is not None:
+        baseline = work.going_on.baseline
+        first = next((run for run in training.values() if run.settings.hook == baseline), None)
+        if first is not None:
+            goals = {number: work.going_on.goal(first.steps) for number, run in training.items() if run is not first}
+    pursuits = {}
+    for number, run in training.items():
+        run.goal = goals.get(number)
+        if run.goal is not None:
+            pursuits[number] = Pursuit(run.goal, run.steps)
+    while pursuits:
+        going = torch.tensor([pursuit.goes_on for pursuit in pursuits.values()])
+        dist.broadcast(going, 0)  # each rank has its own clock
+        pursuits = {number: one for (number, one), goes in zip(pursuits.items(), going.tolist(), strict=True) if goes}
+        for number, pursuit in pursuits.items():
+            run = training[number]
+            run.step(len(run.steps))
+            pursuit.add(run.steps[-1])
+
+
+def _used_by_others(others: OtherPrograms, settings: RunSettings) -> float | None:
+    """Return how many processors of rank 0's machine other programs than the ranks used; every rank calls this."""
+    here = dist.get_world_size()
+    if settings.link.kind != "hosts":  # those are all on this machine
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", here))
+    seconds = torch.tensor(others.own_seconds() if dist.get_rank() < here else 0.0, dtype=torch.float64)
+    dist.all_reduce(seconds)
+    return others.used(seconds.item())
 
 
 class _Run:
@@ -167,7 +209,9 @@ class _Run:
         self.registered = register(settings, self.model, dilation)
         self.optimizer = self.task.optimizer(settings.optimizer)
         self.clock = StepClock(self.registered.ddp, self.model, self.registered.waits)
+        self.goal: Goal | None = None
         self.steps: list[StepRecord] = []
+        self.evaluated = 0  # the last step after which the model was evaluated
         self.evaluations: list[EvaluationRecord] = []
         self.probes: list[ProbeRecord] = []
         self.registered.wire.start_clock()
@@ -187,12 +231,14 @@ class _Run:
     def step(self, step: int) -> None:
         """Take one optimizer step, and record its time and bytes."""
         batch = self.task.batch(step, self.rank, self.ranks)
-        last = step + 1 == self.settings.steps
+        asked = self.settings.steps
+        last = step + 1 == asked
         evaluated = last or (step + 1) % self.settings.evaluate_every == 0
         # The true mean crosses the network too, uncompressed: on a network that is really slow, only once.
-        probed = last or (evaluated and self.settings.link.kind == "emulated")
+        probed = last or (evaluated and step < asked and self.settings.link.kind == "emulated")
         probe = Probe(self.model) if probed else None
-        self.task.set_learning_rate(self.optimizer, step, self.settings.steps)
+        # A schedule is for the steps asked for. A run that goes on keeps the last rate.
+        self.task.set_learning_rate(self.optimizer, min(step, asked - 1), asked)
         seed_generators(mixed(self.settings.seed, step, self.rank))  # dropout must not depend on whose turn it was
         before, sent = self.registered.counted(), sent_by_interface(self.settings)
         self.registered.wire.resume()
@@ -214,18 +260,21 @@ class _Run:
         if found is not None:
             self.probes.append(found)
         if evaluated:
-            self._evaluate(step + 1, found)
+            self.evaluate(found)
 
-    def _evaluate(self, step: int, probe: ProbeRecord | None) -> None:
-        """Evaluate the model on rank 0; the other ranks wait, and the clock is stopped."""
+    def evaluate(self, probe: ProbeRecord | None = None) -> None:
+        """Evaluate the model on rank 0, unless that was done after this step; the clock is stopped, and others wait."""
+        if self.evaluated == len(self.steps):
+            return
+        self.evaluated = len(self.steps)
         if self.rank == 0:
             metrics = self.task.evaluate()
             loss = metrics.pop("loss")
-            self.evaluations.append(EvaluationRecord(step=step, loss=loss, metrics=metrics))
+            self.evaluations.append(EvaluationRecord(step=self.evaluated, loss=loss, metrics=metrics))
             self.send(Evaluated(self.number, self.evaluations[-1], probe))
         dist.barrier()
 
-    def result(self, compute_here: float | None) -> RunResult:
+    def result(self, compute_here: float | None, used_by_others: float | None) -> RunResult:
         """Return the measurements."""
         fingerprints: list[str | None] = [None] * self.ranks
         dist.all_gather_object(fingerprints, fingerprint(self.model))
@@ -241,7 +290,8 @@ class _Run:
             dilation=self.dilation,
             compute_here=compute_here,
             versions=versions(),
-            machine=machine(),
+            machine=machine() | ({} if used_by_others is None else {"used_by_others": round(used_by_others, 2)}),
+            goal=self.goal,
         )
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from experiments.launch import run_world
 from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
+from experiments.summary import steps_to, total_seconds
 from experiments.training.worker import RunDone, Work, train_all
 from tests.experiments.odd_task import ELEMENTS
 
@@ -136,7 +137,24 @@ def test_a_killed_comparison_goes_on_where_it_stopped(continued: Continued) -> N
 
 
 def losses(result: RunResult) -> list[float]:
-    return [step.loss for step in result.steps]
+    """Return the training losses of the steps asked for; the runs of `compare` may have gone on after these."""
+    return [step.loss for step in result.asked_steps]
+
+
+def test_a_hook_with_faster_steps_goes_on_until_it_has_the_target_or_the_baselines_time(
+    results: dict[str, RunResult],
+) -> None:
+    dense, *others = (results[hook] for hook in HOOKS)
+    seconds = total_seconds(dense.steps)
+    assert dense.goal is None and len(dense.steps) == STEPS
+    for other in others:
+        assert other.goal is not None and other.goal.seconds == seconds and other.goal.loss is not None
+        reached = steps_to(other.goal.loss, other.steps)
+        assert len(other.steps) >= STEPS
+        if len(other.steps) > STEPS:  # and not a step too many
+            assert reached in {None, len(other.steps)} and total_seconds(other.steps[:-1]) < seconds
+        assert reached or total_seconds(other.steps) >= seconds or len(other.steps) == 10 * STEPS
+        assert other.evaluations[-1].step == len(other.steps) and other.replicas_identical
 
 
 def test_every_run_leaves_its_result_and_its_row(folder: Path, continued: Continued) -> None:
@@ -172,8 +190,8 @@ def test_bytes_are_those_that_the_hooks_promise(results: dict[str, RunResult]) -
     dense, half, low_rank = (results[hook] for hook in HOOKS)
     gradients = 4 * dense.parameters
     assert [step.moved_bytes for step in dense.steps] == [gradients] * STEPS  # two ranks: a ring moves all of it once
-    assert [step.moved_bytes for step in half.steps] == [gradients // 2] * STEPS
-    moved = [step.moved_bytes for step in low_rank.steps]
+    assert [step.moved_bytes for step in half.asked_steps] == [gradients // 2] * STEPS
+    moved = [step.moved_bytes for step in low_rank.asked_steps]
     assert moved[:2] == [gradients] * 2  # start_after
     assert max(moved[2:]) < gradients / 5
     assert {step.dense_bytes for result in results.values() for step in result.steps} == {gradients}

@@ -18,7 +18,7 @@ from experiments.outcomes import settings_of
 from experiments.report.across import series_of
 from experiments.report.layers import layer_grid, layers_of
 from experiments.report.plots import LIGHT, looks
-from experiments.report.rows import NO_DIFFERENCE, cost_grid, outcome_grid
+from experiments.report.rows import NO_DIFFERENCE, cost_grid, time_grid
 from experiments.report.table import print_tables
 from experiments.report.words import (
     interval_of_seconds,
@@ -129,14 +129,14 @@ def test_a_report_of_nothing_is_refused_and_one_of_failures_is_written(tmp_path:
     assert "no reason given" in path.read_text()
 
 
-@pytest.mark.parametrize(("width", "tables"), [(100, 2), (80, 4)])
+@pytest.mark.parametrize(("width", "tables"), [(100, 3), (80, 5)])
 def test_the_terminal_has_the_same_numbers_and_a_finding_and_they_fit(width: int, tables: int) -> None:
     out = StringIO()
     print_tables(results(tasks=("gpt",), seeds=SEEDS), Console(file=out, width=width))
     text = out.getvalue()
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
-    assert text.count("speed-up") == 4  # the last columns and the captions of both tables
+    assert text.count("speed-up") == 3  # a column of two tables, and a caption
     rows = [line for line in text.splitlines() if line.startswith(" all-reduce ")]
     assert len(rows) == tables  # where one table has no room, each of several has the names
     for cell in ("3 of 3", "8.00 MB", "20.0×", "52.0 ms / 10.0 ms / ", "no difference", "95 % interval"):
@@ -162,7 +162,7 @@ def test_the_best_time_is_never_that_of_a_hook_that_missed_the_target_once() -> 
     runs = results(tasks=("gpt",), seeds=SEEDS)
     runs = [diverged(one) if (one.settings.hook.name, one.settings.seed) == ("powersgd", 1) else one for one in runs]
     (one,) = settings_of(runs)
-    best = [row[0].main for row in outcome_grid(one).rows if any(cell.best for cell in row)]
+    best = [row[0].main for row in time_grid(one).rows if any(cell.best for cell in row)]
     assert best == ["fp16"]
 
 

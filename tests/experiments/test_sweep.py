@@ -145,7 +145,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[RunSetti
     """Let runs be made without ranks, but for those of one hook, which fail; return what was to be run each time."""
     calls: list[list[RunSettings]] = []
 
-    def execute(runs: Sequence[RunSettings], out: Path, listener: Listener) -> Made:
+    def execute(runs: Sequence[RunSettings], out: Path, listener: Listener, **_: object) -> Made:
         calls.append(list(runs))
         made = Made()
         for settings in runs:

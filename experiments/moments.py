@@ -1,0 +1,51 @@
+"""Two runs after the same training time, whatever number of steps each has taken by then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .runs import RunResult, StepRecord
+from .summary import curve_of, total_seconds
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A hook's run and the baseline's after the time that both have had: the baseline's, unless ours ended sooner."""
+
+    seconds: float
+    ours: float  # training loss, on the curve that the report draws
+    baselines: float
+    held_out: float  # loss, ours - the baseline's; NaN if ours ended sooner
+    whole: bool  # whether our run had all of the baseline's time, but for less than one of its steps
+
+    @classmethod
+    def of(cls, ours: RunResult, baseline: RunResult) -> Moment:
+        """Compare two runs of one seed. If the baseline's run went on, only the steps asked for count."""
+        all_of_it, had = total_seconds(baseline.asked_steps), total_seconds(ours.steps)
+        seconds, whole = min(all_of_it, had), had * (1 + 1 / len(ours.steps)) > all_of_it
+        # A straight line between two evaluations lies above most curves. That would harm the baseline: of its
+        # evaluations only the last counts.
+        held_out = _held_out_after(seconds, ours) - baseline.evaluation.loss if whole else math.nan
+        return cls(
+            seconds=seconds,
+            ours=_loss_after(seconds, ours.steps),
+            baselines=_loss_after(seconds, baseline.asked_steps),
+            held_out=held_out,
+            whole=whole,
+        )
+
+
+def _loss_after(seconds: float, steps: Sequence[StepRecord]) -> float:
+    """Return the training loss on the curve after this time."""
+    times = np.cumsum([step.seconds for step in steps])
+    return float(np.interp(seconds, times, curve_of([step.loss for step in steps])))
+
+
+def _held_out_after(seconds: float, run: RunResult) -> float:
+    """Return the held-out loss after this time, on a line between two evaluations; NaN before the first of them."""
+    times = np.cumsum([step.seconds for step in run.steps])[[one.step - 1 for one in run.evaluations]]
+    return float(np.interp(seconds, times, [one.loss for one in run.evaluations], left=math.nan))

@@ -1,0 +1,279 @@
+"""How long the runs of a comparison go on, and that going on changes nothing about the steps asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch._C._distributed_c10d import HashStore
+
+from experiments import machine
+from experiments.goals import GoingOn, Pursuit
+from experiments.machine import OtherPrograms
+from experiments.outcomes import settings_of, took_turns
+from experiments.report.findings import lead
+from experiments.report.writing import write
+from experiments.runs import Goal, RunResult, RunSettings, StepRecord
+from experiments.specs import Spec
+from experiments.sweeps import execute
+from experiments.sweeps.live import Live
+from experiments.sweeps.store import table_of
+from experiments.sweeps.sweep import Sweep, notes_about, report_again
+from experiments.training.worker import RunDone, StepDone, Work, train_all
+from tests.experiments.synthetic import result, results
+
+STEPS = 4
+TASK = """
+import torch
+from experiments.tasks import Task
+
+def task():
+    return Task(
+        model=torch.nn.Linear(2, 1),
+        data=lambda seed, step, rank, ranks: torch.ones(3, 2) * (step + 1),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.001),
+        schedule=lambda step, steps: 1 - step / steps,
+    )
+"""
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Provide a world of this process only."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Spec:
+    path = tmp_path / "falls.py"
+    path.write_text(TASK)
+    return Spec.parse(f"{path}:task", "task")
+
+
+def trained(
+    task: Spec, *, going_on: GoingOn | None = None, goals: Mapping[int, Goal] | None = None
+) -> dict[str, RunResult]:
+    """Train under two hooks in turns."""
+    hooks = ("all-reduce", "fp16")
+    runs = [RunSettings(task=task, hook=Spec(hook), ranks=1, steps=STEPS, evaluate_every=3) for hook in hooks]
+    found: dict[str, RunResult] = {}
+
+    def hear(message: object) -> None:
+        if isinstance(message, RunDone):
+            found[message.result.settings.hook.label] = message.result
+
+    train_all(0, 1, Work(dict(enumerate(runs)), {}, {}, going_on, goals or {}), hear)
+    return found
+
+
+def losses(run: RunResult) -> list[float]:
+    return [step.loss for step in run.steps]
+
+
+def test_a_run_that_goes_on_has_the_same_steps_and_evaluation_as_one_that_ends_there(alone: None, task: Spec) -> None:
+    plain = trained(task)["fp16"]
+    gone = trained(task, goals={1: Goal(loss=None, seconds=math.inf, steps=3 * STEPS)})
+    assert (len(gone["all-reduce"].steps), len(gone["fp16"].steps)) == (STEPS, 3 * STEPS)
+    assert losses(gone["fp16"])[:STEPS] == losses(plain)
+    assert [one.step for one in gone["fp16"].evaluations] == [3, 4, 6, 9, 12]
+    assert gone["fp16"].evaluation == plain.evaluation == plain.evaluations[-1]
+    assert [one.step for one in gone["fp16"].probes] == [one.step for one in plain.probes] == [3, 4]
+    (ours,) = settings_of([gone["fp16"]])
+    (theirs,) = settings_of([plain])
+    assert ours.outcomes[0].held_out_loss == theirs.outcomes[0].held_out_loss
+    assert ours.outcomes[0].moved_bytes == theirs.outcomes[0].moved_bytes
+
+
+def test_the_last_learning_rate_is_kept_after_the_steps_that_a_schedule_is_for(
+    alone: None, task: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: list[float] = []
+    step = torch.optim.SGD.step
+
+    def kept(self: Any, closure: None = None) -> Any:
+        rates.append(self.param_groups[0]["lr"])
+        return step(self, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", kept)
+    trained(task, goals={0: Goal(loss=None, seconds=math.inf, steps=6)})
+    assert rates[::2][:STEPS] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert rates[2 * STEPS :] == pytest.approx([2.5e-4, 2.5e-4])
+
+
+def test_the_baseline_of_the_scene_sets_the_goal_and_does_not_go_on(alone: None, task: Spec) -> None:
+    found = trained(task, going_on=GoingOn(baseline=Spec("all-reduce"), times=3, target=1e-9))
+    first, other = found["all-reduce"], found["fp16"]
+    assert first.goal is None and len(first.steps) == STEPS
+    assert other.goal == Goal(loss=1e-9, seconds=sum(step.seconds for step in first.steps), steps=3 * STEPS)
+    had = [sum(step.seconds for step in other.steps[:n]) for n in range(len(other.steps) + 1)]
+    ended = len(other.steps)
+    assert ended == 3 * STEPS or had[ended] >= other.goal.seconds
+    assert ended == STEPS or had[ended - 1] < other.goal.seconds
+
+
+def test_ranks_take_the_steps_that_rank_0_decides(alone: None, task: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [True, True, False]
+
+    def broadcast(tensor: torch.Tensor, source: int) -> None:
+        assert source == 0
+        tensor.fill_(left.pop(0))  # whatever this rank's clock says
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    found = trained(task, goals={1: Goal(loss=None, seconds=0.0, steps=STEPS)})
+    assert len(found["fp16"].steps) == STEPS + 2 and not left
+
+
+def steps_of(losses: list[float], seconds: float = 1.0) -> list[StepRecord]:
+    return [dataclasses.replace(result().steps[0], loss=loss, seconds=seconds) for loss in losses]
+
+
+@pytest.mark.parametrize(
+    ("goal", "losses", "more"),
+    [
+        (Goal(loss=None, seconds=30.0, steps=400), [3.0], 10),  # the baseline's time
+        (Goal(loss=None, seconds=1e9, steps=25), [3.0], 5),  # the most steps
+        (Goal(loss=2.0, seconds=1e9, steps=400), [3.0, 3.0, 3.0, 3.0, 3.0, 1.0], 10),  # the target: a mean of ten
+        (Goal(loss=3.5, seconds=1e9, steps=400), [3.0], 0),  # reached in the steps asked for
+        (Goal(loss=2.0, seconds=1e9, steps=400), [math.nan], 1),  # diverged
+    ],
+)
+def test_a_run_goes_on_until_the_first_of_its_goals(goal: Goal, losses: list[float], more: int) -> None:
+    pursuit, made = Pursuit(goal, steps_of([3.0] * 20)), 0
+    while pursuit.goes_on:
+        pursuit.add(*steps_of([losses[min(made, len(losses) - 1)]]))
+        made += 1
+        assert made < 1000
+    assert made == more
+
+
+def test_the_goal_is_the_baselines_target_and_time() -> None:
+    first = result()
+    asked = GoingOn(baseline=Spec("all-reduce"), times=10, target=None)
+    (own,) = settings_of([first])
+    goal = asked.goal(first.steps)
+    assert goal == Goal(loss=own.targets[0], seconds=sum(step.seconds for step in first.steps), steps=400)
+    rising = [dataclasses.replace(step, loss=2 + step.step / 100) for step in first.steps]
+    assert asked.goal(rising).loss is None
+
+
+def test_a_hook_that_is_added_later_has_the_goal_of_the_baseline_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, other = result(), result("fp16")
+    works: list[Work] = []
+
+    def world(_: object, ranks: int, work: Work, hear: Callable[[object], None], **__: object) -> None:
+        works.append(work)
+        hear(RunDone(0, dataclasses.replace(other, goal=work.goals[0])))
+
+    monkeypatch.setattr(execute, "run_world", world)
+    going_on = Sweep(runs=(other.settings,), out=tmp_path, go_on=5).going_on([first.settings])
+    assert going_on == GoingOn(baseline=Spec("all-reduce"), times=5, target=None)
+    execute.execute([other.settings], tmp_path, lambda *_: None, going_on=going_on, known={first.settings: first})
+    assert works[0].goals == {0: going_on.goal(first.steps)}
+    (path,) = (tmp_path / "results").iterdir()
+    assert RunResult.read(path).goal == works[0].goals[0]
+
+
+def test_sweeps_end_their_runs_after_the_steps_asked_for(tmp_path: Path) -> None:
+    assert Sweep(runs=(result().settings,), out=tmp_path).going_on([]) is None
+    with pytest.raises(ValueError, match=r"go_on: expected a whole number of at least 1, .* \(got 0\)"):
+        Sweep(runs=(result().settings,), out=tmp_path, go_on=0)
+
+
+def gone_on(run: RunResult, more: int) -> RunResult:
+    """Return the run as if it had gone on for so many steps."""
+    last, when = run.steps[-1], run.steps[-1].ended
+    added = tuple(dataclasses.replace(last, step=last.step + n, ended=when + 100 * n) for n in range(1, more + 1))
+    evaluations = (*run.evaluations, dataclasses.replace(run.evaluations[-1], step=last.step + more))
+    goal = Goal(loss=0.5, seconds=100.0, steps=10 * len(run.steps))
+    return dataclasses.replace(run, steps=run.steps + added, evaluations=evaluations, goal=goal)
+
+
+def test_a_result_that_went_on_survives_its_file_and_an_earlier_one_has_no_goal(tmp_path: Path) -> None:
+    long = gone_on(result(), 25)
+    path = long.write(tmp_path)
+    assert RunResult.read(path) == long
+    with_none = dataclasses.replace(long, goal=None).write(tmp_path)
+    with pytest.raises(ValueError, match="it has 65 of 40 steps"):
+        RunResult.read(with_none)
+    old = result().write(tmp_path)
+    old.write_text(old.read_text().replace(',\n "goal": null', ""))
+    assert '"goal"' not in old.read_text() and RunResult.read(old) == result()
+
+
+def test_runs_that_went_on_differently_far_are_reported(tmp_path: Path) -> None:
+    runs = [gone_on(one, 5 + 30 * one.settings.seed) if one.settings.hook.name == "powersgd" else one
+            for one in results(tasks=("gpt",), seeds=(0, 1))]  # fmt: skip
+    assert all(took_turns(runs[0], one) for one in runs)
+    path = write(runs, tmp_path, baseline=None, target_loss=None, command="")
+    assert "for at most 10 times the steps" in path.read_text()
+    assert not any("at most" in said for said in lead(settings_of(results())))
+    table = table_of(runs)
+    assert list(table["steps"]) == [40] * 6
+    assert list(table["all_steps"]) == [40, 40, 45, 40, 40, 75]
+
+
+def test_the_terminal_shows_the_steps_beyond_those_asked_for_and_no_time_left() -> None:
+    run = gone_on(result(), 7)
+    live = Live([run.settings], {}, Console(width=120), clock=lambda: 0.0)
+    for step in run.steps:
+        live(run.settings, StepDone(0, step))
+    console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(live.drawn())
+    said = console.export_text()
+    assert "40/40+7" in said and "time left not known yet" in said
+
+
+def test_a_busy_machine_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def on(cores: int, others: float | None, ranks: int = 2) -> RunResult:
+        one = result(ranks=ranks)
+        more = {} if others is None else {"used_by_others": others}
+        return dataclasses.replace(one, machine={**one.machine, "cores": cores, **more})
+
+    for run in (on(2, None), on(2, 0.1), on(16, 8.0), on(4, 1.9)):
+        assert notes_about([run]) == []
+    (note,) = notes_about([on(2, 0.3), on(2, 1.4), on(16, 14.5)])
+    assert note.startswith(
+        "The machine was busy: while ranks trained, other programs used up to 1.4 of 2 cores and 14.5 of 16 cores."
+    )
+    (tmp_path / "results").mkdir()
+    on(2, 1.4).write(tmp_path / "results")
+    report_again([tmp_path], tmp_path / "report", Console(width=200))
+    assert capsys.readouterr().out.startswith("warning: The machine was busy")
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert page.index("The machine was busy") < page.index("card finding")
+
+
+def test_what_other_programs_use_is_what_is_not_idle_and_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"busy": 100.0, "parent": 5.0, "clock": 0.0}
+    monkeypatch.setattr(machine, "_busy_seconds", lambda: now["busy"])
+    monkeypatch.setattr(machine, "_seconds_of", lambda process: now["parent"])
+    monkeypatch.setattr(time, "perf_counter", lambda: now["clock"])
+    others = OtherPrograms()
+    now |= {"busy": 120.0, "parent": 6.0, "clock": 10.0}
+    assert others.used(ranks_seconds=9.0) == pytest.approx((20 - 9 - 1) / 10)
+    assert others.used(ranks_seconds=50.0) == 0.0
+    monkeypatch.setattr(machine, "_busy_seconds", lambda: None)
+    assert others.used(ranks_seconds=9.0) is None
+
+
+def test_processor_time_is_read_where_the_system_has_it() -> None:
+    here, there = machine._seconds_of(1), machine._busy_seconds()
+    assert (here is None) == (there is None)
+    if there is not None:
+        assert (here or 0) >= 0 and there > 0
+        assert machine._seconds_of(2**22 + 1) is None  # no such process

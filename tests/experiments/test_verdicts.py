@@ -1,0 +1,204 @@
+"""Whether a hook pays: sentences that never contradict the curves they are about."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import stdtrit
+
+from experiments.outcomes import Setting, settings_of
+from experiments.report.findings import finding
+from experiments.report.rows import time_grid
+from experiments.runs import Goal, RunResult
+from experiments.verdicts import Judgement, Verdict, judgements
+from tests.experiments.synthetic import diverged, result
+
+SEEDS = (0, 1, 2)
+STEPS = 40
+GOAL = Goal(loss=None, seconds=40.0, steps=10 * STEPS)
+
+
+def made(
+    hook: str, losses: Sequence[float], step_seconds: float, *, seed: int = 0, held_out: Sequence[float] = (1.0, 1.0)
+) -> RunResult:
+    """Return a run with this training loss at every step; its held-out loss changes evenly from step 1 to the last."""
+    plain = result(hook, seed=seed, steps=STEPS)
+    last, (first, end) = len(losses), held_out
+    return dataclasses.replace(
+        plain,
+        steps=tuple(
+            dataclasses.replace(plain.steps[0], step=n, loss=loss, seconds=step_seconds, ended=plain.steps[0].ended + n)
+            for n, loss in enumerate(losses, start=1)
+        ),
+        evaluations=tuple(
+            dataclasses.replace(plain.evaluations[0], step=n, loss=first + (end - first) * (n - 1) / (last - 1))
+            for n in sorted({1, STEPS, last})
+        ),
+        goal=GOAL if last > STEPS else None,
+    )
+
+
+def falling(last: float, steps: int = STEPS, first: float = 4.0) -> list[float]:
+    return [first + (last - first) * n / (steps - 1) for n in range(steps)]
+
+
+def setting(*runs: RunResult, target: float | None = None) -> Setting:
+    (found,) = settings_of(runs, target=target)
+    return found
+
+
+def verdict(found: Setting, hook: str = "sign") -> Verdict:
+    return judgements(found)[hook].verdict
+
+
+DENSE = made("all-reduce", falling(1.0), 1.0)
+
+
+def test_a_hook_that_is_far_ahead_after_the_same_time_is_not_said_not_to_pay_for_want_of_steps() -> None:
+    """Its steps are 4.39 times as fast, and its held-out loss is lower; the target is a little below its last loss."""
+    dense, fast = [2.9] * 8 + [2.23] * 3 + [0.6] * 29, [2.9] * 20 + [0.68] * 20
+    found = setting(made("all-reduce", dense, 1.0), made("sign", fast, 1 / 4.39, held_out=(1.0, 0.5)), target=0.65)
+    said = finding(found)
+    assert "does not pay" not in said
+    assert re.search(r"After the same 9\.11 s its training loss was 0\.680, that of all-reduce 2\.\d+\.", said)
+    assert verdict(found) is Verdict.OPEN and "so it needs more steps" in said
+
+
+FAST = 0.25  # seconds a step, a quarter of the baseline's
+CASES = {
+    "it reached the target sooner": (made("sign", falling(1.0), FAST), Verdict.PAYS),
+    "it went on, and reached the target in less time": (made("sign", falling(1.0, 80), FAST), Verdict.PAYS),
+    "it had the same time, and did not reach the target": (made("sign", falling(2.0, 160), FAST), Verdict.COSTS),
+    "it was lower after the same time, and slower to the target": (
+        made("sign", [*[3.0] * 150, *[0.5] * 10], FAST), Verdict.OPEN,
+    ),
+    "its steps are slower, and it learns no faster": (made("sign", falling(1.0), 1.5), Verdict.COSTS),
+    "it ended early, far ahead": (made("sign", falling(1.5), FAST), Verdict.OPEN),
+    "it ended early, behind": (made("sign", falling(3.9), FAST), Verdict.OPEN),
+    "it is the same": (made("sign", falling(1.0), 1.0), Verdict.OPEN),
+    "it is ahead in training, and behind on held-out data": (
+        made("sign", falling(0.5, 160), FAST, held_out=(1.0, 9.0)), Verdict.OPEN,
+    ),
+    "it diverged": (diverged(made("sign", falling(1.0), FAST)), Verdict.DIVERGED),
+}  # fmt: skip
+SAID = {Verdict.PAYS: "sign pays here. ", Verdict.COSTS: "Compression does not pay here", Verdict.OPEN: "Whether "}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_one_seed_is_judged_by_its_values(what: str) -> None:
+    run, expected = CASES[what]
+    found = setting(DENSE, run)
+    assert verdict(found) is expected
+    said = finding(found)
+    assert said.startswith(SAID.get(expected, "Compression does not pay here: every other hook diverged"))
+    assert "One seed only: another may say otherwise." in said and "interval" not in said
+    assert time_grid(found).rows[1][-1].main == expected.value
+
+
+def test_a_baseline_that_never_reaches_the_target_is_compared_after_the_same_time() -> None:
+    ahead, behind = (made("sign", falling(last, 160), FAST) for last in (0.5, 3.0))
+    for run, expected in ((ahead, Verdict.PAYS), (behind, Verdict.COSTS)):
+        found = setting(DENSE, run, target=0.1)
+        assert verdict(found) is expected
+        assert "Neither it nor all-reduce reached a training loss of 0.100." in finding(found)
+
+
+def test_a_baseline_that_diverged_is_no_measure() -> None:
+    found = setting(diverged(DENSE), CASES["it reached the target sooner"][0])
+    assert verdict(found) is Verdict.OPEN
+    assert "all-reduce diverged" in finding(found)
+    assert time_grid(found).rows[1][1].main == "—"
+
+
+def seeded(lasts: Sequence[float], steps: int = 160) -> Setting:
+    """Return the baseline and a hook with four times as many steps, whose seeds end at these losses."""
+    runs = [made("all-reduce", falling(1.0), 1.0, seed=seed) for seed in range(len(lasts))]
+    return setting(*runs, *(made("sign", falling(last, steps), FAST, seed=n) for n, last in enumerate(lasts)))
+
+
+def test_two_seeds_show_both_values_and_decide_if_they_agree() -> None:
+    agree, differ = seeded((0.5, 0.6)), seeded((0.5, 1.9))
+    assert (verdict(agree), verdict(differ)) == (Verdict.PAYS, Verdict.OPEN)
+    for found in (agree, differ):
+        said = finding(found)
+        assert "interval " not in said.replace("there are intervals", "")
+        assert re.search(r"\(differences [+-][\d.]+ and [+-][\d.]+\)", said)
+        cells = [cell for row in time_grid(found).rows for cell in row]
+        assert not any(" to " in small for cell in cells for small in cell.small)
+        assert any(" and " in small for cell in cells for small in cell.small)
+
+
+def test_three_seeds_decide_beyond_what_differs_between_them() -> None:
+    assert verdict(seeded((0.5, 0.6, 0.55))) is Verdict.PAYS
+    assert verdict(seeded((1.5, 1.6, 1.55))) is Verdict.COSTS
+    assert verdict(seeded((0.2, 3.6, 1.3))) is Verdict.OPEN
+    assert "95 % interval" in finding(seeded((0.5, 0.6, 0.55)))
+
+
+def test_no_verdict_is_given_against_any_comparison() -> None:
+    for votes in product((1, 0, -1, None), repeat=3):
+        found = Judgement(target=votes[0], same_time=votes[1], held_out=votes[2]).verdict
+        assert found is not Verdict.PAYS or -1 not in votes
+        assert found is not Verdict.COSTS or 1 not in votes
+        assert found is not Verdict.OPEN or {*votes[:2]} <= {0, None} or {1, -1} <= {*votes}
+
+
+CURVE = st.lists(st.floats(0.1, 6.0), min_size=2, max_size=5)
+
+
+def drawn(points: Sequence[float], steps: int) -> list[float]:
+    """Return a curve of straight lines through these points, evenly spaced."""
+    return [float(one) for one in np.interp(np.linspace(0, len(points) - 1, steps), range(len(points)), points)]
+
+
+def largest_bend(losses: Sequence[float]) -> float:
+    """Return by how much a mean over up to 9 steps, on a line between two of them, may differ from the step's loss."""
+    return max(abs(later - one) for one, later in zip(losses, losses[5:], strict=False))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    curves=st.lists(st.tuples(CURVE, CURVE), min_size=1, max_size=4),
+    step_seconds=st.sampled_from((0.25, 0.5, 1.0, 1.6)),
+    goes_on=st.booleans(),
+)
+def test_no_sentence_contradicts_the_curves(
+    curves: list[tuple[list[float], list[float]]], step_seconds: float, goes_on: bool
+) -> None:
+    steps = max(STEPS, math.ceil(STEPS / step_seconds)) if goes_on else STEPS
+    end = min(STEPS, steps * step_seconds)  # in seconds, of which the baseline's step takes one
+    runs, differences, bends = [], [], []
+    for seed, points in enumerate(curves):
+        dense, ours = drawn(points[0], STEPS), drawn(points[1], steps)
+        runs += [made("all-reduce", dense, 1.0, seed=seed), made("sign", ours, step_seconds, seed=seed)]
+        after = [
+            float(np.interp(end / each, range(1, len(one) + 1), one))
+            for each, one in ((step_seconds, ours), (1.0, dense))
+        ]
+        differences.append(after[0] - after[1])
+        bends.append(largest_bend(dense) + largest_bend(ours))
+    found = setting(*runs)
+    said = finding(found)
+    # How far the curve's means may be from these differences, and, with three seeds, how far from zero is sure.
+    bend, seeds = max(bends), len(curves)
+    scatter = 0.0
+    if seeds > 2:
+        scatter = (statistics.stdev(differences) + 2 * bend) * float(stdtrit(seeds - 1, 0.975)) / math.sqrt(seeds)
+    low, high = (end(differences) if seeds < 3 else statistics.fmean(differences) for end in (min, max))
+    if high + bend + scatter < -0.001:
+        assert "does not pay" not in said and "Do not pay" not in said
+    if low - bend - scatter > 0.001:
+        assert "pays here. " not in said
+    shown = re.search(r"its training loss was ([\d.]+\d), that of all-reduce ([\d.]+\d)", said)
+    assert shown is not None
+    mean = statistics.fmean(differences)
+    assert float(shown[1]) - float(shown[2]) == pytest.approx(mean, abs=bend + 0.001)
