@@ -50,9 +50,7 @@ EvaluateEvery = Annotated[
 ]
 GoOn = Annotated[
     int,
-    typer.Option(
-        help="Times its steps that a hook may take at most, to reach the target or have the baseline's time; 1: none."
-    ),
+    typer.Option(help="Times its steps that a hook may take at most, to reach the target or have the baseline's time."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results; default: runs/<date-time>.")]
 Overwrite = Annotated[

@@ -117,6 +117,7 @@ def page(
             }
             for name, setting, own in zip(names, settings, pictures, strict=True)
         ],
+        goes_on=any(run.goal is not None for run in results),
         several_seeds=any(len(one.seeds) > 1 for one in settings),
         links=list(dict.fromkeys(link_in_words(one.settings.link) for one in settings)),
         emulated=any(one.settings.link.kind == "emulated" for one in settings),

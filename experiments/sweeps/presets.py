@@ -15,7 +15,7 @@ _LOW_RANK = "powersgd:rank=4,start_after=2"
 
 
 def demo() -> tuple[RunSettings, ...]:
-    """Return two tasks under five hooks on 2 ranks at 100 Mbit/s: what `commhooks compare` runs."""
+    """Return two tasks under five hooks on 2 ranks at 100 Mbit/s: the runs of `commhooks compare`."""
     return plan(DEFAULT_TASKS, DEFAULT_HOOKS, links=[DEFAULT_LINK])
 
 
