@@ -14,7 +14,7 @@ import numpy.typing as npt
 from .runs import StepRecord
 
 SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, up to and including the step itself
-_REACH = 4  # a curve's point is a mean over this many steps on either side
+CURVE_STEPS = 9  # a curve's point is a mean over this many steps, itself in the middle
 TARGET_SHARE = 0.95  # the default target loss is at this fraction of the baseline's decrease in loss
 TARGET_RULE = (
     f"for each seed, the loss at {100 * TARGET_SHARE:.0f} % of the baseline's decrease, from the training loss of its "
@@ -93,7 +93,7 @@ def curve_of(losses: Sequence[float]) -> npt.NDArray[np.float64]:
     At the ends the mean is over fewer steps, but not over one: a curve must not end with the noise of a batch.
     """
     values = np.array(losses)
-    window = np.ones(2 * min(_REACH, (len(values) - 1) // 2) + 1)
+    window = np.ones(2 * min(CURVE_STEPS // 2, (len(values) - 1) // 2) + 1)
     found: npt.NDArray[np.float64] = np.convolve(values, window, "same")
     return found / np.convolve(np.ones(len(values)), window, "same")
 

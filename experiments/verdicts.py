@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-
-from commhooks.units import three_digits
 
 from .intervals import LEAST_SEEDS, Estimate
 from .outcomes import Outcome, Setting
 from .summary import total_seconds
+
+# With fewer seeds than an interval needs, what counts as a difference within each:
+_SURE = 1.96  # standard errors of a point of the curves of training losses
+_SHOWN = 0.0005  # half of the last digit that is shown of a loss
 
 
 class Verdict(Enum):
@@ -59,10 +61,12 @@ def judgements(setting: Setting) -> Mapping[str, Judgement]:
 
 def _judge(one: Outcome, first: Outcome, setting: Setting) -> Judgement:
     versus = setting.versus[one.hook]
+    noise = {seed: _SURE * moment.noise for seed, moment in versus.moments.items()}
+    everywhere = versus.held_out_then.seeds == versus.seeds
     return Judgement(
         target=_sooner(one, first, versus.to_target),
-        same_time=_lower(versus.same_time),
-        held_out=_lower(versus.held_out_then) if versus.held_out_then.seeds == versus.seeds else None,
+        same_time=_lower(versus.same_time, noise),
+        held_out=_lower(versus.held_out_then, dict.fromkeys(noise, 0.0)) if everywhere else None,
         ended_early=any(not moment.whole and seed not in one.reached for seed, moment in versus.moments.items()),
         diverged=bool(one.diverged),
     )
@@ -73,8 +77,9 @@ def _sooner(one: Outcome, first: Outcome, speed_up: Estimate) -> int | None:
     ours, theirs = one.seconds_to_target.by_seed, first.seconds_to_target.by_seed
     said = []
     for seed in one.results.keys() & first.results.keys():
-        if seed in ours and seed in theirs:
-            said.append(_side(theirs[seed] / ours[seed], 1.0, three_digits))
+        if seed in ours and seed in theirs:  # a target is reached at the end of a step
+            step = max(one.step.by_seed[seed], first.step.by_seed[seed])
+            said.append(_side(theirs[seed] - ours[seed], step))
         elif seed in theirs:  # it had at least as long, or ended before that
             said.append(-1 if total_seconds(one.results[seed].steps) >= theirs[seed] else 0)
         elif seed in ours:
@@ -84,18 +89,17 @@ def _sooner(one: Outcome, first: Outcome, speed_up: Estimate) -> int | None:
     return _unanimous(said)
 
 
-def _lower(difference: Estimate) -> int | None:
-    """Return 1 if the difference of two losses is below zero, beyond what differs between seeds."""
+def _lower(difference: Estimate, unsure: Mapping[int, float]) -> int | None:
+    """Return 1 if the difference of two losses is below zero, beyond what differs between seeds or is noise in each."""
     if difference.seeds >= LEAST_SEEDS:
         sign = difference.sign
         return None if sign is None else -sign
-    return _unanimous([-_side(value, 0.0, "{:.3f}".format) for value in difference.by_seed.values()])
+    return _unanimous([-_side(value, max(unsure[seed], _SHOWN)) for seed, value in difference.by_seed.items()])
 
 
-def _side(value: float, neutral: float, form: Callable[[float], str]) -> int:
-    """Return 1 or -1 for a value above or below the neutral one, 0 if the digits that are shown do not differ."""
-    shown = float(form(value).replace(",", ""))
-    return (shown > neutral) - (shown < neutral)
+def _side(value: float, unsure: float) -> int:
+    """Return 1 or -1 for a value above or below zero by more than this, otherwise 0."""
+    return (value > unsure) - (value < -unsure)
 
 
 def _unanimous(said: Collection[int]) -> int | None:

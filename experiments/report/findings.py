@@ -202,7 +202,7 @@ def _after_the_same_time(setting: Setting, first: Outcome, best: Outcome) -> str
         f"After the same {seconds_in_words(seconds)} its training loss was {ours:.3f}, that of {first.hook} "
         f"{theirs:.3f}{_with_spread(found)}"
     )
-    return f"{said}; held-out, {_differs(then)}." if then.seeds else f"{said}."
+    return f"{said}; held-out, {_differs(then)}." if then.seeds == versus.seeds else f"{said}."
 
 
 def _at_equal_steps(setting: Setting, first: Outcome, best: Outcome) -> str:
