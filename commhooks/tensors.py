@@ -24,6 +24,17 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def power_below(terms: int) -> float:
+    """Return the largest power of two that is at most 1/terms: a sum of terms, scaled by it first, cannot overflow."""
+    return 2.0 ** -(terms - 1).bit_length()
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Return the smallest positive number of `dtype`, which is not a normal one."""
+    kind = torch.finfo(dtype)
+    return kind.smallest_normal * kind.eps
+
+
 def tensor_elements(tensor: Tensor) -> int:
     """Return the number of elements in a dense or sparse tensor's payload; indices do not count."""
     return tensor._values().numel() if tensor.is_sparse else tensor.numel()

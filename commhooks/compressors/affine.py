@@ -21,6 +21,7 @@ from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.requests import AllGather, Judge, Part
 from commhooks.language.tile import Tile
+from commhooks.tensors import power_below, smallest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Affine(Compressor):
         pieces = [M[:whole].view(-1, size)] + ([M[whole:].view(1, -1)] if whole < M.numel() else [])
         low = torch.cat([piece.amin(1) for piece in pieces]).clamp_(max=0)
         high = torch.cat([piece.amax(1) for piece in pieces]).clamp_(min=0)
-        scale = ((high - low) / 255).clamp_(min=torch.finfo(low.dtype).tiny)
+        scale = ((high - low) / 255).clamp_(min=smallest(low.dtype))
         zero = (-(low / scale).round()).clamp_(0, 255)
         scales = torch.stack([scale, zero])
         codes = (M / self._spread(scale, M.numel())).round_().add_(self._spread(zero, M.numel()))
@@ -91,10 +92,12 @@ class Affine(Compressor):
         return of_channels.repeat_interleave(self.channel or elements)[:elements]
 
     def _mean(self, scales: Tensor, codes: Tensor, context: Context) -> Tensor:
+        shrunk = torch.where(scales[:, 0].amax() > 1, power_below(context.world_size), 1.0)
+        scales = torch.stack([scales[:, 0] * shrunk, scales[:, 1]], 1)
         mean = self._decode(scales[0], codes[0])
         for rank in range(1, context.world_size):
             mean += self._decode(scales[rank], codes[rank])
-        return mean.div_(context.world_size)
+        return mean.div_(shrunk * context.world_size)
 
     def _largest(self, tiles: list[Tile], received: list[tuple[Tensor, Tensor]], context: Context) -> list[Tensor]:
         """Return the largest means in the gradients' dtype, if it may not be able to hold them."""

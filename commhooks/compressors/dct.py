@@ -18,6 +18,11 @@ def cosines(n: int, like: Tensor) -> Tensor:
     return basis.to(like.dtype)
 
 
+def shrinking(n: int) -> float:
+    """Return the largest power of two that is at most 1/√n: no coefficient of a basis times it overflows."""
+    return 2.0 ** -math.ceil(math.log2(n) / 2)
+
+
 def transform(tiles: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return left · tile · rightᵀ for tiles [T, a, b]: their DCT, or its inverse if the bases are transposed."""
     return _across(_across(tiles, right), left)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.bits import pack, unpack
-from commhooks.compressors.dct import cosines, transform
+from commhooks.compressors.dct import cosines, shrinking, transform
 from commhooks.compressors.powersgd.settings import check_count
 from commhooks.compressors.tiles import Tiling
 from commhooks.compressors.whole import average_from
@@ -113,9 +113,9 @@ class DeMo(Compressor):
         answers = yield AllGather(*parts, last=True)
 
         received = [
-            (self._values(sent, values), at)
-            for sent, at, (values, _) in zip(answers[::2], answers[1::2], own, strict=False)  # and the verdict's
-        ]
+            (self._values(sent, values, place), at)
+            for place, sent, at, (values, _) in zip(places, answers[::2], answers[1::2], own, strict=False)
+        ]  # not strict: the verdict's comes last
         to_judge = answers[::2]  # values; or bits, which are always finite, and the largest element
         if places[0].slot.tile.has_short_range and not self.sign:
             means = (place.mean(*of_ranks) for place, of_ranks in zip(places, received, strict=True))
@@ -130,7 +130,7 @@ class DeMo(Compressor):
 
     def _place(self, slot: Slot) -> _Place:
         tiling = Tiling.of(slot.parameter, self.chunk)
-        left, right = (cosines(side, slot.room) for side in (tiling.a, tiling.b))
+        left, right = (cosines(side, slot.room) * shrinking(side) for side in (tiling.a, tiling.b))
         return _Place(slot, tiling, left, right)
 
     def _largest(self, C: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,21 +139,28 @@ class DeMo(Compressor):
         values = C.gather(1, at)
         return values, at.masked_fill(values == 0, C.shape[1]).to(torch.int16)
 
-    def _values(self, sent: Tensor, like: Tensor) -> Tensor:
-        """Return what all ranks have sent as values [W, T, k]: 1 or -1 if they are bits."""
-        return 1 - 2 * unpack(sent, 1, tuple(like.shape)).to(like.dtype) if self.one_bit else sent
+    def _values(self, sent: Tensor, like: Tensor, place: _Place) -> Tensor:
+        """Return what all ranks have sent as values [W, T, k]: if they are bits, of the coefficients 1 or -1."""
+        if not self.one_bit:
+            return sent
+        return (1 - 2 * unpack(sent, 1, tuple(like.shape)).to(like.dtype)) * place.shrunk
 
 
 class _Place(NamedTuple):
-    """A parameter's place in a bucket, its tiles, and the bases of their sides."""
+    """A parameter's place in a bucket, its tiles, and the bases of their sides, times powers of two."""
 
     slot: Slot
     tiling: Tiling
     left: Tensor
     right: Tensor
 
+    @property
+    def shrunk(self) -> float:
+        """The power of two by which coefficients are multiplied, so that the largest gradients have finite ones."""
+        return shrinking(self.tiling.a) * shrinking(self.tiling.b)
+
     def coefficients(self) -> Tensor:
-        """Return the transform [T, ab] of gradient + momentum."""
+        """Return the transform [T, ab] of gradient + momentum, times `shrunk`."""
         return transform(self.tiling.cut(self.slot.form()), self.left, self.right).flatten(1)
 
     def mean(self, values: Tensor, places: Tensor) -> Tensor:
@@ -162,4 +169,5 @@ class _Place(NamedTuple):
         C = values.new_zeros(self.tiling.count, a * b + 1)  # the last column takes zeros
         for own, at in zip(values, places, strict=True):
             C.scatter_add_(1, at.long(), own / len(values))
-        return self.tiling.join(transform(C[:, :-1].reshape(-1, a, b), self.left.t(), self.right.t()))
+        left = self.left.t() / self.shrunk**2
+        return self.tiling.join(transform(C[:, :-1].reshape(-1, a, b), left, self.right.t()))

@@ -101,10 +101,12 @@ class SparseLoCo(Compressor):
         flat = tiles.flatten(1)  # T×ab
         at = torch.topk(flat.abs(), min(self.k, flat.shape[1]), sorted=False).indices
         values = flat.gather(1, at)  # T×k
+        shrunk = torch.where(values.abs().amax() > 2**60, 2.0**-60, 1.0)  # no sum of values overflows
+        values = values * shrunk
         bins = 2 * (values < 0).int() + (values.abs() > values.abs().mean())
         members = bins.flatten() == torch.arange(4, device=bins.device).unsqueeze(1)  # 4×Tk
         means = torch.where(members, values.flatten(), 0.0).sum(1) / members.sum(1).clamp_(min=1)
-        return means, at, bins
+        return means / shrunk, at, bins
 
     def _mean(self, tiling: Tiling, of_ranks: Sequence[Tensor]) -> Tensor:
         """Return the mean of what the ranks' means, packed indices and packed bins represent, in rank order, 1-D."""

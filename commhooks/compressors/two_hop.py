@@ -32,6 +32,7 @@ from commhooks.language.compressor import Compressor, Context, Exchange, side_by
 from commhooks.language.entries import Declared, Entry, first_server
 from commhooks.language.randomness import seeded_uniform, stable_seed
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part
+from commhooks.tensors import power_below
 
 SERVER_ERROR = "server error"
 _AT_ONCE = 1 << 16
@@ -212,14 +213,16 @@ class TwoHop(Compressor):
         coded = [torch.zeros_like(payload[0]) for payload in received]
         left = torch.zeros(0)
         at_once = max(1, plan.at_once // context.world_size)  # blocks, each received from all ranks
+        shrunk = power_below(context.world_size)
         for share in plan.shares:
             for number, start in enumerate(range(share.start, share.end, at_once)):
                 own = slice(start, min(start + at_once, share.end))
                 of_all = [payload[:, own].flatten(0, 1) for payload in received]
                 y, *others = self._decode(of_all).unflatten(0, (context.world_size, -1))
+                y *= shrunk
                 for other in others:  # in rank order: how a sum over a dimension rounds may depend on its length
-                    y += other
-                y /= context.world_size
+                    y.add_(other, alpha=shrunk)
+                y /= context.world_size * shrunk
                 if self.server_feedback:
                     y += share.slot.state(SERVER_ERROR)[start - share.start : own.stop - share.start].to(y)
                 code = self._encode(y, context, share.slot.name, "server", number)

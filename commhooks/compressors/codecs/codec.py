@@ -10,6 +10,7 @@ from torch import Tensor
 
 from commhooks.errors import SettingsError
 from commhooks.language.spelling import spelled
+from commhooks.tensors import smallest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,3 +70,11 @@ class Codec(ABC):
     @abstractmethod
     def relative_error(self) -> float:
         """Return the largest |block - decoded|² / |block|², or its expectation if the codec `draws`."""
+
+
+def scales_of(largest: Tensor, levels: float) -> Tensor:
+    """Return scales by which no block's largest magnitude exceeds `levels`; none is 0, even if numbers are not normal.
+
+    There a scale may be up to a third too small, so that the largest magnitude is cut.
+    """
+    return (largest / levels).clamp_(min=smallest(largest.dtype))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks.compressors.codecs.codec import Codec
+from commhooks.compressors.codecs.codec import Codec, scales_of
 from commhooks.compressors.codecs.packing import look_up
 
 LARGEST = 448.0
@@ -34,8 +34,8 @@ class FP8(Codec):
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes [B, block]."""
-        scales = blocks.abs().amax(1, keepdim=True) / LARGEST
-        return scales, to_e4m3((blocks / scales).nan_to_num_(0.0))  # NaN: a block of zeros
+        scales = scales_of(blocks.abs().amax(1, keepdim=True), LARGEST)
+        return scales, to_e4m3((blocks / scales).nan_to_num_(0.0))  # NaN: inf/inf
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the numbers times the scales."""

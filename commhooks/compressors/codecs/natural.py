@@ -22,7 +22,7 @@ from commhooks.compressors.codecs.codec import Codec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Natural(Codec):
-    """A sign and an exponent in a byte, and for each block the first power of two above it."""
+    """A sign and an exponent in a byte, and for each block the first power of two that is not below it."""
 
     block: int = 1024
 
@@ -42,13 +42,13 @@ class Natural(Codec):
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes [B, block].
 
-        Below 1, fp32's exponent has 7 bits. Noise of 23 bits is added to the 23 fraction bits, and carries into the
+        Up to 1, fp32's exponent has 7 bits. Noise of 23 bits is added to the 23 fraction bits, and carries into the
         exponent with the fraction as its probability; below 2**-126, where the exponent is 0, the choice is
         between 0 and 2**-126.
         """
         largest = blocks.abs().amax(1, keepdim=True)
         fraction = torch.frexp(largest).mantissa
-        scales = largest / fraction.masked_fill_(fraction == 0, 1)  # NaN if the largest is inf
+        scales = largest / fraction.masked_fill_(fraction <= 0.5, 1)  # NaN if the largest is inf
         bits = (blocks / scales).float().view(torch.int32)
         bits += (noise * 2**23).to(torch.int32)
         exponents = bits >> 23  # with the sign, two bits further up

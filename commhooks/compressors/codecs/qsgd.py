@@ -18,8 +18,10 @@ import math
 import torch
 from torch import Tensor
 
+from commhooks.compressors.codecs.codec import scales_of
 from commhooks.compressors.codecs.uniform import Uniform
 from commhooks.errors import SettingsError
+from commhooks.tensors import power_below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,16 @@ class QSGD(Uniform):
         super().__post_init__()
 
     def scales(self, blocks: Tensor) -> Tensor:
-        """Return |block|/s [B, 1]; the largest magnitude is factored out first, since the square of 1e30 is inf."""
-        largest = blocks.abs().amax(1, keepdim=True)
-        shapes = blocks / largest.clamp(min=torch.finfo(blocks.dtype).tiny)
-        norms: Tensor = torch.linalg.vector_norm(shapes, dim=1, keepdim=True)
-        return norms.mul_(largest) / self.levels
+        """Return |block|/s [B, 1]; the largest magnitude is factored out first, since the square of 1e30 is inf.
+
+        With few levels the scale of a very large block may exceed the dtype's largest number, which then takes its
+        place: the code stays unbiased, and is less noisy.
+        """
+        kind = torch.finfo(blocks.dtype)
+        largest = blocks.abs().amax(1, keepdim=True).clamp_(min=kind.tiny)
+        norms: Tensor = torch.linalg.vector_norm(blocks / largest, dim=1, keepdim=True)  # NaN if the largest is inf
+        shrunk = power_below(self.block)
+        return scales_of(norms.mul_(largest * shrunk), self.levels * shrunk).clamp_(max=kind.max)
 
     def relative_error(self) -> float:
         """Return min(n/s², √n/s), the paper's lemma 3.1."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.packing import look_up, pack
+from commhooks.language.memory import surely
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,12 @@ class Sign(Codec):
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes of 8 signs each [B, block/8]."""
-        return blocks.abs().mean(1, keepdim=True), pack((blocks >= 0).float(), 1)
+        magnitudes = blocks.abs()
+        scales = magnitudes.mean(1, keepdim=True)
+        if not surely(scales.isfinite()):  # the sum of finite magnitudes may be inf, but not the sum of their shares
+            shares = magnitudes.new_full((self.block, 1), 1 / self.block)
+            scales = torch.where(scales.isfinite(), scales, magnitudes @ shares)
+        return scales, pack(torch.ge(blocks, 0, out=magnitudes), 1)
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the signs times the scales."""

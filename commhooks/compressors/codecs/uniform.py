@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from commhooks.compressors.codecs.codec import Codec
+from commhooks.compressors.codecs.codec import Codec, scales_of
 from commhooks.compressors.codecs.packing import pack, unpack
 
 
@@ -45,12 +45,12 @@ class Uniform(Codec):
 
     def scales(self, blocks: Tensor) -> Tensor:
         """Return c [B, 1], such that no |x/c| exceeds s: the largest magnitude over s."""
-        return blocks.abs().amax(1, keepdim=True) / self.levels
+        return scales_of(blocks.abs().amax(1, keepdim=True), self.levels)
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and the packed numbers [B, n·bits/8]."""
         scales = self.scales(blocks)
-        numbers = (blocks / scales).nan_to_num_(0.0)  # NaN: a block of zeros
+        numbers = (blocks / scales).nan_to_num_(0.0)  # NaN: inf/inf
         numbers = numbers.add_(noise).floor_() if self.draws else numbers.round_()
         # In fp32 the largest may come out as s + 1: 127 plus noise just below 1 is 128.
         numbers = numbers.clamp_(-self.levels, self.levels).add_(self.levels)

@@ -1,0 +1,127 @@
+"""The largest and the smallest gradients: half of a dtype's largest number, and numbers that are not normal."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import FP8, MXFP4, MXFP8, QSGD, Codec, Int4, Int8, Natural, Sign, TernGrad, make_compressor
+from tests import bounds
+from tests.cases import CASES, Case
+from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+
+pytestmark = pytest.mark.kernels
+
+SHAPES = ((24, 40), (33, 65), (40,))
+QUANTUM = 2.0**-149
+"""fp32's smallest number."""
+ABSOLUTE = {"threshold", "dgc"}
+"""What they send depends on a size that is set."""
+UNSCALED = [
+    case
+    for case in CASES
+    # Products of factors have a range of their own, fp16 on the wire has its own, and an unbiased sample is n/k times
+    # as large as the gradient.
+    if case.exchanges and not case.rank and case.wire != torch.float16 and not case.only_signs
+    if case.name not in ABSOLUTE and case.name != "random-k-unbiased"
+]
+CODECS: list[Codec] = [
+    Int4(), Int4(stochastic=False), Int8(), Int8(stochastic=False), QSGD(), TernGrad(), Natural(), Sign(), FP8(),
+    MXFP4(), MXFP8(),
+]  # fmt: skip
+SMALLEST: dict[type[Codec], float] = {MXFP4: 2.0**-129, MXFP8: 2.0**-137}
+"""What a code rounds to 0, where that is above fp32's smallest number."""
+
+
+def just_below_one(dtype: torch.dtype, world_size: int, *, alike: bool) -> list[list[Tensor]]:
+    """Return gradients in (-1, 1) that `dtype` holds exactly, some as large as possible; all ranks' may be the same."""
+    generator = torch.Generator().manual_seed(world_size)
+    most = 1 - torch.finfo(dtype).eps / 2
+    of_ranks: list[list[Tensor]] = []
+    for _ in range(world_size):
+        own = [torch.rand(shape, generator=generator) * 2 - 1 for shape in SHAPES]
+        own = [torch.where(one.abs() > 0.5, one.sign() * most, one).to(dtype).clamp_(-most, most) for one in own]
+        of_ranks.append(of_ranks[0] if alike and of_ranks else own)
+    return of_ranks
+
+
+@pytest.mark.parametrize("case", UNSCALED, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "world_size"),
+    [(torch.float32, 1), (torch.float32, 8), (torch.bfloat16, 3), (torch.float16, 3)],
+    ids=["fp32, 1 rank", "fp32, 8 ranks", "bf16, 3 ranks", "fp16, 3 ranks"],
+)
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "of all signs"])
+def test_gradients_up_to_half_of_the_largest_number_have_the_mean_of_others(
+    case: Case, dtype: torch.dtype, world_size: int, alike: bool
+) -> None:
+    """Bit for bit, as the scale is a power of two; but a mean of magnitudes may be added up in another order."""
+    gradients = just_below_one(dtype, world_size, alike=alike)
+    scale = 2.0 ** (math.frexp(torch.finfo(dtype).max)[1] - 1)
+    usual, large = (
+        Workers(case.make(), world_size, zeros(*SHAPES, dtype=dtype)).step([[g * s for g in own] for own in gradients])
+        for s in (1.0, scale)
+    )
+    # A mean of 32 magnitudes of at most 1 is off by 32·u, on each hop, either way.
+    allowed = 4 * 32 * bounds.unit_roundoff(torch.float32) if case.name == "two-hop-sign" else 0.0
+    # At the usual scale, fp16 rounds numbers below 2**-14 more coarsely: every rank's share, and the mean.
+    allowed += (world_size + 1) * 2.0**-25 if dtype == torch.float16 else 0.0
+    for ours, theirs in zip(large[0], usual[0], strict=True):
+        assert torch.isfinite(ours).all()
+        assert largest(ours.double() / (scale if case.follows_scale else 1.0) - theirs.double()) <= allowed
+
+
+@pytest.mark.parametrize("levels", [1, 7])
+def test_levels_of_a_norm_that_no_number_can_hold_are_right_on_average(levels: int) -> None:
+    """A block of n elements of half the largest number has a norm of √n/2 of it: fewer levels have a larger scale."""
+    codec = QSGD(block=512, levels=levels)
+    half = torch.finfo(torch.float32).max / 2
+    draws = 400
+    noise = torch.rand(draws, 512, generator=torch.Generator().manual_seed(0))
+    got = codec.decode(codec.encode(torch.full((draws, 512), half), noise)).double()
+    # Hoeffding: a mean of n draws from 0 to 2·half is off by t·half with a probability of at most 2·exp(-n·t²/2).
+    assert abs(float(got.mean()) / half - 1) <= math.sqrt(2 * math.log(2e6) / got.numel())
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_block_with_an_inf_among_the_largest_numbers_shows_it(codec: Codec, bad: float) -> None:
+    blocks = torch.full((3, codec.block), torch.finfo(torch.float32).max / 2)
+    blocks[1, 5] = bad
+    evidence = codec.evidence(codec.encode(blocks, torch.rand(blocks.shape)))
+    assert all([bool(row.isfinite().all()) for row in one] == [True, False, True] for one in evidence)
+
+
+@pytest.mark.parametrize("quanta", [1, 100, 10_000])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_code_loses_no_more_of_numbers_that_are_not_normal_than_they_are(codec: Codec, quanta: int) -> None:
+    """And it sends something of them, if they are within its range; what it does not send stays in the residual."""
+    magnitude = quanta * QUANTUM
+    blocks = torch.randn(50, codec.block, generator=torch.Generator().manual_seed(1)) * magnitude
+    noise = torch.rand(blocks.shape, generator=torch.Generator().manual_seed(2))
+    got = codec.decode(codec.encode(blocks, noise)).double() / QUANTUM
+    given = blocks.double() / QUANTUM
+    lost = float((got - given).square().sum() / given.square().sum())
+    in_range = 8 * magnitude > SMALLEST.get(type(codec), 0.0)
+    assert bool(got.any()) is in_range
+    assert lost <= max(codec.relative_error(), 1 / 9) + 1 / quanta if in_range else lost == 1
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "fp8", "int8", "sign", "affine"])
+def test_what_a_code_cannot_hold_is_owed_until_it_can(name: str) -> None:
+    """All of it is in the mean or in the residuals, to the last bit that fp32 has there, and the residuals stay small.
+
+    Of each step W shares and their sum are rounded to fp32's smallest number, as by an all-reduce.
+    """
+    compressor = make_compressor(name, error_feedback=True)
+    workers = Workers(compressor, 2, zeros((2048,)))
+    gradients = normal(workers.parameters, 2, seed=0, scale=2.0**-133)
+    total, steps = torch.zeros(2048, dtype=torch.float64), 40
+    for _ in range(steps):
+        total += workers.step(gradients)[0][0].double()
+    missing = total + workers.unsent(0) - steps * mean_of(gradients, 0)
+    assert largest(missing) <= steps * 3 * QUANTUM
+    assert float(total.norm()) >= 0.5 * steps * float(mean_of(gradients, 0).norm())
