@@ -447,6 +447,16 @@ CASES = [
         )
         for name, bits in (("sign", 1), ("int8", 8), ("int4", 4), ("fp8", 8))
     ),
+    # It may lose more than it is given, in the Euclidean norm.
+    Case(
+        name="two-hop-int4-wide",
+        make=lambda: make_compressor("int4", block=480),
+        bytes_on_wire=TwoHopBytes(block=480, bits=4),
+        collectives=(3,),
+        error_feedback=True,
+        exact_rank=0,
+        roundings=16,
+    ),
     *(
         Case(
             name=f"two-hop-{name}",

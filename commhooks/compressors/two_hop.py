@@ -103,7 +103,7 @@ class TwoHop(Compressor):
 
     def check_parameters(self, named: Mapping[str, Tensor]) -> None:
         """Raise `SettingsError` if the server error of a parameter would grow without bound."""
-        error = self.relative_error(self.codec.block)
+        error = self.contraction(self.codec.block)
         if self.server_feedback and error >= 1 and self.damping is None:
             raise SettingsError(
                 f"TwoHop(codec={self.codec!r}): the codec may lose {error:.3g} times what it is given (squared norms), "
@@ -146,11 +146,19 @@ class TwoHop(Compressor):
 
     def relative_error(self, elements: int) -> float:
         """Return the codec's relative error, damped."""
-        if elements < self.codec.block:
-            return 0.0
         error, damping = self.codec.relative_error(), self.damping or 1.0
-        if self.codec.is_unbiased:
+        if elements >= self.codec.block and self.codec.is_unbiased:
             return (1 - damping) ** 2 + damping**2 * error
+        return self._damped(error) if elements >= self.codec.block else 0.0
+
+    def contraction(self, elements: int) -> float:
+        """Return the codec's contraction, damped."""
+        error = self._damped(self.codec.contraction()) if elements >= self.codec.block else 0.0
+        return min(error, self.relative_error(elements))
+
+    def _damped(self, error: float) -> float:
+        """Return the largest error, in any norm, of a code that is multiplied by `damping`."""
+        damping = self.damping or 1.0
         return (1 - damping + damping * math.sqrt(error)) ** 2
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:

@@ -172,11 +172,15 @@ class Compressor(ABC):
         return False
 
     def relative_error(self, elements: int) -> float:
-        """Return the largest |unsent|² / |formed|², or its expectation if it is random, for so many elements.
-
-        Below 1, error feedback eventually sends everything; from 1 on, its residual grows without bound.
-        """
+        """Return the largest |unsent|² / |formed|², or its expectation if it is random, for so many elements."""
         return 0.0
+
+    def contraction(self, elements: int) -> float:
+        """Return `relative_error`, or the same in another norm, such as the largest magnitude's, if that is smaller.
+
+        Below 1, error feedback eventually sends everything; from 1 on, its residual may grow without bound.
+        """
+        return self.relative_error(elements)
 
     @property
     def is_unbiased(self) -> bool:

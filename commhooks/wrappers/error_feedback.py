@@ -69,7 +69,7 @@ class ErrorFeedback(Wrapper):
         """Raise `SettingsError` if the residual of a parameter would grow without bound."""
         super().check_parameters(named)
         for name, parameter in named.items():
-            error = self.inner.relative_error(parameter.numel())
+            error = self.inner.contraction(parameter.numel())
             if error * self.decay**2 >= 1 and not self.inner.is_damped:
                 limit = math.floor(1000 / math.sqrt(error)) / 1000
                 raise SettingsError(

@@ -162,6 +162,10 @@ class PerParameter(Compressor):
         """Return the largest of the compressors' relative errors."""
         return max(compressor.relative_error(elements) for compressor in self._compressors)
 
+    def contraction(self, elements: int) -> float:
+        """Return the largest of the compressors' contractions."""
+        return max(compressor.contraction(elements) for compressor in self._compressors)
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run the compressors side by side, each on its own slots."""
         if bucket.memory.is_sparse or not bucket.slots:

@@ -107,6 +107,10 @@ class StartAfter(Wrapper):
         """Return the larger relative error of the two."""
         return max(self.before.relative_error(elements), self.inner.relative_error(elements))
 
+    def contraction(self, elements: int) -> float:
+        """Return the larger contraction of the two."""
+        return max(self.before.contraction(elements), self.inner.contraction(elements))
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass the bucket to the current compressor."""
         if context.step >= self.steps:

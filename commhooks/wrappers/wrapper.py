@@ -98,6 +98,10 @@ class Wrapper(Compressor):
         """Defer to `inner`."""
         return self.inner.relative_error(elements)
 
+    def contraction(self, elements: int) -> float:
+        """Defer to `inner`."""
+        return self.inner.contraction(elements)
+
     @property
     def is_unbiased(self) -> bool:
         """Defer to `inner`."""

@@ -23,8 +23,10 @@ from commhooks import (
     Int4,
     Int8,
     Natural,
+    PerParameter,
     SettingsError,
     Sign,
+    StartAfter,
     TernGrad,
     TwoHop,
     Vote,
@@ -205,6 +207,22 @@ def test_a_normal_block_loses_less_than_is_declared(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize(
+    ("codec", "loss"),
+    [
+        (Sign(), 0.36), (Int8(), 8e-5), (Int4(), 0.027), (Int4(block=1024), 0.04), (FP8(), 7e-4), (MXFP8(), 9e-4),
+        (MXFP4(), 0.013), (QSGD(), 0.0053), (QSGD(levels=7), 1.6), (TernGrad(), 1.3), (Natural(), 0.08),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_normal_block_loses_what_the_guide_says(codec: Codec, loss: float) -> None:
+    """Rounded to one or two digits there."""
+    generator = torch.Generator().manual_seed(3)
+    blocks, noise = (draw(2**18 // codec.block, codec.block, generator=generator) for draw in (torch.randn, torch.rand))
+    lost = float((coded(codec, blocks, noise) - blocks).norm() ** 2 / blocks.norm() ** 2)
+    assert lost == pytest.approx(loss, rel=0.08)
+
+
+@pytest.mark.parametrize(
     ("codec", "block"),
     [
         (Int4(block=32), [7.0, *[7 / (1 + math.sqrt(1 + 31 / 49)) / 7] * 31]),
@@ -235,6 +253,29 @@ def test_error_feedback_rejects_a_code_that_loses_more_than_it_is_given(codec: C
         ErrorFeedback(inner=inner).check_parameters({"w": torch.zeros(512)})
     with pytest.raises(SettingsError, match="would grow without bound"):
         TwoHop(codec=codec).check_parameters({"w": torch.zeros(512)})
+
+
+def test_no_decay_makes_ternary_values_safe_that_are_five_times_what_they_stand_for() -> None:
+    with pytest.raises(SettingsError, match=r"set decay below 0\.44,"):
+        commhooks.make_compressor("terngrad", error_feedback=True, decay=0.9).check_parameters({"w": torch.zeros(512)})
+
+
+def test_wide_blocks_of_integers_keep_a_residual_below_a_sixth_of_the_largest_element() -> None:
+    """The worst block, in which they lose more than they are given: each step's error is at most 1/7 of the largest."""
+    codec = Int4(block=1024)
+    assert codec.relative_error() > 1.8
+    compressor = ErrorFeedback(inner=TwoHop(codec=codec))
+    parameters = zeros((1024,))
+    for one in (compressor, PerParameter(rules=(("w", compressor),)), StartAfter(inner=compressor, steps=3)):
+        one.check_parameters({"w": parameters[0]})
+    worst = torch.full((1024,), 1 / (1 + math.sqrt(1 + 1023 / 49)))
+    worst[0] = 7.0
+    workers = Workers(compressor, 2, parameters)
+    for _ in range(60):
+        workers.step([[worst], [worst]])
+        kept = [workers.residual(rank, 0) for rank in range(2)]
+        # The server is given means of decoded blocks, of at most 7 + 7/6, and keeps a sixth of that.
+        assert largest(*kept) <= 7 / 6 and largest(workers.unsent(0)) <= 7 / 6 + (7 + 7 / 6) / 6
 
 
 def test_error_feedback_makes_such_a_code_blow_up_unless_it_is_damped() -> None:

@@ -71,6 +71,10 @@ class Codec(ABC):
     def relative_error(self) -> float:
         """Return the largest |block - decoded|² / |block|², or its expectation if the codec `draws`."""
 
+    def contraction(self) -> float:
+        """Return `relative_error`, or the same in another norm if that is smaller; error feedback needs less than 1."""
+        return self.relative_error()
+
 
 def scales_of(largest: Tensor, levels: float) -> Tensor:
     """Return scales by which no block's largest magnitude exceeds `levels`; none is 0, even if numbers are not normal.
