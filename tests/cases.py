@@ -175,6 +175,9 @@ class Case:
     """Keeps what it did not send, in the state "residual"."""
     decay: float = 1.0
     """So much of the residual is added to the next gradient; the rest is lost."""
+    owes_as: str = ""
+    """The row with the same messages and residuals whose mean is that over all ranks, if this row's is another: then
+    mean + residual is not what was to be sent."""
     depends_on_buckets: bool = False
     """What it sends, and its mean, depend on which parameters share a bucket."""
     follows_scale: bool = True
@@ -354,6 +357,15 @@ CASES = [
         decay=0.95,
         exact_rank=0,
     ),
+    Case(
+        name="sparse-loco-senders",
+        make=lambda: make_compressor("sparse-loco", k=8, chunk=16, mean_over="senders", clip_to_median=True),
+        bytes_on_wire=SparseLoCoBytes(k=8, chunk=16),
+        error_feedback=True,
+        decay=0.95,
+        exact_rank=0,
+        owes_as="sparse-loco",
+    ),
     # An element of a tile a×b is the product of a row, the coefficients and a column: off by (a + b)·u of the tile's
     # norm for each of the transforms there and back, or for the mean's and what is kept.
     Case(
@@ -365,6 +377,16 @@ CASES = [
         exact_rank=0,
         roundings=2 * (16 + 16),
     ),
+    Case(
+        name="demo-senders",
+        make=lambda: make_compressor("demo", k=8, chunk=16, mean_over="senders"),
+        bytes_on_wire=DeMoBytes(k=8, chunk=16),
+        error_feedback=True,
+        decay=0.999,
+        exact_rank=0,
+        roundings=2 * (16 + 16),
+        owes_as="demo",
+    ),
     # What it keeps is not what it did not send: of that it has sent signs, whatever their size.
     Case(
         name="distro",
@@ -372,6 +394,14 @@ CASES = [
         bytes_on_wire=DeMoBytes(k=4, chunk=16, one_bit=True),
         follows_scale=False,
         exact_rank=0,
+    ),
+    Case(
+        name="distro-senders",
+        make=lambda: make_compressor("distro", chunk=16, mean_over="senders"),
+        bytes_on_wire=DeMoBytes(k=4, chunk=16, one_bit=True),
+        follows_scale=False,
+        exact_rank=0,
+        owes_as="distro",
     ),
     Case(
         name="top-k-bitmap",

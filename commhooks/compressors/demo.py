@@ -28,7 +28,7 @@ from torch import Tensor
 from commhooks.compressors.bits import pack, unpack
 from commhooks.compressors.dct import cosines, shrinking, transform
 from commhooks.compressors.powersgd.settings import check_count
-from commhooks.compressors.tiles import Tiling
+from commhooks.compressors.tiles import MeanOver, Tiling, check_mean_over, senders
 from commhooks.compressors.whole import average_from
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
@@ -52,10 +52,14 @@ class DeMo(Compressor):
     momentum."""
     sign: bool = False
     """On: the mean is replaced by its signs, as in the paper's optimiser."""
+    mean_over: MeanOver = "ranks"
+    """"senders", as in the authors' code: a coefficient's sum is divided by the number of ranks that sent it, not by
+    that of all ranks, so the mean is up to W times as long."""
 
     def __post_init__(self) -> None:
         check_count("DeMo", "chunk", self.chunk)
         check_count("DeMo", "k", self.k)
+        check_mean_over("DeMo", self.mean_over)
         if not 2 <= self.chunk <= 128:
             raise SettingsError(f"DeMo(chunk={self.chunk!r}): chunk must be from 2 to 128.")
         if not 1 <= self.k <= self.chunk**2:
@@ -118,13 +122,13 @@ class DeMo(Compressor):
         ]  # not strict: the verdict's comes last
         to_judge = answers[::2]  # values; or bits, which are always finite, and the largest element
         if places[0].slot.tile.has_short_range and not self.sign:
-            means = (place.mean(*of_ranks) for place, of_ranks in zip(places, received, strict=True))
+            means = (place.mean(*of_ranks, self.mean_over) for place, of_ranks in zip(places, received, strict=True))
             to_judge += [mean.abs().amax().to(bucket.memory.dtype) for mean in means]
         finite = yield Judge(*to_judge)
         for place, (values, at), of_ranks in zip(places, own, received, strict=True):
             extracted = place.mean(values.unsqueeze(0), at.unsqueeze(0))
             place.slot.keep(place.slot.form().sub_(extracted), finite)
-            mean = place.mean(*of_ranks)
+            mean = place.mean(*of_ranks, self.mean_over)
             # Signs cannot show an inf, so the verdict does.
             place.slot.write((mean.sign_() if self.sign else mean).add_(torch.where(finite, 0.0, torch.nan)))
 
@@ -163,11 +167,12 @@ class _Place(NamedTuple):
         """Return the transform [T, ab] of gradient + momentum, times `shrunk`."""
         return transform(self.tiling.cut(self.slot.form()), self.left, self.right).flatten(1)
 
-    def mean(self, values: Tensor, places: Tensor) -> Tensor:
+    def mean(self, values: Tensor, places: Tensor, over: MeanOver = "ranks") -> Tensor:
         """Return the mean of what the ranks' coefficients [W, T, k] represent, in rank order, 1-D."""
         a, b = self.tiling.a, self.tiling.b
         C = values.new_zeros(self.tiling.count, a * b + 1)  # the last column takes zeros
+        values = values / (len(values) if over == "ranks" else senders(values, places, a * b + 1))
         for own, at in zip(values, places, strict=True):
-            C.scatter_add_(1, at.long(), own / len(values))
+            C.scatter_add_(1, at.long(), own)
         left = self.left.t() / self.shrunk**2
         return self.tiling.join(transform(C[:, :-1].reshape(-1, a, b), left, self.right.t()))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from commhooks.compressors.bits import pack, unpack
 from commhooks.compressors.powersgd.settings import check_count
-from commhooks.compressors.tiles import Tiling
+from commhooks.compressors.tiles import MeanOver, Tiling, check_mean_over, senders
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
@@ -42,10 +42,19 @@ class SparseLoCo(Compressor):
     """Lower: smaller messages, but more left in the residual."""
     chunk: int = 64
     """The side of a tile. Larger: smaller messages, but more left in the residual."""
+    mean_over: MeanOver = "ranks"
+    """"senders", as in the authors' code: an element's sum is divided by the number of ranks that sent it, not by that
+    of all ranks, so the mean is up to W times as long."""
+    clip_to_median: bool = False
+    """On: what a rank has sent of a parameter is scaled down to the median of all ranks' norms if it is longer; of two
+    norms in the middle, the lower one counts. What is cut off is lost."""
 
     def __post_init__(self) -> None:
         check_count("SparseLoCo", "chunk", self.chunk)
         check_count("SparseLoCo", "k", self.k)
+        check_mean_over("SparseLoCo", self.mean_over)
+        if not isinstance(self.clip_to_median, bool):
+            raise SettingsError(f"SparseLoCo(clip_to_median={self.clip_to_median!r}): clip_to_median must be a bool.")
         if not 2 <= self.chunk <= 1024:
             raise SettingsError(f"SparseLoCo(chunk={self.chunk!r}): chunk must be from 2 to 1024.")
         if not 1 <= self.k <= self.chunk**2:
@@ -112,13 +121,31 @@ class SparseLoCo(Compressor):
         """Return the mean of what the ranks' means, packed indices and packed bins represent, in rank order, 1-D."""
         T, elements = tiling.count, tiling.a * tiling.b
         shape = T, min(self.k, elements)
-        means, places, bins = of_ranks
-        values = (means / len(means)).gather(1, unpack(bins, 2, shape).flatten(1)).view(-1, *shape)
+        means = of_ranks[0]
+        places, bins = unpack(of_ranks[1], self._place_bits, shape), unpack(of_ranks[2], 2, shape).flatten(1)
+        if self.clip_to_median:
+            means = means * _to_the_median(means, bins)
+        if self.mean_over == "ranks":
+            means = means / len(means)
+        values = means.gather(1, bins).view(-1, *shape)
+        if self.mean_over == "senders":
+            values = values / senders(values, places, elements)
         total = means.new_zeros(T, elements)
-        for own, at in zip(values, unpack(places, self._place_bits, shape), strict=True):
+        for own, at in zip(values, places, strict=True):
             total.scatter_add_(1, at, own)
         return tiling.join(total)
 
     @property
     def _place_bits(self) -> int:
         return (self.chunk**2 - 1).bit_length()
+
+
+def _to_the_median(means: Tensor, bins: Tensor) -> Tensor:
+    """Return the factors [W, 1] that scale what ranks have sent, as means [W, 4] and bins [W, n], to the median norm.
+
+    Squares are added up one bin after the other, so that ranks with different processors have the same bits.
+    """
+    largest = means.abs().amax().clamp(min=torch.finfo(means.dtype).tiny)
+    of_bins = [(bins == number).sum(1) * (means[:, number] / largest).square() for number in range(4)]
+    norms = (of_bins[0] + of_bins[1] + of_bins[2] + of_bins[3]).sqrt()
+    return (norms.median() / norms).nan_to_num(nan=1.0).clamp(max=1).unsqueeze(1)  # NaN: 0/0, nothing to scale

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, get_args
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
+from commhooks.errors import SettingsError
+
+MeanOver = Literal["ranks", "senders"]
+"""What an element's sum is divided by: the number of all ranks, or of those that sent the element."""
+
+
+def check_mean_over(owner: str, value: object) -> None:
+    """Raise `SettingsError` for anything but a `MeanOver`."""
+    if value not in get_args(MeanOver):
+        raise SettingsError(f"{owner}(mean_over={value!r}): mean_over must be one of {', '.join(get_args(MeanOver))}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +67,18 @@ class Tiling:
         whole = tiles.view(Y, X, self.a, self.b).transpose(1, 2).reshape(Y * self.a, X * self.b)
         matrix = whole[:n, :m]
         return (matrix.t() if transposed else matrix).reshape(-1)[: self.elements]
+
+
+def senders(values: Tensor, places: Tensor, elements: int) -> Tensor:
+    """Return how many ranks have sent something other than zero to each of the places [W, T, k] of tiles; at least 1.
+
+    A rank sends no place twice.
+    """
+    W, T, k = places.shape
+    of_tiles = places.long().transpose(0, 1).reshape(T, W * k)
+    sent = (values != 0).to(values.dtype).transpose(0, 1).reshape(T, W * k)
+    numbers = values.new_zeros(T, elements).scatter_add_(1, of_tiles, sent).gather(1, of_tiles)
+    return numbers.view(T, W, k).transpose(0, 1).clamp(min=1)
 
 
 def _evenly(length: int, side: int) -> int:

@@ -132,6 +132,20 @@ def test_parts_of_elements_are_refused(build: Callable[..., Compressor]) -> None
             build(**settings)
 
 
+@pytest.mark.parametrize("build", [DeMo, SparseLoCo])
+def test_a_mean_is_over_ranks_or_senders(build: Callable[..., Compressor]) -> None:
+    with pytest.raises(SettingsError, match=r"\(mean_over='all'\): mean_over must be one of ranks, senders\."):
+        build(mean_over="all")
+    assert str(build()) == f"{build.__name__}()"  # so files that lack the setting mean the default
+    assert make_compressor(str(build(mean_over="senders"))) == build(mean_over="senders")
+
+
+def test_clipping_is_on_or_off() -> None:
+    clip: Any = "median"
+    with pytest.raises(SettingsError, match=r"SparseLoCo\(clip_to_median='median'\): clip_to_median must be a bool"):
+        SparseLoCo(clip_to_median=clip)
+
+
 @pytest.mark.parametrize("settings", [{"min_elements": "3"}, {"max_elements": -1}, {"dtype": "float16"}])
 def test_what_a_parameter_must_be_is_checked_when_it_is_built(settings: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=f"{next(iter(settings))} must be"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,19 +16,21 @@ from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.resume import lay_out
 from commhooks.state.table import StateTable
 from tests import bounds
-from tests.cases import CASES, Case
+from tests.cases import BY_NAME, CASES, Case
 from tests.commhooks.workers import Workers, largest, low_rank, mean_of, normal, zeros
 
 SHAPES = ((24, 40), (40,), (3, 5, 3, 3), (24, 40), (7,), (64, 33), (1, 1), ())
 EXCHANGING = [case for case in CASES if case.exchanges]
 EXACT = [case for case in EXCHANGING if case.exact_rank != 0]
 FEEDING_BACK = [case for case in CASES if case.error_feedback]
+CONSERVING = [case for case in FEEDING_BACK if not case.owes_as]
 
 pytestmark = pytest.mark.kernels
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_exchanging_case = pytest.mark.parametrize("case", EXCHANGING, ids=str)
 every_exact_case = pytest.mark.parametrize("case", EXACT, ids=str)
+every_conserving_case = pytest.mark.parametrize("case", CONSERVING, ids=str)
 every_feeding_back_case = pytest.mark.parametrize("case", FEEDING_BACK, ids=str)
 
 
@@ -138,7 +141,7 @@ def test_a_lossless_mean_is_the_mean(case: Case) -> None:
     assert_mean(case, workers.step(gradients)[2], gradients)
 
 
-@every_feeding_back_case
+@every_conserving_case
 def test_sent_plus_residual_is_what_was_to_be_sent(case: Case) -> None:
     workers = Workers(case.make(), 3, zeros(*SHAPES))
     for step in range(5):
@@ -149,6 +152,20 @@ def test_sent_plus_residual_is_what_was_to_be_sent(case: Case) -> None:
         for index, allowed in enumerate(losses_of_a_step(case, gradients, residuals)):
             to_send = mean_of(gradients, index) + case.decay * before[index]
             assert largest(means[0][index] + workers.unsent(index) - to_send) <= allowed
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.owes_as], ids=str)
+def test_what_is_owed_does_not_depend_on_what_a_sum_is_divided_by(case: Case) -> None:
+    """Each rank keeps what it has not sent, bit for bit as in the row whose mean is over all ranks, which conserves."""
+    ours, theirs = (Workers(one.make(), 3, zeros(*SHAPES)) for one in (case, BY_NAME[case.owes_as]))
+    differs = False
+    for step in range(5):
+        gradients = normal(ours.parameters, 3, seed=step)
+        means, others = ours.step(gradients)[0], theirs.step(gradients)[0]
+        differs = differs or not all(torch.equal(a, b) for a, b in zip(means, others, strict=True))
+        for rank, index in itertools.product(range(3), range(len(SHAPES))):
+            assert torch.equal(ours.residual(rank, index), theirs.residual(rank, index))
+    assert differs
 
 
 @every_feeding_back_case
@@ -166,7 +183,7 @@ def test_on_one_rank_all_that_a_wire_rounds_away_is_owed(case: Case) -> None:
             assert largest(means[0][index] + workers.unsent(index) - to_send) <= allowed
 
 
-@every_feeding_back_case
+@every_conserving_case
 def test_with_error_feedback_the_running_mean_converges_to_the_dense_mean(case: Case) -> None:
     """What is unsent is bounded, so the distance falls as 1/steps; or to what a residual loses in each, if it fades.
 
@@ -305,7 +322,7 @@ def test_a_mean_that_the_gradients_dtype_cannot_hold_commits_nothing(case: Case)
     assert torch.isfinite(workers.step(normal(parameters, 2, seed=101))[0][0]).all()
 
 
-@every_feeding_back_case
+@every_conserving_case
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", ["a whole bucket", "some of its parameters"])
 def test_what_16_bits_hold_of_a_step_is_sent_or_kept(case: Case, dtype: torch.dtype, how: str) -> None:
@@ -330,7 +347,7 @@ def test_what_16_bits_hold_of_a_step_is_sent_or_kept(case: Case, dtype: torch.dt
             assert largest(left) <= allowed + 2 * written + averaged
 
 
-@every_feeding_back_case
+@every_conserving_case
 def test_what_a_wire_cannot_hold_stays_owed(case: Case) -> None:
     """At 1e-8 a factor's elements are at the end of fp16's range; what is rounded to zero there is not lost."""
     parameters = zeros((24, 40), (12, 30))

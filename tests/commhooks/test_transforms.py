@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor
 from commhooks import Compressor, DeMo, ErrorFeedback, SettingsError, SparseLoCo, make_compressor
 from commhooks.compressors.bits import pack, unpack
 from commhooks.compressors.dct import cosines, transform
-from commhooks.compressors.tiles import Tiling
+from commhooks.compressors.tiles import MeanOver, Tiling
 from tests.bounds import IN_FLOAT64
 from tests.commhooks.workers import Workers, normal, zeros
 from tests.flat_cost import RESNET18, Shapes, traffic_of
@@ -94,19 +96,56 @@ def sparse_loco(matrix: Matrix, side: int, k: int) -> Matrix:
     return sent
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_sparse_loco_is_what_its_paper_says(seed: int) -> None:
-    compressor = ErrorFeedback(inner=SparseLoCo(k=12, chunk=16), decay=0.95)
-    workers = Workers(compressor, 2, zeros((32, 48), dtype=torch.float64))
-    residuals = [np.zeros((32, 48)) for _ in range(2)]
+def mean(sent: Sequence[Matrix], over: MeanOver) -> Matrix:
+    """Return the mean of what ranks have sent, over all of them or over those that sent something else than zero."""
+    numbers = np.maximum(np.sum([own != 0 for own in sent], axis=0), 1)
+    return np.asarray(sum(sent) / (len(sent) if over == "ranks" else numbers))
+
+
+over_whom = pytest.mark.parametrize("over", get_args(MeanOver))
+
+
+@over_whom
+@pytest.mark.parametrize("seed", range(10))
+def test_sparse_loco_is_what_its_paper_says(seed: int, over: MeanOver) -> None:
+    compressor = ErrorFeedback(inner=SparseLoCo(k=12, chunk=16, mean_over=over), decay=0.95)
+    workers = Workers(compressor, 3, zeros((32, 48), dtype=torch.float64))
+    residuals = [np.zeros((32, 48)) for _ in range(3)]
     for step in range(3):
-        gradients = normal(workers.parameters, 2, seed=100 * seed + step)
+        gradients = normal(workers.parameters, 3, seed=100 * seed + step)
         to_send = [0.95 * r + g[0].numpy() for r, g in zip(residuals, gradients, strict=True)]
         sent = [sparse_loco(own, 16, 12) for own in to_send]
         residuals = [own - part for own, part in zip(to_send, sent, strict=True)]
-        assert_close(workers.step(gradients)[1][0], sum(sent) / 2)
-        for rank in range(2):
+        assert_close(workers.step(gradients)[1][0], mean(sent, over))
+        for rank in range(3):
             assert_close(workers.residual(rank, 0), residuals[rank])
+
+
+@pytest.mark.parametrize(("lengths", "median"), [((1, 4, 2), 2), ((3, 1), 1), ((1, 5, 2, 4), 2), ((0, 0, 1), 0)])
+def test_sparse_loco_clips_what_ranks_have_sent_to_their_median_norm(lengths: tuple[int, ...], median: int) -> None:
+    """Of two in the middle, the lower one; the residual is what a rank has not sent, as without clipping."""
+    ranks = len(lengths)
+    compressor = ErrorFeedback(inner=SparseLoCo(k=12, chunk=16, clip_to_median=True), decay=0.95)
+    workers = Workers(compressor, ranks, zeros((32, 48), dtype=torch.float64))
+    drawn = [own[0].numpy() for own in normal(workers.parameters, ranks, seed=1)]
+    to_send = [
+        length * own / np.linalg.norm(sparse_loco(own, 16, 12)) for length, own in zip(lengths, drawn, strict=True)
+    ]
+    sent = [sparse_loco(own, 16, 12) for own in to_send]
+    clipped = [own * min(1, median / max(length, 1)) for length, own in zip(lengths, sent, strict=True)]
+    for own in workers.step([[torch.from_numpy(one)] for one in to_send]):
+        torch.testing.assert_close(own[0], torch.from_numpy(sum(clipped) / ranks), rtol=0, atol=5 * IN_FLOAT64)
+    for rank in range(ranks):
+        left = torch.from_numpy(to_send[rank] - sent[rank])
+        torch.testing.assert_close(workers.residual(rank, 0), left, rtol=0, atol=5 * IN_FLOAT64)
+
+
+def test_a_rank_that_has_nothing_to_send_is_no_sender() -> None:
+    for compressor in (SparseLoCo(k=12, chunk=16, mean_over="senders"), DeMo(k=12, chunk=16, mean_over="senders")):
+        alone, beside = (Workers(compressor, ranks, zeros((32, 48))) for ranks in (1, 3))
+        gradient = normal(alone.parameters, 1, seed=1)[0]
+        nothing = [torch.zeros(32, 48)]
+        assert torch.equal(beside.step([nothing, gradient, nothing])[0][0], alone.step([gradient])[0][0])
 
 
 def extract(momentum: Matrix, side: int, k: int) -> list[list[Matrix]]:
@@ -122,20 +161,22 @@ def inverse(grid: list[list[Matrix]]) -> Matrix:
     return np.block([[scipy.fft.idctn(C, norm="ortho") for C in row] for row in grid])
 
 
+@over_whom
 @pytest.mark.parametrize("one_bit", [False, True], ids=["values", "one bit"])
-@pytest.mark.parametrize("seed", range(20))
-def test_demo_is_what_its_paper_says(seed: int, one_bit: bool) -> None:
-    compressor = ErrorFeedback(inner=DeMo(k=12, chunk=16, one_bit=one_bit), decay=0.999)
-    workers = Workers(compressor, 2, zeros((32, 48), dtype=torch.float64))
-    momenta = [np.zeros((32, 48)) for _ in range(2)]
+@pytest.mark.parametrize("seed", range(10))
+def test_demo_is_what_its_paper_says(seed: int, one_bit: bool, over: MeanOver) -> None:
+    compressor = ErrorFeedback(inner=DeMo(k=12, chunk=16, one_bit=one_bit, mean_over=over), decay=0.999)
+    workers = Workers(compressor, 3, zeros((32, 48), dtype=torch.float64))
+    momenta = [np.zeros((32, 48)) for _ in range(3)]
     for step in range(3):
-        gradients = normal(workers.parameters, 2, seed=100 * seed + step)
+        gradients = normal(workers.parameters, 3, seed=100 * seed + step)
         momenta = [0.999 * m + g[0].numpy() for m, g in zip(momenta, gradients, strict=True)]
         extracted = [extract(m, 16, 12) for m in momenta]
         momenta = [m - inverse(own) for m, own in zip(momenta, extracted, strict=True)]
         sent = [[[np.sign(C) if one_bit else C for C in row] for row in own] for own in extracted]
-        assert_close(workers.step(gradients)[1][0], sum(map(inverse, sent)) / 2)
-        for rank in range(2):
+        means = [[mean(of_tile, over) for of_tile in zip(*rows, strict=True)] for rows in zip(*sent, strict=True)]
+        assert_close(workers.step(gradients)[1][0], inverse(means))
+        for rank in range(3):
             assert_close(workers.residual(rank, 0), momenta[rank])
 
 
