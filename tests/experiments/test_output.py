@@ -55,7 +55,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Result, bool]:
     """Run `commhooks compare` with no ranks; return how it ended, and whether it would have trained."""
     trained: list[RunSettings] = []
 
-    def execute(runs: Sequence[RunSettings], folder: Path, listener: Listener) -> Made:
+    def execute(runs: Sequence[RunSettings], folder: Path, listener: Listener, **_: object) -> Made:
         trained.extend(runs)
         made = Made({settings: result("bf16", task="digits", seed=settings.seed) for settings in runs})
         for one in made.results.values():
