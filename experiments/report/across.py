@@ -47,7 +47,7 @@ def series_of(settings: Sequence[Setting]) -> list[Series]:
 
 
 def speed_ups(series: Series, drawn: Mapping[str, Look]) -> bytes:
-    """Return a PNG: every hook's step speed-up along the series, and the line below which compression does not pay."""
+    """Return a PNG: every hook's step speed-up along the series, and the line below which the baseline is faster."""
     baseline = series.settings[0].baseline
     assert baseline is not None, "series_of leaves out settings without one"
     hooks = list(dict.fromkeys(hook for one in series.settings for hook in one.versus))
