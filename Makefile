@@ -12,7 +12,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite check bench bench-check docs soak soak-hooks soak-kills soak-network soak-cluster torch-suite gpu clean
+.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster torch-suite gpu clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -29,6 +29,7 @@ help:
 	@echo "make soak         a thousand processes that train and end, and other long runs"
 	@echo "make soak-hooks   the hooks' part of that: 300 steps, 20 times, over 1 to 40 buckets on 2 to 4 ranks"
 	@echo "                  (hours; SOAK_REPETITIONS=1 make soak-hooks repeats less)"
+	@echo "make soak-nestings  another: a thousand random nestings of wrappers and compressors, against the laws that hold for all"
 	@echo "make soak-kills   another part: ranks are killed 50 times, in runs that must end as if they had not been"
 	@echo "make soak-network  another: stores that stop answering, cables that are pulled, links and their counters (needs root and iproute2)"
 	@echo "make soak-cluster  another: what compression saves between hosts at 100 Mbit/s, and how true the emulated link is"
@@ -94,6 +95,10 @@ soak: $(STAMP)
 
 soak-hooks: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/commhooks
+
+# All of them, those of `make test` too.
+soak-nestings: $(STAMP)
+	$(BIN)/python -m pytest -m "" tests/commhooks/test_nestings.py
 
 soak-kills: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_kills.py

@@ -131,21 +131,31 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
     fingerprint = _agreed(engine, checked)
     if isinstance(checked, CheckpointError):
         raise checked
+    _warn_of_new_beginnings(engine, checked)
+    declared = _declared(engine, checked)
+    if rules.missing == "reset":
+        checked = checked.without_entries_not_in(declared)
+    kinds = checked.kinds | {
+        name: {e: what for e, what in entries.items() if not what.is_own} | checked.kinds.get(name, {})
+        for name, entries in declared.items()
+    }
+    unchecked = checked.shapes if not engine.state.named() and rules.missing == "refuse" else None
+    own = checked.entries_for(rank, world_size, rules)
+    engine.state.load(checked.replicated, own, kinds, unchecked)
+    engine.go_on_from(checked.step, checked.grad_scale, Resumed(fingerprint, checked.buckets_handed_in(), uncut_steps))
+    engine.buckets.hand_over(engine.compressor, engine.step)
+
+
+def _warn_of_new_beginnings(engine: Engine, checked: Snapshot) -> None:
+    """Warn of replicated state that was saved in a size which this run's settings or memory format do not have."""
     named = engine.state.named()
     declared = {name: _by_each(engine, name, parameter) for name, parameter in named.items()}
     again = begun_again(in_memory_order(checked, named, declared), named, declared)
     if again:
         listed = ", ".join(again[:8]) + (f" and {len(again) - 8} more" if len(again) > 8 else "")
         warnings.warn(
-            f"commhooks: in this run's settings or memory format, {listed} starts from scratch.", stacklevel=4
+            f"commhooks: in this run's settings or memory format, {listed} starts from scratch.", stacklevel=5
         )
-    if rules.missing == "reset":
-        checked = checked.without_entries_not_in(_declared(engine, checked))
-    unchecked = checked.shapes if not engine.state.named() and rules.missing == "refuse" else None
-    own = checked.entries_for(rank, world_size, rules)
-    engine.state.load(checked.replicated, own, checked.kinds, unchecked)
-    engine.go_on_from(checked.step, checked.grad_scale, Resumed(fingerprint, checked.buckets_handed_in(), uncut_steps))
-    engine.buckets.hand_over(engine.compressor, engine.step)
 
 
 def _checked(engine: Engine, read: Snapshot, rules: LoadRules) -> Snapshot | CheckpointError:

@@ -35,7 +35,7 @@ class _Loaded:
     def items(self) -> Iterator[tuple[str, Tensor, Entry]]:
         """Yield each tensor with its name and its entry."""
         for name, tensor in self.replicated.items():
-            yield name, tensor, Entry(kind="replicated", shape=tuple(tensor.shape))
+            yield name, tensor, self.kinds.get(name, Entry(kind="replicated", shape=tuple(tensor.shape)))
         for name, tensor in self.own.items():
             yield name, tensor, self.kinds[name]
 

@@ -23,6 +23,7 @@ from commhooks import (
     Snapshot,
     make_compressor,
 )
+from commhooks.compressors.powersgd.adaptive_rank import NORMS
 from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.replay import Resumed
 from commhooks.language.entries import blocks_served
@@ -206,6 +207,20 @@ def test_the_loss_scale_takes_all_state_along_that_is_in_its_units() -> None:
     larger = [[gradient * 1024 for gradient in own] for own in gradients]
     for ours, theirs in zip(scaled.step(larger)[0], plain.step(gradients)[0], strict=True):
         assert torch.equal(ours, theirs * 1024)
+
+
+def test_replicated_state_follows_the_loss_scale_from_the_first_step_of_a_resumed_run() -> None:
+    """It is not laid out yet when the scale is looked at, before that step's first bucket."""
+    compressor = make_compressor("adaptive-rank", rank=2, max_rank=4, every=3)
+    ran, resumed = (Workers(compressor, 2, zeros((24, 40))) for _ in range(2))
+    for step in range(2):
+        ran.step(normal(ran.parameters, 2, seed=step))
+    resumed.resume(ran.saved())
+    for before, engine in zip(ran.states, resumed.engines, strict=True):
+        engine.loss_scale.announce(4.0)
+        engine.loss_scale.apply_to(engine.state.by_units, torch.device("cpu"))
+        norms, now = (before.of(ran.parameters[0])[NORMS], engine.state.of(resumed.parameters[0])[NORMS])
+        assert norms.any() and torch.equal(now, 4 * norms)
 
 
 def test_units_are_powers_of_the_loss_scale() -> None:

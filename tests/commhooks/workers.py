@@ -13,10 +13,9 @@ from torch import Tensor
 from commhooks import Compressor, LoadRules, Snapshot
 from commhooks.communicators.traffic import Traffic
 from commhooks.compressors.powersgd.matrices import form_of
-from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.engine import Engine
 from commhooks.engine.replay import Resumed
-from commhooks.engine.resume import restore, snapshot_of
+from commhooks.engine.resume import lay_out, restore, snapshot_of
 from commhooks.language.entries import Declared, blocks_served
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.lockstep import lockstep_lines, run_in_turns
@@ -115,6 +114,8 @@ class Workers:
     def saved(self) -> bytes:
         """Return every worker's state_dict as a file of torch.save holds them, for buckets that may change."""
         file = io.BytesIO()
+        for engine in self.engines:
+            lay_out(engine, set())  # as `Handle.state_dict` does
         torch.save([snapshot_of(engine, {}).as_dict() | {"bucket_plan": {}} for engine in self.engines], file)
         return file.getvalue()
 
@@ -147,21 +148,32 @@ class Workers:
         return kept.reshape(-1).as_strided(parameter.shape, parameter.stride())
 
     def unsent(self, index: int) -> Tensor:
-        """Return what has not reached the mean yet, in float64: the residuals' mean, and what servers hold."""
+        """Return what has not reached the mean yet, in float64: the residuals' mean, and what servers hold.
+
+        Whatever the names under which that is kept.
+        """
         parameter = self.parameters[index]
         ranks = range(self.world_size)
-        total = torch.stack([self.residual(rank, index).double() for rank in ranks]).mean(0)
+        total = torch.zeros_like(parameter, dtype=torch.float64)
         for rank in ranks:
-            served = self.states[rank].of(parameter).tensors.get(SERVER_ERROR)
-            holders = self.states[rank].of(parameter).entries[SERVER_ERROR].holders if served is not None else 1
-            if served is not None and rank % holders == 0:
-                block, servers = served.shape[1], self.world_size // holders
-                whole = torch.zeros(parameter.numel() // block, block, dtype=torch.float64)
-                whole[list(blocks_served(self.names[index], len(whole), rank // holders, servers))] = served.double()
-                memory = torch.zeros(parameter.numel(), dtype=torch.float64)
-                memory[: whole.numel()] = whole.view(-1)
-                total += memory.as_strided(parameter.shape, parameter.stride())
+            for kept in self.states[rank].of(parameter).of_kind("residual").values():
+                total += kept.double().as_strided(parameter.shape, parameter.stride()) / self.world_size
+        for rank in ranks:
+            state = self.states[rank].of(parameter)
+            for entry, served in state.of_kind("share").items():
+                holders = state.entries[entry].holders
+                if rank % holders == 0:
+                    total += self._whole(index, served, rank // holders, self.world_size // holders)
         return total
+
+    def _whole(self, index: int, served: Tensor, server: int, servers: int) -> Tensor:
+        """Return zeros in a parameter's shape, and in them the blocks that one of so many servers serves."""
+        parameter, block = self.parameters[index], served.shape[1]
+        whole = torch.zeros(parameter.numel() // block, block, dtype=torch.float64)
+        whole[list(blocks_served(self.names[index], len(whole), server, servers))] = served.double()
+        memory = torch.zeros(parameter.numel(), dtype=torch.float64)
+        memory[: whole.numel()] = whole.view(-1)
+        return memory.as_strided(parameter.shape, parameter.stride())
 
     def _means(self, memories: Sequence[Tensor]) -> list[Tensor]:
         means: dict[int, Tensor] = {}
