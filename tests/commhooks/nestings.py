@@ -26,6 +26,7 @@ from commhooks import (
 )
 from commhooks.compressors import COMPRESSORS, DeMo, Signum, TwoHop, UnbiasedPowerSGD
 from commhooks.language.compressor import check_compressor, compressors_in
+from commhooks.making import settings_of
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "body.0.weight": (24, 18), "body.0.bias": (18,), "body.1.weight": (6, 4, 3, 3), "norm": (33,),
@@ -88,8 +89,12 @@ def _nested(draw: random.Random, depth: int) -> Compressor:
 
 
 def _leaf(draw: random.Random) -> Compressor:
-    name = draw.choice(NAMES)
-    known = SETTINGS.get(name, {} if name in ("all-reduce", "fp16", "bf16") else SETTINGS_OF_CODES)
+    return drawn_by_name(draw, draw.choice(NAMES))
+
+
+def drawn_by_name(draw: random.Random, name: str) -> Compressor:
+    """Return a compressor of the registry with random settings, wrapped or not in error feedback."""
+    known = SETTINGS.get(name, SETTINGS_OF_CODES if "server_feedback" in settings_of(name) else {})
     settings = {setting: draw.choice(values) for setting, values in known.items() if draw.random() < 0.7}
     if known is SETTINGS_OF_CODES:
         settings.setdefault("block", 8)
