@@ -174,9 +174,9 @@ def fault_of_own(
     server, servers = rank // what.holders, world_size // what.holders
     served = [len(blocks_served(name, size // what.block, server, servers)) for size in sizes if what.block]
     if what.block and tuple(kept.shape) not in [(blocks, what.block) for blocks in served]:
-        return f"a share {entry!r} of shape {tuple(kept.shape)}"
+        return f"a share {entry!r} of shape {tuple(kept.shape)}, expected {(served[0], what.block)}"
     if what.by_element and kept.numel() not in sizes:
-        return f"a {entry} of shape {tuple(kept.shape)}"
+        return f"a {entry} of shape {tuple(kept.shape)}, expected {tuple(shape)}"
     return ""
 
 

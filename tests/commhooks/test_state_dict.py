@@ -138,7 +138,6 @@ def edited(state: dict[str, Any], entry: str, value: torch.Tensor) -> dict[str, 
 @pytest.mark.parametrize(
     ("compressor", "entry", "value", "text"),
     [
-        ("dgc", "velocity", torch.zeros(481), r"'velocity' of rank 0: expected shape \(24, 20\), found \(481,\)\."),
         ("powersgd", "Q", torch.zeros(4, 3), r"'Q': expected shape \(1, 20\), found \(4, 3\); pass settings='change'"),
         ("powersgd", "Q", torch.zeros(1, 20, dtype=torch.int8), "'Q': expected floating-point numbers, found"),
         ("powersgd", "Q", torch.full((1, 20), math.inf), "'Q': expected finite numbers, found inf or NaN in 20 of 20"),
@@ -156,6 +155,18 @@ def test_an_entry_that_was_edited_is_refused_by_name(
         loading.load_state_dict(edited(state, entry, value))
     assert str(loading.state_dict()) == before
     loading.load_state_dict(state)
+
+
+def test_an_entry_with_one_element_more_is_refused_by_name_with_what_is_expected() -> None:
+    state, loading = alone("dgc").state_dict(), alone("dgc")
+    before = str(loading.state_dict())
+    expected = r"local\['rank0'\]\['weight'\]: a velocity of shape \(481,\), expected \(24, 20\)"
+    with pytest.raises(commhooks.CheckpointError, match=expected):
+        loading.load_state_dict(edited(state, "velocity", torch.zeros(481)))
+    older = dict(state, format_version=2, kinds=state["kinds"]["weight"])  # which did not check it
+    with pytest.raises(commhooks.CheckpointError, match=r"a velocity of shape \(481,\), expected \(24, 20\)"):
+        loading.load_state_dict(edited(older, "velocity", torch.zeros(481)))
+    assert str(loading.state_dict()) == before
 
 
 def test_a_state_without_the_compressors_name_is_refused_even_if_settings_may_change() -> None:
