@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import CheckpointError, Compressor, PowerSGDState, make_compressor
 from commhooks.checkpoints import files as checkpoint
+from commhooks.checkpoints.contents import read_contents
 from commhooks.checkpoints.folder import prepare
 from tests.commhooks.models import wrap
 
@@ -415,7 +416,7 @@ def extras(rank: int, folder: str) -> tuple[dict[str, str], list[str], bool]:
 
 
 def leftovers(rank: int, folder: str) -> list[Any]:
-    """Load from folders in which there is no whole checkpoint."""
+    """Load from folders in which there is no whole checkpoint, or another one for each rank."""
     run = begin(rank, folder)
     path = run.save()
     empty, killed = Path(folder) / "empty", Path(folder) / "killed"
@@ -426,4 +427,8 @@ def leftovers(rank: int, folder: str) -> list[Any]:
     dist.barrier()
     before = run.digest()
     loaded: list[Any] = [run.load(directory=place) for place in (empty, killed, Path(folder) / "nowhere")]
-    return [*loaded, run.digest() == before]
+    twin = run.save(keep=None)
+    seen = path if rank == 0 else twin  # as on hosts that each have a disk of their own under this path
+    with mock.patch.object(checkpoint, "read_contents", lambda _, *given: read_contents(seen, *given)):
+        text = _text_of(functools.partial(run.load, directory=path))
+    return [*loaded, run.digest() == before, text]
