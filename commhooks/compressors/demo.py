@@ -10,6 +10,10 @@ Bytes on the wire: 6·k for a tile of up to 64×64 elements: k values of 4 bytes
 tile are more than its elements in fp32 is sent uncompressed, such as a vector of fewer than 48 elements for k = 32.
 Biased, ω ≤ 1 - k/4096. With `one_bit` or `sign` the mean consists of signs only, without magnitudes: so no gradient
 scaler may unscale it.
+The authors' code (bloc97/DeMo) averages over the ranks that sent a coefficient, as `mean_over="senders"` does, and
+always takes the mean's signs. It sends 32 coefficients for every 64 elements of a vector; here a vector is cut into
+tiles of up to 64 rows of 64 elements, with 32 coefficients each. Its tiles' sides divide those of the matrix; here the
+last tiles are padded.
 Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. If the ranks' processors
 differ, the sign of a mean near zero may differ too. On a CPU a step takes as long as more than 40 copies of the
 gradient: two transforms of every tile, and a selection in each.

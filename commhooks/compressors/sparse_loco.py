@@ -4,6 +4,8 @@ Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo"
 pseudo-gradients of H local steps this way; nothing here depends on what the gradients are.
 Idea: each tile of 64×64 elements sends its 64 largest. A parameter's sent elements fall into four bins, by sign and by
 magnitude (above the mean magnitude or not); an element is sent as the number of its bin, and decoded as the bin's mean.
+The authors' code (tplr-ai/templar) averages over the ranks that sent an element, and clips what a rank has sent to the
+median norm: `mean_over="senders"` and `clip_to_median=True`.
 Bytes on the wire: 64·12/8 + 64·2/8 = 112 for a tile of 4,096 elements, and four means of 4 bytes for each parameter.
 Biased: the residual fades, by a factor of 0.95 per step in the paper, and what has faded is never sent. ω for n
 elements is at most 1 - 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above that of

@@ -47,5 +47,8 @@ def add_residuals(memories: Sequence[Tensor], residuals: Sequence[Tensor], decay
 
 
 def surely(mask: Tensor) -> bool:
-    """Return whether all of a mask is known to be true; always False on a GPU, where finding out would mean waiting."""
-    return not mask.is_cuda and bool(mask if mask.dim() == 0 else mask.all())
+    """Return whether all of a mask is known to be true.
+
+    Always False on a GPU, where finding out would mean waiting, and without memory (meta tensors).
+    """
+    return not (mask.is_cuda or mask.is_meta) and bool(mask if mask.dim() == 0 else mask.all())
