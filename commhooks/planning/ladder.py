@@ -39,19 +39,20 @@ def ladders_of(profile: Profile | None, ranks: int) -> dict[str, Rungs]:
     they send are measured, and sums. Otherwise every kind has all `SIZES`.
     """
     if profile is None:
-        return {kind: _ladder(SIZES, ranks) for kind in MEASURED}
+        return {kind: _ladder(kind, SIZES, ranks) for kind in MEASURED}
     largest = {"all-reduce": 0, **payloads_of(profile, *profile.hooks.values())}
     found = {}
     for kind in (kind for kind in MEASURED if kind in largest):
         needed = -(-largest[kind] // REACH)
         below = tuple(size for size in SIZES if size < needed)
-        found[kind] = _ladder((*below, needed, largest[kind]), ranks, needed)
+        found[kind] = _ladder(kind, (*below, needed, largest[kind]), ranks, needed)
     return found
 
 
-def _ladder(sizes: Sequence[int], ranks: int, needed: int = 0) -> Rungs:
+def _ladder(kind: str, sizes: Sequence[int], ranks: int, needed: int = 0) -> Rungs:
     least = SIZES[:LEAST_SIZES]
-    more = (size for size in sizes if size > least[-1] and size * ranks <= _MOST_BYTES)
+    answers = ranks if kind == "all-gather" else 1
+    more = (size for size in sizes if size > least[-1] and size * answers <= _MOST_BYTES)
     return Rungs((*least, *more), needed)
 
 

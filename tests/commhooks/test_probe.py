@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from commhooks import Collective
 from commhooks.communicators.collective import KINDS, ring_bytes
 from commhooks.errors import ProbeError, SettingsError
-from commhooks.planning.ladder import SIZES
+from commhooks.planning.ladder import SIZES, ladders_of
 from commhooks.planning.links import HALF_SUM, Link, Transfer
 from commhooks.planning.probe import MEASURED, Cost, Probe, Timing
 from commhooks.planning.probing import probe, probe_over
@@ -92,6 +92,12 @@ def test_for_a_profile_the_probe_sends_what_its_hooks_send_and_nothing_else() ->
         network, 5.0, clocks=network.clocks, profile=a_profile(gathering, hook("fused", 0.1, 4, policy="fused"))
     )
     assert {kind: cost.largest for kind, cost in found.costs.items()} == {"all-reduce": 4_000_000, "all-gather": 4096}
+
+
+def test_what_many_ranks_gather_fits_into_memory_and_does_not_limit_sums() -> None:
+    found = ladders_of(None, 256)
+    assert found["all-gather"].sizes[-1] == 2**20  # 256 of them are a quarter of a gibibyte
+    assert found["all-reduce"].sizes == found["all-to-all"].sizes == SIZES
 
 
 def test_beyond_four_times_the_largest_that_was_sent_nothing_is_predicted() -> None:
