@@ -134,7 +134,8 @@ class Attachment(Handle):
         is called directly, or every backward pass runs inside `no_sync()`, each rank trains alone, and nothing else
         reports it. The same holds for parameters that were frozen when the model was wrapped and are trained later. The
         error is raised before the step changes anything, or after it if the step runs the backward pass itself, in a
-        closure. Watching ends with `detach`. Raises `AttachError` for an optimizer of other parameters.
+        closure. At the first step, rank 0 warns if the compressor is known to do badly with such an optimizer. Watching
+        ends with `detach`. Raises `AttachError` for an optimizer of other parameters.
         """
         model = self._model()
         if model is None or not self.is_attached:
@@ -143,7 +144,8 @@ class Attachment(Handle):
         left_out = left_out_parameters(model, in_buckets)
         found = [optimizer_of(in_buckets, optimizer) for optimizer in optimizers]
         self._watches += [
-            Watch(optimizer, in_buckets, left_out, lambda: self._socket.buckets_handed_in) for optimizer in found
+            Watch(optimizer, in_buckets, left_out, lambda: self._socket.buckets_handed_in, self._engine)
+            for optimizer in found
         ]
 
     def detach(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
@@ -10,14 +11,16 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, HookDidNotRunError
+from commhooks.hooks.optimizers import unsuited
 
 
 class Watch:
     """A check of one optimizer's steps against the number of buckets that the hook has received.
 
     `in_buckets` are the parameters whose gradients the hook is handed; `left_out` are those of the same model whose
-    gradients it never is, with their names.
+    gradients it never is, with their names. `engine` runs the compressor.
     """
 
     def __init__(
@@ -26,11 +29,13 @@ class Watch:
         in_buckets: Set[Tensor],
         left_out: Mapping[Tensor, str],
         buckets_handed_in: Callable[[], int],
+        engine: Engine,
     ) -> None:
         self._in_buckets = in_buckets
         self._left_out = left_out
         self._buckets_handed_in = buckets_handed_in
         self._at_last_step = buckets_handed_in()
+        self._engine: Engine | None = engine if engine.line.rank == 0 else None
         self._used: dict[Tensor, tuple[Callable[[], Tensor | None], int]] = {}
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
@@ -44,7 +49,14 @@ class Watch:
     # Dynamo would compile these into a compiled step, and compile it again for every new count.
     @_disable_dynamo
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check before the step changes anything, unless it runs the backward pass itself, in a closure."""
+        """Check before the step changes anything, unless it runs the backward pass itself, in a closure.
+
+        Before the first step, warn on rank 0 if the optimizer does not suit the compressor.
+        """
+        if self._engine is not None:
+            engine, self._engine = self._engine, None  # to be told once
+            if reason := unsuited(engine.compressor, optimizer, self._in_buckets):
+                warnings.warn(f"commhooks: {reason}", stacklevel=2)
         if not any(callable(given) for given in (*args, *kwargs.values())):
             self._check(optimizer, "is about to take")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -16,7 +17,7 @@ from ..machine import cores
 from ..runs import Compute, RunSettings, read_setting
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
-from ..training.registration import check_hook
+from ..training.registration import check_hook, unsuited_hook
 from ..training.worker import dilation_of
 
 MOST_RUNS = 10_000
@@ -156,7 +157,10 @@ def _own_steps(task: Spec) -> int:
 
 
 def check_runs(runs: Sequence[RunSettings]) -> None:
-    """Raise ValueError if one of the runs cannot work: each task takes a step, each hook sees its parameters."""
+    """Raise ValueError if one of the runs cannot work: each task takes a step, each hook sees its parameters.
+
+    Warn of hooks that do not suit the optimizer of their task.
+    """
     for settings in dict.fromkeys(runs):
         check_hook(settings.hook)
         _check_link(settings)
@@ -169,6 +173,12 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
         seen[settings.task].check(settings.ranks)
     for settings in {(one.task, one.hook): one for one in runs}.values():
         check_hook(settings.hook, dict(seen[settings.task].model.named_parameters()))
+    if (torchrun_world() or (0, 1))[0] > 0:  # rank 0 tells it
+        return
+    for settings in {(one.task, one.hook, one.optimizer): one for one in runs}.values():
+        task = seen[settings.task]
+        if reason := unsuited_hook(settings.hook, task.optimizer(settings.optimizer), task.model):
+            warnings.warn(f"{settings.task.label}: {reason}", stacklevel=2)
 
 
 def _check_link(settings: RunSettings) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
 import ddp_core
+from commhooks.hooks.optimizers import unsuited
 from commhooks.tensors import tensor_bytes
 
 from ..cluster import gloo_interface, interface_bytes
@@ -139,6 +141,11 @@ def check_hook(hook: Spec, parameters: Mapping[str, nn.Parameter] | None = None)
         check_stock(hook)
     else:
         make_hook(hook).check_parameters(parameters or {})
+
+
+def unsuited_hook(hook: Spec, optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
+    """Return why a hook may diverge under an optimizer, and what to set; None if nothing is known."""
+    return None if is_stock(hook) else unsuited(make_hook(hook), optimizer, model.parameters())
 
 
 def wrap_in_ddp(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -46,6 +47,19 @@ def test_what_takes_turns_stays_together() -> None:
     assert in_turn((*many[::2], *many[1::2])) == many
     with pytest.raises(ValueError, match="listed twice"):
         in_turn((*many, many[3]))
+
+
+def test_hooks_that_do_not_suit_the_optimizer_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {"hooks": ["all-reduce", "dgc"], "size": "tiny", "optimizers": ["sgd:lr=0.1", None]}
+    with pytest.warns(UserWarning) as heard:  # digits' own optimizer has momentum
+        planned(**asked, seeds=[0, 1])
+    told = "digits:size=tiny: DGC() with SGD: momentum is applied twice, by both; give the optimizer a momentum of 0"
+    assert [str(one.message)[: len(told)] for one in heard] == [told]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(**asked, ranks=[2])  # torchrun's rank 0 says it
 
 
 def test_ranks_that_share_cores_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
