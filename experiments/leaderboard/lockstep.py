@@ -19,6 +19,7 @@ import commhooks
 from commhooks import Compressor, Exchanger
 from commhooks.language.entries import RESIDUAL
 
+from ..specs import Spec
 from ..summary import Spread
 from ..tasks import LoadedTask
 
@@ -40,8 +41,10 @@ class Trained:
     diverged: int | None  # the first step whose loss was not finite, which ends the run; None if all were
 
 
-def train_in_lockstep(task: LoadedTask, compressor: Compressor, *, steps: int, workers: int) -> Trained:
-    """Train the task's model, in place, for `steps` steps, and return the outcome.
+def train_in_lockstep(
+    task: LoadedTask, compressor: Compressor, *, steps: int, workers: int, optimizer: Spec | None = None
+) -> Trained:
+    """Train the task's model, in place, for `steps` steps with its own or another optimizer, and return the outcome.
 
     Raises:
         CommHooksError: The compressor does not accept the model's parameters, or fails.
@@ -50,10 +53,10 @@ def train_in_lockstep(task: LoadedTask, compressor: Compressor, *, steps: int, w
     """
     model = task.model
     exchangers = join_workers(model, compressor, workers)
-    optimizer = task.optimizer()
+    made = task.optimizer(optimizer)
     gradients, diverged = list[Gradients](), None
     for step in range(steps):
-        task.set_learning_rate(optimizer, step, steps)
+        task.set_learning_rate(made, step, steps)
         losses, gradients = own_gradients(task, step, workers)
         means = gradients if step < steps - 1 else [_copies(own) for own in gradients]
         commhooks.average_in_lockstep(exchangers, means)
@@ -61,7 +64,7 @@ def train_in_lockstep(task: LoadedTask, compressor: Compressor, *, steps: int, w
             _check_agreement(means)
         for name, parameter in model.named_parameters():
             parameter.grad = means[0][name]
-        optimizer.step()
+        made.step()
         if not math.isfinite(sum(losses)):
             diverged = step + 1
             break

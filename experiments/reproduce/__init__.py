@@ -20,6 +20,7 @@ MODULES: dict[str, str] = {
     "powersgd-global-residual": ".powersgd.global_residual",
     "powersgd-rates": ".powersgd.rates",
     "accordion": ".accordion",
+    "feedback-and-optimizers": ".feedback",
     "ddp-figure-2": ".ddp.figure_2",
     "ddp-figure-6": ".ddp.figure_6",
     "ddp-figure-7": ".ddp.figure_7",

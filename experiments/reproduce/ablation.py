@@ -29,7 +29,8 @@ class Ablation:
     """What is trained, and how often."""
 
     tasks: tuple[str, ...]
-    """As on the command line: 'digits:size=small,steps=80'. Each run takes the task's own number of steps."""
+    """As on the command line: 'digits:size=small,steps=80', and with another optimizer than the task's own:
+    'gpt:size=tiny under sgd:lr=0.1,momentum=0.9'. Each run takes the task's own number of steps."""
     variants: Mapping[str, str]
     """Hooks by label: {"PowerSGD rank 2": "powersgd:rank=2"}, the dense baseline first. '10%' in a hook stands for that
     share of the task's steps."""
@@ -79,11 +80,18 @@ class Trial:
 
     def run(self) -> dict[str, Any]:
         """Train, and return a row of the results; a number that is not finite becomes None."""
-        task = load_task(self.task, self.seed)
+        named, optimizer = task_and_optimizer(self.task)
+        task = load_task(named, self.seed)
         hook = make_hook(Spec.parse(hook_for(self.hook, task.steps)), self.seed)
-        trained = train_in_lockstep(task, hook, steps=task.steps, workers=self.workers)
+        trained = train_in_lockstep(task, hook, steps=task.steps, workers=self.workers, optimizer=optimizer)
         row = {"key": self.key, "task": self.task, "variant": self.variant, "seed": self.seed, "steps": task.steps}
         return row | {name: _finite(value) for name, value in dataclasses.asdict(trained).items()}
+
+
+def task_and_optimizer(text: str) -> tuple[Spec, Spec | None]:
+    """Return the task and the optimizer of 'gpt under sgd:lr=0.1'; None: the task's own."""
+    task, _, optimizer = text.partition(" under ")
+    return Spec.parse(task, "task"), Spec.parse(optimizer, "optimizer") if optimizer else None
 
 
 def hook_for(text: str, steps: int) -> str:
@@ -114,7 +122,10 @@ def train_variants(ablation: Ablation, notes: Notes) -> dict[str, Any]:
         for seed in range(ablation.seeds)
     ]
     for task in ablation.tasks:  # a mistake is an error before the first run, not after an hour
-        steps = load_task(task).steps
+        named, optimizer = task_and_optimizer(task)
+        loaded = load_task(named)
+        loaded.optimizer(optimizer)
+        steps = loaded.steps
         for hook in ablation.variants.values():
             make_hook(Spec.parse(hook_for(hook, steps)))
     rows: dict[str, Any] = {trial.key: notes.get(trial.key) for trial in trials}

@@ -15,8 +15,7 @@ from ..intervals import Interval, differences
 from ..leaderboard.standings import ACCURACY, LOSS, SCORES, Score
 from ..report.plots import Theme, canvases, png, style
 from ..report.words import bounds, folded, signed, with_bounds
-from ..specs import Spec
-from .ablation import Ablation
+from .ablation import Ablation, task_and_optimizer
 from .reproduction import NONE, Block, Picture, Table
 
 
@@ -81,7 +80,13 @@ def findings(compared: Sequence[Compared]) -> str:
     """Return a list of what was seen on one task."""
     seen = [finding(one) for one in compared if one.to is not None or one.diverged]
     lines = "\n".join(f"- {text[0].upper()}{text[1:]}" for text in seen)
-    return f"On {Spec.parse(compared[0].task, 'task').name}:\n\n{lines}"
+    return f"On {in_words(compared[0].task)}:\n\n{lines}"
+
+
+def in_words(task: str) -> str:
+    """Return the task's name, and its optimizer's if that is not the task's own."""
+    named, optimizer = task_and_optimizer(task)
+    return named.name if optimizer is None else f"{named.name} under {optimizer.name}"
 
 
 def show_ablation(ablation: Ablation, measured: Mapping[str, Any]) -> list[Block]:
@@ -104,9 +109,11 @@ def draw_differences(ablation: Ablation, rows: Sequence[Mapping[str, Any]], them
         for axes, task in zip(panels, ablation.tasks, strict=True):
             of_task = [row for row in rows if row["task"] == task]
             score = _score_of(task, of_task)
-            axes.set_title(Spec.parse(task, "task").name, loc="left", fontweight="bold", pad=8)
+            axes.set_title(in_words(task), loc="left", fontweight="bold", pad=8)
             better = "right" if score.higher_is_better else "left"
-            axes.set_xlabel(f"{score.name}: difference from {ablation.baseline}, {score.unit}\n({better} is better)")
+            label = f"{score.name}: difference from {ablation.baseline}, {score.unit}"
+            label = folded(label, 26) if len(panels) > 2 else label
+            axes.set_xlabel(f"{label}\n({better} is better)")
             axes.axvline(0, color=theme.first, linewidth=1.2)
             for place, label in enumerate(others):
                 found = between(of_task, score, label, ablation.baseline)
@@ -147,7 +154,7 @@ def _by_seed(rows: Sequence[Mapping[str, Any]], score: Score, label: str) -> dic
 
 def _score_of(task: str, rows: Sequence[Mapping[str, Any]]) -> Score:
     """Return by what a task is judged: its accuracy if it has one, except the built-in language models'."""
-    known = SCORES.get(Spec.parse(task, "task").name)
+    known = SCORES.get(task_and_optimizer(task)[0].name)
     return known or (ACCURACY if all(row["accuracy"] is not None for row in rows) else LOSS)
 
 
