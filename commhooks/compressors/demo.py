@@ -9,7 +9,8 @@ Bytes on the wire: 6·k for a tile of up to 64×64 elements: k values of 4 bytes
 17/8·k, so 8.5 for k = 4, and 4 more per bucket, since bits cannot show an inf. A parameter of which 6·k bytes for each
 tile are more than its elements in fp32 is sent uncompressed, such as a vector of fewer than 48 elements for k = 32.
 Biased, ω ≤ 1 - k/4096. With `one_bit` or `sign` the mean consists of signs only, without magnitudes: so no gradient
-scaler may unscale it.
+scaler may unscale it. With `sign`, training diverges under SGD with momentum 0.9 and its usual learning rates: use SGD
+without momentum, and about Adam's learning rate.
 The authors' code (bloc97/DeMo) averages over the ranks that sent a coefficient, as `mean_over="senders"` does, and
 always takes the mean's signs. It sends 32 coefficients for every 64 elements of a vector; here a vector is cut into
 tiles of up to 64 rows of 64 elements, with 32 coefficients each. Its tiles' sides divide those of the matrix; here the

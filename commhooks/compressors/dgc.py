@@ -5,8 +5,9 @@ Idea: each rank accumulates its own momentum, instead of its gradients, and send
 the elements sent, momentum and sum restart from zero (momentum factor masking). Gradients are clipped on each rank, and
 the first steps send more.
 Bytes on the wire: those of top-k. Biased: for any size, at most 1 - k/n of |sum|² is left for later steps. Weakness:
-two values per element are kept, and the optimiser must not have a momentum of its own, since the mean already includes
-it. It takes as long as top-k.
+two values per element are kept, and training diverges if the optimiser has a momentum of its own, since the mean
+already includes it: give the optimiser none, or set momentum=0 here; and on short runs raise the ratio to 0.01. It
+takes as long as top-k.
 
 Legend: g gradient; m momentum; u velocity; v what was not sent; N ranks.
 """

@@ -80,7 +80,7 @@ def _with_momentum(
             "if training is unstable even then."
         )
     elif isinstance(compressor, Signum) or (isinstance(compressor, DeMo) and compressor.sign):
-        yield f"each element of the mean is ±1, and momentum adds up {1 / (1 - momentum):.3g} of them; {without}."
+        yield f"the mean consists of signs, and momentum adds up {1 / (1 - momentum):.3g} of them; {without}."
     elif isinstance(compressor, SharedPlaces) and _growth(compressor, feedback) > _MOST:
         advice = "" if compressor.unbiased else f", or decay to at most {1 - 1 / _MOST:g}"
         yield (

@@ -2,6 +2,10 @@
 
 Source: Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
 2019, algorithm 2. The residual is local: what *this* rank did not send, not its distance from the mean.
+
+Weakness: what is sent late, or in bursts, makes the second moments of optimizers such as Adam larger and so their steps
+shorter (Tang et al., "1-bit Adam", ICML 2021, section 3). Under these, codes such as `Sign` and `Int4` do better
+without feedback, `TopK` with it.
 """
 
 from __future__ import annotations

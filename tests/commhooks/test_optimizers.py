@@ -16,13 +16,14 @@ from commhooks.hooks.watching import Watch
 from tests.commhooks.workers import Workers, zeros
 
 RANKS, BATCH, ROWS, COLUMNS, STEPS = 2, 32, 8, 64, 100
-SIGNS = ("distro", "signum")
+SIGNS = ("demo(sign=True)", "distro", "signum")
 UNSUITED = {
     "random-k": ["random-k(ratio=0.1)", "random-k(decay=0.9)", "random-k(error_feedback=False)"],
     "random-block": ["random-block(ratio=0.1)", "random-block(decay=0.9)"],
     "random-k(unbiased=True)": ["random-k(unbiased=True, ratio=0.1)"],
     "powersgd-unbiased": ["powersgd-unbiased(rank=8)", "powersgd"],
     "dgc": ["dgc(momentum=0.0, ratio=0.01)"],
+    "demo(sign=True)": [],
     "distro": [],
     "signum": [],
 }
@@ -60,10 +61,11 @@ def test_all_reduce_converges_in_the_regression() -> None:
 
 @pytest.mark.parametrize("text", UNSUITED)
 def test_what_is_warned_of_diverges_and_converges_with_each_setting_that_the_warning_names(text: str) -> None:
-    assert last_loss(make_compressor(text), text) > 1
-    assert last_loss(make_compressor(WITHOUT_MOMENTUM[text]), text, momentum=0) < 1
-    for setting in UNSUITED[text]:
-        assert last_loss(make_compressor(setting), text) < 1, setting
+    diverged = last_loss(make_compressor(text), text)
+    calm = {"no momentum": last_loss(make_compressor(WITHOUT_MOMENTUM[text]), text, momentum=0)}
+    calm |= {setting: last_loss(make_compressor(setting), text) for setting in UNSUITED[text]}
+    print(f"{text}: {diverged:.2g}; " + ", ".join(f"{setting}: {loss:.2g}" for setting, loss in calm.items()))
+    assert max(calm.values()) < 1 < diverged
 
 
 @pytest.mark.parametrize("text", UNSUITED)

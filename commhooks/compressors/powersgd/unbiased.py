@@ -6,8 +6,9 @@ Idea: if E[U·Uᵀ] is the identity, M·U·Uᵀ equals M on average. All ranks d
 wire and U is not sent.
 Bytes on the wire: 4·n·r for a matrix n×m, 8·n·r for float64, about half of PowerSGD's; vectors and matrices with few
 columns are sent whole. Unbiased: ω = (m + 1)/r, as U is Gaussian. Weakness: ω is above 2 for everything that is
-compressed, so it must not be wrapped in `ErrorFeedback`, and steps must be small; PowerSGD's own error is far smaller
-at any rank.
+compressed, so it must not be wrapped in `ErrorFeedback`, and steps must be small: at rank 1 training diverges under SGD
+with momentum 0.9. What works is a rank of at least (m + 1)/9, or no momentum; and PowerSGD, whose own error is far
+smaller at any rank.
 
 Legend: M n×m a gradient; U m×r, kept transposed in place of PowerSGD's Q; P = M·U, kept as r×n.
 """
