@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,6 +258,16 @@ def notices_that_the_hook_did_not_run(rank: int) -> None:
         with pytest.raises(commhooks.AttachError, match="watch: this attachment was detached"):
             attachment.watch(optimizer)
         step(model.module, optimizer, rank, 3)  # nobody watches any more
+
+        attachment = commhooks.attach(model, "dgc")
+        with_momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        attachment.watch(with_momentum)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            step(model, with_momentum, rank, 4)
+            step(model, with_momentum, rank, 5)
+        assert sum("momentum is applied twice" in str(one.message) for one in heard) == (rank == 0)
+        attachment.detach()
 
 
 def knows_which_parameters_come_in_buckets(rank: int) -> None:

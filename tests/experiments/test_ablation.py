@@ -13,11 +13,12 @@ import torch
 from experiments.jobs import run_jobs
 from experiments.leaderboard.standings import ACCURACY, LOSS
 from experiments.report.plots import LIGHT
-from experiments.reproduce.ablation import Ablation, hook_for, train_variants
+from experiments.reproduce.ablation import Ablation, Trial, hook_for, train_variants
 from experiments.reproduce.comparing import between, compare, draw_differences, findings, show_ablation, table
 from experiments.reproduce.notes import Notes
 from experiments.reproduce.powersgd.data_sent import HOOKS, bytes_sent
 from experiments.reproduce.reproduction import Table
+from experiments.tasks import load_task
 from experiments.tasks.images import ResNet18
 
 TASK = "digits:size=tiny,steps=3"
@@ -53,6 +54,21 @@ SCORES = {"SGD": (0.9, 0.95, 0.98), "low": (0.901, 0.951, 0.975), "lower": (0.80
 
 def notes(folder: Path, said: list[str] | None = None) -> Notes:
     return Notes(folder, {"name": "few"}, (list[str]() if said is None else said).append)
+
+
+def test_a_task_may_be_trained_under_another_optimizer() -> None:
+    still = f"{TASK} under sgd:lr=0.0"
+    trials = [Trial(task=task, variant="SGD", hook="all-reduce", seed=0, workers=2) for task in (still, TASK)]
+    kept, moved = (trial.run()["loss"] for trial in trials)
+    assert kept == load_task(TASK, 0).evaluate()["loss"] != moved
+    assert findings(compare(ABLATION, rows(SCORES, task=still), still)).startswith("On digits under sgd:")
+
+
+def test_a_mistake_in_an_optimizer_is_an_error_before_the_first_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(ValueError, match="setting 'rate' is not known"):
+        train_variants(dataclasses.replace(FEW, tasks=(TASK, f"{TASK} under sgd:rate=0.1")), notes(tmp_path, said))
+    assert not said
 
 
 def test_differences_are_taken_seed_by_seed_and_said_in_a_sentence() -> None:
