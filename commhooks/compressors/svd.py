@@ -8,6 +8,8 @@ Bytes on the wire: 4·(n + m)·r for a matrix n×m, 8·(n + m)·r for float64; v
 Biased: ω ≤ 1 - r/min(n, m). Weakness: it decomposes every matrix in every step, which on a GPU also makes the host
 wait; and every rank receives what all others send, so the bytes grow with the number of ranks. It is a reference for
 comparison, and the slowest: more than 100 copies of the gradient on a CPU.
+Range: no mean overflows if |M| ≤ L/2 on every rank, in the Frobenius norm, with L the largest number of the dtype that
+is computed in; from a singular value above L on, an inf is shown to all ranks.
 
 Legend: M n×m a gradient plus its residual; U·S n×r and Vᵀ r×m its factors; W ranks.
 """

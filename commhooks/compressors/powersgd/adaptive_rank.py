@@ -101,7 +101,7 @@ class AdaptiveRank(Compressor):
         return self._powersgd.loses(name, parameter)
 
     def relative_error(self, elements: int) -> float:
-        """Return PowerSGD's at the lowest rank that a layer may get."""
+        """Return PowerSGD's at the lowest rank that a layer may get, for a basis that sees the matrix."""
         lowest = self.rank if self.rule == "accordion" else self.min_rank
         return error_of_rank(lowest, elements)
 

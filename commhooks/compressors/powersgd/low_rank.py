@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from commhooks.compressors.powersgd.blind_rows import Probe, replace_blind_rows, with_probes
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.compressors.powersgd.precision import in_full
 from commhooks.compressors.powersgd.uncompressed import SMALL_ELEMENTS, Uncompressed
@@ -79,8 +80,8 @@ class _Products(Protocol):
     place: int | slice
     """The position in the group."""
 
-    def multiply(self, side: Side) -> None:
-        """Compute this rank's own factor of one side: M times the factor of the other side."""
+    def multiply(self, side: Side, probe: Probe | None) -> None:
+        """Compute this rank's own factor of one side: M times the factor of the other side; for P, also the probe."""
 
     def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
         """Write the mean, and keep M less what this rank has sent as the residual."""
@@ -112,10 +113,13 @@ class _InBlocks:
         self._blocks = list(map(_Block, tiles, P.split(self._block_rows, dim=1)))
         self._Q = Q
 
-    def multiply(self, side: Side) -> None:
+    def multiply(self, side: Side, probe: Probe | None) -> None:
         if side == "P":
-            for block in self._blocks:
-                torch.mm(self._Q, block.tile.form().t(), out=block.P)  # r×m · m×rows
+            for number, block in enumerate(self._blocks):
+                M, first = block.tile.form(), number * self._block_rows
+                torch.mm(self._Q, M.t(), out=block.P)  # r×m · m×rows
+                if probe:
+                    torch.mv(M, probe.direction, out=probe.shown[first : first + len(M)])
         else:
             self._Q.zero_()
             for block in self._blocks:
@@ -150,10 +154,12 @@ class _SideBySide:
         self._stack = TileStack([tile for x in matrices for tile in x.tile.rows(x.form, x.form.n)])
         self._P, self._Q = P, Q
 
-    def multiply(self, side: Side) -> None:
+    def multiply(self, side: Side, probe: Probe | None) -> None:
         M = self._stack.form()
         if side == "P":
             torch.bmm(self._Q, M.mT, out=self._P)
+            if probe:
+                torch.mv(M.flatten(end_dim=1), probe.direction, out=probe.shown.view(-1))
         else:
             torch.bmm(self._P, M, out=self._Q)
 
@@ -195,10 +201,10 @@ class LowRankGroup:
         """Return P or Q."""
         return self.P if side == "P" else self.Q
 
-    def multiply(self, side: Side, turn: int) -> None:
-        """Compute this rank's own factors of one side: each M times its factor of the other side."""
+    def multiply(self, side: Side, turn: int, probe: Probe | None = None) -> None:
+        """Compute this rank's own factors of one side: each M times its factor of the other side; and maybe a probe."""
         for product in there_and_back(self._products, turn):
-            product.multiply(side)
+            product.multiply(side, probe and probe.at(product.place))
 
     def finish(self, side: Side, mean: Tensor, sent: Tensor, turn: int, finite: Tensor) -> None:
         """Write means and residuals, given the mean factors of the last side and what this rank has sent."""
@@ -266,6 +272,13 @@ class LowRankPlan(NamedTuple):
         """Compute this rank's own factors of one side."""
         for group in there_and_back(self.groups, turn):
             group.multiply(side, turn)
+
+    def multiply_and_compare(self, seed: int) -> None:
+        """Compute this rank's own P, in which what a probe shows replaces rows that are blind."""
+        probed = with_probes([(group.P, group.Q) for group in self.groups], seed)
+        for group, one in zip(self.groups, probed, strict=True):
+            group.multiply("P", 0, one.probe)
+        replace_blind_rows(probed)
 
     def finish(self, side: Side, means: Sequence[Tensor], turn: int, context: Context, finite: Tensor) -> None:
         """Write means and residuals, from the mean factors of the last side and this rank's own ones."""

@@ -8,7 +8,9 @@ rank's own factors miss stays in its residual and is added to its next gradient.
 Bytes on the wire: (n + m)·r for a matrix n×m; vectors and small matrices are sent uncompressed with the first
 collective. Weakness: two rounds, the second of which cannot start before the first is done (one if alternating).
 Residuals that point in opposite directions on different ranks are sent only as the basis rotates: at rank 1, under one
-constant direction, such residuals grow.
+constant direction, such residuals grow. A warm-started basis can lose sight of a matrix (see blind_rows.py).
+Range: products overflow before their factors' product does. No mean overflows if |M| ≤ L/(4·√m) on every rank, in the
+Frobenius norm, with L the largest number of the dtype that is computed in; beyond that, an inf is shown to all ranks.
 
 Legend, as in low_rank.py: M n×m a gradient plus its residual; P r×n and Q r×m its factors, transposed; r the rank.
 """
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from commhooks.compressors.powersgd.blind_rows import is_due
 from commhooks.compressors.powersgd.low_rank import OTHER, LowRankGroup, LowRankMatrix, LowRankPlan, Side
 from commhooks.compressors.powersgd.matrices import (
     MATRIX_RULES,
@@ -142,7 +145,11 @@ class PowerSGD(Compressor):
         return self.matrices == "whole-bucket" or self.compresses(parameter, name)
 
     def relative_error(self, elements: int) -> float:
-        """Return the largest error of rank r, that of a square matrix; a power iteration comes close to it."""
+        """Return the largest error of the best rank-r basis, that of a square matrix.
+
+        It bounds the error only with a basis that sees the matrix, which a power iteration finds in some steps. Until
+        then, up to everything is left: for example, after gradients have moved to other rows and columns.
+        """
         return error_of_rank(self.rank, elements)
 
     def sides(self, step: int) -> tuple[Side, ...]:
@@ -175,7 +182,11 @@ class PowerSGD(Compressor):
                 other = OTHER[side]
                 bases = orthonormal_rows(means[number], self.epsilon) if turn else self._bases(group, other, context)
                 group.factor(other).copy_(bases)
-            plan.multiply(side, turn)
+            # Other bases do not stay blind: cold ones are redrawn, and alternating ones are made orthonormal.
+            if turn == 0 and self.warm_start and not self.alternating and is_due(context.step):
+                plan.multiply_and_compare(stable_seed("powersgd", "probe", self.seed, context.step))
+            else:
+                plan.multiply(side, turn)
             rest = [] if turn else [*plan.rest.parts(), *riders]
             last = turn == len(sides) - 1  # the last side's factors stay this rank's own: what they miss is unsent
             answers = yield AllReduce(*(group.parts[side] for group in plan.groups), *rest, average=True, last=last)
