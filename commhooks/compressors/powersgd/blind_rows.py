@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from commhooks.language.memory import surely
 from commhooks.language.randomness import seeded_normal
 
 EVERY = 16
@@ -81,7 +82,7 @@ def _replace(groups: Sequence[Probed], r: int) -> None:
     shown, outside = _squares(torch.cat([_products(one) for one in groups]), r)
     least, row = (shown / torch.cat(lengths).double().square()).min(dim=1)
     is_blind = least < LEAST**2 * outside
-    if not is_blind.is_cuda and not is_blind.any():  # usually; asking a GPU would mean waiting
+    if surely(~is_blind):  # as usual
         return
     is_replaced = is_blind.unsqueeze(1) & (torch.arange(r, device=row.device) == row.unsqueeze(1))
     for one, length, mask in zip(groups, lengths, is_replaced.split([len(one.P) for one in groups]), strict=True):
