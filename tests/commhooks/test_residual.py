@@ -15,7 +15,7 @@ from tests.commhooks.workers import Workers, zeros
 
 pytestmark = pytest.mark.kernels
 
-RANKS, CLASSES, FEATURES, BATCH, STEPS = 4, 10, 32, 16, 2000
+RANKS, CLASSES, FEATURES, BATCH, STEPS = 4, 10, 32, 16, 800
 
 
 class Compression(Protocol):
@@ -69,9 +69,9 @@ def test_residuals_of_skewed_data_stay_as_they_are_while_those_against_the_globa
         f"largest residual at steps 200 and {STEPS}: ours {ours[200]:.2f}, {ours[-1]:.2f}; "
         f"against the global mean {theirs[200]:.2f}, {theirs[-1]:.2f}; loss {our_loss:.3f}, {their_loss:.3f}"
     )
-    # In ten times the steps a random walk gets √10 times as far, and what always goes one way ten times.
-    assert max(ours[200:]) < 3 * ours[200]
-    assert theirs[-1] > 3 * theirs[200]
+    # In four times the steps a random walk gets twice as far, and what always goes one way four times.
+    assert max(ours[200:]) < 2 * ours[200]
+    assert theirs[-1] > 2 * theirs[200]
     assert max(our_loss, their_loss) < math.log(CLASSES) / 2  # there is something to learn, and it was learnt
 
 
