@@ -223,6 +223,23 @@ def test_replicated_state_follows_the_loss_scale_from_the_first_step_of_a_resume
         assert norms.any() and torch.equal(now, 4 * norms)
 
 
+def test_a_residual_of_what_a_code_sends_whole_is_sent_once() -> None:
+    """A schedule may hand over the residual of a parameter that is smaller than the next code's blocks."""
+    codes = make_compressor("int8", block=32, error_feedback=False)
+    compressor = commhooks.ErrorFeedback(
+        inner=commhooks.StartAfter(
+            before=make_compressor("top-k", ratio=0.1, error_feedback=False), inner=codes, steps=2
+        )
+    )
+    workers = Workers(compressor, 2, zeros((20,), (40,), dtype=torch.float64))
+    short = torch.zeros(20, dtype=torch.float64)
+    for step in range(5):
+        gradients = normal(workers.parameters, 2, seed=step)
+        short += mean_of(gradients, 0) - workers.step(gradients)[0][0]
+        assert largest(short - workers.unsent(0)) <= 1e-13  # a few roundings of numbers below 16, in float64
+        assert bool(workers.unsent(0).any()) is (step < 2)
+
+
 def test_units_are_powers_of_the_loss_scale() -> None:
     table, parameter = StateTable(), torch.zeros(2)
     entries = {
