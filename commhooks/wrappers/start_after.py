@@ -41,6 +41,11 @@ class StartAfter(Wrapper):
         return self.inner.only_sums and self.before.only_sums
 
     @property
+    def needs_whole_buckets(self) -> bool:
+        """Whether either compressor must be given whole buckets."""
+        return self.inner.needs_whole_buckets or self.before.needs_whole_buckets
+
+    @property
     def is_unbiased(self) -> bool:
         """Whether both compressors are."""
         return self.inner.is_unbiased and self.before.is_unbiased

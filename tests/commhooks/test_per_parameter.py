@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commhooks import AllReduceMean, Match, PerParameter, SettingsError, make_compressor, schedule
+from commhooks import AllReduceMean, Match, PerParameter, SettingsError, StartAfter, make_compressor, schedule
 from tests import bounds
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 
@@ -134,3 +134,13 @@ def test_a_schedule_runs_each_compressor_in_its_steps_and_hands_the_residual_on(
 def test_a_schedule_whose_steps_do_not_ascend_is_refused(steps: tuple[int, ...]) -> None:
     with pytest.raises(SettingsError, match="must begin at steps that ascend from 0"):
         schedule(*((step, AllReduceMean()) for step in steps))
+
+
+def test_what_must_be_given_whole_buckets_is_found_in_a_schedule_too() -> None:
+    whole = make_compressor("powersgd", matrices="whole-bucket")
+    for scheduled in (
+        StartAfter(inner=whole, steps=2),
+        StartAfter(inner=make_compressor("top-k"), before=whole, steps=2),
+    ):
+        with pytest.raises(SettingsError, match="must be given whole buckets, and not some parameters"):
+            PerParameter(rules=(("*", scheduled),))
