@@ -168,7 +168,7 @@ def _kept_apart(before: Declared, inner: Declared) -> dict[str, str]:
     for name, entry in before.items():
         if name in inner and not entry.is_like(inner[name]):
             kept = f"{name} before"
-            while kept in before or kept in inner:  # a StartAfter inside this one uses it
+            while kept in before or kept in inner or kept in apart.values():  # a StartAfter inside this one uses it
                 kept += " before"
             apart[name] = kept
     return apart

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import CheckpointError, Compressor, ErrorFeedback, Hierarchical, PerParameter, make_compressor
+from commhooks import CheckpointError, Compressor, ErrorFeedback, Hierarchical, PerParameter, make_compressor, schedule
 from tests.commhooks.state_dict_in_worlds import roundtrip
 from tests.commhooks.test_laws_of_state import exchangers, gradients_of
 from tests.commhooks.workers import zeros
@@ -193,3 +193,19 @@ def test_a_mixture_is_spread_over_other_numbers_of_ranks_and_loses_nothing(compr
             assert all(torch.equal(state[name][entry], tensor) for entry, tensor in kept.items())
     for ours in next_means(more):
         assert all(torch.isfinite(mean).all() for mean in ours.values())
+
+
+# --- schedules inside schedules ---------------------------------------------------------------------------------------
+
+
+def test_no_two_entries_of_nested_schedules_are_kept_under_one_name() -> None:
+    """Both halves have a residual of ranks and one of machines, each under the name that the other half's has."""
+    one = schedule((0, machines(2)), (1, top_k()))
+    other = schedule((0, top_k()), (1, machines(2)))
+    twice = schedule((0, one), (2, other))
+    declared = twice.state("0.weight", TENSORS["0.weight"], 4)
+    assert sorted(entry.holders for entry in declared.values()) == [1, 1, 2, 2]
+    ran, resumed = trained(twice), exchangers(TENSORS, twice, 4)
+    for rank, state in zip(resumed, saved(ran), strict=True):
+        rank.load_state_dict(state)
+    assert_equal(next_means(resumed), next_means(ran))

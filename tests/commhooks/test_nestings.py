@@ -235,7 +235,8 @@ def check_other_sizes(nesting: Nesting, merged: dict[str, Any]) -> None:
         after = loaded(nesting.workers(world_size=size), merged, LoadRules(world_size=how))
         for index, name in enumerate(after.names):
             now = after.unsent(index)
-            held = sum(largest(after.residual(rank, index)) for rank in range(size))
+            states = [table.of(after.parameters[index]) for table in after.states]
+            held = sum(largest(*state.of_kind("residual", "share").values()) for state in states)
             rounded = bounds.unit_roundoff(nesting.dtype) * (largest(now) + 2 * held)
             lost = largest(now - before.unsent(index) * ratio)
             assert lost <= rounded, f"{how}: of {name}, {lost} is lost"
