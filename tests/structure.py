@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("commhooks", "ddp_core")
-MOST_LINES = 350
+MOST_LINES = 450
 """Of a file, all of them counted."""
 CENTRES = {"commhooks/engine/engine.py": "Engine", "ddp_core/reducer.py": "Reducer"}
 """By file, the class to which each package's work comes back, and which grows if nobody looks."""

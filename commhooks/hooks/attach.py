@@ -85,14 +85,17 @@ class Attachment(Handle):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group whose ranks average together; None once it has been destroyed."""
-        assert isinstance(self._engine.line, ProcessGroupLine), "attach makes no other"
-        return self._engine.line.process_group
+        return self._line.process_group
 
     @property
     def hook_timeout(self) -> float | None:
         """The limit of a collective, in seconds; None: that of the process group."""
+        return self._line.hook_timeout
+
+    @property
+    def _line(self) -> ProcessGroupLine:
         assert isinstance(self._engine.line, ProcessGroupLine), "attach makes no other"
-        return self._engine.line.hook_timeout
+        return self._engine.line
 
     def checked(self, compressor: Compressor | str) -> Compressor:
         """Return the compressor that `replace` would switch to, made if a name is given; nothing changes.
@@ -113,9 +116,9 @@ class Attachment(Handle):
         """Switch to another compressor from the next step on, keeping the existing state.
 
         Every rank must replace between the same two steps. Residuals are kept for whichever compressor next uses them;
-        a server error that it does not use is added to its residual, or named in a warning if it has none; a basis of a
-        different size is initialised again. Raises `AttachError` if ranks disagree or a step is under way,
-        and `SettingsError` for settings that do not suit the model; in either case the old compressor stays.
+        a server error that it does not use is added to its residual, or named in a warning if it has none; a basis of
+        another size starts from scratch. Raises `AttachError` if ranks disagree or a step is under way, and
+        `SettingsError` for settings that do not suit the model; in either case the old compressor stays.
         """
         compressor, refusal = self._candidate(compressor)
         self._engine.replace(compressor, self._named[0][1].device, refusal)
