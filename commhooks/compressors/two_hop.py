@@ -279,6 +279,6 @@ class TwoHop(Compressor):
 @functools.cache
 def _bytes_of_block(codec: Codec) -> int:
     """Return how many bytes a block's code takes, of a parameter in fp32."""
-    block = torch.empty(1, codec.block, dtype=torch.float32, device="meta")
+    block = torch.zeros(1, codec.block, dtype=torch.float32, device="cpu")
     code = codec.encode(block, block if codec.draws else block.new_empty(0))
     return sum(payload.numel() * payload.element_size() for payload in code)
