@@ -143,7 +143,6 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
     own = checked.entries_for(rank, world_size, rules)
     engine.state.load(checked.replicated, own, kinds, unchecked)
     engine.go_on_from(checked.step, checked.grad_scale, Resumed(fingerprint, checked.buckets_handed_in(), uncut_steps))
-    engine.buckets.hand_over(engine.compressor, engine.step)
 
 
 def _warn_of_new_beginnings(engine: Engine, checked: Snapshot) -> None:

@@ -71,12 +71,15 @@ class StartAfter(Wrapper):
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the entries of both compressors; those declared identically, such as a residual, are shared."""
-        declared = self.before.state(name, parameter, world_size), self.inner.state(name, parameter, world_size)
-        return _together(*declared)
+        before, inner = self.before.state(name, parameter, world_size), self.inner.state(name, parameter, world_size)
+        apart = self._names_of_before(name, parameter)
+        return {apart.get(entry, entry): what for entry, what in before.items()} | dict(inner)
 
     def bucket_state(self, bucket: BucketView) -> Declared:
         """Return the entries of both compressors; those that both declare identically are shared."""
-        return _together(self.before.bucket_state(bucket), self.inner.bucket_state(bucket))
+        before, inner = self.before.bucket_state(bucket), self.inner.bucket_state(bucket)
+        apart = _kept_apart(before, inner)
+        return {apart.get(entry, entry): what for entry, what in before.items()} | dict(inner)
 
     def remembers(self, step: int) -> bool:
         """Return whether the current compressor uses state in this step."""
@@ -89,7 +92,7 @@ class StartAfter(Wrapper):
     def resting(self, name: str, parameter: Tensor, world_size: int, step: int) -> Set[str]:
         """Return all entries but those that the current compressor uses."""
         where = name, parameter, world_size
-        current, renamed = self._in_turn(step), {} if step >= self.steps else self._names_of_before(*where)
+        current, renamed = self._in_turn(step), {} if step >= self.steps else self._names_of_before(name, parameter)
         in_use = current.state(*where).keys() - current.resting(*where, step)
         return self.state(*where).keys() - {renamed.get(entry, entry) for entry in in_use}
 
@@ -101,7 +104,7 @@ class StartAfter(Wrapper):
         """Let the current compressor choose, given the state under its own names."""
         if step >= self.steps:
             return self.inner.choose(states, step)
-        own = {p: state.renamed(self._names_of_before(state.key, p, 1)) for p, state in states.items()}
+        own = {p: state.renamed(self._names_of_before(state.key, p)) for p, state in states.items()}
         return self.before.choose(own, step)
 
     def loses(self, name: str, parameter: Tensor) -> bool:
@@ -130,16 +133,18 @@ class StartAfter(Wrapper):
         """
         names: dict[Slot, dict[str, str]] = {}
         for slot in bucket.slots:
-            names[slot] = self._names_of_before(slot.name, slot.parameter, context.world_size)
+            names[slot] = self._names_of_before(slot.name, slot.parameter)
         if bucket.slots:
             of_bucket = _kept_apart(self.before.bucket_state(bucket), self.inner.bucket_state(bucket))
             names[bucket.slots[0]] |= of_bucket
         return bucket.renamed(names.__getitem__) if any(names.values()) else None
 
-    def _names_of_before(self, name: str, parameter: Tensor, world_size: int) -> dict[str, str]:
-        """Return the names under which a parameter's state private to `before` is kept."""
-        where = name, parameter, world_size
-        return _kept_apart(self.before.state(*where), self.inner.state(*where))
+    def _names_of_before(self, name: str, parameter: Tensor) -> dict[str, str]:
+        """Return the names under which a parameter's state private to `before` is kept, with any number of ranks.
+
+        One rank declares all that any number of ranks may: two hops drop entries if there are too many for the codes.
+        """
+        return _kept_apart(self.before.state(name, parameter, 1), self.inner.state(name, parameter, 1))
 
     def _in_turn(self, step: int) -> Compressor:
         return self.before if step < self.steps else self.inner
@@ -172,8 +177,3 @@ def _kept_apart(before: Declared, inner: Declared) -> dict[str, str]:
                 kept += " before"
             apart[name] = kept
     return apart
-
-
-def _together(before: Declared, inner: Declared) -> Declared:
-    apart = _kept_apart(before, inner)
-    return {apart.get(name, name): entry for name, entry in before.items()} | dict(inner)
