@@ -23,6 +23,9 @@ _MOST = 10
 """How many times as large as a gradient's an element of the mean may be, if the optimizer has momentum: at a ratio of
 1/10 the regression converges with momentum 0.9, at 1/20 it diverges."""
 
+_ADAPTIVE = torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta
+"""PyTorch's optimizers that divide by the root of second moments and have no `betas`."""
+
 
 class _Steps(NamedTuple):
     """What an optimizer makes of the mean."""
@@ -39,7 +42,7 @@ class _Steps(NamedTuple):
         groups = optimizer.param_groups
         if isinstance(optimizer, torch.optim.Muon):
             return cls(0.0, is_adaptive=False)
-        if isinstance(optimizer, torch.optim.RMSprop) or any("betas" in group for group in groups):
+        if isinstance(optimizer, _ADAPTIVE) or any("betas" in group for group in groups):
             return cls(0.0, is_adaptive=True)
         return cls(max((float(group.get("momentum") or 0) for group in groups), default=0.0), is_adaptive=False)
 

@@ -128,8 +128,9 @@ def test_the_first_step_of_a_watched_optimizer_warns_once_and_on_rank_0() -> Non
 
 def test_signs_with_feedback_are_warned_of_where_an_optimizer_has_second_moments() -> None:
     parameters = zeros((ROWS, COLUMNS))
-    reason = unsuited(make_compressor("sign"), Adam(parameters), parameters)
-    assert reason is not None and reason.endswith("Set error_feedback=False.")
+    for optimizer in (Adam, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta):
+        reason = unsuited(make_compressor("sign"), optimizer(parameters), parameters)
+        assert reason is not None and reason.endswith("Set error_feedback=False.")
     assert unsuited(make_compressor("sign", error_feedback=False), Adam(parameters), parameters) is None
     assert unsuited(make_compressor("int8"), Adam(parameters), parameters) is None
 
