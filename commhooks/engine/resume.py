@@ -63,9 +63,12 @@ def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[st
         return [str(error).removesuffix(".")]
     shapes = {name: list(parameter.shape) for name, parameter in engine.state.named().items()}
     where = engine.line.world_size, engine.line.rank
-    found = snapshot.differences(engine.compressor, shapes, _declared(engine, snapshot), *where, rules)
+    kept = _declared(engine, snapshot)
+    found = snapshot.differences(engine.compressor, shapes, kept, *where, rules)
     if found:
         return found
+    if rules.missing == "reset":
+        snapshot = snapshot.without_entries_not_in(kept, engine.line.world_size)
     declared = {name: _by_each(engine, name, parameter) for name, parameter in engine.state.named().items()}
     elsewhere = functools.partial(_in_other_formats, engine)
     in_order = in_memory_order(snapshot, engine.state.named(), declared)
@@ -88,9 +91,16 @@ def _with_kinds(engine: Engine, snapshot: Snapshot) -> Snapshot:
     """Return a snapshot that says of what kind each entry is, whatever its format."""
     if snapshot.merged_kinds is None:
         return snapshot
-    named = engine.state.named().items()
-    then = {name: engine.compressor.state(name, _as_compressed(p), snapshot.world_size) for name, p in named}
-    return snapshot.with_kinds(engine.compressor, then)
+    declare, ranks = engine.compressor.state, snapshot.world_size
+    named = {name: _as_compressed(parameter) for name, parameter in engine.state.named().items()}
+    then = {name: declare(name, parameter, ranks) for name, parameter in named.items()}
+    of_larger = {name: declare(name, _repeated(parameter, ranks), ranks) for name, parameter in named.items()}
+    return snapshot.with_kinds(engine.compressor, then, of_larger)
+
+
+def _repeated(parameter: Tensor, times: int) -> Tensor:
+    """Return a parameter several times as large, without memory."""
+    return parameter.detach().to("meta").repeat(times, *[1] * (parameter.dim() - 1))
 
 
 def _declared(engine: Engine, snapshot: Snapshot) -> dict[str, Declared]:
@@ -134,7 +144,7 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
     _warn_of_new_beginnings(engine, checked)
     declared = _declared(engine, checked)
     if rules.missing == "reset":
-        checked = checked.without_entries_not_in(declared)
+        checked = checked.without_entries_not_in(declared, world_size)
     kinds = checked.kinds | {
         name: {e: what for e, what in entries.items() if not what.is_own} | checked.kinds.get(name, {})
         for name, entries in declared.items()

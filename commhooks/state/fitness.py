@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks.language.entries import CHOICE, RESIDUAL, Declared, Entry
+from commhooks.language.entries import CHOICE, Declared, Entry
 from commhooks.state.orders import saved_shape
 from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.state.table import Entries
@@ -29,12 +29,12 @@ def misfits(
 ) -> list[str]:
     """List every tensor that would be loaded although it cannot be what a run saved, with what is expected instead.
 
-    `named` are this run's parameters, as far as they are known; `declared` is what each compressor that may be in use
-    keeps for them, and `in_other_formats` what it would keep for a parameter in another memory format. What none of
-    them declares waits for one that does, and need only be finite.
+    `snapshot` is without what the rules drop. `named` are this run's parameters, as far as they are known; `declared`
+    is what each compressor that may be in use keeps for them, and `in_other_formats` what it would keep for a parameter
+    in another memory format. What none of them declares is handed over or waits, and need only be finite.
     """
     found = [] if "compressor" in snapshot.settings else ["settings: expected the name of a 'compressor', found none"]
-    loaded = list(_loaded(snapshot, named, declared, world_size, rules))
+    loaded = list(_loaded(snapshot, named, world_size, rules))
     are_finite = all(bool(all_finite(on_device)) for on_device in _by_device(part.tensor for part in loaded))
     for part in loaded:
         known = [entries[part.entry] for entries in declared.get(part.name, ()) if part.entry in entries]
@@ -83,11 +83,10 @@ class _Part(NamedTuple):
 def _loaded(
     snapshot: Snapshot,
     named: Mapping[str, Tensor],
-    declared: Mapping[str, Sequence[Declared]],
     world_size: int,
     rules: LoadRules,
 ) -> Iterator[_Part]:
-    """Yield what would be loaded, without what the rules reset or drop."""
+    """Yield what would be loaded, without what the rules reset."""
     parts: list[tuple[int | None, Entries]] = [(None, snapshot.replicated)]
     if world_size == snapshot.world_size or rules.spreads:
         parts += snapshot.local.items()
@@ -95,11 +94,8 @@ def _loaded(
         for name, kept in entries.items():
             if named and name not in named:
                 continue  # a difference of its own
-            known = {RESIDUAL}.union(*declared.get(name, ()))
             for entry, tensor in kept.items():
-                is_dropped = rank is not None and entry not in known and rules.missing == "reset"
-                if not is_dropped:
-                    yield _Part(rank, name, entry, tensor)
+                yield _Part(rank, name, entry, tensor)
 
 
 def _fault_of_form(part: _Part, known: Sequence[Entry], parameter: Tensor | None, *, may_change: bool) -> str:

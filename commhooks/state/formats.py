@@ -66,13 +66,16 @@ def kinds_of_format_2(
     merged: Mapping[str, Entry],
     local: Mapping[int, Entries],
     declared: Mapping[str, Declared],
+    of_larger: Mapping[str, Declared],
     settings: Mapping[str, str],
 ) -> Kinds:
     """Return the kinds of the per-rank entries in a file of format 2, without those that cannot be known.
 
     `merged` is what the file says about each name of an entry. It is right for one parameter, and for all parameters if
     they have the same compressor. `declared` is what the compressor that saved the file declares, if it is the one that
-    loads it. Otherwise a tensor's shape shows its blocks, but nothing shows how many ranks held it.
+    loads it, and `of_larger` what it declares for larger parameters: earlier versions had a share even where this one
+    finds a parameter too small for codes. Otherwise a tensor's shape shows its blocks, but nothing shows how many ranks
+    held it.
     """
     text = " ".join(settings.values())
     may_differ = "PerParameter" in text and "Hierarchical" in text
@@ -81,9 +84,12 @@ def kinds_of_format_2(
         for name, kept in entries.items():
             for entry, tensor in kept.items():
                 what = declared.get(name, {}).get(entry)
+                block = tensor.shape[1] if merged[entry].block and tensor.dim() == 2 else 0
                 if what is None and not may_differ:
-                    blocks = tensor.shape[1] if merged[entry].block and tensor.dim() == 2 else 0
-                    what = dataclasses.replace(merged[entry], block=blocks or merged[entry].block)
+                    what = dataclasses.replace(merged[entry], block=block or merged[entry].block)
+                elif what is None and block:
+                    larger = of_larger.get(name, {}).get(entry)
+                    what = larger if larger is not None and larger.block == block else None
                 if what is not None:
                     kinds.setdefault(name, {})[entry] = what
     return kinds

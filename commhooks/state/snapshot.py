@@ -136,16 +136,18 @@ class Snapshot:
         local = {rank: _cloned(entries) for rank, entries in self.local.items()}
         return dataclasses.replace(self, replicated=_cloned(self.replicated), local=local)
 
-    def with_kinds(self, compressor: Compressor, declared: Mapping[str, Declared]) -> Snapshot:
+    def with_kinds(
+        self, compressor: Compressor, declared: Mapping[str, Declared], of_larger: Mapping[str, Declared]
+    ) -> Snapshot:
         """Return a snapshot that has `kinds`, if it was read from a file of format 2.
 
-        `declared` is what `compressor` remembers, among as many ranks as saved it. Raises `CheckpointError` if a tensor
-        is not of the kind that it must be.
+        `declared` is what `compressor` remembers, among as many ranks as saved it, and `of_larger` what it remembers of
+        larger parameters. Raises `CheckpointError` if a tensor is not of the kind that it must be.
         """
         if self.merged_kinds is None:
             return self
-        own = {} if settings_that_differ(self.settings, compressor) else declared
-        kinds = kinds_of_format_2(self.merged_kinds, self.local, own, self.settings)
+        known = ({}, {}) if settings_that_differ(self.settings, compressor) else (declared, of_larger)
+        kinds = kinds_of_format_2(self.merged_kinds, self.local, *known, self.settings)
         faults = [
             f"local['rank{rank}'][{name!r}]: {fault}"
             for rank, entries in self.local.items()
@@ -189,7 +191,7 @@ class Snapshot:
                 for name in self.shapes
                 if name not in shapes
             ]
-        found += self._entries_that_do_not_fit(declared, rules)
+        found += self._entries_that_do_not_fit(declared, world_size, rules)
         return found + self._ranks_missing(world_size, rank, rules)
 
     def entries_for(self, rank: int, world_size: int, rules: LoadRules) -> Entries:
@@ -204,11 +206,11 @@ class Snapshot:
         dealt = deal_again(self.local, *sizes, self.kinds, times=kept * self.world_size / world_size)
         return {name: sums.get(name, {}) | dealt.get(name, {}) for name in {**sums, **dealt}}
 
-    def without_entries_not_in(self, declared: Mapping[str, Declared]) -> Snapshot:
-        """Return a copy without per-rank state that is not declared; residuals wait for a compressor that has one."""
+    def without_entries_not_in(self, declared: Mapping[str, Declared], world_size: int) -> Snapshot:
+        """Return a copy without per-rank state that cannot go on among `world_size` ranks."""
         local = {
             rank: {
-                name: {e: kept[e] for e in kept if not self._misfit(name, e, declared.get(name, {}))}
+                name: {e: kept[e] for e in kept if not self._misfit(name, e, declared.get(name, {}), world_size)}
                 for name, kept in entries.items()
             }
             for rank, entries in self.local.items()
@@ -232,12 +234,14 @@ class Snapshot:
                 digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def _entries_that_do_not_fit(self, declared: Mapping[str, Declared], rules: LoadRules) -> list[str]:
+    def _entries_that_do_not_fit(
+        self, declared: Mapping[str, Declared], world_size: int, rules: LoadRules
+    ) -> list[str]:
         """List per-rank state that would otherwise be lost silently."""
         found: dict[tuple[str, str], list[str]] = {}
         for name, entry in sorted({(n, e) for own in self.local.values() for n, kept in own.items() for e in kept}):
             if name in declared or entry not in self.kinds.get(name, {}):
-                reason = self._misfit(name, entry, declared.get(name, {}))
+                reason = self._misfit(name, entry, declared.get(name, {}), world_size)
                 found.setdefault((entry, reason), []).append(name)
         return [
             f"checkpoint has local state {entry!r}, {reason}; pass missing='reset' to drop it (parameter "
@@ -246,16 +250,18 @@ class Snapshot:
             if reason and rules.missing == "refuse"
         ]
 
-    def _misfit(self, name: str, entry: str, declared: Declared) -> str:
+    def _misfit(self, name: str, entry: str, declared: Declared, world_size: int) -> str:
         """Return why a parameter's entry cannot go on as what is declared; empty if it can.
 
-        A residual that no compressor keeps waits for one that does.
+        A residual that no compressor keeps waits for one that does. A share is handed over to the residual, and if
+        there is none, a warning names it.
         """
         saved, now = self.kinds.get(name, {}).get(entry), declared.get(entry)
         if saved is None:
             return "but not how many ranks held it (format 2): load it with the settings that it was saved with"
         if now is None:
-            return "which this compressor does not keep" if entry != RESIDUAL else ""
+            is_taken = entry == RESIDUAL or (saved.kind == "share" and world_size % saved.holders == 0)
+            return "" if is_taken else "which this compressor does not keep"
         then, as_declared = description_of(saved), description_of(now)
         return f"saved as {then}, which this compressor keeps as {as_declared}" if then != as_declared else ""
 

@@ -183,19 +183,22 @@ def test_what_is_like_a_residual_is_spread_with_it() -> None:
 def test_state_that_the_compressor_does_not_keep_is_refused_or_dropped() -> None:
     workers, _ = trained()
     saved, powersgd = snapshot_of(workers), make_compressor("powersgd")
+    of_one = {entry: what for entry, what in saved.kinds["layer0"].items() if entry != SERVER_ERROR}
+    saved = dataclasses.replace(saved, kinds=saved.kinds | {"layer0": of_one | {SERVER_ERROR: Entry(kind="private")}})
     named = dict(zip(workers.names, workers.parameters, strict=True))
     shapes = {name: list(parameter.shape) for name, parameter in named.items()}
     declared = {name: powersgd.state(name, parameter, 4) for name, parameter in named.items()}
     faults = saved.differences(powersgd, shapes, declared, 4, 0, LoadRules(settings="change"))
     assert faults == [
         "checkpoint has local state 'server error', which this compressor does not keep; pass missing='reset' to drop "
-        "it (parameter 'layer0', 'layer1', 'layer3')"
+        "it (parameter 'layer0')"
     ]
     assert saved.differences(powersgd, shapes, declared, 4, 0, LoadRules(settings="change", missing="reset")) == []
-    dropped = saved.without_entries_not_in(declared)
-    assert dropped.local[2]["layer0"].keys() == {"residual"}
-    started = commhooks.StartAfter(inner=sign(), steps=2)
-    assert saved.without_entries_not_in({name: started.state(name, p, 4) for name, p in named.items()}) == saved
+    dropped = saved.without_entries_not_in(declared, 4)
+    assert dropped.local[2]["layer0"].keys() == dropped.kinds["layer0"].keys() == {"residual"}
+    assert dropped.local[2]["layer1"].keys() == {"residual", SERVER_ERROR}  # a share is handed over
+    saved, started = snapshot_of(workers), commhooks.StartAfter(inner=sign(), steps=2)
+    assert saved.without_entries_not_in({name: started.state(name, p, 4) for name, p in named.items()}, 4) == saved
 
 
 def test_the_loss_scale_takes_all_state_along_that_is_in_its_units() -> None:

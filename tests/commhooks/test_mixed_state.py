@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -10,10 +11,22 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import CheckpointError, Compressor, ErrorFeedback, Hierarchical, PerParameter, make_compressor, schedule
+from commhooks import (
+    CheckpointError,
+    Compressor,
+    ErrorFeedback,
+    Hierarchical,
+    LoadRules,
+    PerParameter,
+    Snapshot,
+    TwoHop,
+    make_compressor,
+    schedule,
+)
+from commhooks.engine.resume import restore
 from tests.commhooks.state_dict_in_worlds import roundtrip
 from tests.commhooks.test_laws_of_state import exchangers, gradients_of
-from tests.commhooks.workers import zeros
+from tests.commhooks.workers import Workers, largest, normal, zeros
 
 TENSORS = {f"{number}.weight": tensor for number, tensor in enumerate(zeros((9, 12), (40,), (6, 5, 4), (57,)))}
 
@@ -144,6 +157,51 @@ def test_without_machines_or_without_a_mixture_files_of_format_2_say_all() -> No
             one.load_state_dict(in_format_2(state), settings="change")
         for one, other in zip(ran, resumed, strict=True):
             assert str(one.state_dict()["local"]) == str(other.state_dict()["local"])
+
+
+# --- what servers owe of parameters that are sent whole now -----------------------------------------------------------
+
+
+def int8() -> Compressor:
+    return make_compressor("int8", block=8)
+
+
+SENT_WHOLE = {
+    "alone": int8(),
+    "before another": schedule((0, int8()), (9, make_compressor("sign", block=32))),
+    "ranks beside machines": PerParameter(rules=(("layer[02]", Hierarchical(inner=int8(), size=2)),), otherwise=int8()),
+}
+
+
+@pytest.mark.parametrize("missing", ["refuse", "reset"])
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("compressor", SENT_WHOLE.values(), ids=list(SENT_WHOLE))
+def test_what_servers_owed_of_a_parameter_that_is_sent_whole_now_is_loaded_and_sent(
+    compressor: Compressor, version: int, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier version coded every parameter that has a block; now a code must also be smaller than the sums."""
+    ran, resumed = (
+        Workers(compressor, 4, zeros((64, 4), (8,), (8,), dtype=torch.float64), may_join=False) for _ in range(2)
+    )
+    with monkeypatch.context() as earlier:
+        earlier.setattr(TwoHop, "pays", lambda two_hop, elements, _: elements >= two_hop.codec.block)
+        for step in range(3):
+            ran.step(normal(ran.parameters, 4, seed=step))
+        states = torch.load(io.BytesIO(ran.saved()))
+    owed = [ran.unsent(index) for index in range(3)]
+    for entry in ("server error", "server error before"):
+        assert not any(entry in ran.kinds()[name] for name in ("layer1", "layer2"))
+    for engine, state in zip(resumed.engines, states, strict=True):
+        snapshot = Snapshot.from_dict(in_format_2(state) if version == 2 else state)
+        restore(engine, snapshot, LoadRules(missing=missing), uncut_steps=0)
+    for own in resumed.kinds().items():
+        assert all(table.declared()[own[0]].keys() == own[1].keys() for table in resumed.states)
+    (means, *_) = resumed.step([[torch.zeros_like(one) for one in resumed.parameters] for _ in range(4)])
+    # Numbers of at most 4 shares and a residual are rounded fewer than 16 times.
+    limit = 16 * torch.finfo(torch.float64).eps * 8 * largest(*owed, *means)
+    for index, mean in enumerate(means):
+        assert largest(mean) > 0.001
+        assert largest(owed[index] - mean - resumed.unsent(index)) <= limit
 
 
 # --- state that does not fit ------------------------------------------------------------------------------------------
