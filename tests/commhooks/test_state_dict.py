@@ -12,6 +12,7 @@ import torch
 
 import commhooks
 from commhooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from commhooks.state.settings import settings_of, settings_that_differ
 from tests.commhooks import state_dict_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 from tests.commhooks.resume_in_worlds import distance
@@ -292,3 +293,37 @@ def test_a_setting_that_a_file_does_not_know_had_its_default_when_that_was_saved
     other = commhooks.Exchanger(tensors, changed, line=commhooks.lockstep_lines(1)[0])
     with pytest.raises(commhooks.CheckpointError, match="setting inner.indices: saved with 'auto', now 'int32'"):
         other.load_state_dict(state)
+
+
+DEMO = "ErrorFeedback(inner=DeMo(k=32, chunk=64, one_bit=False, sign=False), decay=0.999, reset_every=0)"
+"""As it was written before DeMo had the setting `mean_over`."""
+
+
+@pytest.mark.parametrize(
+    ("compressor", "setting", "text"),
+    [
+        ("demo", "rules", f"(('layer0', {DEMO}),)"),
+        ("demo", "rules", f"(('layer0', {DEMO}), (Match(name='head.*'), {DEMO}))"),
+        ("demo", "before.rules", f"(('layer0', {DEMO}),)"),
+        ("distro", "rules", f"(('layer0', {DEMO.replace('32', '4').replace('False', 'True')}),)"),
+    ],
+)
+def test_a_setting_inside_a_rule_that_a_file_does_not_know_had_its_default(
+    compressor: str, setting: str, text: str
+) -> None:
+    def made(**settings: Any) -> commhooks.Compressor:
+        one = commhooks.make_compressor(compressor, **settings)
+        head = ((commhooks.Match(name="head.*"), one),) if "head" in text else ()
+        mixed = commhooks.PerParameter(rules=(("layer0", one), *head))
+        top_k = commhooks.make_compressor("top-k")
+        return commhooks.schedule((0, mixed), (9, top_k)) if setting.startswith("before") else mixed
+
+    saved = settings_of(made())
+    assert saved[setting] != text
+    older = saved | {setting: text}
+    assert settings_that_differ(older, made()) == settings_that_differ(saved, made()) == []
+    for other in (made(mean_over="senders"), made(k=3)):
+        (found,) = settings_that_differ(older, other)
+        assert found.startswith(f"setting {setting}: saved with (('layer0', ")
+    for wrong in (text.replace("64", "32"), "no expression (", ""):
+        assert len(settings_that_differ(saved | {setting: wrong}, made())) == 1
