@@ -194,9 +194,11 @@ def test_what_servers_owed_of_a_parameter_that_is_sent_whole_now_is_loaded_and_s
     for engine, state in zip(resumed.engines, states, strict=True):
         snapshot = Snapshot.from_dict(in_format_2(state) if version == 2 else state)
         restore(engine, snapshot, LoadRules(missing=missing), uncut_steps=0)
-    for own in resumed.kinds().items():
-        assert all(table.declared()[own[0]].keys() == own[1].keys() for table in resumed.states)
     (means, *_) = resumed.step([[torch.zeros_like(one) for one in resumed.parameters] for _ in range(4)])
+    for table in resumed.states:
+        assert not any(
+            entry.startswith("server error") for name in ("layer1", "layer2") for entry in table.kinds()[name]
+        )
     # Numbers of at most 4 shares and a residual are rounded fewer than 16 times.
     limit = 16 * torch.finfo(torch.float64).eps * 8 * largest(*owed, *means)
     for index, mean in enumerate(means):
