@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .runs import RunResult, StepRecord
-from .summary import CURVE_STEPS, curve_of, total_seconds
+from .summary import averaged_in_curve, curve_of, total_seconds
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Moment:
     ours: float  # training loss, on the curve that the report draws
     baselines: float
     held_out: float  # loss, ours - the baseline's; NaN if ours ended sooner
-    whole: bool  # whether our run had all of the baseline's time, but for less than one of its steps
+    whole: bool  # True if our run lasted as long as the baseline's, to within one step
     noise: float  # standard error of ours - baselines, from the scatter of the steps' losses about their curves
 
     @classmethod
@@ -37,7 +37,7 @@ class Moment:
             baselines=_loss_after(seconds, baseline.asked_steps),
             held_out=held_out,
             whole=whole,
-            noise=math.hypot(_noise_of(ours.steps), _noise_of(baseline.asked_steps)),
+            noise=math.hypot(_noise_after(seconds, ours.steps), _noise_after(seconds, baseline.asked_steps)),
         )
 
 
@@ -47,13 +47,16 @@ def _loss_after(seconds: float, steps: Sequence[StepRecord]) -> float:
     return float(np.interp(seconds, times, curve_of([step.loss for step in steps])))
 
 
-def _noise_of(steps: Sequence[StepRecord]) -> float:
-    """Return the standard error of a point of the curve."""
-    losses = np.array([step.loss for step in steps])
-    # A point of the curve contains the loss itself, so what is left scatters by a share of 1 - 1/CURVE_STEPS.
+def _noise_after(seconds: float, steps: Sequence[StepRecord]) -> float:
+    """Return the standard error of the point of the curve after this time; infinite if it averages a single loss."""
+    losses, averaged = np.array([step.loss for step in steps]), averaged_in_curve(len(steps))
+    if averaged[0] == 1:
+        return math.inf
+    # A point of the curve contains the loss itself, so what is left scatters by a share of 1 - 1/averaged.
     with np.errstate(invalid="ignore"):  # of a run that diverged there is none
-        variance = float(np.mean((losses - curve_of(losses.tolist())) ** 2)) / (1 - 1 / CURVE_STEPS)
-    return math.sqrt(variance / CURVE_STEPS)
+        variance = float(np.mean((losses - curve_of(losses.tolist())) ** 2 / (1 - 1 / averaged)))
+    times = np.cumsum([step.seconds for step in steps])
+    return math.sqrt(variance / float(np.interp(seconds, times, averaged)))
 
 
 def _held_out_after(seconds: float, run: RunResult) -> float:

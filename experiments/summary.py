@@ -93,9 +93,18 @@ def curve_of(losses: Sequence[float]) -> npt.NDArray[np.float64]:
     At the ends the mean is over fewer steps, but not over one: a curve must not end with the noise of a batch.
     """
     values = np.array(losses)
-    window = np.ones(2 * min(CURVE_STEPS // 2, (len(values) - 1) // 2) + 1)
-    found: npt.NDArray[np.float64] = np.convolve(values, window, "same")
-    return found / np.convolve(np.ones(len(values)), window, "same")
+    found: npt.NDArray[np.float64] = np.convolve(values, _window(len(values)), "same")
+    return found / averaged_in_curve(len(values))
+
+
+def averaged_in_curve(steps: int) -> npt.NDArray[np.float64]:
+    """Return over how many losses `curve_of` averages at each of so many steps."""
+    found: npt.NDArray[np.float64] = np.convolve(np.ones(steps), _window(steps), "same")
+    return found
+
+
+def _window(steps: int) -> npt.NDArray[np.float64]:
+    return np.ones(2 * min(CURVE_STEPS // 2, (steps - 1) // 2) + 1)
 
 
 def target_loss(runs: Sequence[Sequence[StepRecord]]) -> float:

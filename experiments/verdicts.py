@@ -63,20 +63,25 @@ def _judge(one: Outcome, first: Outcome, setting: Setting) -> Judgement:
     versus = setting.versus[one.hook]
     noise = {seed: _SURE * moment.noise for seed, moment in versus.moments.items()}
     everywhere = versus.held_out_then.seeds == versus.seeds
+    same_time = _lower(versus.same_time, noise)
     return Judgement(
-        target=_sooner(one, first, versus.to_target),
-        same_time=_lower(versus.same_time, noise),
+        target=_sooner(one, first, versus.to_target, same_time),
+        same_time=same_time,
         held_out=_lower(versus.held_out_then, dict.fromkeys(noise, 0.0)) if everywhere else None,
         ended_early=any(not moment.whole and seed not in one.reached for seed, moment in versus.moments.items()),
         diverged=bool(one.diverged),
     )
 
 
-def _sooner(one: Outcome, first: Outcome, speed_up: Estimate) -> int | None:
-    """Return 1 if the hook reached the target sooner, -1 if later, or not in the time that the baseline took."""
+def _sooner(one: Outcome, first: Outcome, speed_up: Estimate, same_time: int | None) -> int | None:
+    """Return 1 if the hook reached the target sooner, -1 if later, or not in the time that the baseline took.
+
+    When a noisy mean first passes the target scatters over many steps. With too few seeds to
+    tell how far, it counts only if the losses after the same time differ too.
+    """
     ours, theirs = one.seconds_to_target.by_seed, first.seconds_to_target.by_seed
-    said = []
-    for seed in one.results.keys() & first.results.keys():
+    said, shared = [], one.results.keys() & first.results.keys()
+    for seed in shared:
         if seed in ours and seed in theirs:  # a target is reached at the end of a step
             step = max(one.step.by_seed[seed], first.step.by_seed[seed])
             said.append(_side(theirs[seed] - ours[seed], step))
@@ -86,7 +91,8 @@ def _sooner(one: Outcome, first: Outcome, speed_up: Estimate) -> int | None:
             said.append(1 if total_seconds(first.results[seed].asked_steps) >= ours[seed] else 0)
     if len(said) == speed_up.seeds >= LEAST_SEEDS:
         return speed_up.sign
-    return _unanimous(said)
+    found = _unanimous(said)
+    return found if found is None or same_time or len(shared) >= LEAST_SEEDS else 0
 
 
 def _lower(difference: Estimate, unsure: Mapping[int, float]) -> int | None:
