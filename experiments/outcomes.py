@@ -232,6 +232,11 @@ class Setting:
         return Estimate.of(self.targets).mean
 
     @property
+    def is_silent(self) -> bool:
+        """Whether no rank moved a byte, as with a single one."""
+        return not any(one.moved_bytes.mean for one in self.outcomes)
+
+    @property
     def any_result(self) -> RunResult:
         """One of the runs, for what they have in common."""
         return next(iter(self.outcomes[0].results.values()))

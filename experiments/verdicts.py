@@ -54,6 +54,9 @@ class Judgement:
 def judgements(setting: Setting) -> Mapping[str, Judgement]:
     """Return a judgement of each hook but the baseline."""
     first = setting.baseline
+    if setting.is_silent:
+        others = (one for one in setting.outcomes if one is not first)
+        return {one.hook: Judgement(None, None, None, diverged=bool(one.diverged)) for one in others}
     return (
         {} if first is None else {one.hook: _judge(one, first, setting) for one in setting.outcomes if one is not first}
     )

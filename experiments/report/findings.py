@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from commhooks.units import bytes_in_words, counted, three_digits
 
 from ..intervals import LEAST_SEEDS, Estimate
-from ..outcomes import Outcome, Setting
+from ..outcomes import USUAL_BASELINE, Outcome, Setting
 from ..runs import RunSettings
 from ..summary import SMOOTHING_STEPS
 from ..verdicts import Judgement, Verdict, judgements
@@ -32,6 +32,8 @@ def finding(setting: Setting) -> str:
         return "The baseline has no finished run here, so nothing is compared."
     if not setting.versus:
         return f"Only {first.hook} was run: there is nothing to compare."
+    if setting.is_silent:
+        return f"No bytes were moved with {counted(setting.settings.ranks, 'rank')}: there is nothing to compress."
     judged = judgements(setting)
     best = _best(setting, judged)
     said = [_verdict(setting, first, judged, best)]
@@ -57,8 +59,10 @@ def finding(setting: Setting) -> str:
 def no_target(setting: Setting) -> str:
     """Return why there is no target loss, and what to do."""
     first = setting.outcomes[0]
-    what = f"{first.hook} diverged" if first.diverged else f"The loss of {first.hook} did not fall"
-    return f"{what}, so there is no target: name one with --target-loss, or take more steps."
+    if first.diverged:
+        return f"{first.hook} diverged, so there is no target: name one with --target-loss."
+    what = f"The loss of {first.hook} did not fall, so there is no target"
+    return f"{what}: name one with --target-loss, or take more steps."
 
 
 def names_of(settings: Sequence[Setting]) -> list[str]:
@@ -81,11 +85,12 @@ def lead(settings: Sequence[Setting]) -> list[str]:
     tasks = list(dict.fromkeys(one.settings.task.label for one in settings))
     said[0] = f"{said[0][:-1]}; {'task' if len(tasks) == 1 else 'tasks'} {listed(tasks)}."
     ranks = sorted({one.settings.ranks for one in settings})
+    counts = counted(ranks[0], "rank") if len(ranks) == 1 else f"{listed([str(n) for n in ranks])} ranks"
     links = list(dict.fromkeys(link_in_words(one.settings.link) for one in settings))
     if len(links) == 1:
-        said.append(f"{listed([str(n) for n in ranks])} ranks over {links[0]}.")
+        said.append(f"{counts} over {links[0]}.")
     else:
-        said.append(f"{listed([str(n) for n in ranks])} ranks over {len(links)} links.")
+        said.append(f"{counts} over {len(links)} links.")
     optimizers = list(dict.fromkeys(_optimizer(one.settings) for one in settings))
     if optimizers != [_optimizer(RunSettings(task=settings[0].settings.task))]:
         said.append(f"Optimizers: {listed(optimizers)}.")
@@ -137,30 +142,44 @@ def _best(setting: Setting, judged: Mapping[str, Judgement]) -> Outcome | None:
         gained = -versus.same_time.mean if versus.same_time.seeds else -math.inf
         return order[judgement.verdict], judgement.target == 1, sooner, gained
 
-    return max((one for one in setting.outcomes[1:] if not judged[one.hook].diverged), key=rank, default=None)
+    comparable = [one for one in setting.outcomes[1:] if setting.versus[one.hook].seeds]
+    return max((one for one in comparable if not judged[one.hook].diverged), key=rank, default=None)
 
 
 def _verdict(setting: Setting, first: Outcome, judged: Mapping[str, Judgement], best: Outcome | None) -> str:
     """Return what holds after the same time."""
+    dense = first.hook == USUAL_BASELINE
+    none_pays = "Compression does not pay here" if dense else f"No hook beats {first.hook} here"
     if best is None:
-        return "Compression does not pay here: every other hook diverged."
+        diverged = all(one.diverged for one in judged.values())
+        return (
+            f"{none_pays}: every other hook diverged." if diverged else f"Nothing is compared with {first.hook} here."
+        )
     judgement = judged[best.hook]
     what = " ".join(filter(None, [_to_target(setting, first, best), _after_the_same_time(setting, first, best)]))
     if judgement.verdict is Verdict.PAYS:
-        return f"{best.hook} pays here. {what}"
+        return f"{best.hook} {'pays' if dense else f'beats {first.hook}'} here. {what}"
     if judgement.verdict is Verdict.COSTS:
-        return f"Compression does not pay here. The nearest is {best.hook}. {what}"
+        return f"{none_pays}. The nearest is {best.hook}. {what}"
     if {judgement.target, judgement.same_time} >= {1, -1}:
         why = "its time to the target and its loss after the same time disagree"
     elif judgement.votes == {1, -1}:
         why = "its training loss and its held-out loss disagree"
     elif judgement.ended_early:
-        why = f"it ended before it had {first.hook}'s time or reached the target, so it needs more steps"
+        why = f"it ended before it had {first.hook}'s time or reached the target, {_more_steps(best)}"
     elif judgement.same_time is None:
         why = f"{first.hook} diverged"
     else:
         why = "no difference seen, so it needs more steps or seeds"
-    return f"Whether compression pays here is not settled. The best is {best.hook}: {why}. {what}".rstrip()
+    question = "Whether compression pays here" if dense else f"Whether a hook beats {first.hook} here"
+    return f"{question} is not settled. The best is {best.hook}: {why}. {what}".rstrip()
+
+
+def _more_steps(one: Outcome) -> str:
+    """Return how a hook that ended early gets more steps."""
+    if any(run.goal is not None and len(run.steps) < run.goal.steps for run in one.results.values()):
+        return "so it needs more steps"
+    return "so it must be run again with a larger --go-on"
 
 
 def _to_target(setting: Setting, first: Outcome, best: Outcome) -> str:
@@ -171,6 +190,10 @@ def _to_target(setting: Setting, first: Outcome, best: Outcome) -> str:
     its, theirs = (f"in {len(one.reached)} of {counted(len(one.results), 'seed')}" for one in (best, first))
     if not best.reached and not first.reached:
         return f"Neither it nor {first.hook} reached {loss}."
+    if not faster.seeds and best.reached and first.reached:
+        ours, baselines = (seconds_in_words(one.seconds_to_target.mean) for one in (best, first))
+        both = f"It reached {loss} {its}, after {ours}, {first.hook} {theirs}, after {baselines}"
+        return f"{both}; never with the same seed."
     if not faster.seeds:
         one, other, how = (best, first, its) if best.reached else (first, best, theirs)
         after = seconds_in_words(one.seconds_to_target.mean)
@@ -217,12 +240,15 @@ def _at_equal_steps(setting: Setting, first: Outcome, best: Outcome) -> str:
 
 
 def _of_others(setting: Setting, judged: Mapping[str, Judgement], best: Outcome | None) -> list[str]:
-    others = [one for one in setting.outcomes[1:] if one is not best]
+    alone = [one.hook for one in setting.outcomes[1:] if not setting.versus[one.hook].seeds]
+    others = [one for one in setting.outcomes[1:] if one is not best and one.hook not in alone]
     kinds = {
         kind: [one.hook for one in others if judged[one.hook].verdict is kind]
         for kind in (Verdict.PAYS, Verdict.COSTS, Verdict.OPEN)
     }
     said = [f"{word}: {listed(kinds[kind])}." for kind, word in _KINDS.items() if kinds[kind]]
+    if alone:
+        said.append(f"Without a seed in common with {setting.outcomes[0].hook}, so not compared: {listed(alone)}.")
     never = [one.hook for one in setting.outcomes if not one.reached and not one.diverged]
     if never and len(never) < len(setting.outcomes) and math.isfinite(setting.target):
         said.append(f"Never at the target: {listed(never)}.")
@@ -265,7 +291,7 @@ def _parts(settings: RunSettings) -> dict[str, str]:
         "link": "real network" if settings.link.kind == "real" else rate,
         "latency": more or "no latency",
         "kind": settings.link.kind,
-        "ranks": f"{settings.ranks} ranks",
+        "ranks": counted(settings.ranks, "rank"),
         "optimizer": _optimizer(settings),
         "compute": f"compute {settings.compute or 'as here'}",
         "ddp": f"{settings.ddp} DDP",

@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 
 from experiments.moments import Moment
 from experiments.outcomes import Setting, settings_of
-from experiments.report.findings import finding
+from experiments.report.findings import finding, lead
 from experiments.report.rows import time_grid
 from experiments.runs import Goal, RunResult
 from experiments.verdicts import Judgement, Verdict, judgements
@@ -71,7 +71,7 @@ def test_a_hook_that_is_far_ahead_after_the_same_time_is_not_said_not_to_pay_for
     said = finding(found)
     assert "does not pay" not in said
     assert re.search(r"After the same 9\.11 s its training loss was 0\.680, that of all-reduce 2\.\d+\.", said)
-    assert verdict(found) is Verdict.OPEN and "so it needs more steps" in said
+    assert verdict(found) is Verdict.OPEN and "so it must be run again with a larger --go-on" in said
 
 
 FAST = 0.25  # seconds a step, a quarter of the baseline's
@@ -162,6 +162,65 @@ def test_a_baseline_that_diverged_is_no_measure() -> None:
     assert verdict(found) is Verdict.OPEN
     assert "all-reduce diverged" in finding(found)
     assert time_grid(found).rows[1][1].main == "—"
+
+
+def test_a_diverged_baseline_is_not_told_to_take_more_steps() -> None:
+    assert "so there is no target: name one with --target-loss." in finding(
+        setting(diverged(DENSE), CASES["it is the same"][0])
+    )
+
+
+def test_a_hook_that_could_still_go_on_needs_more_steps_and_one_whose_steps_are_used_up_more_go_on() -> None:
+    early = made("sign", falling(1.5, 50), FAST)
+    used_up = dataclasses.replace(early, goal=dataclasses.replace(GOAL, steps=50))
+    assert "so it needs more steps" in finding(setting(DENSE, early))
+    assert "so it must be run again with a larger --go-on" in finding(setting(DENSE, used_up))
+
+
+def test_losing_to_another_compressor_is_not_said_of_compression() -> None:
+    slow = made("sign", falling(1.0), 1.5)
+    top_k = made("top-k", falling(1.0), 1.0)
+    (found,) = settings_of((top_k, slow), baseline="top-k")
+    assert finding(found).startswith("No hook beats top-k here. The nearest is sign. ")
+    (found,) = settings_of((top_k, diverged(slow)), baseline="top-k")
+    assert finding(found).startswith("No hook beats top-k here: every other hook diverged.")
+    (found,) = settings_of((top_k, made("sign", falling(1.0), FAST)), baseline="top-k")
+    assert finding(found).startswith("sign beats top-k here. ")
+
+
+def test_runs_without_a_seed_in_common_are_not_compared() -> None:
+    found = setting(DENSE, made("sign", falling(1.0), FAST, seed=1), target=1.5)
+    assert finding(found).startswith(
+        "Nothing is compared with all-reduce here. "
+        "Without a seed in common with all-reduce, so not compared: sign. Two seeds"
+    )
+
+
+def test_a_target_reached_with_different_seeds_is_reached_by_both() -> None:
+    runs = [made("all-reduce", falling(last), 1.0, seed=seed) for seed, last in enumerate((1.0, 3.0))]
+    runs += [made("sign", falling(last), 1.0, seed=seed) for seed, last in enumerate((3.0, 1.0))]
+    said = finding(setting(*runs, target=1.5))
+    assert re.search(
+        r"It reached a training loss of 1\.500 in 1 of 2 seeds, after [\d.]+ s, all-reduce in 1 of 2 seeds, "
+        r"after [\d.]+ s; never with the same seed\.",
+        said,
+    )
+    assert "did not in up to" not in said
+
+
+def test_of_a_single_rank_nothing_is_said_of_compression() -> None:
+    alone = [
+        dataclasses.replace(
+            run,
+            settings=dataclasses.replace(run.settings, ranks=1),
+            steps=tuple(dataclasses.replace(step, moved_bytes=0, dense_bytes=0) for step in run.steps),
+        )
+        for run in (DENSE, CASES["it reached the target sooner"][0])
+    ]
+    found = setting(*alone)
+    assert finding(found) == "No bytes were moved with 1 rank: there is nothing to compress."
+    assert verdict(found) is Verdict.OPEN
+    assert "1 rank over" in " ".join(lead([found]))
 
 
 def seeded(lasts: Sequence[float], steps: int = 160) -> Setting:
