@@ -8,9 +8,10 @@ collective begins with all ranks together, and takes as long as on the slowest o
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -95,15 +96,14 @@ class Meter:
         most = seconds / (LOOKS + REPEATS * GOOD_TURNS)
         if_needed = ATTEMPTS * seconds / (LOOKS + REPEATS * _LEAST_TURNS)  # then there will be one attempt
         found: dict[Case, float] = {}
-        for size in SIZES[:LEAST_SIZES]:
-            found |= self._look([(kind, size) for kind in self._ladders])
-        last = [found[kind, SIZES[LEAST_SIZES - 1]] for kind in self._ladders]
-        if sum(found.values()) > if_needed:
-            raise ProbeError(
-                f"the network is too slow for the time given: messages of {SIZES[LEAST_SIZES - 1] / 1024:g} KiB took "
-                f"{1e3 * sum(last) / len(last):.0f} ms each, with the meeting before it, and at least {_LEAST_TURNS} "
-                f"turns are needed; probe for longer (seconds=, at most {MOST_SECONDS:g})."
-            )
+        for size, kind in itertools.product(SIZES[:LEAST_SIZES], self._ladders):
+            found |= self._look((kind, size))
+            if sum(found.values()) > if_needed:  # on all ranks, as times are those of the slowest
+                raise ProbeError(
+                    f"the network is too slow for the time given: {kind} of {size:,} bytes took "
+                    f"{1e3 * found[kind, size]:.0f} ms, barrier included, and at least {_LEAST_TURNS} turns of all "
+                    f"kinds and sizes are needed; probe for longer (seconds=, at most {MOST_SECONDS:g})."
+                )
         largest = dict.fromkeys(self._ladders, SIZES[LEAST_SIZES - 1])
         growing = {
             kind: list(ladder.sizes[LEAST_SIZES:])
@@ -136,18 +136,16 @@ class Meter:
 
     def _adds(self, found: dict[Case, float], case: Case, most: float) -> bool:
         """Look at a case, and add it if a turn is not too long then; return whether it was added."""
-        time = self._look([case])
+        time = self._look(case)
         if sum(found.values()) + time[case] > most:
             return False
         found |= time
         return True
 
-    def _look(self, cases: Sequence[Case]) -> dict[Case, float]:
-        """Return the seconds of each case, the same on all ranks, with the meeting before it."""
-        for case in cases:
-            self._time(*case)  # memory is allocated, and connections are made, the first time
-        times = self._slowest([self._whole(*case) for case in cases])[:, 0].tolist()
-        return dict(zip(cases, times, strict=True))
+    def _look(self, case: Case) -> dict[Case, float]:
+        """Time a case once, barrier included; all ranks get the same number."""
+        self._time(*case)  # memory is allocated, and connections are made, the first time
+        return {case: float(self._slowest([self._whole(*case)])[0, 0])}
 
     def _turns(self, cases: list[Case], turns: int, deadline: float) -> Mapping[Case, list[tuple[float, float]]]:
         """Return what each case took, seconds and processor seconds, in the order of turns."""
