@@ -28,8 +28,9 @@ class Difference:
     mean: float | None
     """In the task's unit; None: a run diverged, so there is none."""
     low: float | None
-    """The end of the 95 % interval, as `high`."""
+    """Lower end of the 95 % interval."""
     high: float | None
+    """Upper end of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

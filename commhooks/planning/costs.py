@@ -32,7 +32,7 @@ from commhooks.planning.sizes import Shape
 
 BACKENDS = ("gloo", "none")
 """What carries messages. "gloo": its processor time is counted, for each byte sent, each message and each round.
-"none": sending takes nothing of the processor, as if a network card did all of it."""
+"none": sending uses no CPU time, as if a network card did all of it."""
 FILE = Path(__file__).with_name("costs.json")
 FORMAT = 1  # of the file; increased when readers must change
 COPIED_ELEMENTS = 1 << 22  # of fp32: 16 MiB, more than the caches nearest to a core

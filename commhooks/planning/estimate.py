@@ -69,8 +69,8 @@ class HookEstimate:
     pays_between: Rates
     """The ranges of rates at which it pays, in bits per second; empty: none, or dense itself."""
     on_faster_link: float
-    """Seconds of the step on a link `FASTER` times as fast. If they are more, buckets meet less favourably there, and
-    differences of that size say nothing."""
+    """Seconds of the step on a link `FASTER` times as fast. If larger than `time.seconds`, ignore differences this
+    small: they come from how transfers line up with compute."""
     losses: tuple[Loss, ...]
     """What the same settings cost in accuracy, by task; a task that is missing was not measured."""
 
@@ -91,7 +91,7 @@ class HookEstimate:
 
     @property
     def is_safe(self) -> bool:
-        """Whether on every task that was measured, at least one, it cost no more than another seed does."""
+        """True if it was measured, and its worst-case loss is within the seed-to-seed range on every task measured."""
         return bool(self.losses) and all(loss.is_safe for loss in self.losses)
 
 

@@ -11,7 +11,7 @@ from commhooks.planning.probe import MEASURED, REACH, Probe
 from commhooks.planning.profile import Profile
 
 SIZES = (256, *(4**power for power in range(6, 13)))
-"""Bytes that a rank puts in: 256 B, 4 KiB, and four times as much each, to 16 MiB."""
+"""Bytes each rank contributes: 256 B, 4 KiB, and four times as much each, to 16 MiB."""
 LEAST_SIZES = 2
 LEAST_SECONDS, MOST_SECONDS = 1.0, 120.0
 GOOD_TURNS = 6  # higher: steadier medians, but smaller messages on a slow link
@@ -27,9 +27,11 @@ class Rungs(NamedTuple):
     """The sizes of one kind of collective to try."""
 
     sizes: tuple[int, ...]
-    """Ascending, in bytes that a rank puts in."""
+    """Ascending, in bytes each rank contributes."""
     needed: int = 0
-    """What lets a profile's largest payload be predicted. Up to it, messages may be so large that few fit in."""
+    """Smallest size from which the profile's largest payload can be predicted.
+
+    Sizes up to it may use the whole time."""
 
 
 def ladders_of(profile: Profile | None, ranks: int) -> dict[str, Rungs]:
@@ -57,9 +59,9 @@ def _ladder(kind: str, sizes: Sequence[int], ranks: int, needed: int = 0) -> Run
 
 
 def seconds_to_reach(payloads: Mapping[str, int], probe: Probe) -> int:
-    """Return for how many seconds to probe the network so that payloads, by kind, can be predicted, if lines hold.
+    """Return for how many seconds to probe the network so that payloads, by kind, can be predicted.
 
-    It is more than the probe was given, which was not enough.
+    This is enough if time grows linearly with size. It is more than the probe was given, which was not enough.
     """
     turn = sum(
         _OF_ALL_SIZES * probe.costs[kind].seconds(max(payload / REACH, SIZES[LEAST_SIZES - 1]))

@@ -37,7 +37,7 @@ from commhooks.planning.probe import Cost, Timing
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Case = tuple[str, int]
-"""A kind of collective, and the bytes that a rank puts in."""
+"""A kind of collective, and the bytes each rank contributes."""
 _LEAST_TURNS = 4
 _MOST_TURNS = 100
 _MOST_REPEATED = 8  # measurements of a case in a turn

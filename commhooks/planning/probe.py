@@ -59,7 +59,7 @@ class Timing:
     """A collective of one size; all seconds are those of the slowest rank, but processor seconds the ranks' mean."""
 
     payload: int
-    """Bytes that each rank puts in."""
+    """Bytes each rank contributes."""
     seconds: Seconds
     halves: tuple[tuple[float, float], ...]
     """The medians of the first and of the second half of the measurements, and of every other one."""

@@ -67,8 +67,8 @@ def with_probes(factors: Sequence[tuple[Tensor, Tensor]], seed: int) -> list[Pro
 def replace_blind_rows(groups: Sequence[Probed]) -> None:
     """Replace, in this rank's own P = M·Q, at most one row of each matrix by what its probe shows.
 
-    That is the row that shows least of M for the length of its row in Q. Only what the probe shows outside the span of
-    P counts against it, so a row for which the others leave little stays.
+    That is the row whose product with M is smallest relative to its norm in Q. Only what the probe shows outside
+    the span of P counts against it, so a row for which the others leave little stays.
 
     Any P will do: it only selects a basis, and what is sent and kept follows from the mean P. So each rank may decide
     by itself. A P that is not finite stays as it is, since comparisons with NaN are false.
