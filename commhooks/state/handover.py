@@ -42,7 +42,7 @@ def hand_over(table: StateTable, compressor: Compressor, step: int) -> bool:
     now = compressor, compressor.phase(step)
     if table.in_phase == now:
         return False
-    table.in_phase = now
+    table.in_phase = None if table.is_waiting else now  # what waits for its parameter's name is looked at later
     unsent: dict[tuple[str, str, str], dict[str, float]] = {}
     for slot in table.slots():
         for entry, units, fate, norm in _hand_over(table, slot, compressor, step):

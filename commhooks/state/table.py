@@ -57,7 +57,7 @@ class StateTable:
         self.successors: tuple[Compressor, ...] = ()
         """Compressors that may take over from the one in use: what they remember may be loaded, too."""
         self.in_phase: tuple[Compressor, int] | None = None
-        """The compressor, and its phase, to which state was handed over; None if state was loaded since then."""
+        """The compressor, and its phase, to which state was handed over; None if loaded state is still to be."""
         self._states: dict[Tensor, ParameterState] = {}
         self._names: dict[Tensor, str] = {}
         self._loaded: dict[str, _Loaded] | None = None
@@ -141,7 +141,7 @@ class StateTable:
 
         Not done while loaded state is waiting for its parameter's name: the choice was loaded with it.
         """
-        if self._loaded or not compressor.chooses(step):
+        if self.is_waiting or not compressor.chooses(step):
             return
         for parameter, choice in compressor.choose(self._states, step).items():
             self._states[parameter].choice = choice
@@ -244,6 +244,11 @@ class StateTable:
                 _begin(tensor, state.entries[name])
             state.choice = 0
             self._fill(parameter, state, self._loaded.get(state.key, _Loaded({}, {}, {})))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether loaded state waits for its parameter to be seen."""
+        return bool(self._loaded)
 
     def end_loading(self) -> None:
         """Raise `CheckpointError` if something was loaded for a parameter that was never seen; forget the rest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from commhooks import (
 from commhooks.compressors.powersgd.adaptive_rank import NORMS
 from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.replay import Resumed
+from commhooks.engine.resume import restore
 from commhooks.language.entries import blocks_served
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.settings import settings_of
@@ -159,6 +161,33 @@ def test_saved_shares_are_dealt_again_as_a_state_dict_is_loaded(how: str) -> Non
             before, after = (one["local"][f"rank{rank}"][name][SERVER_ERROR] for one in (first, again))
             assert torch.equal(before, after) and largest(before) > 0.05
     assert [sorted(one["local"]) for one in saved] == [[f"rank{r}" for r in range(size)] for size in (4, 2, 4)]
+
+
+def test_state_that_waits_for_names_is_handed_over_once_they_are_known() -> None:
+    """The first parameter has one block: two ranks send it as a code, four send it whole, and keep no share of it."""
+    int8 = make_compressor("int8", block=32)
+    ran, resumed = (
+        Workers(int8, ranks, zeros((32,), (64, 33), dtype=torch.float64), may_join=False) for ranks in (2, 4)
+    )
+    for step in range(3):
+        ran.step(normal(ran.parameters, 2, seed=step))
+    owed = [ran.unsent(index) for index in range(2)]
+    merged = commhooks.merge_state_dicts(torch.load(io.BytesIO(ran.saved())))
+    for engine in resumed.engines:
+        engine.state._names.clear()  # as of a hook that PyTorch's DDP calls before `bind`
+        restore(engine, Snapshot.from_dict(merged), LoadRules(world_size="spread-mean"), uncut_steps=0)
+        engine.bind(list(zip(resumed.names, resumed.parameters, strict=True)))
+    sent = [torch.zeros_like(one) for one in owed]
+    for _ in range(3):
+        means, *_ = resumed.step([[torch.zeros_like(one) for one in resumed.parameters]] * 4)
+        sent = [before + mean for before, mean in zip(sent, means, strict=True)]
+    assert all("server error" not in table.of(resumed.parameters[0]).tensors for table in resumed.states)
+    # Numbers of at most 4 shares and a residual are rounded fewer than 16 times.
+    limit = 16 * torch.finfo(torch.float64).eps * 8 * largest(*owed, *sent)
+    for index in range(2):
+        assert largest(owed[index]) > 0.001
+        assert largest(owed[index] - sent[index] - resumed.unsent(index)) <= limit
+    assert not largest(resumed.unsent(0))
 
 
 def test_reset_forgets_shares_and_residuals() -> None:
