@@ -237,7 +237,7 @@ def test_state_of_another_kind_is_refused_or_dropped_and_never_zeroed_without_a_
 
 
 @every_mixture
-@pytest.mark.parametrize("how", ["spread", "spread-mean"])
+@pytest.mark.parametrize("how", ["spread", pytest.param("spread-mean", marks=pytest.mark.soak)])
 def test_a_mixture_is_spread_over_other_numbers_of_ranks_and_loses_nothing(compressor: Compressor, how: str) -> None:
     """By 8 of 4 ranks and by 4 again: every division is by a power of two, so no digit is lost."""
     first = commhooks.merge_state_dicts(saved(trained(compressor)))
