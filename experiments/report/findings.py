@@ -170,7 +170,7 @@ def _verdict(setting: Setting, first: Outcome, judged: Mapping[str, Judgement], 
     elif judgement.same_time is None:
         why = f"{first.hook} diverged"
     else:
-        why = "no difference seen, so it needs more steps or seeds"
+        why = "the difference is too small to be sure of, so it needs more steps or seeds"
     question = "Whether compression pays here" if dense else f"Whether a hook beats {first.hook} here"
     return f"{question} is not settled. The best is {best.hook}: {why}. {what}".rstrip()
 
