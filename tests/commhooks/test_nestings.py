@@ -228,6 +228,12 @@ def check_spoiled(nesting: Nesting, saved: bytes) -> None:
     assert all(torch.isfinite(mean).all() for mean in after_it[0])
 
 
+def held_of(workers: Workers, index: int) -> float:
+    """Return the sum over the ranks of the largest number that each holds of a parameter."""
+    states = [table.of(workers.parameters[index]) for table in workers.states]
+    return sum(largest(*state.of_kind("residual", "share").values()) for state in states)
+
+
 def check_other_sizes(nesting: Nesting, merged: dict[str, Any]) -> None:
     """Assert that other ranks keep the sum or the mean of what is unsent, or begin from zero if asked to."""
     size = nesting.other_size
@@ -242,9 +248,11 @@ def check_other_sizes(nesting: Nesting, merged: dict[str, Any]) -> None:
         after = loaded(nesting.workers(world_size=size), merged, LoadRules(world_size=how))
         for index, name in enumerate(after.names):
             now = after.unsent(index)
-            states = [table.of(after.parameters[index]) for table in after.states]
-            held = sum(largest(*state.of_kind("residual", "share").values()) for state in states)
+            held = held_of(after, index)
             rounded = bounds.unit_roundoff(nesting.dtype) * (largest(now) + 2 * held)
+            # What is unsent is a sum over the ranks, in float64: each of its terms is rounded once, at most.
+            summed = nesting.world_size + size
+            rounded += bounds.unit_roundoff(torch.float64) * summed * (held + held_of(before, index))
             lost = largest(now - before.unsent(index) * ratio)
             assert lost <= rounded, f"{how}: of {name}, {lost} is lost"
         assert_agree(assert_conserved(nesting, after, nesting.gradients(80, size), nesting.saved_after))
