@@ -38,11 +38,11 @@ def traffic_of(
     traffic, packer = Traffic(), Packer(world_size, by_name=True)
     exchange = compressor.compress(bucket, Context(0, world_size, step))
     asked = next(exchange, None)
-    for turn in range(100):
+    for _ in range(100):
         if asked is None or isinstance(asked, Judge):
             return traffic
         requests = asked if isinstance(asked, tuple) else (asked,)
-        answers = _answers(packer, requests, turn, traffic, world_size)
+        answers = _answers(packer, requests, traffic, world_size)
         asked = exchange.send(answers if isinstance(asked, tuple) else answers[0])
     raise AssertionError(f"{compressor} asks for ever more")
 
@@ -60,12 +60,10 @@ def _bucket(compressor: Compressor, shapes: Shapes, world_size: int, device: str
     return bucket
 
 
-def _answers(
-    packer: Packer, requests: Sequence[Request], turn: int, traffic: Traffic, world_size: int
-) -> list[list[Tensor]]:
+def _answers(packer: Packer, requests: Sequence[Request], traffic: Traffic, world_size: int) -> list[list[Tensor]]:
     """Lay requests out as the scheduler does, count the collectives, and return answers of the right shapes."""
     answers: list[list[Tensor]] = [[torch.empty(0)] * len(request.parts) for request in requests]
-    for shipment in packer.ship(requests, turn):
+    for shipment in packer.ship(requests):
         traffic.count(shipment.collective, world_size)
         result = shipment.collective.room_for_answer(world_size)
         for place, answer in zip(shipment.places, shipment.answers(result), strict=True):

@@ -40,7 +40,7 @@ class Buckets:
         self._views: dict[Key, BucketView] = {}
         self._parameters: dict[Key, list[Tensor]] = {}  # kept alive, so that identities stay unique
         self._laid_out: weakref.WeakKeyDictionary[BucketView, Compressor] = weakref.WeakKeyDictionary()
-        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._layouts: dict[int, Layout] = {}
         self._now: dict[Key, None] = {}
         self._before: dict[Key, None] = {}
         self._last_index = -1
@@ -49,11 +49,8 @@ class Buckets:
         """Return a bucket's view, that of the last step if parameters and memory are the same."""
         if not self._by_parameter:
             view = BucketView(bucket.index(), memory)
-            if not memory.is_sparse:  # counters identify layouts by identity, so a bucket's must not change
-                layout = self._layouts.get((view.index, memory.numel()))
-                if layout is None:
-                    layout = self._layouts[view.index, memory.numel()] = view.layout
-                view.layout = layout
+            if not memory.is_sparse:  # counters identify layouts by identity: one for each size, whoever's bucket it is
+                view.layout = self._layouts.setdefault(memory.numel(), view.layout)
             return view
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))

@@ -109,7 +109,7 @@ class BucketView:
     def layout(self) -> Layout:
         """Whose elements `memory` holds; the bucket's own layout if parameters are not known."""
         if not self.slots:
-            return Layout((f"bucket {self.index}",), (self.memory.numel(),))
+            return Layout(("gradients",), (self.memory.numel(),))
         return Layout(tuple(slot.name for slot in self.slots), tuple(slot.gradient.numel() for slot in self.slots))
 
     @functools.cached_property

@@ -2,8 +2,7 @@
 
 A request is made of parts: tensors of any dtype, each with the names of the parameters whose elements it holds. The
 answer is a list with one tensor for each part, in the part's dtype. The scheduler packs parts into messages, so a
-compressor packs nothing. An answer may be a view of a message, which is reused by the next step, or by a later request
-of the same step whose parts have the same layouts, shapes and dtypes.
+compressor packs nothing. An answer may be a view of a message, which another exchange reuses once this one has ended.
 """
 
 from __future__ import annotations

@@ -79,7 +79,6 @@ class Fused(Policy):
         to_judge = [task for task in self._step if task.judge is not None]
         if to_judge:
             self.judge(to_judge)
-        self._packer.end_step()
         self._rounds_begun = False
         while self._step:
             self.finish(self._step[0])

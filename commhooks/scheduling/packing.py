@@ -1,6 +1,7 @@
 """The parts of requests, packed into messages.
 
-The layout of a message is computed once and reused in every step. Sums with the same wire dtype are packed
+A message belongs to the task that sends it: taken from a pool, where its layout is computed once and its memory is
+reused, and given back when the task has succeeded or failed. Sums with the same wire dtype are packed
 consecutively: in the order of the requests or, if requests of many buckets are sent together, in the order of
 parameters' names. A ring adds up an element's terms in an order that depends on its position in the message, so with
 more than two ranks the last bits of a sum would otherwise depend on how parameters were divided into buckets. What is
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,9 @@ from commhooks.communicators import Collective
 from commhooks.errors import CompressorError
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Group, Part, ReduceScatter, Request, ranks_in
 
-_STEPS_TO_KEEP = 4
-"""A message's memory is kept for this many steps after its last use, as alternating compressors use it again."""
+_TURNS_UNTIL_UNUSED = 4
+"""A message is dropped if so many others of each layout are taken before it: alternating compressors use theirs again.
+"""
 _DTYPES_OF_BACKENDS = {
     torch.float64,
     torch.float32,
@@ -45,23 +47,11 @@ class Place(NamedTuple):
     part: Part
 
 
-class Shipment(ABC):
-    """One collective, and the parts that it carries."""
-
-    def __init__(self, places: Sequence[Place]) -> None:
-        self.places = places
-        self.collective: Collective
-
-    @abstractmethod
-    def answers(self, result: Tensor) -> list[Tensor]:
-        """Return the answer for each place, given the collective's answer."""
-
-
-class _Alone(Shipment):
+class _Alone:
     """A sum of one part, which needs no additional memory."""
 
     def __init__(self, place: Place, request: AllReduce, world_size: int) -> None:
-        super().__init__([place])
+        self.places: Sequence[Place] = [place]
         tensor, divisor = place.part.tensor, world_size if request.average else 1
         if tensor.is_sparse:
             payload = tensor / divisor
@@ -72,6 +62,7 @@ class _Alone(Shipment):
         self.collective = Collective("all-reduce", payload, group=request.group)
 
     def answers(self, result: Tensor) -> list[Tensor]:
+        """Return the answer for each place, given the collective's answer."""
         if result.is_sparse:
             return [result.to(self.places[0].part.tensor.dtype)]
         target = torch.view_as_real(self._own) if self._own.is_complex() else self._own
@@ -79,32 +70,33 @@ class _Alone(Shipment):
             target.copy_(result)
         return [self._own]
 
-
-class _Packed(Shipment):
-    """Several parts in a message that is laid out for them."""
-
-    def __init__(self, places: Sequence[Place], message: _Message, collective: Collective) -> None:
-        super().__init__(places)
-        self.collective = collective
-        self._message = message
-
-    def answers(self, result: Tensor) -> list[Tensor]:
-        return self._message.unpack([place.part for place in self.places], result)
+    def give_back(self) -> None:
+        """Do nothing: the memory is the part's."""
 
 
 class _Message(ABC):
-    """Memory for parts of particular shapes and dtypes."""
+    """Memory for parts of particular shapes and dtypes, owned by one task at a time."""
 
     memory: Tensor
-    unused_for = 0
+    collective: Collective
+    places: Sequence[Place] = ()
+    is_free = False
+    is_needed = True
+    """Whether a task has taken it since the pool last looked."""
+
+    def give_back(self) -> None:
+        """Let another task take the message; the answers, which may be views of it, are no longer needed."""
+        self.places = ()  # the parts' tensors are not kept alive
+        del self.collective
+        self.is_free = True
 
     @abstractmethod
-    def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
-        """Copy parts into the message."""
+    def pack(self, places: Sequence[Place], request: Request, world_size: int) -> None:
+        """Copy the places' parts into the message, and make the collective that carries it."""
 
     @abstractmethod
-    def unpack(self, parts: Sequence[Part], result: Tensor) -> list[Tensor]:
-        """Return the answer for each part: a view of the message if the dtype is the part's own."""
+    def answers(self, result: Tensor) -> list[Tensor]:
+        """Return the answer for each place: a view of the message if the dtype is the part's own."""
 
 
 class _Sum(_Message):
@@ -130,18 +122,22 @@ class _Sum(_Message):
         ]
         """The place of a part's answer, if it is in one piece and of the part's own dtype."""
 
-    def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
-        pieces = [piece for part, sizes in zip(parts, self._sizes, strict=True) for piece in _split(part.tensor, sizes)]
+    def pack(self, places: Sequence[Place], request: Request, world_size: int) -> None:
+        self.places = places
+        of_parts = zip(places, self._sizes, strict=True)
+        pieces = [piece for place, sizes in of_parts for piece in _split(place.part.tensor, sizes)]
         torch._foreach_copy_(self._places, [pieces[number] for number in self._order])
         if isinstance(request, AllReduce) and request.average and world_size > 1:
             self.memory.div_(world_size)
-        return Collective("all-reduce", self.memory.to(self._wire), group=request.group)
+        self.collective = Collective("all-reduce", self.memory.to(self._wire), group=request.group)
 
-    def unpack(self, parts: Sequence[Part], result: Tensor) -> list[Tensor]:
+    def answers(self, result: Tensor) -> list[Tensor]:
         if result.data_ptr() != self.memory.data_ptr():
             self.memory.copy_(result)
         answers = []
-        for part, sizes, places, view in zip(parts, self._sizes, self._of_parts, self._views, strict=True):
+        for (_, _, part), sizes, places, view in zip(
+            self.places, self._sizes, self._of_parts, self._views, strict=True
+        ):
             if view is not None and not part.in_place:
                 answers.append(view)
             elif len(places) == 1 and not part.in_place:
@@ -178,7 +174,9 @@ class _Rows(_Message):
         self.memory = parts[0].tensor.new_zeros(self._shape if self._is_kept else (0,), dtype=dtype)
         self._places = self._places_in(self.memory, parts) if self._is_kept else []
 
-    def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
+    def pack(self, places: Sequence[Place], request: Request, world_size: int) -> None:
+        self.places = places
+        parts = [place.part for place in places]
         memory, first = self.memory, parts[0].tensor
         if not self._is_kept and len(parts) == 1 and first.dtype == memory.dtype and first.is_contiguous():
             memory = first.view(self._shape)  # it is its own message
@@ -188,19 +186,19 @@ class _Rows(_Message):
             for place, part in zip(self._places or self._places_in(memory, parts), parts, strict=True):
                 place.copy_(part.tensor)
         kind: Any = request.kind
-        return Collective(kind, memory, sum(part.tensor.numel() for part in parts), request.group)
+        self.collective = Collective(kind, memory, sum(part.tensor.numel() for part in parts), request.group)
 
     def _places_in(self, memory: Tensor, parts: Sequence[Part]) -> list[Tensor]:
         cuts = zip(self._cuts, parts, strict=True)
         return [self._view(memory, cut, part.tensor.dtype).view(part.tensor.shape) for cut, part in cuts]
 
-    def unpack(self, parts: Sequence[Part], result: Tensor) -> list[Tensor]:
+    def answers(self, result: Tensor) -> list[Tensor]:
         leading = result.shape[:-1]
         return [
             self._view(result, cut, part.tensor.dtype).view(
                 (*leading, *(part.tensor.shape[1:] if self._rows else part.tensor.shape))
             )
-            for cut, part in zip(self._cuts, parts, strict=True)
+            for cut, (_, _, part) in zip(self._cuts, self.places, strict=True)
         ]
 
     @staticmethod
@@ -209,38 +207,70 @@ class _Rows(_Message):
         return memory[..., cut[0] : cut[1]].view(dtype)
 
 
+Shipment = _Alone | _Sum | _Rows
+"""One collective, the parts that it carries, and how to distribute its answer. The task that sends it owns it."""
+
+
+class _Pool:
+    """Messages that tasks take and give back, so that memory and its division are made once, not in every step."""
+
+    def __init__(self) -> None:
+        self._messages: dict[Hashable, list[_Sum | _Rows]] = {}
+        self._taken = 0
+
+    def take(self, layout: Hashable, make: Callable[[], _Sum | _Rows]) -> _Sum | _Rows:
+        """Return a message with this layout that no task owns, made if there is none."""
+        self._taken += 1
+        alike = self._messages.setdefault(layout, [])
+        message = next((one for one in alike if one.is_free), None)
+        if message is None:
+            message = make()
+            alike.append(message)
+        message.is_free, message.is_needed = False, True
+        if self._taken > _TURNS_UNTIL_UNUSED * len(self._messages):
+            self._drop_unused()
+        return message
+
+    def memories(self) -> list[Tensor]:
+        """Return the messages' memory."""
+        return [message.memory for alike in list(self._messages.values()) for message in alike]
+
+    def _drop_unused(self) -> None:
+        """Drop the messages that nobody has taken since the last look, such as those of another compressor."""
+        for layout, alike in list(self._messages.items()):
+            alike[:] = [message for message in alike if message.is_needed or not message.is_free]
+            for message in alike:
+                message.is_needed = False
+            if not alike:
+                del self._messages[layout]
+        self._taken = 0
+
+
 class Packer:
-    """Packs requests, reusing the layout of earlier steps; `by_name` if those of many buckets are sent together."""
+    """Packs requests, reusing the memory of finished tasks; `by_name` if requests of many buckets are sent together."""
 
     def __init__(self, world_size: int, *, by_name: bool) -> None:
         self._world_size = world_size
         self._by_name = by_name
-        self._messages: dict[Hashable, _Message] = {}
+        self._pool = _Pool()
 
-    def ship(self, requests: Sequence[Request], turn: int) -> list[Shipment]:
+    def ship(self, requests: Sequence[Request]) -> list[Shipment]:
         """Return as few collectives as possible for requests made at the same time.
 
-        `turn` numbers the requests of one exchange, since an answer may stay in its message until the exchange ends.
+        Whoever sends them gives each of them back once its answers are no longer needed.
         """
         if len(requests) == 1 and len(requests[0].parts) == 1 and isinstance(requests[0], AllReduce):
-            alone = [Place(0, 0, requests[0].parts[0])]  # the usual request of most buckets
-            return [self._shipment(requests[0], alone, (turn, AllReduce))]
+            return [self._shipment(requests[0], [Place(0, 0, requests[0].parts[0])])]  # what most buckets request
         alike: dict[Hashable, list[Place]] = {}
         for number, request in enumerate(requests):
             for position, part in enumerate(request.parts):
                 place = Place(number, position, part)
                 alike.setdefault(self._kind_of(request, place), []).append(place)
-        return [self._shipment(requests[places[0].request], places, (turn, kind)) for kind, places in alike.items()]
-
-    def end_step(self) -> None:
-        """Free messages that were not used for some steps."""
-        for message in self._messages.values():
-            message.unused_for += 1
-        self._messages = {key: one for key, one in self._messages.items() if one.unused_for <= _STEPS_TO_KEEP}
+        return [self._shipment(requests[places[0].request], places) for places in alike.values()]
 
     def memories(self) -> list[Tensor]:
         """Return the messages' memory."""
-        return [message.memory for message in list(self._messages.values())]
+        return self._pool.memories()
 
     def _kind_of(self, request: Request, place: Place) -> Hashable:
         """Return what must be equal for parts to be sent together."""
@@ -256,7 +286,7 @@ class Packer:
             return ReduceScatter, tensor.dtype, tensor.device, request.group
         return type(request), tensor.device, request.group
 
-    def _shipment(self, request: Request, places: Sequence[Place], kind: Hashable) -> Shipment:
+    def _shipment(self, request: Request, places: Sequence[Place]) -> Shipment:
         part, ranks = places[0].part, ranks_in(request.group, self._world_size)
         if isinstance(request, AllReduce) and len(places) == 1:
             only_itself = part.tensor.is_sparse or part.tensor.is_complex()
@@ -264,16 +294,16 @@ class Packer:
             if only_itself or (part.in_place and (not self._by_name or in_order or part.on_wire == part.tensor.dtype)):
                 return _Alone(places[0], request, ranks)
         parts = [place.part for place in places]
-        key = kind, *((part.layout, part.tensor.shape, part.tensor.dtype, part.on_wire) for part in parts)
-        message = self._messages.get(key)
-        if message is None:
-            message = self._messages[key] = (
-                _Sum(parts, by_name=self._by_name)
-                if isinstance(request, AllReduce)
-                else _Rows(parts, type(request), ranks)
-            )
-        message.unused_for = 0
-        return _Packed(places, message, message.pack(parts, request, ranks))
+        of_parts = ((part.layout, part.tensor.shape, part.tensor.dtype, part.on_wire) for part in parts)
+
+        def make() -> _Sum | _Rows:
+            if isinstance(request, AllReduce):
+                return _Sum(parts, by_name=self._by_name)
+            return _Rows(parts, type(request), ranks)
+
+        message = self._pool.take((type(request), part.tensor.device, ranks, *of_parts), make)
+        message.pack(places, request, ranks)
+        return message
 
 
 def check(request: Request, world_size: int) -> None:

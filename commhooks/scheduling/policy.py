@@ -62,12 +62,11 @@ class Policy(ABC):
         begun = time.perf_counter()
         asked = [(task, number) for task in tasks for number in range(len(task.requests))]
         requests = [task.requests[number] for task, number in asked]
-        shipments = self._packer.ship(requests, tasks[0].rounds)  # the same for all that request in one round
-        for task in tasks:
-            task.rounds += 1
+        shipments = self._packer.ship(requests)
         tasks[0].seconds_compressing += time.perf_counter() - begun
         for shipment in shipments:
             self.touching = asked[shipment.places[0].request][0]
+            self.touching.shipments.append(shipment)
             pending = self.communicator.start(shipment.collective)
             self.touching.under_way.append((pending, shipment, asked))
 
@@ -153,7 +152,5 @@ class Fifo(Policy):
             self._issuing = None
         else:
             self._in_last_round.remove(task)
-        if task.is_last:
-            self._packer.end_step()
         self.finish(task)
         self.touching = None  # a finished task, and through it the attachment, can now be collected

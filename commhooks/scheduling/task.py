@@ -64,8 +64,8 @@ class BucketTask:
         default_factory=deque
     )
     """Collectives that this task waits for; for each, the tasks and the numbers of their requests in it."""
-    rounds: int = 0
-    """How many times it has requested something that had to be sent."""
+    shipments: list[Shipment] = dataclasses.field(default_factory=list)
+    """What it has sent, and owns until its end: answers may be views of a message."""
     seconds_compressing: float = 0.0
     asked: list[Asking] = dataclasses.field(default_factory=list)
     """The layouts and sizes of all requests so far."""
@@ -126,12 +126,18 @@ class BucketTask:
 
     def succeed(self) -> None:
         """Complete the future with the mean."""
+        self._give_back()
         self.future.set_result(self.bucket.mean)
 
     def fail(self, error: Exception) -> None:
         """Complete the future with the error."""
+        self._give_back()
         if not self.future.done():
             self.future.set_exception(error)  # type: ignore[arg-type]  # torch declares "expected Tensor"
+
+    def _give_back(self) -> None:
+        while self.shipments:
+            self.shipments.pop().give_back()
 
     def _run(self, answer: Any) -> None:
         self.judge = None

@@ -83,6 +83,72 @@ def backward_of_both(models: list[nn.Module], gradients: list[list[Tensor]]) -> 
     torch.stack(losses).sum().backward()
 
 
+STATELESS_HOOKS = (
+    commhooks.allreduce_hook,
+    commhooks.fp16_compress_hook,
+    commhooks.bf16_compress_hook,
+    commhooks.quantization_pertensor_hook,
+    commhooks.quantization_perchannel_hook,
+    commhooks.fp16_compress_wrapper(commhooks.quantization_pertensor_hook),
+)
+
+
+def two_models_under_one_stateless_hook(rank: int, kind: str) -> list[str]:
+    """Return the hooks under which models of equal sizes, in one backward pass, do not get the means they get alone."""
+    wrong = []
+    gradients = [normal(zeros(*SHAPES), 2, seed=seed)[rank] for seed in range(2)]
+    for hook in STATELESS_HOOKS:
+        models = [given(kind) for _ in gradients]
+        for model in models:
+            model.register_comm_hook(None, hook)  # type: ignore[operator]
+        for _ in range(2):  # in the second pass, buckets are laid out anew
+            alone = [backward(model, own) for model, own in zip(models, gradients, strict=True)]
+        for _ in range(5):
+            backward_of_both(models, gradients)
+            means = [gradients_of(model) for model in models]
+            if not all(torch.equal(a, b) for m, n in zip(means, alone, strict=True) for a, b in zip(m, n, strict=True)):
+                wrong.append(repr(hook))
+                break
+    return wrong
+
+
+class Numbered:
+    """A bucket as PyTorch's DDP passes it, but under index 0 as in the first backward pass of a static graph."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+
+    def index(self) -> int:
+        return 0
+
+    def buffer(self) -> Tensor:
+        return self._memory
+
+    def parameters(self) -> list[Tensor]:
+        return [self._memory]
+
+    def gradients(self) -> list[Tensor]:
+        return [self._memory]
+
+    def set_buffer(self, memory: Tensor) -> None:
+        self._memory = memory
+
+    def is_last(self) -> bool:
+        return False
+
+
+def buckets_of_one_index_and_size(rank: int) -> list[str]:
+    """Return the hooks under which buckets of one size and index 0 do not get the means they get one by one."""
+    wrong = []
+    gradients = [normal(zeros((4096,)), 2, seed=seed)[rank][0] for seed in range(6)]
+    for hook in STATELESS_HOOKS:
+        alone = [hook(None, Numbered(own.clone())).wait() for own in gradients]  # type: ignore[arg-type]
+        futures = [hook(None, Numbered(own.clone())) for own in gradients]  # type: ignore[arg-type]
+        if not all(torch.equal(future.wait(), mean) for future, mean in zip(futures, alone, strict=True)):
+            wrong.append(repr(hook))
+    return wrong
+
+
 def stateless_hooks_on_subgroups(rank: int, kind: str) -> None:
     """Two pairs of ranks train their own models side by side, with a hook whose state is the process group."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -54,3 +54,12 @@ def test_two_models_and_the_users_collectives_are_right_for_100_steps(kind: str,
 @both_ddps
 def test_stateless_hooks_average_over_their_subgroup(kind: str) -> None:
     run_ranks(on_every_rank.stateless_hooks_on_subgroups, 4, kind)
+
+
+@both_ddps
+def test_models_under_one_stateless_hook_get_the_means_they_get_alone(kind: str) -> None:
+    assert run_ranks(on_every_rank.two_models_under_one_stateless_hook, 2, kind) == [[], []]
+
+
+def test_buckets_of_one_index_and_size_get_the_means_they_get_alone() -> None:
+    assert run_ranks(on_every_rank.buckets_of_one_index_and_size, 2) == [[], []]

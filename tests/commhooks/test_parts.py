@@ -55,7 +55,7 @@ def carried_out(requests: Sequence[Request], *, by_name: bool = False) -> list[l
     """Return every rank's answers to what it asked for; one request for each rank."""
     world_size = len(requests)
     answers = [[part.tensor for part in request.parts] for request in requests]
-    of_ranks = [Packer(world_size, by_name=by_name).ship([request], 0) for request in requests]
+    of_ranks = [Packer(world_size, by_name=by_name).ship([request]) for request in requests]
     for shipments in zip(*of_ranks, strict=True):
         results = run_collective([shipment.collective for shipment in shipments])
         for own, shipment, result in zip(answers, shipments, results, strict=True):
@@ -82,7 +82,7 @@ def carried_out(requests: Sequence[Request], *, by_name: bool = False) -> list[l
     ids=lambda value: type(value).__name__,
 )
 def test_collectives_know_their_bytes(request_: Request, payload: int, moved_by_four: int) -> None:
-    (shipment,) = Packer(4, by_name=False).ship([request_], 0)
+    (shipment,) = Packer(4, by_name=False).ship([request_])
     assert shipment.collective.payload_bytes == payload
     assert shipment.collective.ring_bytes(4) == moved_by_four
     assert shipment.collective.ring_bytes(1) == 0
@@ -108,9 +108,7 @@ def test_the_elements_of_a_sparse_payload_are_those_of_its_values() -> None:
 
 
 def test_the_elements_of_a_message_of_bytes_are_those_that_were_put_in() -> None:
-    (shipment,) = Packer(2, by_name=False).ship(
-        [AllGather(Part(torch.zeros(3)), Part(torch.zeros(5).to(torch.uint8)))], 0
-    )
+    (shipment,) = Packer(2, by_name=False).ship([AllGather(Part(torch.zeros(3)), Part(torch.zeros(5).to(torch.uint8)))])
     assert shipment.collective.tensor.dtype == torch.uint8 and shipment.collective.payload_elements == 8
 
 
@@ -207,7 +205,7 @@ def _ask_everything(rank: int) -> dict[str, Any]:
     for name, request in _requests(rank, communicator.world_size).items():
         own = list(request.parts)
         answers[name] = [None for _ in own]
-        for shipment in Packer(communicator.world_size, by_name=False).ship([request], 0):
+        for shipment in Packer(communicator.world_size, by_name=False).ship([request]):
             pending = communicator.start(shipment.collective)
             pending.wait(10.0)
             pending.wait()
@@ -385,7 +383,7 @@ def test_only_what_is_of_one_kind_dtype_and_purpose_travels_together() -> None:
         ReduceScatter(Part(tensor)),
         ReduceScatter(Part(tensor.double())),
     )
-    made = Packer(4, by_name=True).ship([*kinds, *kinds], 0)
+    made = Packer(4, by_name=True).ship([*kinds, *kinds])
     # What is sparse, complex, or needs no other memory than its own travels alone.
     assert sorted(len(shipment.places) for shipment in made) == [1] * 6 + [2] * 10
     sizes = [16, 16, 16, 8, 32, 0, 32, 16, 16, 16, 16, 16, 32]
@@ -415,15 +413,44 @@ def test_several_requests_at_once_are_answered_together(policy: str, collectives
     assert workers.traffic.collectives == collectives
 
 
+def test_a_message_is_nobody_elses_until_its_task_has_ended() -> None:
+    """Buckets of equal sizes, of one model or two, whose last requests are under way at the same time."""
+    packer, part = Packer(2, by_name=False), Part(torch.arange(6.0))
+    requests = [AllGather(part)], [AllReduce(Part(part.tensor, part.layout), Part(part.tensor, part.layout))]
+    for request in requests:
+        (one,), (other,) = packer.ship(request), packer.ship(request)
+        places = {shipment.collective.tensor.data_ptr() for shipment in (one, other)}
+        assert len(places) == 2
+        one.give_back()
+        (again,) = packer.ship(request)
+        assert again.collective.tensor.data_ptr() in places - {other.collective.tensor.data_ptr()}
+        other.give_back()
+        again.give_back()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_task_gives_its_messages_back_when_it_ends(raises: bool) -> None:
+    order = Fifo(Scripted(), lambda pending: True, lambda task: task.fail(KeyError()) if raises else task.succeed())
+    used, first = set(), _task(0, Rounds(rounds=1))
+    for _ in range(3):
+        exchange = Rounds(rounds=1).compress(first.bucket, Context(0, 1, 0))
+        order.add(dataclasses.replace(first, exchange=exchange, future=torch.futures.Future()))
+        while order.turn():
+            pass
+        used.add(tuple(memory.data_ptr() for memory in order.working_memory()))
+    assert len(used) == 1 and len(used.pop()) == 1
+
+
 def test_a_message_that_is_no_longer_used_is_let_go() -> None:
     compressor = commhooks.StartAfter(
         before=commhooks.make_compressor("fp16"), steps=1, inner=commhooks.make_compressor("powersgd")
     )
     workers = Workers(compressor, 1, zeros((30, 40), (30, 40)), buckets=2, policy="fused")
-    for step in range(8):
+    kept = []
+    for step in range(14):
         workers.step(normal(workers.parameters, 1, seed=step))
-        messages = workers.schedulers[0].working_memory()
-        assert len(messages) == (1 if step == 0 else 3 if step < 4 else 2)  # the dense one, P's and Q's
+        kept.append(len(workers.schedulers[0].working_memory()))
+    assert kept[:5] == [1, 3, 3, 3, 3] and kept[-1] == 2  # the dense one, then P's and Q's too, then these alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
