@@ -47,59 +47,42 @@ class Place(NamedTuple):
     part: Part
 
 
-class _Alone:
-    """A sum of one part, which needs no additional memory."""
+class Shipment(NamedTuple):
+    """One collective, and the parts that it carries."""
 
-    def __init__(self, place: Place, request: AllReduce, world_size: int) -> None:
-        self.places: Sequence[Place] = [place]
-        tensor, divisor = place.part.tensor, world_size if request.average else 1
-        if tensor.is_sparse:
-            payload = tensor / divisor
-        else:
-            self._own = tensor if place.part.in_place else tensor.clone()
-            own = self._own.div_(divisor) if divisor > 1 else self._own
-            payload = (torch.view_as_real(own) if own.is_complex() else own).to(_real(place.part.on_wire))
-        self.collective = Collective("all-reduce", payload, group=request.group)
+    places: Sequence[Place]
+    collective: Collective
+    message: Message | None
+    """The memory that holds the parts side by side; None: a sum of one part, sent from its own memory or a copy."""
 
     def answers(self, result: Tensor) -> list[Tensor]:
         """Return the answer for each place, given the collective's answer."""
-        if result.is_sparse:
-            return [result.to(self.places[0].part.tensor.dtype)]
-        target = torch.view_as_real(self._own) if self._own.is_complex() else self._own
-        if result.data_ptr() != target.data_ptr():
-            target.copy_(result)
-        return [self._own]
-
-    def give_back(self) -> None:
-        """Do nothing: the memory is the part's."""
+        parts = [place.part for place in self.places]
+        return [_answer_alone(parts[0], result)] if self.message is None else self.message.unpack(parts, result)
 
 
-class _Message(ABC):
+class Message(ABC):
     """Memory for parts of particular shapes and dtypes, owned by one task at a time."""
 
     memory: Tensor
-    collective: Collective
-    places: Sequence[Place] = ()
     is_free = False
     is_needed = True
     """Whether a task has taken it since the pool last looked."""
 
     def give_back(self) -> None:
         """Let another task take the message; the answers, which may be views of it, are no longer needed."""
-        self.places = ()  # the parts' tensors are not kept alive
-        del self.collective
         self.is_free = True
 
     @abstractmethod
-    def pack(self, places: Sequence[Place], request: Request, world_size: int) -> None:
-        """Copy the places' parts into the message, and make the collective that carries it."""
+    def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
+        """Copy parts into the message, and return the collective that carries it."""
 
     @abstractmethod
-    def answers(self, result: Tensor) -> list[Tensor]:
-        """Return the answer for each place: a view of the message if the dtype is the part's own."""
+    def unpack(self, parts: Sequence[Part], result: Tensor) -> list[Tensor]:
+        """Return the answer for each part: a view of the message if the dtype is the part's own."""
 
 
-class _Sum(_Message):
+class _Sum(Message):
     """Sums: consecutive parts in the widest of their dtypes, cast to the wire dtype as a whole."""
 
     def __init__(self, parts: Sequence[Part], *, by_name: bool) -> None:
@@ -122,22 +105,18 @@ class _Sum(_Message):
         ]
         """The place of a part's answer, if it is in one piece and of the part's own dtype."""
 
-    def pack(self, places: Sequence[Place], request: Request, world_size: int) -> None:
-        self.places = places
-        of_parts = zip(places, self._sizes, strict=True)
-        pieces = [piece for place, sizes in of_parts for piece in _split(place.part.tensor, sizes)]
+    def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
+        pieces = [piece for part, sizes in zip(parts, self._sizes, strict=True) for piece in _split(part.tensor, sizes)]
         torch._foreach_copy_(self._places, [pieces[number] for number in self._order])
         if isinstance(request, AllReduce) and request.average and world_size > 1:
             self.memory.div_(world_size)
-        self.collective = Collective("all-reduce", self.memory.to(self._wire), group=request.group)
+        return Collective("all-reduce", self.memory.to(self._wire), group=request.group)
 
-    def answers(self, result: Tensor) -> list[Tensor]:
+    def unpack(self, parts: Sequence[Part], result: Tensor) -> list[Tensor]:
         if result.data_ptr() != self.memory.data_ptr():
             self.memory.copy_(result)
         answers = []
-        for (_, _, part), sizes, places, view in zip(
-            self.places, self._sizes, self._of_parts, self._views, strict=True
-        ):
+        for part, sizes, places, view in zip(parts, self._sizes, self._of_parts, self._views, strict=True):
             if view is not None and not part.in_place:
                 answers.append(view)
             elif len(places) == 1 and not part.in_place:
@@ -151,7 +130,7 @@ class _Sum(_Message):
         return answers
 
 
-class _Rows(_Message):
+class _Rows(Message):
     """Gathers and exchanges: parts side by side, the widest elements first, so that all are aligned."""
 
     def __init__(self, parts: Sequence[Part], kind: type[Request], world_size: int) -> None:
@@ -174,9 +153,7 @@ class _Rows(_Message):
         self.memory = parts[0].tensor.new_zeros(self._shape if self._is_kept else (0,), dtype=dtype)
         self._places = self._places_in(self.memory, parts) if self._is_kept else []
 
-    def pack(self, places: Sequence[Place], request: Request, world_size: int) -> None:
-        self.places = places
-        parts = [place.part for place in places]
+    def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
         memory, first = self.memory, parts[0].tensor
         if not self._is_kept and len(parts) == 1 and first.dtype == memory.dtype and first.is_contiguous():
             memory = first.view(self._shape)  # it is its own message
@@ -186,29 +163,25 @@ class _Rows(_Message):
             for place, part in zip(self._places or self._places_in(memory, parts), parts, strict=True):
                 place.copy_(part.tensor)
         kind: Any = request.kind
-        self.collective = Collective(kind, memory, sum(part.tensor.numel() for part in parts), request.group)
+        return Collective(kind, memory, sum(part.tensor.numel() for part in parts), request.group)
 
     def _places_in(self, memory: Tensor, parts: Sequence[Part]) -> list[Tensor]:
         cuts = zip(self._cuts, parts, strict=True)
         return [self._view(memory, cut, part.tensor.dtype).view(part.tensor.shape) for cut, part in cuts]
 
-    def answers(self, result: Tensor) -> list[Tensor]:
+    def unpack(self, parts: Sequence[Part], result: Tensor) -> list[Tensor]:
         leading = result.shape[:-1]
         return [
             self._view(result, cut, part.tensor.dtype).view(
                 (*leading, *(part.tensor.shape[1:] if self._rows else part.tensor.shape))
             )
-            for cut, (_, _, part) in zip(self._cuts, self.places, strict=True)
+            for cut, part in zip(self._cuts, parts, strict=True)
         ]
 
     @staticmethod
     def _view(memory: Tensor, cut: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """View some columns of a message in a given dtype."""
         return memory[..., cut[0] : cut[1]].view(dtype)
-
-
-Shipment = _Alone | _Sum | _Rows
-"""One collective, the parts that it carries, and how to distribute its answer. The task that sends it owns it."""
 
 
 class _Pool:
@@ -257,7 +230,7 @@ class Packer:
     def ship(self, requests: Sequence[Request]) -> list[Shipment]:
         """Return as few collectives as possible for requests made at the same time.
 
-        Whoever sends them gives each of them back once its answers are no longer needed.
+        Whoever sends them gives each message back once its answers are no longer needed.
         """
         if len(requests) == 1 and len(requests[0].parts) == 1 and isinstance(requests[0], AllReduce):
             return [self._shipment(requests[0], [Place(0, 0, requests[0].parts[0])])]  # what most buckets request
@@ -292,7 +265,7 @@ class Packer:
             only_itself = part.tensor.is_sparse or part.tensor.is_complex()
             in_order = part.layout is None or list(part.layout.keys) == sorted(part.layout.keys)
             if only_itself or (part.in_place and (not self._by_name or in_order or part.on_wire == part.tensor.dtype)):
-                return _Alone(places[0], request, ranks)
+                return Shipment(places, _alone(part, request, ranks), None)
         parts = [place.part for place in places]
         of_parts = ((part.layout, part.tensor.shape, part.tensor.dtype, part.on_wire) for part in parts)
 
@@ -302,8 +275,28 @@ class Packer:
             return _Rows(parts, type(request), ranks)
 
         message = self._pool.take((type(request), part.tensor.device, ranks, *of_parts), make)
-        message.pack(places, request, ranks)
-        return message
+        return Shipment(places, message.pack(parts, request, ranks), message)
+
+
+def _alone(part: Part, request: AllReduce, world_size: int) -> Collective:
+    """Return the sum of one part, which needs no message."""
+    divisor = world_size if request.average else 1
+    if part.tensor.is_sparse:
+        return Collective("all-reduce", part.tensor / divisor, group=request.group)
+    own = part.tensor if part.in_place else part.tensor.clone()
+    if divisor > 1:
+        own.div_(divisor)
+    payload = (torch.view_as_real(own) if own.is_complex() else own).to(part.on_wire.to_real())
+    return Collective("all-reduce", payload, group=request.group)
+
+
+def _answer_alone(part: Part, result: Tensor) -> Tensor:
+    own = part.tensor
+    if own.is_complex() and not result.is_sparse:
+        result = torch.view_as_complex(result.to(own.dtype.to_real()))
+    if not part.in_place or own.is_sparse:
+        return result.to(own.dtype)
+    return own if result.data_ptr() == own.data_ptr() else own.copy_(result)
 
 
 def check(request: Request, world_size: int) -> None:
@@ -356,7 +349,3 @@ def _split(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     flat = tensor.reshape(-1)
     pieces: Sequence[Tensor] = flat.split(sizes) if len(sizes) > 1 else [flat]
     return pieces
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real()

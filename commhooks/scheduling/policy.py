@@ -66,7 +66,8 @@ class Policy(ABC):
         tasks[0].seconds_compressing += time.perf_counter() - begun
         for shipment in shipments:
             self.touching = asked[shipment.places[0].request][0]
-            self.touching.shipments.append(shipment)
+            if shipment.message is not None:
+                self.touching.messages.append(shipment.message)
             pending = self.communicator.start(shipment.collective)
             self.touching.under_way.append((pending, shipment, asked))
 

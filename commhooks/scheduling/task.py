@@ -17,7 +17,7 @@ from commhooks.errors import CompressorError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
 from commhooks.language.requests import Judge, Layout, Part, Request, ranks_in
-from commhooks.scheduling.packing import Shipment, check, empty_answers
+from commhooks.scheduling.packing import Message, Shipment, check, empty_answers
 
 
 class Asking(NamedTuple):
@@ -64,8 +64,8 @@ class BucketTask:
         default_factory=deque
     )
     """Collectives that this task waits for; for each, the tasks and the numbers of their requests in it."""
-    shipments: list[Shipment] = dataclasses.field(default_factory=list)
-    """What it has sent, and owns until its end: answers may be views of a message."""
+    messages: list[Message] = dataclasses.field(default_factory=list)
+    """What it has sent, and owns until its end, since answers may be views of it."""
     seconds_compressing: float = 0.0
     asked: list[Asking] = dataclasses.field(default_factory=list)
     """The layouts and sizes of all requests so far."""
@@ -136,8 +136,8 @@ class BucketTask:
             self.future.set_exception(error)  # type: ignore[arg-type]  # torch declares "expected Tensor"
 
     def _give_back(self) -> None:
-        while self.shipments:
-            self.shipments.pop().give_back()
+        while self.messages:
+            self.messages.pop().give_back()
 
     def _run(self, answer: Any) -> None:
         self.judge = None

@@ -421,11 +421,13 @@ def test_a_message_is_nobody_elses_until_its_task_has_ended() -> None:
         (one,), (other,) = packer.ship(request), packer.ship(request)
         places = {shipment.collective.tensor.data_ptr() for shipment in (one, other)}
         assert len(places) == 2
-        one.give_back()
+        assert one.message and other.message
+        one.message.give_back()
         (again,) = packer.ship(request)
         assert again.collective.tensor.data_ptr() in places - {other.collective.tensor.data_ptr()}
-        other.give_back()
-        again.give_back()
+        assert again.message is one.message
+        again.message.give_back()
+        other.message.give_back()
 
 
 @pytest.mark.parametrize("raises", [False, True])
