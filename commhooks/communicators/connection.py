@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator, RecordingCommunicator
+from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
 from commhooks.communicators.disagreement import describe
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
 from commhooks.communicators.parent_group import name_and_store
@@ -90,7 +90,7 @@ class Connection:
         self._carrier: ProcessGroupCommunicator | None = carrier
         self._agreements: Agreements | None = Agreements(carrier, address)
         wrapped = carrier if wrap is None else wrap(carrier)
-        self.communicator: RecordingCommunicator | None = RecordingCommunicator(wrapped)
+        self.communicator: Communicator | None = wrapped
         self.timeout = address.timeout.total_seconds()
 
     def agree(self, fingerprint: str, wait: Callable[[Pending], None]) -> None:
@@ -239,6 +239,7 @@ class Agreements:
         """Return if all ranks pass the same fingerprint; otherwise raise `AttachError`, stating who differs in what."""
         store = PrefixStore(f"fingerprint {self._asked}", self._address.store)
         self._asked += 1
+        wait(self._carrier.start_to_meet())
         digest = torch.tensor(list(hashlib.blake2b(fingerprint.encode(), digest_size=32).digest()), dtype=torch.uint8)
         pending = self._carrier.start(Collective("all-gather", digest.to(self._device)))
         wait(pending)

@@ -29,6 +29,7 @@ ANSWER_SECONDS = 1.0
 
 _FAILURE_KEY = "failure"
 _ROLL_CALL_KEY = "roll-call"
+_ANNOUNCEMENT_KEY = "announcement"
 _POLL_SECONDS = 0.02
 
 
@@ -122,6 +123,13 @@ class Noticeboard:
         """The keys under which ranks answer a roll call."""
         self._look: concurrent.futures.Future[str | None] | None = None
         self._found: str | None = None
+        self.announced = -1, ""
+        """The last comparison that a rank has announced, as far as is known: its number, and who makes which call."""
+
+    def announce(self, number: int, call: str) -> None:
+        """Tell the others, without waiting, that this rank compares settings with them; it is the number-th thing."""
+        announcement = f"{number} rank {self._rank} calls {call}"
+        self._thread.submit(lambda: self._store.set(_ANNOUNCEMENT_KEY, announcement))
 
     def failure(self) -> str | None:
         """Return why some rank failed, as far as is known by now, and look again in the background.
@@ -160,6 +168,9 @@ class Noticeboard:
             return str(self._store.get(_FAILURE_KEY).decode())
         if self._store.check([_ROLL_CALL_KEY]):
             self._store.set(self._here[self._rank], "")
+        if self._store.check([_ANNOUNCEMENT_KEY]):
+            number, _, call = self._store.get(_ANNOUNCEMENT_KEY).decode().partition(" ")
+            self.announced = int(number), call
         return None
 
     def close(self) -> None:

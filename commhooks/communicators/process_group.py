@@ -57,6 +57,15 @@ class ProcessGroupCommunicator:
         self._under_way.append(pending)
         return pending
 
+    def start_to_meet(self) -> WorkPending:
+        """Start to wait for every rank.
+
+        No request's collective can be taken for this one, as Gloo ends the process if two of unequal sizes are.
+        """
+        pending = WorkPending(self.group.barrier(), "barrier", torch.empty(0))
+        self._under_way.append(pending)
+        return pending
+
     def is_busy(self) -> bool:
         """Return whether a collective that was started is still running."""
         return any(not pending.is_completed() for pending in self._under_way)
@@ -89,7 +98,7 @@ class ProcessGroupCommunicator:
             work = group.alltoall_base(room, tensor, [], [])
         else:
             work = group.reduce_scatter([room], [list(tensor.unbind(0))])
-        return WorkPending(work, collective, room)
+        return WorkPending(work, f"{collective.kind} of {collective.payload_bytes} bytes", room)
 
     def _group_of_some(self, group: Group) -> Any:
         if self._open_some is None:
@@ -122,9 +131,9 @@ class ProcessGroupCommunicator:
 class WorkPending:
     """A c10d Work, and its result once it is done."""
 
-    def __init__(self, work: dist.Work, collective: Collective, output: Tensor) -> None:
+    def __init__(self, work: dist.Work, what: str, output: Tensor) -> None:
         self._work: dist.Work | None = work
-        self._collective = collective
+        self._what = what
         self._output = output
         self._done = False
 
@@ -148,9 +157,7 @@ class WorkPending:
         try:
             self._wait_for_work(timeout_seconds)
         except RuntimeError as error:
-            raise CollectiveError(
-                f"{self._collective.kind} of {self._collective.payload_bytes} bytes failed: {error}"
-            ) from error
+            raise CollectiveError(f"{self._what} failed: {error}") from error
         self._done = True
 
     def _wait_for_work(self, timeout_seconds: float | None) -> None:
@@ -164,5 +171,5 @@ class WorkPending:
         except RuntimeError:
             # Gloo reports the end of a slice and a failure of the work in the same way.
             if not self._work.is_completed():
-                raise TimeoutError(f"{self._collective.kind} is not done after {timeout_seconds} s") from None
+                raise TimeoutError(f"{self._what} is not done after {timeout_seconds} s") from None
             self._work.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -41,9 +42,19 @@ class Engine:
         by_parameter: bool = True,
         may_join: bool = True,
         loss_scale: LossScale | None = None,
+        policy: str | None = None,
+        name: str = "",
     ) -> None:
         self.compressor = compressor
         self.line = line
+        self.policy = policy or line.policy
+        self.name = name
+        """How messages name the engine's lane where there are several on a line."""
+        self.scheduler: Scheduler | None = None
+        """The engine's lane; None before the first bucket, or `open`."""
+        self._lane = line.join()
+        self._leave = weakref.finalize(self, line.leave)
+        self._leave.atexit = False
         self.state = StateTable(line.rank, line.world_size, residuals)
         self.buckets = Buckets(self.state, by_parameter=by_parameter)
         self.loss_scale = loss_scale or LossScale()
@@ -134,11 +145,13 @@ class Engine:
         self.step += 1
 
     def stand_between_steps(self, caller: str) -> None:
-        """Raise `AttachError` in the middle of a backward pass."""
+        """Wait until every bucket that was handed in has ended; raise `AttachError` in a backward pass."""
         if torch._C._current_graph_task_id() != -1:
             raise AttachError(f"{caller}: step {self.step} is under way; call it between two steps.")
         if self.buckets.is_step_under_way:
             self.end_step()
+        if self.scheduler is not None:
+            self.scheduler.drain(caller)
 
     def begin_with(self, compressor: Compressor) -> None:
         """Use another compressor before the first step; ranks have not compared it yet."""
@@ -153,7 +166,7 @@ class Engine:
         """
         self.stand_between_steps("replace")
         try:
-            self.scheduler_for(device).agree(self._fingerprint_with(compressor, refusal))
+            self.agree(self._fingerprint_with(compressor, refusal), "replace", device)
         finally:
             if refusal is not None:
                 raise refusal
@@ -177,8 +190,15 @@ class Engine:
         self._may_be_unused = may_be_unused
 
     def scheduler_for(self, device: torch.device, refusal: Exception | None = None) -> Scheduler:
-        """Return the line's scheduler; the first call opens the line."""
-        return self.line.open(device, self._fingerprint_with(self.compressor, refusal))
+        """Return the engine's lane; the first call opens it."""
+        if self.scheduler is None:
+            fingerprint = self._fingerprint_with(self.compressor, refusal)
+            self.scheduler = self.line.open(self._lane, self.name, self.policy, device, fingerprint)
+        return self.scheduler
+
+    def agree(self, fingerprint: str, caller: str, device: torch.device) -> None:
+        """Return once every rank has passed the same fingerprint, between the same two steps; see `Scheduler.agree`."""
+        self.scheduler_for(device).agree(fingerprint, f"{caller} before step {self.step}")
 
     def open(self, device: torch.device, refusal: Exception | None = None) -> None:
         """Connect to the other ranks now rather than at the first bucket; raise the refusal once they know of it."""
@@ -190,31 +210,32 @@ class Engine:
                 raise refusal
 
     def stop(self) -> None:
-        """Stop the scheduler."""
-        if self.line.scheduler is not None:
-            self.line.scheduler.stop()
+        """Close the lane; the line stops with its last one."""
+        if self.scheduler is not None:
+            self.scheduler.close()
+        self._leave()
 
     def _fingerprint_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
         """Return the text that must be the same on every rank."""
         if refusal is not None:
             return refusal_as_fingerprint(refusal)
         return (
-            f"compressor: {compressor!r}\nunused parameters: {self._may_be_unused}\npolicy: {self.line.policy!r}\n"
-            f"atomic: {self._undo is not None}\n{self.resumed.fingerprint}\n{self._fingerprint}"
+            f"compressor: {compressor!r}\nunused parameters: {self._may_be_unused}\npolicy: {self.policy!r}\n"
+            f"atomic: {self._undo is not None}\nlane: {self._lane} {self.name}\n"
+            f"{self.resumed.fingerprint}\n{self._fingerprint}"
         )
 
     def statistics(self) -> Statistics:
         """Return the totals so far."""
-        scheduler = self.line.scheduler
-        return scheduler.ledger.totals(scheduler.traffic()) if scheduler else Statistics()
+        return self.ledger.totals(self.scheduler.traffic() if self.scheduler is not None else None)
 
     @property
     def ledger(self) -> Ledger:
         """The counts for each bucket; empty before the first."""
-        return self.line.scheduler.ledger if self.line.scheduler is not None else Ledger()
+        return self.scheduler.ledger if self.scheduler is not None else Ledger()
 
     def memory_report(self) -> MemoryReport:
         """Return how many bytes are used, and for what."""
         copies = self._undo.tensors() if self._undo is not None else []
-        messages = self.line.scheduler.working_memory() if self.line.scheduler is not None else []
+        messages = self.scheduler.working_memory() if self.scheduler is not None else []
         return memory_report(self.state, self.buckets.views(), copies, messages)

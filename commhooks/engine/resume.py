@@ -30,7 +30,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
     failed, whose buckets may have committed in part.
     """
     engine.stand_between_steps("state_dict")
-    failure = engine.line.scheduler.failure() if engine.line.scheduler is not None else None
+    failure = engine.scheduler.failure() if engine.scheduler is not None else None
     if failure is not None:
         raise CheckpointError(
             f"state_dict: a step failed, and some of its buckets may have changed their state and others may not; "
@@ -44,7 +44,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
     return Snapshot(
         step=engine.step,
         world_size=engine.line.world_size,
-        policy=engine.line.policy,
+        policy=engine.policy,
         grad_scale=engine.loss_scale.value(),
         settings=settings_of(engine.compressor),
         shapes={name: list(parameter.shape) for name, parameter in engine.state.named().items()},
@@ -183,9 +183,9 @@ def _agreed(engine: Engine, loaded: Snapshot | CheckpointError) -> str:
         fingerprint = refusal_as_fingerprint(loaded)
     else:
         fingerprint = f"loaded state, step: {loaded.step}\nloaded state, digest: {loaded.digest()}"
-    if engine.line.scheduler is not None and engine.state.named():
+    if engine.scheduler is not None and engine.state.named():
         try:
-            engine.line.scheduler.agree(fingerprint)
+            engine.scheduler.agree(fingerprint, f"load_state_dict before step {engine.step}")
         except AttachError as error:
             if not isinstance(loaded, CheckpointError):
                 raise CheckpointError(f"load_state_dict: nothing was loaded. {error}") from error

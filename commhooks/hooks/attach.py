@@ -103,10 +103,10 @@ class Attachment(Handle):
         Raises `AttachError` if nothing can be replaced any more, and `SettingsError` for a compressor that does not
         exist or does not suit the model or the ranks.
         """
-        compressor, refusal = self._candidate(compressor)
+        candidate, refusal = self._candidate(compressor)
         if refusal is not None:
             raise refusal
-        return compressor
+        return candidate
 
     def expect(self, *compressors: Compressor) -> None:
         """Announce the compressors that may take over later: a `state_dict` may then also hold what they remember."""
@@ -120,15 +120,18 @@ class Attachment(Handle):
         another size starts from scratch. Raises `AttachError` if ranks disagree or a step is under way, and
         `SettingsError` for settings that do not suit the model; in either case the old compressor stays.
         """
-        compressor, refusal = self._candidate(compressor)
-        self._engine.replace(compressor, self._named[0][1].device, refusal)
+        candidate, refusal = self._candidate(compressor)
+        self._engine.replace(candidate, self._named[0][1].device, refusal)
 
     def _candidate(self, compressor: Compressor | str) -> tuple[Compressor, SettingsError | None]:
         """Return the compressor, and why this rank cannot switch to it, which the others must learn."""
         if not self.is_attached:
             raise AttachError("replace: this attachment was detached, or its model is gone; call attach again.")
-        compressor = _checked_compressor("replace", compressor)
-        return compressor, _refusal_of(compressor, self._named, self._engine.line)
+        try:
+            candidate = _checked_compressor("replace", compressor)
+        except SettingsError as refusal:
+            return self._engine.compressor, refusal
+        return candidate, _refusal_of(candidate, self._named, self._engine.line)
 
     def watch(self, *optimizers: object) -> None:
         """Raise `HookDidNotRunError` whenever one of these takes a step on gradients that bypassed the compressor.

@@ -134,12 +134,11 @@ class Exchanger(Handle):
 @torch.no_grad()
 def average_in_lockstep(exchangers: Sequence[Exchanger], tensors: Sequence[Mapping[str, Tensor]]) -> None:
     """Average over workers in this process, each with its own tensors; see `Exchanger.average`."""
-    lines = [exchanger._engine.line for exchanger in exchangers]
-    schedulers = [line.scheduler for line in lines if isinstance(line, LockstepLine)]
-    if len(schedulers) < len(lines):
+    lines = [exchanger._engine.line for exchanger in exchangers if isinstance(exchanger._engine.line, LockstepLine)]
+    if len(lines) < len(exchangers):
         raise CompressorError("average_in_lockstep: every Exchanger must have a line of lockstep_lines.")
     futures = [exchanger.begin(own) for exchanger, own in zip(exchangers, tensors, strict=True)]
-    run_in_turns(schedulers)
+    run_in_turns(lines)
     for future in (future for of_one in futures for future in of_one):
         future.value()
     for exchanger, own in zip(exchangers, tensors, strict=True):

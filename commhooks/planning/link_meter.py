@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.communicators.collective import KINDS, Collective
+from commhooks.communicators.collective import KINDS
 from commhooks.communicators.connection import Address
 from commhooks.communicators.noticeboard import Noticeboard, SilentStoreError
 from commhooks.communicators.parent_group import backend_of
@@ -124,7 +124,7 @@ class LinkMeter:
             return
         work = dist.all_reduce(tensor, operation, group=self._group, async_op=True)
         assert work is not None, "this rank is in the group"
-        _wait(WorkPending(work, Collective("all-reduce", tensor), tensor), self._limit, self._board)
+        _wait(WorkPending(work, "all-reduce of a measurement", tensor), self._limit, self._board)
 
 
 def _wait(pending: WorkPending, limit: float, board: Noticeboard) -> None:

@@ -29,6 +29,27 @@ class Fused(Policy):
         """Take the next bucket."""
         self._handed_in.append(task)
 
+    def ends_unit(self, task: BucketTask) -> bool:
+        """Return whether this is its step's last bucket."""
+        return task.is_last
+
+    @property
+    def is_issuing(self) -> bool:
+        """Whether a step's last bucket has come, and the step has not ended."""
+        return self._rounds_begun or any(task.is_last for task in self._handed_in)
+
+    @property
+    def is_working(self) -> bool:
+        """The same: a step judges and ends as soon as its last requests are answered."""
+        return self.is_issuing
+
+    def cut_short(self, why: str) -> None:
+        """Fail the buckets that wait for their step's last one."""
+        for stale in [*self._step, *self._handed_in]:
+            stale.fail(CollectiveError(f"step {stale.step} was cut short: {why}."))
+        self._step.clear()
+        self._handed_in.clear()
+
     def turn(self) -> bool:
         """Wait for a collective, compress a bucket, or begin the rounds if the step's last bucket has come."""
         waiting = next((task for task in self._step if task.under_way), None)
@@ -58,9 +79,9 @@ class Fused(Policy):
     def _drop_a_step_that_was_cut_short(self, task: BucketTask) -> None:
         """Fail an earlier step's buckets whose last one never came, for example because the backward pass raised."""
         if self._step and self._step[0].step != task.step:
-            for stale in self._step:
-                stale.fail(CollectiveError(f"step {stale.step} was cut short: step {task.step} began before its end."))
-            self._step.clear()
+            handed_in, self._handed_in = self._handed_in, deque()
+            self.cut_short(f"step {task.step} began before its end")
+            self._handed_in = handed_in
 
     def _go_on(self) -> None:
         """Resume the tasks that are answered, and start the next round."""

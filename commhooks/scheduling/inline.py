@@ -9,22 +9,22 @@ than the collectives of its step.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from commhooks.communicators import Communicator, Pending, RecordingCommunicator
-from commhooks.communicators.traffic import Traffic
-from commhooks.errors import CollectiveError, CommHooksError, CompressorError
-from commhooks.scheduling.ledger import Ledger
+from commhooks.communicators import Communicator, Pending
+from commhooks.errors import CollectiveError, CommHooksError
+from commhooks.scheduling.failures import fail_all, failure_of, not_started
+from commhooks.scheduling.lanes import Lane, Lanes
 from commhooks.scheduling.scheduler import POLICIES, Scheduler
 from commhooks.scheduling.task import BucketTask
 from commhooks.scheduling.worker import JOIN_SECONDS, SLICE_SECONDS
@@ -79,7 +79,10 @@ class SideStream:
 
 
 class InlineScheduler(Scheduler):
-    """Issues requests where the hook is called, on a side stream that waits instead of the host (NCCL)."""
+    """Issues requests where the hook is called, on a side stream that waits instead of the host (NCCL).
+
+    Lanes beside this one share its stream, its watch and its outcome.
+    """
 
     def __init__(
         self,
@@ -89,76 +92,87 @@ class InlineScheduler(Scheduler):
         policy: str,
         hook_timeout: float | None = None,
         board: Board | None = None,
+        number: int = 0,
+        name: str = "",
     ) -> None:
-        self.ledger = Ledger()
-        self._communicator = RecordingCommunicator(communicator)
+        super().__init__(number, name, policy)
+        self._communicator = communicator
         self._agree = agree
         self._stream = stream
-        self._policy = POLICIES[policy](self._communicator, self._wait, self._finish)
-        self._outcome = _Outcome(communicator.rank, board)
-        self._watch = _Watch(hook_timeout, self._outcome, stream) if hook_timeout is not None else None
+        self._lanes = Lanes(communicator.rank, self._wait)
+        self._outcome = _Outcome(board)
+        self._watch = _Watch(hook_timeout, self._outcome, stream, self._lanes) if hook_timeout is not None else None
         self._stop_when_collected = weakref.finalize(self, _stop, self._watch, board)
+        self._open(self.lane)
+
+    def beside(self, policy: str, number: int, name: str) -> InlineScheduler:
+        """Return the scheduler of another lane."""
+        other = copy.copy(self)
+        other.lane = Lane(number, name, POLICIES[policy])
+        other._open(other.lane)
+        return other
 
     @torch.no_grad()
     def submit(self, task: BucketTask) -> None:
         """Run the whole exchange; its computation waits on the side stream for the collectives."""
-        if self._outcome.error is not None:
-            task.fail(self._outcome.not_started(task))
+        if self._outcome.error is not None or self.lane.is_closed:
+            earlier = self._outcome.error or CollectiveError("the attachment was stopped")
+            task.fail(not_started(earlier, self._lanes.where(self.lane, task)))
             return
         self._stream.follow()
         with self._stream.entered():
-            self._policy.add(task)
             try:
                 self._outcome.listen()
-                while self._policy.turn():
+                self._lanes.add(self.lane, task)
+                while self._lanes.turn():
                     pass
             except Exception as error:
-                tasks = [*self._policy.unfinished(), task]
-                for unfinished in tasks:
-                    unfinished.throw(error)
-                self._outcome.end(error, self._policy.touching or task, tasks)
+                blamed = self._lanes.touching() or (self.lane, task)
+                waiting = [*self._lanes.unfinished(), task]
+                self._outcome.end(error, self._lanes.where(*blamed), waiting)
 
     def wait_until_open(self) -> None:
         """Return immediately: the process group is already open."""
 
-    def agree(self, fingerprint: str) -> None:
+    def agree(self, fingerprint: str, caller: str) -> None:
         """Compare with the other ranks from this thread."""
         self._agree(fingerprint)
+
+    def drain(self, caller: str) -> None:
+        """Cut short a step whose last bucket has not come; wait for the watch, without which futures are completed."""
+        assert self.lane.policy is not None, "an inline lane is open from the beginning"
+        self.lane.policy.cut_short(f"{caller} came before its last bucket")
+        if self._watch is not None:
+            self._watch.drain()
 
     def failure(self) -> CommHooksError | None:
         """Return the first failure."""
         return self._outcome.error
 
-    def traffic(self) -> Traffic | None:
-        """Return the communicator's counts."""
-        return self._communicator.traffic
-
-    def working_memory(self) -> list[Tensor]:
-        """Return the tensors that the policy keeps."""
-        return self._policy.working_memory()
-
     def stop(self) -> None:
         """Stop the watch, if there is one, and the calls to the store."""
         self._stop_when_collected()
 
+    def _open(self, lane: Lane) -> None:
+        lane.open(self._communicator, self._wait, self._complete)
+        self._lanes.open(lane)
+
     def _wait(self, pending: Pending) -> bool:
         """Make the stream wait for a collective; the watch sees when the wait begins and when it ends."""
-        if self._watch is None:
+        touching = self._lanes.touching()
+        if self._watch is None or touching is None:
             pending.wait()
             return True
-        assert self._policy.touching is not None, "waiting for a collective that belongs to no task"
         asked = self._stream.mark()
         pending.wait()
-        self._watch.expect(_Stage(self._policy.touching, asked, self._stream.mark()))
+        self._watch.expect(_Stage(*touching, asked, self._stream.mark()))
         return True
 
-    def _finish(self, task: BucketTask) -> None:
-        task.settle()
-        self.ledger.enter(task, self._communicator.traffic)
+    def _complete(self, task: BucketTask) -> None:
         if self._watch is None:
             task.succeed()
         else:
-            self._watch.expect(_Stage(task, None, self._stream.mark()))
+            self._watch.expect(_Stage(self.lane, task, None, self._stream.mark()))
 
 
 def _stop(watch: _Watch | None, board: Board | None) -> None:
@@ -171,9 +185,8 @@ def _stop(watch: _Watch | None, board: Board | None) -> None:
 class _Outcome:
     """How the work ended, for the training thread and the watch; exchanges failures with the other ranks."""
 
-    def __init__(self, rank: int, board: Board | None) -> None:
+    def __init__(self, board: Board | None) -> None:
         self.error: CommHooksError | None = None
-        self._rank = rank
         self._board = board
         self._listened = 0.0
         self._lock = threading.Lock()
@@ -188,24 +201,16 @@ class _Outcome:
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
 
-    def end(self, error: Exception, blamed: BucketTask, tasks: list[BucketTask]) -> None:
+    def end(self, error: Exception, where: str, waiting: Sequence[BucketTask]) -> None:
         """Fail the tasks, then tell the other ranks, which may take a while. An earlier failure takes precedence."""
-        kind = CollectiveError if isinstance(error, CollectiveError) else CompressorError
         with self._lock:
-            first, is_news = self.error, self.error is None
-            if first is None:
-                first = self.error = kind(f"{blamed.where(self._rank)}: {type(error).__name__}: {error}")
-                first.__cause__ = error
-        for task in tasks:
-            task.fail(first)
+            is_news = self.error is None
+            if self.error is None:
+                self.error = failure_of(error, f"{where}: {type(error).__name__}: {error}")
+            failure = self.error
+        fail_all(waiting, failure)
         if is_news:
-            self._tell(first)
-
-    def not_started(self, task: BucketTask) -> CommHooksError:
-        """Return the error for a task submitted after the end."""
-        assert self.error is not None, "nothing has failed"
-        cause = f"not started, because of an earlier failure: {self.error}"
-        return type(self.error)(f"{task.where(self._rank)}: {cause}")
+            self._tell(failure)
 
     def _tell(self, error: CommHooksError) -> None:
         """Tell the other ranks, whose streams are waiting for a collective of this one."""
@@ -217,6 +222,7 @@ class _Outcome:
 class _Stage:
     """A section of the stream's queue: a collective of a task, or what follows its last one."""
 
+    lane: Lane
     task: BucketTask
     asked: Mark | None
     """Reached when the stream begins to wait for the collective; None after the task's last one."""
@@ -234,11 +240,13 @@ class _Watch:
     Stages are reached in the order in which they were queued, since they are on one stream.
     """
 
-    def __init__(self, limit: float, outcome: _Outcome, stream: SideStream) -> None:
+    def __init__(self, limit: float, outcome: _Outcome, stream: SideStream, lanes: Lanes) -> None:
         self._limit = limit
+        self._lanes = lanes
         self._outcome = outcome
         self._stream = stream
         self._stages: deque[_Stage] = deque()
+        self._unreached = 0
         self._changed = threading.Condition()
         self._stopping = False
         self._process = os.getpid()
@@ -251,10 +259,16 @@ class _Watch:
                 stage.task.fail(CollectiveError("the attachment was stopped"))
                 return
             self._stages.append(stage)
-            self._changed.notify()
+            self._unreached += 1
+            self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="commhooks watch", daemon=True)
                 self._thread.start()
+
+    def drain(self) -> None:
+        """Return when every stage has been reached, or has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unreached == 0)
 
     def stop(self) -> None:
         """End the thread; unfinished tasks fail. A fork has no thread, and may have inherited a lock that is held."""
@@ -262,7 +276,7 @@ class _Watch:
             return
         with self._changed:
             self._stopping = True
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
 
@@ -272,11 +286,16 @@ class _Watch:
                 self._wait_for(stage)
                 if stage.is_last:
                     self._deliver(stage.task)
+                with self._changed:
+                    self._unreached -= 1
+                    self._changed.notify_all()
             except Exception as error:  # whatever it is, the backward pass is waiting for these futures
                 with self._changed:
                     left = [stage.task, *(later.task for later in self._stages)]
                     self._stages.clear()
-                self._outcome.end(error, stage.task, left)
+                    self._unreached = 0
+                    self._changed.notify_all()
+                self._outcome.end(error, self._lanes.where(stage.lane, stage.task), left)
 
     def _coming(self) -> Iterator[_Stage]:
         """Yield stages as they come, until told to stop and none is left."""

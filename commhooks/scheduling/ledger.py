@@ -1,4 +1,4 @@
-"""What an attachment counts: bytes, collectives, seconds."""
+"""What a lane counts: bytes, collectives, seconds."""
 
 from __future__ import annotations
 
@@ -89,8 +89,9 @@ class Statistics:
         self.payload_bytes = traffic.payload_bytes
         self.moved_bytes = traffic.moved_bytes
         self.seconds_waiting = traffic.seconds_waiting
-        self.by_kind = {kind: _copy(counts) for kind, counts in traffic.by_kind.items()}
-        self.by_group = {kind: _copy(counts) for kind, counts in traffic.by_group.items()}
+        # Of copies, made in one step: a line's thread may add a kind meanwhile.
+        self.by_kind = {kind: _copy(counts) for kind, counts in dict(traffic.by_kind).items()}
+        self.by_group = {kind: _copy(counts) for kind, counts in dict(traffic.by_group).items()}
 
     def copy(self) -> Statistics:
         """Return an independent copy."""
@@ -181,7 +182,7 @@ class _Shares:
 
 
 class Ledger:
-    """The counts of one attachment: totals, the last complete step, and each parameter's share."""
+    """The counts of one lane: totals, the last complete step, and each parameter's share."""
 
     def __init__(self) -> None:
         self._shares = _Shares()

@@ -13,11 +13,19 @@ from commhooks.communicators.connection import Address, Agreements, WrapCommunic
 from commhooks.communicators.parent_group import backend_of, warn_of_bypass
 from commhooks.scheduling.inline import InlineScheduler, SideStream
 from commhooks.scheduling.scheduler import Scheduler
-from commhooks.scheduling.thread import ThreadScheduler
+from commhooks.scheduling.thread import ThreadScheduler, run_until_collected
+from commhooks.scheduling.worker import Worker
 
 
 class Line(Protocol):
-    """One rank's line to the others: its number, and the scheduler through which it reaches them."""
+    """One rank's line to the others: its number, and the lanes through which engines reach them.
+
+    Engines that share a line share its thread and its group. They are made in the same order on every rank, and each
+    opens its own lane with its first bucket.
+    """
+
+    policy: str
+    """The name of the order of collectives, in lanes that choose none."""
 
     @property
     def rank(self) -> int:
@@ -29,22 +37,20 @@ class Line(Protocol):
         """The number of ranks."""
         ...
 
-    @property
-    def policy(self) -> str:
-        """The name of the order of collectives."""
-        ...
-
-    @property
-    def scheduler(self) -> Scheduler | None:
-        """The scheduler; None before `open`."""
-        ...
-
     def carries_groups(self, device: torch.device) -> bool:
         """Return whether requests may name a group of some of the ranks, for gradients on this device."""
         ...
 
-    def open(self, device: torch.device, fingerprint: str) -> Scheduler:
-        """Return the scheduler, created by the first call; every rank must pass the same fingerprint."""
+    def join(self) -> int:
+        """Reserve a lane, and return its number."""
+        ...
+
+    def open(self, number: int, name: str, policy: str, device: torch.device, fingerprint: str) -> Scheduler:
+        """Open a reserved lane; every rank must pass the same fingerprint. The first lane connects the line."""
+        ...
+
+    def leave(self) -> None:
+        """Give up a lane, open or not; the last one to leave stops the line."""
         ...
 
 
@@ -62,7 +68,10 @@ class ProcessGroupLine:
         may_bypass: bool = False,
     ) -> None:
         self.policy = policy
-        self.scheduler: Scheduler | None = None
+        self._lanes = 0
+        self._joined = 0
+        self._worker: Worker | None = None
+        self._inline: InlineScheduler | None = None
         self._process_group = weakref.ref(process_group)
         self._address = Address.under(process_group, label)
         self._wrap = wrap_communicator
@@ -93,30 +102,50 @@ class ProcessGroupLine:
         """Return True unless this is NCCL, on which groups would need communicators of their own."""
         return self._backend(device) != "nccl"
 
-    def open(self, device: torch.device, fingerprint: str) -> Scheduler:
-        """Return the scheduler; on NCCL every rank has come by then, otherwise its thread waits for them."""
-        if self.scheduler is None:
-            self.scheduler = self._make_scheduler(device, fingerprint)
-        return self.scheduler
+    def join(self) -> int:
+        """Reserve a lane, and return its number."""
+        self._lanes, self._joined = self._lanes + 1, self._joined + 1
+        return self._joined - 1
+
+    def leave(self) -> None:
+        """Give up a lane; the last one to leave stops the thread and drops the private group."""
+        self._lanes -= 1
+        running = self._worker or self._inline
+        if self._lanes == 0 and running is not None:
+            running.stop()
+
+    def open(self, number: int, name: str, policy: str, device: torch.device, fingerprint: str) -> Scheduler:
+        """Open a reserved lane; on NCCL every rank has come by then, otherwise the thread waits for them."""
+        backend = self._backend(device)
+        if backend == "nccl" or self._inline is not None:
+            return self._open_inline(number, name, policy, device, fingerprint)
+        if self._worker is None:
+            process_group = self._process_group()
+            if process_group is not None and backend != "gloo" and not self._may_bypass:
+                warn_of_bypass(process_group, backend)
+            self._worker = Worker(self._address, self._wrap, self.hook_timeout)
+            run_until_collected(self._worker, self)
+        return ThreadScheduler(self._worker, fingerprint, policy, number, name)
 
     def _backend(self, device: torch.device) -> str:
         process_group = self._process_group()
         return backend_of(process_group, device) if process_group is not None else "gloo"
 
-    def _make_scheduler(self, device: torch.device, fingerprint: str) -> Scheduler:
-        process_group, backend = self._process_group(), self._backend(device)
-        if backend != "nccl":
-            if process_group is not None and backend != "gloo" and not self._may_bypass:
-                warn_of_bypass(process_group, backend)
-            return ThreadScheduler(self._address, fingerprint, self._wrap, self.policy, self.hook_timeout)
-        assert process_group is not None, "its backend was just asked for"
-        # A proxy: an engine is found by its group, and must not keep it alive.
-        carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
-        agreements = Agreements(carrier, self._address, device)
-        communicator = self._wrap(carrier) if self._wrap else carrier
-        board = self._address.noticeboard()
-        inline = InlineScheduler(
-            communicator, agreements.agree, SideStream(device), self.policy, self.hook_timeout, board
-        )
-        inline.agree(fingerprint)
-        return inline
+    def _open_inline(
+        self, number: int, name: str, policy: str, device: torch.device, fingerprint: str
+    ) -> InlineScheduler:
+        if self._inline is not None:
+            opened = self._inline.beside(policy, number, name)
+        else:
+            process_group = self._process_group()
+            assert process_group is not None, "its backend was just asked for"
+            # A proxy: an engine is found by its group, and must not keep it alive.
+            carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
+            agreements = Agreements(carrier, self._address, device)
+            communicator = self._wrap(carrier) if self._wrap else carrier
+            stream, board = SideStream(device), self._address.noticeboard()
+            opened = self._inline = InlineScheduler(
+                communicator, agreements.agree, stream, policy, self.hook_timeout, board, number, name
+            )
+        opened.agree(fingerprint, "for the first average")
+        return opened

@@ -49,6 +49,24 @@ class Policy(ABC):
     def unfinished(self) -> list[BucketTask]:
         """Return every task whose future is not completed."""
 
+    @abstractmethod
+    def ends_unit(self, task: BucketTask) -> bool:
+        """Return whether nothing more has to come before the task's collectives can be issued."""
+
+    @property
+    @abstractmethod
+    def is_issuing(self) -> bool:
+        """Whether a unit that has come is still to issue a request."""
+
+    @property
+    @abstractmethod
+    def is_working(self) -> bool:
+        """Whether a unit that has come has not ended."""
+
+    @abstractmethod
+    def cut_short(self, why: str) -> None:
+        """Fail the buckets of a step whose last one has not come and will not come."""
+
     def working_memory(self) -> list[Tensor]:
         """Return the memory of messages, which is kept between steps."""
         return self._packer.memories()
@@ -112,6 +130,23 @@ class Fifo(Policy):
     def add(self, task: BucketTask) -> None:
         """Take the next bucket."""
         self._handed_in.append(task)
+
+    def ends_unit(self, task: BucketTask) -> bool:
+        """Return True: every bucket is a unit."""
+        return True
+
+    @property
+    def is_issuing(self) -> bool:
+        """Whether a bucket waits for its turn, or for an answer after which it asks for more."""
+        return self._issuing is not None or bool(self._handed_in)
+
+    @property
+    def is_working(self) -> bool:
+        """Whether there is an unfinished bucket."""
+        return self.is_issuing or bool(self._in_last_round)
+
+    def cut_short(self, why: str) -> None:
+        """Do nothing: no bucket waits for another."""
 
     def turn(self) -> bool:
         """Begin a bucket if none is being issued; otherwise compress one ahead, and wait for the oldest collective."""

@@ -1,9 +1,4 @@
-"""The single owner of the order in which collectives are issued, and of failure.
-
-Collectives are issued in one place, in the order that the policy determines. Except on NCCL that place is a thread,
-since a hook must not hold up the backward pass (thread.py). On NCCL a stream waits instead, and requests are issued
-inline (inline.py). In one process, workers take turns (lockstep.py).
-"""
+"""What an engine hands its buckets to: a lane of a line to the other ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +9,7 @@ from torch import Tensor
 from commhooks.communicators.traffic import Traffic
 from commhooks.errors import CommHooksError
 from commhooks.scheduling.fused import Fused
+from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.policy import Fifo, Policy
 from commhooks.scheduling.task import BucketTask
@@ -23,9 +19,10 @@ POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "fused": Fused}
 
 
 class Scheduler(ABC):
-    """Runs bucket tasks, and completes their futures."""
+    """Runs the bucket tasks of one lane, and completes their futures."""
 
-    ledger: Ledger
+    def __init__(self, number: int, name: str, policy: str) -> None:
+        self.lane = Lane(number, name, POLICIES[policy])
 
     @abstractmethod
     def submit(self, task: BucketTask) -> None:
@@ -33,27 +30,38 @@ class Scheduler(ABC):
 
     @abstractmethod
     def wait_until_open(self) -> None:
-        """Return when the line to the other ranks is open; raise the error that prevented it."""
+        """Return when the lane is open on every rank; raise the error that prevented it."""
 
     @abstractmethod
-    def agree(self, fingerprint: str) -> None:
+    def agree(self, fingerprint: str, caller: str) -> None:
         """Return once every rank has passed the same fingerprint; raise `AttachError` or the error that prevented it.
 
-        Called by every rank between the same two steps. The statistics do not count it.
+        Called by every rank between the same two steps; `caller` says which call, and when, to ranks that do not make
+        it. The statistics do not count it.
         """
+
+    @abstractmethod
+    def drain(self, caller: str) -> None:
+        """Return when everything handed in has ended, whether or not it succeeded."""
 
     @abstractmethod
     def failure(self) -> CommHooksError | None:
         """Return the error that ended the work; None while it continues or if it was stopped deliberately."""
 
-    @abstractmethod
-    def traffic(self) -> Traffic | None:
-        """Return the communicator's counts; None before there is a communicator."""
+    def close(self) -> None:
+        """Take no more tasks. The line goes on with those handed in, and with other lanes."""
+        self.lane.close()
 
-    @abstractmethod
+    @property
+    def ledger(self) -> Ledger:
+        """The lane's counts."""
+        return self.lane.ledger
+
+    def traffic(self) -> Traffic | None:
+        """Return the counts of the lane's collectives; None before it is open."""
+        return self.lane.traffic
+
     def working_memory(self) -> list[Tensor]:
         """Return the tensors that are kept between steps."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Stop, and release everything held. Unfinished tasks fail."""
+        policy = self.lane.policy
+        return [] if policy is None else policy.working_memory()

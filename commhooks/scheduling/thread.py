@@ -7,73 +7,60 @@ those of other ranks.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import os
 import sys
 import weakref
 
-from torch import Tensor
-
-from commhooks.communicators.connection import Address, WrapCommunicator
 from commhooks.communicators.forked import keep_groups
-from commhooks.communicators.traffic import Traffic
 from commhooks.errors import CommHooksError
-from commhooks.scheduling.ledger import Ledger
-from commhooks.scheduling.scheduler import POLICIES, Scheduler
+from commhooks.scheduling.failures import StopOrderError
+from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
-from commhooks.scheduling.worker import StopOrderError, Worker
+from commhooks.scheduling.worker import Halt, Worker
 
 
 class ThreadScheduler(Scheduler):
-    """Runs tasks on one thread, over its own connection, opened when every rank passes the same `fingerprint`.
+    """A lane of a worker's line, opened when every rank passes the same `fingerprint`."""
 
-    The thread is a daemon that is stopped at exit, never a plain thread, since those are joined before `atexit` runs.
-    It holds no reference to this object, so that an unused attachment is collected together with its thread.
-    """
-
-    def __init__(
-        self, address: Address, fingerprint: str, wrap: WrapCommunicator | None, policy: str, hook_timeout: float | None
-    ) -> None:
-        self.ledger = Ledger()
-        self._worker = Worker(address, fingerprint, wrap, POLICIES[policy], hook_timeout, self.ledger)
-        self._stop_when_collected = weakref.finalize(self, Worker.stop, self._worker)
-        self._stop_when_collected.atexit = False
-        _running.add(self._worker)
+    def __init__(self, worker: Worker, fingerprint: str, policy: str, number: int = 0, name: str = "") -> None:
+        super().__init__(number, name, policy)
+        self._worker = worker
+        caller = f"the first average of {self.lane.title}" if number else ""  # the first lane connects the line
+        self._opening = Halt(fingerprint=fingerprint, caller=caller, opens=True)
+        worker.hand_in(self.lane, self._opening)
 
     def submit(self, task: BucketTask) -> None:
-        """Pass a task to the thread, which the first task starts."""
-        self._worker.hand_in(task)
+        """Pass a task to the thread."""
+        self._worker.hand_in(self.lane, task)
 
     def wait_until_open(self) -> None:
         """Return when every rank has come."""
-        self._worker.start()
-        self._worker.opened.wait()
-        if self._worker.error is not None:
-            raise self._worker.error
+        self._opening.done.result()
 
-    def agree(self, fingerprint: str) -> None:
-        """Let the thread compare with the other ranks."""
-        agreement: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._worker.hand_in_fingerprint(fingerprint, agreement)
-        agreement.result()
+    def agree(self, fingerprint: str, caller: str) -> None:
+        """Let the thread compare with the other ranks, once everything handed in before has ended."""
+        halt = Halt(fingerprint=fingerprint, caller=caller)
+        self._worker.hand_in(self.lane, halt)
+        halt.done.result()
+
+    def drain(self, caller: str) -> None:
+        """Wait until the thread has come to everything handed in."""
+        self._worker.drain(self.lane, caller)
 
     def failure(self) -> CommHooksError | None:
-        """Return what ended the thread."""
+        """Return what ended the thread, or kept the lane from opening."""
         error = self._worker.error
-        return None if error is None or isinstance(error.__cause__, StopOrderError) else error
+        return self.lane.refusal if error is None or isinstance(error.__cause__, StopOrderError) else error
 
-    def traffic(self) -> Traffic | None:
-        """Return the communicator's counts."""
-        return self._worker.traffic
 
-    def working_memory(self) -> list[Tensor]:
-        """Return the tensors that the policy keeps."""
-        policy = self._worker.policy() if self._worker.policy is not None else None
-        return [] if policy is None else policy.working_memory()
+def run_until_collected(worker: Worker, owner: object) -> None:
+    """Stop a worker with its owner, the line; and before the interpreter shuts down, if that comes first.
 
-    def stop(self) -> None:
-        """Stop the thread."""
-        self._stop_when_collected()
+    The thread is a daemon that is stopped at exit, never a plain thread, since those are joined before `atexit` runs.
+    It holds no reference to its line, so that an unused attachment is collected together with its thread.
+    """
+    weakref.finalize(owner, Worker.stop, worker).atexit = False
+    _running.add(worker)
 
 
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -1,12 +1,16 @@
-"""The worker thread of an attachment, which issues its collectives, waits for them, and reports failures."""
+"""The worker thread of a line, which issues the collectives of its lanes, waits for them, and reports failures.
+
+Whatever is handed in is served in that order: buckets, and places at which everything before them must have ended. What
+waits when something fails, fails with it.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import os
 import threading
 import time
-import weakref
 from collections import deque
 
 import torch
@@ -14,10 +18,9 @@ import torch
 from commhooks.communicators import Pending
 from commhooks.communicators.connection import Address, Connection, WrapCommunicator, open_connection
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, SilentStoreError
-from commhooks.communicators.traffic import Traffic
-from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
-from commhooks.scheduling.ledger import Ledger
-from commhooks.scheduling.policy import Policy
+from commhooks.errors import AttachError, CollectiveError, CommHooksError
+from commhooks.scheduling.failures import StopOrderError, fail_all, failure_of, not_started
+from commhooks.scheduling.lanes import Lane, Lanes
 from commhooks.scheduling.task import BucketTask
 
 SLICE_SECONDS = 0.2
@@ -31,39 +34,48 @@ JOIN_SECONDS = SLICE_SECONDS + 4 * ANSWER_SECONDS + PATIENCE_SECONDS + 1.0
 twice as long, and the report of its own end), its patience, and a margin."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Halt:
+    """A place in the queue, reached when everything handed in before it has ended."""
+
+    done: concurrent.futures.Future[None] = dataclasses.field(default_factory=concurrent.futures.Future)
+    fingerprint: str | None = None
+    """What is then compared with the other ranks; None: nothing."""
+    caller: str = ""
+    """The call that compares, for ranks that do not make it."""
+    opens: bool = False
+    """Whether the lane is open afterwards."""
+
+    def fail(self, error: Exception) -> None:
+        """Complete the future with the error."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
 class Worker:
     """The state shared by the training thread and the worker thread: tasks go in, futures are completed."""
 
-    def __init__(
-        self,
-        address: Address,
-        fingerprint: str,
-        wrap: WrapCommunicator | None,
-        policy: type[Policy],
-        hook_timeout: float | None,
-        ledger: Ledger,
-    ) -> None:
-        self.opened = threading.Event()
+    def __init__(self, address: Address, wrap: WrapCommunicator | None, hook_timeout: float | None) -> None:
         self.error: CommHooksError | None = None
-        self.traffic: Traffic | None = None
         self.abandoned: Connection | None = None
-        self.policy: weakref.ref[Policy] | None = None
+        self.connection: Connection | None = None
         self._address = address
         self._board = address.noticeboard()
-        self._fingerprint = fingerprint
         self._wrap = wrap
         self._rank = address.rank
         self._process = os.getpid()
-        self._make_policy = policy
         self._hook_timeout = hook_timeout
-        self._ledger = ledger
-        self._tasks: deque[BucketTask] = deque()
-        self._agreements: deque[tuple[str, concurrent.futures.Future[None]]] = deque()
+        self._queue: deque[tuple[Lane, BucketTask | Halt]] = deque()
+        self._handed_in = 0
+        """How many tasks and comparisons: the same on every rank at one place of the queue."""
+        self._ended = 0
+        """How many of those have ended."""
+        self._comparisons: set[int] = set()
+        """The numbers of this rank's own comparisons."""
+        self._lanes = Lanes(address.rank, self._wait_slice)
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self.connection: Connection | None = None
-        self._is_open = False
         self._more_to_come = False
         self._waiting_since: tuple[Pending, float] | None = None
         self._looked_for_failure = 0.0
@@ -73,39 +85,40 @@ class Worker:
         """Whether this is a copy in a forked process: no thread runs there, and its locks may be held."""
         return os.getpid() != self._process
 
-    def start(self) -> None:
-        """Start the thread, once."""
-        with self._changed:
-            if self._thread is None and not self._stopping:
-                self._thread = threading.Thread(target=self._serve, name="commhooks", daemon=True)
-                self._thread.start()
+    def hand_in(self, lane: Lane, item: BucketTask | Halt) -> None:
+        """Put a task or a place into the queue, or fail it immediately if the line has failed or stopped.
 
-    def hand_in(self, task: BucketTask) -> None:
-        """Put a task into the queue, or fail it immediately if the scheduler has failed or stopped."""
+        The first one starts the thread.
+        """
         if self.is_forked:
-            task.fail(CollectiveError(f"{task.where(self._rank)}: {FORKED}"))
+            item.fail(CollectiveError(f"{self._place_of(lane, item)}: {FORKED}"))
             return
-        self.start()
         with self._changed:
-            if self.error is None and not self._stopping:
-                self._tasks.append(task)
+            if self.error is None and not self._stopping and not lane.is_closed:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name="commhooks", daemon=True)
+                    self._thread.start()
+                self._queue.append((lane, item))
+                if isinstance(item, BucketTask):
+                    self._handed_in += 1
+                elif item.fingerprint is not None:
+                    self._comparisons.add(self._handed_in)
+                    if item.caller:
+                        self._board.announce(self._handed_in, item.caller)
+                    self._handed_in += 1
                 self._changed.notify()
                 return
         earlier = self.error or CollectiveError("the attachment was stopped")
-        task.fail(type(earlier)(f"{task.where(self._rank)}: not started, because of an earlier failure: {earlier}"))
+        item.fail(not_started(earlier, self._place_of(lane, item)))
 
-    def hand_in_fingerprint(self, fingerprint: str, agreement: concurrent.futures.Future[None]) -> None:
-        """Put a fingerprint into the queue, or fail its future immediately if the scheduler has failed or stopped."""
-        if self.is_forked:
-            agreement.set_exception(CollectiveError(f"rank {self._rank}: {FORKED}"))
-            return
-        self.start()
-        with self._changed:
-            if self.error is None and not self._stopping:
-                self._agreements.append((fingerprint, agreement))
-                self._changed.notify()
-                return
-        agreement.set_exception(self.error or CollectiveError("the attachment was stopped"))
+    def drain(self, lane: Lane, caller: str) -> None:
+        """Return when everything handed in has ended, well or not; a step without its last bucket is cut short."""
+        if self._thread is threading.current_thread():
+            raise AttachError(f"{caller}: it was called where a mean was completed; call it between two steps.")
+        if self._thread is not None:
+            halt = Halt(caller=caller)
+            self.hand_in(lane, halt)
+            concurrent.futures.wait([halt.done])
 
     def stop(self) -> None:
         """Tell the thread to end, and wait for it for a limited time."""
@@ -119,63 +132,71 @@ class Worker:
 
     @torch.no_grad()  # a gradient may require one itself: double backward
     def _serve(self) -> None:
-        policy: Policy | None = None
         try:
             self.connection = open_connection(self._address, self._wrap, self._hook_timeout, self._wait)
-            assert self.connection.communicator is not None
-            self.connection.agree(self._fingerprint, self._wait)
-            self._is_open = True
-            self.traffic = self.connection.communicator.traffic
-            policy = self._make_policy(self.connection.communicator, self._wait_slice, self._finish)
-            self.policy = weakref.ref(policy)
-            self.opened.set()
             busy = False
             while not self._stopping:
-                self._admit(policy, block=not busy)
-                busy = policy.turn()
+                self._admit(block=not busy)
+                busy = self._lanes.turn()
         except BaseException as error:  # whatever it is, the futures must receive it, or the backward pass hangs
-            self._fail(policy, error)
+            self._fail(error)
         else:
-            self._fail(policy, StopOrderError("the attachment was stopped"))
+            self._fail(StopOrderError("the attachment was stopped"))
         finally:
-            policy = None
-            self.opened.set()
+            self._lanes.release()
             self._drop_connection()
 
-    def _admit(self, policy: Policy, *, block: bool) -> None:
-        """Pass the policy what was handed in; with `block`, wait for that."""
+    def _admit(self, *, block: bool) -> None:
+        """Serve what was handed in as far as possible; with `block`, wait for that."""
         with self._changed:
             limit = self.connection.timeout if self._hook_timeout is None and self.connection else self._hook_timeout
-            while block and not self._tasks and not self._agreements and not self._stopping:
-                if not self._changed.wait(limit if policy.unfinished() else None):
+            while block and not self._queue and not self._stopping:
+                if not self._changed.wait(limit if self._lanes.unfinished() else None):
                     raise CollectiveError(f"the step's next bucket did not come within {limit:g} s.")
-            tasks, agreements = list(self._tasks), list(self._agreements)
-            self._tasks.clear()
-            self._agreements.clear()
-        for text, agreement in agreements:
-            self._agree(text, agreement)
-        for task in tasks:
-            if task.ready is not None:
-                _use_side_stream(task.bucket.memory.device)
-            self._more_to_come = not task.is_last
-            policy.add(task)
+        while self._queue and not self._stopping and self._take(*self._queue[0]):
+            self._queue.popleft()  # not before: if taking it fails, it fails with everything else that waits
 
-    def _agree(self, fingerprint: str, agreement: concurrent.futures.Future[None]) -> None:
-        assert self.connection is not None, "fingerprints are compared over a connection"
-        try:
-            self.connection.agree(fingerprint, self._wait)
-        except AttachError as error:  # raised on every rank; what was attached before stays attached
-            agreement.set_exception(error)
-        except BaseException as error:
-            self._agreements.appendleft((fingerprint, agreement))  # it fails together with everything else that waits
-            raise error
-        else:
-            agreement.set_result(None)
+    def _take(self, lane: Lane, item: BucketTask | Halt) -> bool:
+        """Serve the head of the queue; return False if something else must end first."""
+        if isinstance(item, Halt):
+            return self._halt(lane, item)
+        if lane.refusal is not None:
+            item.fail(not_started(lane.refusal, self._place_of(lane, item)))
+            self._ended += 1
+            return True
+        if item.ready is not None:
+            _use_side_stream(item.bucket.memory.device)
+        if not self._lanes.add(lane, item):
+            return False
+        self._more_to_come = not item.is_last
+        return True
 
-    def _finish(self, task: BucketTask) -> None:
-        assert self.traffic is not None, "a task is finished before the line is open"
-        task.settle()
-        self._ledger.enter(task, self.traffic)
+    def _halt(self, lane: Lane, halt: Halt) -> bool:
+        if not self._lanes.is_idle:
+            return False
+        if lane.policy is not None:
+            lane.policy.cut_short(f"{halt.caller} came before its last bucket")
+        if halt.fingerprint is not None:
+            assert self.connection is not None and self.connection.communicator is not None
+            try:
+                self.connection.agree(halt.fingerprint, self._wait)
+            except AttachError as error:  # raised on every rank; what was attached before stays attached
+                if halt.opens and self._lanes.are_none:
+                    raise
+                if halt.opens:
+                    lane.refuse(error)
+                halt.fail(error)
+                self._ended += 1
+                return True
+            self._ended += 1
+            if halt.opens:
+                lane.open(self.connection.communicator, self._wait_slice, self._complete)
+                self._lanes.open(lane)
+        halt.done.set_result(None)
+        return True
+
+    def _complete(self, task: BucketTask) -> None:
+        self._ended += 1
         task.succeed()
 
     def _wait_slice(self, pending: Pending) -> bool:
@@ -201,7 +222,7 @@ class Worker:
         now = time.monotonic()
         if self._waiting_since is None or self._waiting_since[0] is not pending:
             self._waiting_since = (pending, now)
-        limit = self._hook_timeout if self._is_open else None  # opening has the group's timeout
+        limit = None if self._lanes.are_none else self._hook_timeout  # opening has the group's timeout
         if limit is not None and now - self._waiting_since[1] > limit:
             raise CollectiveError(f"a collective was not done after hook_timeout={limit} s.")
         if now - self._looked_for_failure < SLICE_SECONDS:
@@ -210,33 +231,41 @@ class Worker:
         cause = self._board.failure()
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
+        if stray := self._stray():
+            raise CollectiveError(stray)
 
-    def _fail(self, policy: Policy | None, error: BaseException) -> None:
+    def _stray(self) -> str:
+        """Return what another rank compares where this one has handed in a bucket; "" if nothing is known of that."""
+        number, what = self._board.announced
+        if self._ended <= number < self._handed_in and number not in self._comparisons:
+            return f"{what}, and this rank does not: every rank must, between the same two steps."
+        return ""
+
+    def _fail(self, error: BaseException) -> None:
         """Fail every future that waits here, then tell the other ranks.
 
         The order matters: the store, through which they are told, may not answer. The line to them is dropped last, so
         that whoever is woken by that finds the reason.
         """
-        blamed = policy.touching if policy is not None else None
-        here = blamed.where(self._rank) if blamed is not None else f"rank {self._rank}"
-        idle = (policy is None or not policy.unfinished()) and not self._tasks
-        is_news = not (idle and isinstance(error, StopOrderError))
-        cause = self._explained(here, error) if is_news else f"{here}: {error}"
+        blamed = self._lanes.touching()
+        head = self._queue[0][1] if self._queue else None
+        if blamed is not None:
+            here = self._lanes.where(*blamed)
+        elif isinstance(head, Halt) and head.caller:
+            here = f"rank {self._rank}, {head.caller}"
+        else:
+            here = f"rank {self._rank}"
+        is_news = bool(self._lanes.unfinished() or self._queue) or not isinstance(error, StopOrderError)
+        failure = failure_of(error, self._explained(here, error) if is_news else f"{here}: {error}")
         with self._changed:
-            self.error = _as_error(error, cause)
-            tasks = [*(policy.unfinished() if policy is not None else []), *self._tasks]
-            agreements = [agreement for _, agreement in self._agreements]
-            self._tasks.clear()
-            self._agreements.clear()
-        self.error.__cause__ = error
-        for agreement in agreements:
-            agreement.set_exception(self.error)
-        if blamed is not None and blamed not in tasks:
-            tasks.append(blamed)
-        for task in tasks:
-            _fail_task(task, error, self.error)
+            self.error = failure
+            waiting = [*self._lanes.unfinished(), *(item for _, item in self._queue)]
+            self._queue.clear()
+        if blamed is not None and blamed[1] not in waiting:
+            waiting.append(blamed[1])
+        fail_all(waiting, failure)
         if is_news:
-            self._board.post(cause)
+            self._board.post(str(failure))
 
     def _explained(self, here: str, error: BaseException) -> str:
         """Return why this rank fails, including what the other ranks report; within a few seconds, whatever they do."""
@@ -247,10 +276,16 @@ class Worker:
             first = self._board.failure_now()
             if first is not None:
                 return f"{here}: stopped, because this failed first: {first}"
-            silent = self._board.silent_ranks() if isinstance(error, CollectiveError) else []
+            stray = self._stray()
+            if stray and stray not in own:
+                return f"{own} {stray}"
+            silent = self._board.silent_ranks() if isinstance(error, CollectiveError) and not stray else []
         except SilentStoreError as silence:
             return f"{own} {_capitalized(str(silence))}"
         return f"{own} No answer from rank {', '.join(map(str, silent))}." if silent else own
+
+    def _place_of(self, lane: Lane, item: BucketTask | Halt) -> str:
+        return self._lanes.where(lane, item) if isinstance(item, BucketTask) else f"rank {self._rank}"
 
     def _drop_connection(self) -> None:
         connection, self.connection = self.connection, None
@@ -258,10 +293,6 @@ class Worker:
         self._board.close()
         if connection is not None and not connection.close(PATIENCE_SECONDS):
             self.abandoned = connection
-
-
-class StopOrderError(CommHooksError):
-    """Raised to end the thread because it was told to, not because something failed."""
 
 
 FORKED = (
@@ -272,19 +303,6 @@ FORKED = (
 
 def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _as_error(error: BaseException, message: str) -> CommHooksError:
-    if isinstance(error, AttachError):
-        return AttachError(message)
-    if isinstance(error, (CollectiveError, StopOrderError)):
-        return CollectiveError(message)
-    return CompressorError(message)
-
-
-def _fail_task(task: BucketTask, cause: BaseException, error: CommHooksError) -> None:
-    task.throw(cause)
-    task.fail(error)
 
 
 def _use_side_stream(device: torch.device) -> None:

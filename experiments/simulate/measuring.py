@@ -24,7 +24,7 @@ import ddp_core
 from commhooks import Collective, Communicator, Compressor, Exchanger, Pending
 from commhooks.communicators import LockstepGroup
 from commhooks.planning.payloads import check_is_among_all, is_padded, rounds_of
-from commhooks.scheduling.lockstep import LockstepLine, LockstepScheduler
+from commhooks.scheduling.lockstep import LockstepLine
 
 from ..hooks import make_hook, policy_of
 from ..launch import Send, run_world
@@ -240,8 +240,8 @@ class _Watched:
         return self._inner.start(collective)
 
 
-class _TimedScheduler(LockstepScheduler):
-    """A scheduler whose turns a stopwatch times."""
+class _TimedLine(LockstepLine):
+    """A line whose turns a stopwatch times."""
 
     def __init__(self, communicator: Communicator, policy: str, watch: _Stopwatch) -> None:
         super().__init__(_Watched(communicator, watch), policy)
@@ -259,8 +259,8 @@ def _exchangers(
     like: Gradients, compressor: Compressor, communicators: Sequence[Communicator], policy: str, watch: _Stopwatch
 ) -> list[Exchanger]:
     """Return an exchanger for each worker of one bucket; the first one's turns are watched."""
-    lines = [LockstepLine(communicator, policy) for communicator in communicators]
-    lines[0].scheduler = _TimedScheduler(communicators[0], policy, watch)
+    first, *others = communicators
+    lines = [_TimedLine(first, policy, watch), *(LockstepLine(other, policy) for other in others)]
     return [Exchanger(like, compressor, line=line) for line in lines]
 
 

@@ -22,7 +22,7 @@ def run_alone(bucket: BucketView, exchange: Exchange) -> Tensor:
     future: Any = mock.Mock()  # a real one wants a real device, and nobody waits for it
     task = BucketTask(exchange, bucket, future, step=0, is_last=True, parameters=lambda: "its own", world_size=1)
     line.scheduler.submit(task)
-    run_in_turns([line.scheduler])
+    run_in_turns([line])
     return bucket.mean
 
 

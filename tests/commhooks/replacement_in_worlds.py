@@ -116,3 +116,20 @@ def without_a_peer(rank: int, kind: str, how: str) -> tuple[Told, Told] | None:
         time.sleep(4.0)
     told = told_by(functools.partial(attachment.replace, "fp16"))
     return told, told_by(functools.partial(backward, model, gradients))
+
+
+def alone(rank: int, kind: str, policy: str, what: str) -> Told:
+    """Replace on rank 1 only, or with a name that exists on rank 0 only; return what this or the next step raises."""
+    model = given(kind)
+    attachment = commhooks.attach(model, "top-k", policy=policy)
+    gradients = normal(zeros(*SHAPES), 2, seed=0)[rank]
+    for _ in range(2):  # the second iteration begins with a collective of the DDP's own
+        backward(model, gradients)
+    if what == "one rank" and rank == 0:
+        return told_by(functools.partial(backward, model, gradients))
+    name = "fp17" if what == "unknown name" and rank == 1 else "fp16"
+    told = told_by(functools.partial(attachment.replace, name))
+    if what == "unknown name":  # refused by both: the old compressor goes on
+        assert attachment.compressor == make_compressor("top-k")
+        backward(model, gradients)
+    return told

@@ -33,7 +33,7 @@ def step(workers: Workers, gradient: Tensor) -> float:
     began = time.perf_counter()
     for engine, memory in zip(workers.engines, workers.memories, strict=True):
         engine.run(GivenBucket(0, memory, workers.parameters, is_last=True))
-    run_in_turns(workers.schedulers)
+    run_in_turns(workers.lines)
     return (time.perf_counter() - began) / workers.world_size
 
 

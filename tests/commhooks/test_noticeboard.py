@@ -23,6 +23,7 @@ from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context
 from commhooks.scheduling.task import BucketTask
 from commhooks.scheduling.thread import ThreadScheduler
+from commhooks.scheduling.worker import Worker
 from tests.world.launcher import ROOT
 
 TRUE_ANSWER_SECONDS = noticeboard.ANSWER_SECONDS
@@ -171,7 +172,8 @@ def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store
     monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", TRUE_ANSWER_SECONDS)
     monkeypatch.setattr(ProcessGroupCommunicator, "is_busy", lambda self: True)
     address = Address(store, 0, 1, timedelta(seconds=30), StoreThread(store))
-    threaded = ThreadScheduler(address, "", NeverDone, "fifo", None)
+    worker = Worker(address, NeverDone, None)
+    threaded = ThreadScheduler(worker, "", "fifo")
     threaded.wait_until_open()
     bucket = BucketView(0, torch.zeros(4))
     exchange = AllReduceMean().compress(bucket, Context(0, 1, 0))
@@ -179,8 +181,8 @@ def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store
     threaded.submit(BucketTask(exchange, bucket, future, 0, True, lambda: "p", 1))
     time.sleep(0.1)
     store.answers.clear()
-    threaded.stop()
-    assert threaded._worker.abandoned is not None  # so the end of the process knows of it
+    worker.stop()
+    assert worker.abandoned is not None  # so the end of the process knows of it
     with pytest.raises(CollectiveError, match="the process is ending"):
         future.wait()
 

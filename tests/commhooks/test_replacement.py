@@ -66,7 +66,7 @@ def test_replacing_when_a_peer_is_gone_raises_at_once_and_so_does_the_next_step(
         assert survived(outcome), outcome.describe()
         for told in outcome.value:
             assert told.seconds < 10
-            assert "all-gather of 32 bytes failed" in told.text
+            assert "replace before step 2: CollectiveError: barrier failed" in told.text
         assert outcome.value[0].error == "CollectiveError"
 
 
@@ -74,3 +74,17 @@ def test_replacing_is_given_up_when_a_peer_does_not_come_within_hook_timeout() -
     prompt, _ = run_ranks(on_every_rank.without_a_peer, 2, "core", "late", check_exit=True)
     replacing, _ = prompt
     assert replacing.seconds < 3.5 and "hook_timeout=1.0 s. No answer from rank 1." in replacing.text
+
+
+@both_ddps
+@both_policies
+def test_replacing_on_one_rank_only_is_named_on_every_rank_at_once(kind: str, policy: str) -> None:
+    for told in run_ranks(on_every_rank.alone, 2, kind, policy, "one rank", check_exit=False, timeout=20.0):
+        assert "rank 1 calls replace before step 2, and this rank does not" in told.text
+        assert told.seconds < 5.0
+
+
+def test_a_name_that_exists_on_one_rank_only_is_refused_on_every_rank() -> None:
+    other, here = run_ranks(on_every_rank.alone, 2, "torch", "fifo", "unknown name")
+    assert (other.error, here.error) == ("AttachError", "SettingsError")
+    assert "rank 1 cannot take part: " in other.text and "fp17" in other.text and "fp17" in here.text

@@ -61,9 +61,9 @@ class Workers:
         self.compressor = compressor
         self.world_size = world_size
         self.parameters = list(parameters)
-        lines = lockstep_lines(world_size, policy)
-        self.engines = [Engine(compressor, line, residuals=storage, **settings) for line in lines]
-        self.schedulers = [line.scheduler for line in lines]
+        self.lines = lockstep_lines(world_size, policy)
+        self.engines = [Engine(compressor, line, residuals=storage, **settings) for line in self.lines]
+        self.schedulers = [line.scheduler for line in self.lines]
         order = list(range(len(self.parameters)))
         self.names = list(names or [f"layer{i}" for i in order])
         for engine in self.engines:
@@ -90,7 +90,9 @@ class Workers:
 
     @property
     def traffic(self) -> Traffic:
-        return self.schedulers[0].traffic()
+        traffic = self.schedulers[0].traffic()
+        assert traffic is not None, "lanes of one process are open from the beginning"
+        return traffic
 
     @property
     def memories(self) -> list[Tensor]:
@@ -105,7 +107,7 @@ class Workers:
                 is_last = number == len(self.dealt) - 1
                 owners = [self.parameters[i] for i in members]
                 futures.append((memory, engine.run(GivenBucket(number, memory, owners, is_last=is_last))))
-        run_in_turns(self.schedulers)
+        run_in_turns(self.lines)
         for memory, future in futures:
             assert future.done(), "some bucket was left without its mean"
             assert future.value().data_ptr() == memory.data_ptr()

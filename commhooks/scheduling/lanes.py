@@ -1,0 +1,183 @@
+"""The lanes of a line: engines that share a thread and a group, each with its own order, counts and name.
+
+What one lane sends together is a unit: a bucket (fifo) or a step (fused), which takes its place on the line where its
+last bucket was handed in. All requests of a unit are issued before the next unit's first, so the order of collectives
+is that of hand-in, whatever has arrived. Ranks must hand units in in one order. A line of several lanes therefore
+compares, before each unit, whose turn it is: every rank gathers `_HEADER_BYTES` from each other. A line of one lane,
+which is all that an attachment has, sends nothing besides its requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from commhooks.communicators import Collective, Communicator, Pending, RecordingCommunicator
+from commhooks.communicators.traffic import Traffic
+from commhooks.errors import CollectiveError, CommHooksError
+from commhooks.scheduling.ledger import Ledger
+from commhooks.scheduling.policy import Finish, Policy, Wait
+from commhooks.scheduling.task import BucketTask
+
+_HEADER_BYTES = 32
+"""As many as a comparison of settings sends, so that the two can meet and be told apart."""
+_MAGIC = 0x636F6D6D686F6F6B
+"""The first number of a header: no digest of settings begins with it, but by one chance in 2^64."""
+
+
+class Lane:
+    """One engine's place on a line."""
+
+    def __init__(self, number: int, name: str, policy: type[Policy]) -> None:
+        self.number = number
+        self.name = name
+        self.ledger = Ledger()
+        self.policy: Policy | None = None
+        """What orders its collectives; None before the lane is open, and after its end."""
+        self.traffic: Traffic | None = None
+        self.refusal: CommHooksError | None = None
+        """Why the lane is not open although its turn has come: ranks disagree."""
+        self.is_closed = False
+        self._make_policy = policy
+        self._complete: Finish
+
+    @property
+    def title(self) -> str:
+        """How messages name the lane."""
+        return f"lane {self.number}" + f" ({self.name})" * bool(self.name)
+
+    def open(self, communicator: Communicator, wait: Wait, complete: Finish) -> None:
+        """Connect the lane, whose collectives are counted apart; `complete` passes a task's mean to its future."""
+        recording = RecordingCommunicator(communicator)
+        self.traffic, self._complete = recording.traffic, complete
+        self.policy = self._make_policy(recording, wait, self._finish)
+
+    def refuse(self, refusal: CommHooksError) -> None:
+        """Let everything that is handed in fail."""
+        self.refusal = refusal
+
+    def close(self) -> None:
+        """Take nothing more; what was handed in goes on."""
+        self.is_closed = True
+
+    def _finish(self, task: BucketTask) -> None:
+        assert self.traffic is not None, "a task is finished before its lane is open"
+        task.settle()
+        self.ledger.enter(task, self.traffic)
+        self._complete(task)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Check:
+    """The comparison of whose turn it is, and the task that waits for it."""
+
+    lane: Lane
+    task: BucketTask
+    header: torch.Tensor
+    pending: Pending
+
+
+class Lanes:
+    """The opened lanes of one line, served in the order in which their units were handed in."""
+
+    def __init__(self, rank: int, wait: Wait) -> None:
+        self._rank = rank
+        self._wait = wait
+        self._lanes: list[Lane] = []
+        self._check: _Check | None = None
+        self._issuing: Lane | None = None
+        """The lane whose unit was placed last."""
+
+    def open(self, lane: Lane) -> None:
+        """Add a lane, between two units."""
+        self._lanes.append(lane)
+
+    def add(self, lane: Lane, task: BucketTask) -> bool:
+        """Take a task, or return False if requests of an earlier unit must be issued first."""
+        policy = lane.policy
+        assert policy is not None, "the lane is not open"
+        if len(self._lanes) > 1 and policy.ends_unit(task):
+            if self._check is not None or (self._issuing is not None and _is_issuing(self._issuing)):
+                return False
+            self._issuing = lane
+            header = torch.tensor([_MAGIC, lane.number, task.step, task.bucket.index])
+            pending = policy.communicator.start(Collective("all-gather", header.to(task.bucket.memory.device)))
+            self._check = _Check(lane, task, header, pending)
+        else:
+            policy.add(task)
+        return True
+
+    def turn(self) -> bool:
+        """Do one thing; return False if there is nothing to do before something else is handed in."""
+        if self._check is not None:
+            self._compare(self._check)
+            return True
+        if len(self._lanes) == 1:
+            return self._policies[0].turn()
+        first = self._issuing.policy if self._issuing is not None else None
+        return (first is not None and first.turn()) or any(policy.turn() for policy in self._policies)
+
+    @property
+    def are_none(self) -> bool:
+        """Whether no lane is open yet."""
+        return not self._lanes
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every unit that was placed has ended; a step whose last bucket has not come is no unit yet."""
+        return self._check is None and not any(policy.is_working for policy in self._policies)
+
+    def unfinished(self) -> list[BucketTask]:
+        """Return every task whose future is not completed."""
+        waiting = [self._check.task] if self._check is not None else []
+        return [task for policy in self._policies for task in policy.unfinished()] + waiting
+
+    def touching(self) -> tuple[Lane, BucketTask] | None:
+        """Return the task that is being worked on, to which an error is attributed, and its lane."""
+        if self._check is not None:
+            return self._check.lane, self._check.task
+        for lane in (*([self._issuing] if self._issuing is not None else []), *self._lanes):
+            if lane.policy is not None and lane.policy.touching is not None:
+                return lane, lane.policy.touching
+        return None
+
+    def where(self, lane: Lane, task: BucketTask) -> str:
+        """Name rank, lane, step and bucket, for messages; the lane only where there are several."""
+        return task.where(f"rank {self._rank}" + f", {lane.title}" * (len(self._lanes) > 1))
+
+    def release(self) -> None:
+        """Let go of the lanes' connections."""
+        for lane in self._lanes:
+            lane.policy = None
+        self._lanes, self._check, self._issuing = [], None, None
+
+    @property
+    def _policies(self) -> list[Policy]:
+        return [lane.policy for lane in self._lanes if lane.policy is not None]
+
+    def _compare(self, check: _Check) -> None:
+        """Go on with the unit if it is every rank's turn; raise `CollectiveError`, which names both, if it is not."""
+        if not self._wait(check.pending):
+            return
+        of_ranks = check.pending.result.cpu().view(torch.int64)
+        if bool((of_ranks == check.header).all()):
+            self._check = None
+            assert check.lane.policy is not None, "the lane is open"
+            check.lane.policy.add(check.task)
+            return
+        raise CollectiveError(
+            "ranks hand in different things: " + "; ".join(self._described(of_ranks.tolist())) + ". Every rank must "
+            "hand in the steps of the lanes of one line in the same order."
+        )
+
+    def _described(self, of_ranks: list[list[int]]) -> Iterator[str]:
+        titles = {lane.number: lane.title for lane in self._lanes}
+        for rank, (magic, number, step, bucket) in enumerate(of_ranks):
+            what = f"step {step}, bucket {bucket} of {titles.get(number, f'lane {number}')}"
+            yield f"rank {rank}: {what}" if magic == _MAGIC else f"rank {rank}: settings to compare"
+
+
+def _is_issuing(lane: Lane) -> bool:
+    return lane.policy is not None and lane.policy.is_issuing
