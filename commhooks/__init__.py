@@ -69,7 +69,7 @@ from commhooks.hooks.default import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from commhooks.hooks.exchanger import Exchanger, average_in_lockstep
+from commhooks.hooks.exchanger import Averaging, Exchanger, average_in_lockstep
 from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from commhooks.hooks.stateless import hook_statistics
 from commhooks.language.bucket import BucketView, Slot
@@ -116,6 +116,7 @@ __all__ = [
     "AllToAll",
     "AttachError",
     "Attachment",
+    "Averaging",
     "BucketView",
     "COMPRESSORS",
     "Candidate",

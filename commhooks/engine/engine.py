@@ -52,6 +52,7 @@ class Engine:
         """How messages name the engine's lane where there are several on a line."""
         self.scheduler: Scheduler | None = None
         """The engine's lane; None before the first bucket, or `open`."""
+        self.is_closed = False
         self._lane = line.join()
         self._leave = weakref.finalize(self, line.leave)
         self._leave.atexit = False
@@ -158,6 +159,10 @@ class Engine:
         assert self.step == 0, "use `replace` once steps have been made"
         self.compressor = compressor
 
+    def expect(self, successors: Sequence[Compressor]) -> None:
+        """Expect that these compressors may take over, so that saved state may also hold what they remember."""
+        self.state.successors = tuple(successors)
+
     def replace(self, compressor: Compressor, device: torch.device, refusal: Exception | None = None) -> None:
         """Switch to another compressor from the next step on; every rank must do so between the same two steps.
 
@@ -211,6 +216,7 @@ class Engine:
 
     def stop(self) -> None:
         """Close the lane; the line stops with its last one."""
+        self.is_closed = True
         if self.scheduler is not None:
             self.scheduler.close()
         self._leave()

@@ -25,16 +25,15 @@ from torch.nn import Module
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.compressors import AllReduceMean
 from commhooks.engine.engine import Engine
-from commhooks.errors import AttachError, SettingsError
+from commhooks.errors import AttachError
 from commhooks.hooks.facts import check_hook_is_called, check_step_has_an_end, searches_for_unused, sparse_parameters
 from commhooks.hooks.foreign import name_of
-from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings
+from commhooks.hooks.handle import Handle, check_run_settings, checked_compressor, refusal_of
 from commhooks.hooks.stateless import deliver, group_or_default, run_stateless
 from commhooks.hooks.watching import Watch, optimizer_of
-from commhooks.language.compressor import Compressor, check_compressor
+from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL
-from commhooks.making import make_compressor
-from commhooks.scheduling.line import Line, ProcessGroupLine
+from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import StateTable
 from commhooks.unwrapping import find_ddp, left_out_parameters, trained_parameters
@@ -61,11 +60,6 @@ class Attachment(Handle):
 
     def _made_engine(self) -> Engine:
         return self._engine
-
-    @property
-    def compressor(self) -> Compressor:
-        """The compressor in use."""
-        return self._engine.compressor
 
     @property
     def state(self) -> StateTable:
@@ -97,41 +91,9 @@ class Attachment(Handle):
         assert isinstance(self._engine.line, ProcessGroupLine), "attach makes no other"
         return self._engine.line
 
-    def checked(self, compressor: Compressor | str) -> Compressor:
-        """Return the compressor that `replace` would switch to, made if a name is given; nothing changes.
-
-        Raises `AttachError` if nothing can be replaced any more, and `SettingsError` for a compressor that does not
-        exist or does not suit the model or the ranks.
-        """
-        candidate, refusal = self._candidate(compressor)
-        if refusal is not None:
-            raise refusal
-        return candidate
-
-    def expect(self, *compressors: Compressor) -> None:
-        """Announce the compressors that may take over later: a `state_dict` may then also hold what they remember."""
-        self._engine.state.successors = compressors
-
-    def replace(self, compressor: Compressor | str) -> None:
-        """Switch to another compressor from the next step on, keeping the existing state.
-
-        Every rank must replace between the same two steps. Residuals are kept for whichever compressor next uses them;
-        a server error that it does not use is added to its residual, or named in a warning if it has none; a basis of
-        another size starts from scratch. Raises `AttachError` if ranks disagree or a step is under way, and
-        `SettingsError` for settings that do not suit the model; in either case the old compressor stays.
-        """
-        candidate, refusal = self._candidate(compressor)
-        self._engine.replace(candidate, self._named[0][1].device, refusal)
-
-    def _candidate(self, compressor: Compressor | str) -> tuple[Compressor, SettingsError | None]:
-        """Return the compressor, and why this rank cannot switch to it, which the others must learn."""
+    def _check_open(self, caller: str) -> None:
         if not self.is_attached:
-            raise AttachError("replace: this attachment was detached, or its model is gone; call attach again.")
-        try:
-            candidate = _checked_compressor("replace", compressor)
-        except SettingsError as refusal:
-            return self._engine.compressor, refusal
-        return candidate, _refusal_of(candidate, self._named, self._engine.line)
+            raise AttachError(f"{caller}: this attachment was detached, or its model is gone; call attach again.")
 
     def watch(self, *optimizers: object) -> None:
         """Raise `HookDidNotRunError` whenever one of these takes a step on gradients that bypassed the compressor.
@@ -207,7 +169,7 @@ def attach(
     compressor, policy or parameters; raises `SettingsError` for settings that cannot work.
     """
     ddp = find_ddp("attach", model)
-    compressor = _checked_compressor("attach", compressor)
+    compressor = checked_compressor("attach", compressor)
     check_run_settings("attach", policy, hook_timeout)
     check_hook_is_called("attach", ddp)
     check_step_has_an_end("attach", ddp, policy, atomic=atomic)
@@ -234,7 +196,7 @@ def attach(
     if scaler is not None:
         engine.loss_scale.follow(scaler)
     engine.bind(named, may_be_unused=searches_for_unused(ddp))
-    engine.open(named[0][1].device, _refusal_of(compressor, named, line))
+    engine.open(named[0][1].device, refusal_of(compressor, dict(named), line))
     _warn_of_loss(compressor, named)
     attachment = Attachment(engine, socket, named, ddp)
     socket.plug_in(attachment, ddp, line.timeout if hook_timeout is None else hook_timeout)
@@ -256,15 +218,6 @@ def check_is_free(caller: str, ddp: Module) -> None:
         )
 
 
-def _refusal_of(compressor: Compressor, named: list[tuple[str, Tensor]], line: Line) -> SettingsError | None:
-    """Return the error for settings that do not suit the model or the ranks; it is raised once all ranks know."""
-    try:
-        check_compressor_for(compressor, dict(named), line)
-    except SettingsError as error:
-        return error
-    return None
-
-
 def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> None:
     """Warn if what a compressor does not send is lost. Rounding to a narrower dtype loses too little for a warning.
 
@@ -282,14 +235,6 @@ def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> No
                 stacklevel=3,
             )
             return
-
-
-def _checked_compressor(caller: str, compressor: Compressor | str) -> Compressor:
-    """Return the compressor, making it if a name is given; raise `SettingsError` for anything else."""
-    if isinstance(compressor, str):
-        compressor = make_compressor(compressor)
-    check_compressor(caller, compressor)
-    return compressor
 
 
 class _Socket:

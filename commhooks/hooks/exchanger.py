@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,22 +13,68 @@ from torch import Tensor
 
 from commhooks.engine.engine import Engine
 from commhooks.errors import CompressorError, SettingsError
-from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings
+from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings, checked_compressor
 from commhooks.hooks.stateless import group_or_default
-from commhooks.language.compressor import Compressor, check_compressor
-from commhooks.making import make_compressor
+from commhooks.language.compressor import Compressor
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.state.loss_scale import Scaler
 from commhooks.tensors import is_dense
 
 
+class Averaging:
+    """One round of an `Exchanger`, under way since `begin`."""
+
+    def __init__(
+        self, like: Mapping[str, Tensor], buckets: Sequence[_Flat], futures: Sequence[torch.futures.Future[Tensor]]
+    ) -> None:
+        self._like = like
+        self._buckets = buckets
+        self._futures = futures
+        self._is_written = False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `write` was called, after which another round may use the memory."""
+        return self._is_written
+
+    def done(self) -> bool:
+        """Return whether the means are there, or the round has failed."""
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> None:
+        """Return when the means are there; raise what the round failed of: see `Exchanger.average`."""
+        for future in self._futures:
+            future.wait()
+
+    @torch.no_grad()
+    def write(self, into: Mapping[str, Tensor]) -> None:
+        """Wait, then write the means into tensors of the names and shapes that the exchanger was made for, once.
+
+        Raises `CompressorError`, and writes nothing, if a tensor is missing, of another shape, dtype or device, if its
+        elements share memory (`expand`), or if the means were written before.
+        """
+        if self._is_written:
+            raise CompressorError(
+                "Averaging.write: the means were written before, and their memory may be in use again."
+            )
+        if wrong := _misfits(self._like, into, overwritten=True):
+            raise CompressorError(f"Averaging.write: {wrong[0]}; nothing was written.")
+        self.wait()
+        for bucket in self._buckets:
+            torch._foreach_copy_([into[name] for name in bucket.names()], bucket.places)
+        self._is_written = True
+
+
 class Exchanger(Handle):
     """Averaging of named tensors, such as pseudo-gradients, with the state, statistics and checkpoints of a hook.
 
-    `tensors` names them: on every rank the same names, shapes and dtypes, dense and of floating point. Only names,
-    shapes, dtypes and devices are read from it. The other arguments are those of `attach`; `line` replaces the process
-    group for workers in one process, see `lockstep_lines` and `average_in_lockstep`.
+    `tensors` names them: on every rank the same names, shapes, strides and dtypes, dense and of floating point. Only
+    names, shapes, strides, dtypes and devices are read from it. The other arguments are those of `attach`. `line`
+    replaces the process group: exchangers that share one `ProcessGroupLine` share its thread and private group, each on
+    a lane of its own, which `name` names in errors; they must be made, and must begin their rounds, in one order on
+    every rank. `lockstep_lines` are for workers in one process, see `average_in_lockstep`. `policy` is "fused", or the
+    line's.
     """
 
     def __init__(
@@ -35,47 +83,52 @@ class Exchanger(Handle):
         compressor: Compressor | str,
         *,
         process_group: dist.ProcessGroup | None = None,
-        policy: str = "fused",
+        policy: str | None = None,
         hook_timeout: float | None = None,
         scaler: Scaler | None = None,
         residuals: str = "fp32",
         atomic: bool = False,
         line: Line | None = None,
+        name: str = "",
     ) -> None:
-        check_run_settings("Exchanger", policy, hook_timeout)
-        compressor = make_compressor(compressor) if isinstance(compressor, str) else compressor
-        check_compressor("Exchanger", compressor)
+        check_run_settings("Exchanger", policy or "fused", hook_timeout)
+        compressor = checked_compressor("Exchanger", compressor)
         if not tensors:
             raise SettingsError("Exchanger(tensors={}): tensors must name at least one tensor.")
-        for name, tensor in tensors.items():
+        for key, tensor in tensors.items():
             if tensor.layout != torch.strided or not tensor.is_floating_point():
-                raise SettingsError(f"Exchanger: {name!r} must be dense and of floating point (got {tensor.dtype}).")
-        # Our own tensors, since state is kept by object and one tensor may be given under two names.
-        self._like = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-        self._under_way = threading.Lock()
+                raise SettingsError(f"Exchanger: {key!r} must be dense and of floating point (got {tensor.dtype}).")
         if line is None:
             line = ProcessGroupLine(
-                group_or_default(process_group), label="Exchanger", policy=policy, hook_timeout=hook_timeout
+                group_or_default(process_group), label="Exchanger", policy=policy or "fused", hook_timeout=hook_timeout
             )
+        elif process_group is not None or hook_timeout is not None:
+            raise SettingsError("Exchanger: process_group and hook_timeout belong to the line; pass them to it.")
         check_compressor_for(compressor, tensors, line)
-        described = "\n".join(f"tensor {name}: shape {tuple(t.shape)}, {t.dtype}" for name, t in tensors.items())
+        # Our own tensors, since state is kept by object and one tensor may be given under two names.
+        self._like = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
         self._engine: Engine = Engine(
-            compressor, line, fingerprint=described, residuals=residuals, atomic=atomic, may_join=False
+            compressor,
+            line,
+            fingerprint="\n".join(f"tensor {key}: {_described(tensor)}" for key, tensor in self._like.items()),
+            residuals=residuals,
+            atomic=atomic,
+            may_join=False,
+            policy=policy,
+            name=name,
         )
-        self._model = _no_model
         self._engine.bind(list(self._like.items()))
         if scaler is not None:
             self._engine.loss_scale.follow(scaler)
-        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name, tensor in tensors.items():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(name)
-        self._buckets = [
-            _Flat(number, names, self._like, number == len(kinds) - 1) for number, names in enumerate(kinds.values())
-        ]
+        self._beginning = threading.Lock()
+        self._last: list[torch.futures.Future[Tensor]] = []
+        """Those of the last round, which the next one must not overtake."""
+        self._memories: list[tuple[list[_Flat], weakref.ref[Averaging]]] = []
+        """The buckets of each round, which are another one's once its means are written, or nobody wants them."""
 
     @property
     def steps(self) -> int:
-        """How many times `average` was called."""
+        """How many rounds have begun."""
         return self._engine.step
 
     @torch.no_grad()
@@ -91,44 +144,65 @@ class Exchanger(Handle):
                 raise CompressorError("Exchanger.average: workers of one process meet in average_in_lockstep.")
             average_in_lockstep([self], [tensors])
             return
-        futures = self.begin(tensors)
-        try:
-            for future in futures:
-                future.wait()
-        except Exception:
-            self._under_way.release()
-            raise
-        self.end(tensors)
+        self._check(tensors, overwritten=True)
+        self.begin(tensors).write(tensors)
 
-    def begin(self, tensors: Mapping[str, Tensor]) -> Sequence[torch.futures.Future[Tensor]]:
-        """Copy the tensors and start averaging; once all futures are done, `end` writes the means back."""
-        found = {name: (tuple(t.shape), t.dtype, t.device) for name, t in tensors.items()}
-        wanted = {name: (tuple(t.shape), t.dtype, t.device) for name, t in self._like.items()}
-        if found != wanted:
-            self.close()
-            wrong = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
-            raise CompressorError(
-                f"rank {self._engine.line.rank}: Exchanger was made for other tensors: {wrong[0]!r} is "
-                f"{found.get(wrong[0], 'missing')}, and was {wanted.get(wrong[0], 'not named')}."
-            )
-        if not self._under_way.acquire(blocking=False):
-            raise CompressorError("Exchanger: the last average has not ended; one thread at a time may call it.")
-        for bucket in self._buckets:
-            torch._foreach_copy_(bucket.places, [tensors[name] for name in bucket.names()])
-        return [self._engine.run(bucket) for bucket in self._buckets]
+    @torch.no_grad()
+    def begin(self, tensors: Mapping[str, Tensor]) -> Averaging:
+        """Copy the tensors and start averaging; the tensors may change as soon as this returns.
 
-    def end(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the means back."""
-        for bucket in self._buckets:
-            torch._foreach_copy_([tensors[name] for name in bucket.names()], bucket.places)
-        self._under_way.release()
+        Several rounds may be begun before the first one's means are written. Each is compressed once the one before has
+        kept what it did not send, so this waits for that one. Raises as `average`.
+        """
+        self._check(tensors)
+        with self._beginning:
+            self._wait_for_the_last()
+            buckets = self._free_buckets()
+            for bucket in buckets:
+                torch._foreach_copy_(bucket.places, [tensors[name] for name in bucket.names()])
+            self._last = [self._engine.run(bucket) for bucket in buckets]
+            begun = Averaging(self._like, buckets, self._last)
+            self._memories.append((buckets, weakref.ref(begun)))
+            return begun
 
     def close(self) -> None:
-        """Stop the background threads."""
+        """Close the lane; the background threads stop with the line's last one. Later rounds fail."""
         self._engine.stop()
 
     def _made_engine(self) -> Engine:
         return self._engine
+
+    def _check(self, tensors: Mapping[str, Tensor], *, overwritten: bool = False) -> None:
+        """Raise `CompressorError` for other tensors than those named at construction, and close the lane."""
+        wrong = _misfits(self._like, tensors, overwritten=overwritten)
+        if wrong:
+            self.close()
+            closed = (
+                "" if isinstance(self._engine.line, LockstepLine) else " It is closed now: other ranks' calls fail."
+            )
+            where = f"rank {self._engine.line.rank}: "
+            raise CompressorError(f"{where}Exchanger was made for other tensors: {wrong[0]}.{closed}")
+
+    def _wait_for_the_last(self) -> None:
+        for future in self._last:
+            if isinstance(self._engine.line, LockstepLine) and not future.done():
+                raise CompressorError("Exchanger.begin: the last round is under way; let the workers take their turns.")
+            with contextlib.suppress(Exception):  # whoever waits for that round is told; this one fails by itself
+                future.wait()
+
+    def _free_buckets(self) -> list[_Flat]:
+        """Return buckets whose means nobody waits for any more, made if there are none."""
+        for buckets, of_round in self._memories:
+            last = of_round()
+            if last is None or last.is_written:
+                self._memories.remove((buckets, of_round))
+                return buckets
+        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, tensor in self._like.items():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(name)
+        return [
+            _Flat(number, names, self._like, number == len(kinds) - 1) for number, names in enumerate(kinds.values())
+        ]
 
 
 @torch.no_grad()
@@ -137,12 +211,36 @@ def average_in_lockstep(exchangers: Sequence[Exchanger], tensors: Sequence[Mappi
     lines = [exchanger._engine.line for exchanger in exchangers if isinstance(exchanger._engine.line, LockstepLine)]
     if len(lines) < len(exchangers):
         raise CompressorError("average_in_lockstep: every Exchanger must have a line of lockstep_lines.")
-    futures = [exchanger.begin(own) for exchanger, own in zip(exchangers, tensors, strict=True)]
-    run_in_turns(lines)
-    for future in (future for of_one in futures for future in of_one):
-        future.value()
     for exchanger, own in zip(exchangers, tensors, strict=True):
-        exchanger.end(own)
+        exchanger._check(own, overwritten=True)
+    rounds = [exchanger.begin(own) for exchanger, own in zip(exchangers, tensors, strict=True)]
+    run_in_turns(list(dict.fromkeys(lines)))  # those that share one take its turn once
+    for one, own in zip(rounds, tensors, strict=True):
+        one.write(own)
+
+
+def _misfits(like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, overwritten: bool) -> list[str]:
+    """Return how tensors differ from those that were named, in words; if `overwritten`, also which cannot be."""
+    found = {name: (tuple(t.shape), t.dtype, t.device) for name, t in tensors.items()}
+    wanted = {name: (tuple(t.shape), t.dtype, t.device) for name, t in like.items()}
+    wrong = [
+        f"{name!r} is {found.get(name, 'missing')}, and was {wanted.get(name, 'not named')}"
+        for name in sorted({*found, *wanted})
+        if found.get(name) != wanted.get(name)
+    ]
+    shared = [name for name, tensor in tensors.items() if overwritten and _shares_elements(tensor)]
+    return wrong + [f"elements of {name!r} share memory, so no mean can be written into it" for name in shared]
+
+
+def _shares_elements(tensor: Tensor) -> bool:
+    """Return whether several elements have one place in memory, as after `expand`."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _described(tensor: Tensor) -> str:
+    """Return what must be the same on every rank: strides too, since elements travel in the order of memory."""
+    strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, strides {tuple(strides)}"
 
 
 class _Flat:
@@ -179,7 +277,3 @@ def _in_order_of(tensor: Tensor, memory: Tensor) -> Tensor:
     if not is_dense(tensor):
         return memory.view(tensor.shape)
     return memory.as_strided(tensor.shape, tensor.stride(), memory.storage_offset())
-
-
-def _no_model() -> None:
-    return None

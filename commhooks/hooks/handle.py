@@ -11,10 +11,11 @@ from torch.nn import Module
 from commhooks.communicators.ranks import Ranks
 from commhooks.engine.engine import Engine
 from commhooks.engine.resume import differences, lay_out, restore, snapshot_of
-from commhooks.errors import CheckpointError, SettingsError
+from commhooks.errors import AttachError, CheckpointError, SettingsError
 from commhooks.hooks.facts import uncut_steps
 from commhooks.hooks.metrics import Writer, metrics_of, write_to
-from commhooks.language.compressor import Compressor
+from commhooks.language.compressor import Compressor, check_compressor
+from commhooks.making import make_compressor
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.scheduler import POLICIES
@@ -24,11 +25,14 @@ from commhooks.wrappers.hierarchical import is_hierarchical
 
 
 class Handle(ABC):
-    """Statistics, checkpoints and loss scale of one model's hook, shared by `Attachment` and `PowerSGDState`."""
+    """The compressor, statistics, checkpoints and loss scale of one engine; `print` shows a summary.
+
+    `Attachment`, `PowerSGDState` and `Exchanger` say how one is made.
+    """
 
     _engine: Engine | None
     """None until a process group exists."""
-    _model: Callable[[], Module | None]
+    _model: Callable[[], Module | None] = staticmethod(lambda: None)
     """A weak reference: the handle must not keep the model alive."""
     _sparse: Set[Tensor] = frozenset()
     """The parameters whose gradients are sparse; they have no state."""
@@ -40,6 +44,67 @@ class Handle(ABC):
     def _settled_engine(self) -> Engine:
         """Return the engine; raise `CheckpointError` if loaded state still waits for its parameters."""
         return self._made_engine()
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor in use."""
+        return self._made_engine().compressor
+
+    def __str__(self) -> str:
+        """Return a summary: the compressor, the ranks, and what was sent so far."""
+        if self._engine is None:
+            return f"{type(self).__name__}: there is no process group yet"
+        engine = self._engine
+        where = f"rank {engine.line.rank} of {engine.line.world_size}, policy {engine.policy!r}"
+        failure = engine.scheduler.failure() if engine.scheduler is not None else None
+        state = f"\nended by: {failure}" if failure is not None else "\nclosed" if engine.is_closed else ""
+        return f"{type(self).__name__}: {engine.compressor}\n{where}{state}\n{self.statistics()}"
+
+    def checked(self, compressor: Compressor | str) -> Compressor:
+        """Return the compressor that `replace` would switch to, made if a name is given; nothing changes.
+
+        Raises `AttachError` if nothing can be replaced any more, and `SettingsError` for a compressor that does not
+        exist or does not suit the parameters or the ranks.
+        """
+        candidate, refusal = self._candidate(compressor)
+        if refusal is not None:
+            raise refusal
+        return candidate
+
+    def expect(self, *compressors: Compressor) -> None:
+        """Announce the compressors that may take over later: a `state_dict` may then also hold what they remember."""
+        self._made_engine().expect(compressors)
+
+    def replace(self, compressor: Compressor | str) -> None:
+        """Switch to another compressor from the next step on, keeping the existing state.
+
+        Every rank must replace between the same two steps. Residuals are kept for whichever compressor next uses them;
+        a server error that it does not use is added to its residual, or named in a warning if it has none; a basis of
+        another size starts from scratch. Raises `AttachError` if ranks disagree or a step is under way, and
+        `SettingsError` for settings that do not suit the parameters; in either case the old compressor stays.
+        """
+        candidate, refusal = self._candidate(compressor)
+        engine = self._settled_engine()
+        device = next(iter(engine.state.named().values())).device
+        engine.replace(candidate, device, refusal)
+
+    def _candidate(self, compressor: Compressor | str) -> tuple[Compressor, SettingsError | None]:
+        """Return the compressor, and why this rank cannot switch to it, which the others must learn."""
+        self._check_open("replace")
+        engine = self._settled_engine()
+        named = engine.state.named()
+        if not named:
+            raise AttachError("replace: the parameters' names are not known yet; see PowerSGDState.bind.")
+        try:
+            candidate = checked_compressor("replace", compressor)
+        except SettingsError as refusal:
+            return engine.compressor, refusal
+        return candidate, refusal_of(candidate, named, engine.line)
+
+    def _check_open(self, caller: str) -> None:
+        """Raise `AttachError` if nothing is averaged any more."""
+        if self._made_engine().is_closed:
+            raise AttachError(f"{caller}: this {type(self).__name__} was closed.")
 
     @property
     def rank_and_world_size(self) -> tuple[int, int]:
@@ -178,6 +243,23 @@ def check_run_settings(caller: str, policy: str, hook_timeout: float | None) -> 
         raise SettingsError(f"{caller}(policy={policy!r}): policy must be one of {', '.join(POLICIES)}.")
     if hook_timeout is not None and not 0 < hook_timeout < math.inf:
         raise SettingsError(f"{caller}(hook_timeout={hook_timeout!r}): hook_timeout must be above 0 s, and finite.")
+
+
+def checked_compressor(caller: str, compressor: Compressor | str) -> Compressor:
+    """Return the compressor, making it if a name is given; raise `SettingsError` for anything else."""
+    if isinstance(compressor, str):
+        compressor = make_compressor(compressor)
+    check_compressor(caller, compressor)
+    return compressor
+
+
+def refusal_of(compressor: Compressor, named: Mapping[str, Tensor], line: Line) -> SettingsError | None:
+    """Return the error for settings that do not suit the parameters or the ranks; it is raised once all ranks know."""
+    try:
+        check_compressor_for(compressor, named, line)
+    except SettingsError as error:
+        return error
+    return None
 
 
 def check_compressor_for(compressor: Compressor, named: Mapping[str, Tensor], line: Line) -> None:

@@ -81,8 +81,9 @@ class LockstepLine:
         if self.error is not None:
             return False
         try:
-            while self._queue and self._lanes.add(*self._queue[0]):
+            if self._queue and self._lanes.add(*self._queue[0]):
                 self._queue.popleft()
+                return True  # what it started is answered once every worker has started it
             return self._lanes.turn()
         except Exception as error:
             blamed = self._lanes.touching()

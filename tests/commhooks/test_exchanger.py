@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
 from commhooks import CollectiveError, CompressorError, Exchanger, SettingsError, lockstep_lines
+from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
 from tests.commhooks.ranks import run_ranks
 
@@ -117,3 +120,146 @@ def disagree(rank: int) -> str:
     except (CollectiveError, commhooks.AttachError, RuntimeError) as error:
         return str(error)
     return "nothing"
+
+
+def test_state_is_saved_whole_also_while_a_round_is_under_way() -> None:
+    for whole in run_ranks(saved_under_way, 2):
+        assert whole
+
+
+def saved_under_way(rank: int) -> bool:
+    """Return whether the state of a round under way is the one after it, on three exchangers at once."""
+    line = ProcessGroupLine(dist.distributed_c10d._get_default_group())
+    names = ("top-k", "powersgd", "sign")
+    fragments = [Exchanger(TENSORS, name, line=line, name=name) for name in names]
+    for fragment in fragments:
+        fragment.average(drawn(rank))
+    rounds = [fragment.begin(drawn(rank, 1)) for fragment in fragments]
+    saved = [fragment.state_dict() for fragment in fragments]
+    for averaging in rounds:
+        averaging.wait()
+    after = [fragment.state_dict() for fragment in fragments]
+    resumed = [Exchanger(TENSORS, name) for name in names]
+    for fragment, state in zip(resumed, saved, strict=True):
+        fragment.load_state_dict(state)
+    same = all(equal(one, other) for one, other in zip(saved, after, strict=True))
+    for step in range(2, 5):  # all under way at once, those of the resumed ones too
+        of_both = [[fragment.begin(drawn(rank, step)) for fragment in both] for both in (fragments, resumed)]
+        means = []
+        for of_one in of_both:
+            means.append([drawn(rank, step) for _ in of_one])
+            for averaging, into in zip(of_one, means[-1], strict=True):
+                averaging.write(into)
+        same &= equal(*means)
+    for fragment in (*fragments, *resumed):
+        fragment.close()
+    return same
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether plain data is the same, bit for bit."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def test_rounds_begun_before_the_first_is_written_have_their_own_means() -> None:
+    for right in run_ranks(several_under_way, 2, "top-k"):
+        assert right
+
+
+def several_under_way(rank: int, name: str) -> bool:
+    """Return whether three rounds under way have the means, and leave the state, of three that are awaited."""
+    awaited, overlapping = (Exchanger(TENSORS, name) for _ in range(2))
+    expected = []
+    for step in range(3):
+        expected.append(drawn(rank, step))
+        awaited.average(expected[-1])
+    rounds = [overlapping.begin(drawn(rank, step)) for step in range(3)]
+    got = [drawn(rank, step) for step in range(3)]
+    for averaging, into in zip(reversed(rounds), reversed(got), strict=True):
+        averaging.write(into)
+    assert all(averaging.done() for averaging in rounds)
+    same = equal(got, expected) and equal(awaited.state_dict()["local"], overlapping.state_dict()["local"])
+    with pytest.raises(CompressorError, match="were written before"):
+        rounds[0].write(got[0])
+    awaited.close()
+    overlapping.close()
+    return same
+
+
+def test_means_are_not_written_before_they_are_there_and_every_later_call_tells_the_cause() -> None:
+    prompt, late = run_ranks(a_peer_that_leaves, 2, check_exit=False)
+    assert all("rank 1: Exchanger was made for other tensors: 'a' is" in text for text in late[:1])
+    for text in prompt:
+        assert "rank 0" in text and "has not ended" not in text
+    assert late[1].startswith("rank 1, step 1") and "the attachment was stopped" in late[1]
+
+
+def a_peer_that_leaves(rank: int) -> list[str]:
+    """Average once; then rank 1 passes other tensors, which closes its exchanger. Return what each call says."""
+    exchanger = Exchanger(TENSORS, "all-reduce")
+    exchanger.average(drawn(rank))
+    told = []
+    for wrong in (rank == 1, False):
+        try:
+            exchanger.average({"a": torch.zeros(2)} if wrong else drawn(rank))
+        except (CompressorError, CollectiveError, RuntimeError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_an_expanded_tensor_is_refused_by_name_before_anything_is_sent() -> None:
+    exchanger = Exchanger({"w": torch.zeros(3, 4)}, "all-reduce", line=lockstep_lines(1)[0])
+    with pytest.raises(CompressorError, match="elements of 'w' share memory"):
+        exchanger.average({"w": torch.ones(1, 4).expand(3, 4)})
+    assert exchanger.steps == 0
+    averaging = exchanger.begin({"w": torch.ones(1, 4).expand(3, 4)})  # it may be read
+    run_in_turns([exchanger._engine.line])  # type: ignore[list-item]  # a LockstepLine
+    with pytest.raises(CompressorError, match=r"elements of 'w' share memory.*nothing was written"):
+        averaging.write({"w": torch.zeros(1, 4).expand(3, 4)})
+    into = {"w": torch.zeros(3, 4)}
+    averaging.write(into)
+    assert bool((into["w"] == 1).all())
+
+
+@pytest.mark.parametrize("order", ["transposed", "channels_last"])
+def test_tensors_in_another_order_of_memory_are_refused(order: str) -> None:
+    for told in run_ranks(in_another_order, 2, order, check_exit=False):
+        assert "ranks disagree" in told and "tensor w: " in told and "strides" in told
+
+
+def in_another_order(rank: int, order: str) -> str:
+    tensor = torch.arange(24.0).view(2, 3, 2, 2) if order == "channels_last" else torch.arange(24.0).view(4, 6)
+    if rank:
+        last = torch.channels_last
+        tensor = tensor.contiguous(memory_format=last) if order == "channels_last" else tensor.t().contiguous().t()
+    exchanger = Exchanger({"w": tensor}, "top-k")
+    try:
+        exchanger.average({"w": tensor})
+    except (CollectiveError, commhooks.AttachError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_an_exchanger_has_what_an_attachment_has() -> None:
+    exchanger = Exchanger(TENSORS, "top-k", line=lockstep_lines(1)[0])
+    exchanger.average(drawn(0))
+    assert str(exchanger.compressor) == str(commhooks.make_compressor("top-k"))
+    exchanger.expect(commhooks.make_compressor("powersgd"))
+    assert exchanger.checked("fp16") == commhooks.make_compressor("fp16")
+    with pytest.raises(SettingsError, match="Did you mean 'powersgd'"):
+        exchanger.replace("powersdg")
+    exchanger.replace("powersgd")
+    exchanger.average(drawn(0, 1))
+    assert exchanger.statistics().steps == 2 and exchanger.metrics()["commhooks/bytes_sent_total"] >= 0
+    summary = str(exchanger)
+    assert summary.startswith("Exchanger: ") and "PowerSGD" in summary and "2 steps" in summary
+    exchanger.close()
+    with pytest.raises(commhooks.AttachError, match="replace: this Exchanger was closed"):
+        exchanger.replace("fp16")
+    assert "closed" in str(exchanger)
