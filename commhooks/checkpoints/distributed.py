@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from commhooks.checkpoints.run import HookState
 from commhooks.errors import CheckpointError
-from commhooks.state.snapshot import LoadRules
+from commhooks.state.snapshot import LoadOptions, LoadRules
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -33,9 +33,7 @@ def load_distributed(
     *,
     key: str = "hooks",
     storage_reader: StorageReader | None = None,
-    world_size: str = "refuse",
-    settings: str = "refuse",
-    missing: str = "refuse",
+    **rules: Unpack[LoadOptions],
 ) -> None:
     """Restore the state that `torch.distributed.checkpoint.save({key: hooks, ...})` saved.
 
@@ -51,16 +49,16 @@ def load_distributed(
     does not match the run; a `PowerSGDState` that has taken no step informs the other ranks at their first bucket. DCP
     unpickles the checkpoint's table of contents, which can execute code: load only checkpoints that you trust.
     """
-    rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
+    allowed = LoadRules(**rules)
     read: dict[str, Any] | CheckpointError
     try:
-        read = _read_state(checkpoint_id, storage_reader, key, *hooks.rank_and_world_size, rules)
+        read = _read_state(checkpoint_id, storage_reader, key, *hooks.rank_and_world_size, allowed)
     except CheckpointError as error:
         read = error
     except Exception as error:  # whatever a damaged file causes in DCP
         read = CheckpointError(f"{checkpoint_id} cannot be read ({type(error).__name__}: {error}).")
         read.__cause__ = error
-    hooks.load_state_dict(read, world_size=world_size, settings=settings, missing=missing)
+    hooks.load_state_dict(read, **rules)
 
 
 def _read_state(

@@ -22,7 +22,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch.nn import Module
 
@@ -32,7 +32,7 @@ from commhooks.checkpoints.folder import newest, prepare, put_in_place, remove_a
 from commhooks.checkpoints.run import FORMAT_VERSION, HookState, Run, Saved
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
-from commhooks.state.snapshot import LoadRules, refuse
+from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +109,7 @@ def load_checkpoint(
     optimizer: Saved | None = None,
     scaler: Saved | None = None,
     hooks: HookState | None = None,
-    world_size: str = "refuse",
-    settings: str = "refuse",
-    missing: str = "refuse",
+    **rules: Unpack[LoadOptions],
 ) -> Checkpoint | None:
     """Restore the newest checkpoint in a directory, or the one at this path; return None if there is none.
 
@@ -121,13 +119,13 @@ def load_checkpoint(
 
     Raises `CheckpointError` on every rank, and changes nothing, if any rank finds it damaged or not matching the run.
     """
-    rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
+    allowed = LoadRules(**rules)
     run = Run(model, optimizer, scaler, hooks)
     ranks = run.ranks()
     path: Path | None = ranks.first("find the checkpoint", lambda: newest(Path(directory)))
     if path is None:
         return None
-    contents = ranks.each("load the checkpoint", lambda: _read_what_fits(path, run, ranks, rules))
+    contents = ranks.each("load the checkpoint", lambda: _read_what_fits(path, run, ranks, allowed))
     saves = ranks.gather("compare the checkpoint's save", lambda: contents.shared.get("save"))
     if len(set(saves)) > 1:
         raise CheckpointError(
@@ -136,7 +134,7 @@ def load_checkpoint(
         )
     if hooks is not None and contents.hooks is not None:
         state = contents.hooks.as_dict()
-        hooks.load_state_dict(state, world_size=world_size, settings=settings, missing=missing)
+        hooks.load_state_dict(state, **rules)
     contents.load_into(run)
     return Checkpoint(path, int(contents.shared["step"]), dict(contents.shared["extra"]))
 

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 from torch.nn import Module
@@ -20,7 +20,7 @@ from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.scheduler import POLICIES
 from commhooks.state.memory import MemoryReport
-from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
+from commhooks.state.snapshot import LoadOptions, LoadRules, Snapshot, merge_state_dicts
 from commhooks.wrappers.hierarchical import is_hierarchical
 
 
@@ -201,10 +201,7 @@ class Handle(ABC):
     def load_state_dict(
         self,
         state: Mapping[str, Any] | CheckpointError,
-        *,
-        world_size: str = "refuse",
-        settings: str = "refuse",
-        missing: str = "refuse",
+        **rules: Unpack[LoadOptions],
     ) -> None:
         """Restore the state that `state_dict` returned; call it on every rank, between the same two steps.
 
@@ -216,7 +213,7 @@ class Handle(ABC):
         A `PowerSGDState` that does not know its parameters' names yet checks the state once it learns them; if that is
         before its first step, ranks that passed different states raise at their first bucket.
         """
-        self._load(state, LoadRules(world_size=world_size, settings=settings, missing=missing))
+        self._load(state, LoadRules(**rules))
 
     def _load(self, state: object, rules: LoadRules) -> None:
         """Restore the engine's state, and make ddp_core's DDP lay out its buckets as they were when it was saved."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from commhooks.errors import AttachError
 from commhooks.hooks.attach import Attachment
-from commhooks.integrations.common import AttachOptions, Compression, check_framework_has_no_hook, require
+from commhooks.integrations.common import Compression, CompressionOptions, check_framework_has_no_hook, require
 from commhooks.integrations.rank_files import load_rank_files, save_rank_files
 from commhooks.language.compressor import Compressor
 from commhooks.state.snapshot import LoadRules
@@ -29,11 +29,7 @@ def compress(
     accelerator: Accelerator,
     model: Module,
     compressor: Compressor | str,
-    *,
-    world_size: str = "refuse",
-    settings: str = "refuse",
-    missing: str = "refuse",
-    **options: Unpack[AttachOptions],
+    **options: Unpack[CompressionOptions],
 ) -> Attachment:
     """Attach `compressor` to a model that `accelerator` prepared, and return the `Attachment`.
 
@@ -51,12 +47,11 @@ def compress(
     no prepared optimizer trains it, or if an optimizer already has state (unless `missing="reset"`);
     `SettingsError` if `DistributedDataParallelKwargs` names a hook too; and whatever `attach` raises.
     """
-    rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
-    compression = Compression("compress", compressor, rules, **options)
+    compression = Compression("compress", compressor, **options)
     check_accelerator("compress", accelerator)
     inner = _module_of(accelerator, model)
     optimizers = _optimizers_of(accelerator, inner)
-    if rules.missing == "refuse" and any(optimizer.state for optimizer in optimizers):
+    if compression.rules.missing == "refuse" and any(optimizer.state for optimizer in optimizers):
         raise AttachError(
             "compress: an optimizer has taken steps, or its state was loaded, before the hook was attached, so the "
             "hook's own state would be lost. Call compress before load_state; or pass missing='reset' to start the "
@@ -64,7 +59,7 @@ def compress(
         )
     attachment = compression.begin(model, optimizers, scaler=accelerator.scaler)
     number = next(n for n, known in enumerate(accelerator._models) if unwrapped(known) is inner)
-    in_folder = _InFolder(attachment, f"commhooks_{number}" if number else "commhooks", rules)
+    in_folder = _InFolder(attachment, f"commhooks_{number}" if number else "commhooks", compression.rules)
     accelerator.register_save_state_pre_hook(in_folder.save)
     accelerator.register_load_state_pre_hook(in_folder.load)
     return attachment

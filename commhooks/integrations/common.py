@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 import torch.distributed as dist
 from torch.nn import Module
@@ -16,7 +16,7 @@ from commhooks.hooks.handle import check_run_settings
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.making import make_compressor
 from commhooks.state.loss_scale import Scaler
-from commhooks.state.snapshot import LoadRules
+from commhooks.state.snapshot import LoadOptions, LoadRules
 
 
 class AttachOptions(TypedDict, total=False):
@@ -31,16 +31,18 @@ class AttachOptions(TypedDict, total=False):
     atomic: bool
 
 
+class CompressionOptions(AttachOptions, LoadOptions, total=False):
+    """The arguments of `attach`, and those of `LoadRules`: what a checkpoint and this run may differ in."""
+
+
 class Compression:
     """A compressor and the options to attach it with, kept from before the model exists until training has ended.
 
-    `owner` is its name in errors. `rules` say which differences between a checkpoint and this run are allowed.
+    `owner` is its name in errors.
     """
 
-    def __init__(
-        self, owner: str, compressor: Compressor | str, rules: LoadRules, **options: Unpack[AttachOptions]
-    ) -> None:
-        if unknown := options.keys() - AttachOptions.__annotations__.keys():
+    def __init__(self, owner: str, compressor: Compressor | str, **options: Unpack[CompressionOptions]) -> None:
+        if unknown := options.keys() - CompressionOptions.__annotations__.keys():
             raise SettingsError(
                 f"{owner}: unknown argument {', '.join(sorted(unknown))}; settings of a compressor go to the "
                 'compressor, as in make_compressor("powersgd", rank=4).'
@@ -49,8 +51,11 @@ class Compression:
         self.compressor = make_compressor(compressor) if isinstance(compressor, str) else compressor
         check_compressor(owner, self.compressor)
         check_run_settings(owner, options.get("policy", "fifo"), options.get("hook_timeout"))
-        self.rules = rules
-        self.options = options
+        given: dict[str, Any] = dict(options)
+        of_loading: Any = {name: given.pop(name) for name in LoadOptions.__annotations__ if name in given}
+        self._allowed: LoadOptions = of_loading
+        self.rules = LoadRules(**self._allowed)
+        self.options: AttachOptions = cast(AttachOptions, given)
         self.attachment: Attachment | None = None
         self._loaded: Mapping[str, Any] | CheckpointError | None = None
 
@@ -96,8 +101,7 @@ class Compression:
             self._load_into(self.attachment, state)
 
     def _load_into(self, attachment: Attachment, state: Mapping[str, Any] | CheckpointError) -> None:
-        rules = self.rules
-        attachment.load_state_dict(state, world_size=rules.world_size, settings=rules.settings, missing=rules.missing)
+        attachment.load_state_dict(state, **self._allowed)
 
 
 def check_not_alone(owner: str) -> None:

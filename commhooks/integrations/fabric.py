@@ -11,9 +11,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from commhooks.errors import AttachError
-from commhooks.integrations.common import AttachOptions, Compression, check_not_alone, require
+from commhooks.integrations.common import Compression, CompressionOptions, check_not_alone, require
 from commhooks.language.compressor import Compressor
-from commhooks.state.snapshot import LoadRules
 from commhooks.unwrapping import described, is_ddp, unwrapped
 from ddp_core import DistributedDataParallel
 
@@ -29,11 +28,7 @@ def compress(
     model: Module,
     optimizer: Optimizer | Sequence[Optimizer],
     compressor: Compressor | str,
-    *,
-    world_size: str = "refuse",
-    settings: str = "refuse",
-    missing: str = "refuse",
-    **options: Unpack[AttachOptions],
+    **options: Unpack[CompressionOptions],
 ) -> Compression:
     """Average the gradients of what `fabric.setup(model, optimizer)` returned with `compressor`; call it on every rank.
 
@@ -50,9 +45,7 @@ def compress(
     Raises `AttachError` if Fabric's strategy cannot work with a compressor, or the model was not set up.
     """
     owner = "commhooks.integrations.fabric.compress"
-    compression = Compression(
-        owner, compressor, LoadRules(world_size=world_size, settings=settings, missing=missing), **options
-    )
+    compression = Compression(owner, compressor, **options)
     check_not_alone(owner)
     if not is_ddp(unwrapped(model)):
         raise AttachError(

@@ -13,14 +13,13 @@ from torch import Tensor
 from commhooks.errors import AttachError, CheckpointError, CommHooksError, SettingsError
 from commhooks.hooks.attach import Attachment
 from commhooks.integrations.common import (
-    AttachOptions,
     Compression,
+    CompressionOptions,
     check_framework_has_no_hook,
     check_not_alone,
     require,
 )
 from commhooks.language.compressor import Compressor
-from commhooks.state.snapshot import LoadRules
 from commhooks.unwrapping import is_ddp
 from ddp_core import DistributedDataParallel
 
@@ -55,15 +54,11 @@ class CompressGradients(Callback):
         self,
         compressor: Compressor | str,
         *,
-        world_size: str = "refuse",
-        settings: str = "refuse",
-        missing: str = "refuse",
         log_every: int | None = None,
         by_parameter: bool = False,
-        **options: Unpack[AttachOptions],
+        **options: Unpack[CompressionOptions],
     ) -> None:
-        rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
-        self._compression = Compression(OWNER, compressor, rules, **options)
+        self._compression = Compression(OWNER, compressor, **options)
         if log_every is not None and log_every < 0:
             raise SettingsError(f"{OWNER}(log_every={log_every}): log_every must be at least 0, or None.")
         self._log_every, self._by_parameter = log_every, by_parameter

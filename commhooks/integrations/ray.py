@@ -23,9 +23,8 @@ from torch.nn import Module
 from commhooks.checkpoints.disk import read_tensors
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.hooks.attach import Attachment
-from commhooks.integrations.common import AttachOptions, Compression, require
+from commhooks.integrations.common import Compression, CompressionOptions, require
 from commhooks.language.compressor import Compressor
-from commhooks.state.snapshot import LoadRules
 
 require("ray", at_least="2.40", extra="ray")
 
@@ -41,10 +40,7 @@ def compress(
     *,
     optimizers: Iterable[object],
     checkpoint: ray.train.Checkpoint | Literal["latest"] | None = "latest",
-    world_size: str = "refuse",
-    settings: str = "refuse",
-    missing: str = "refuse",
-    **options: Unpack[AttachOptions],
+    **options: Unpack[CompressionOptions],
 ) -> Attachment:
     """Average the gradients of a model that `ray.train.torch.prepare_model` returned with `compressor`.
 
@@ -60,9 +56,7 @@ def compress(
     Raises `CheckpointError` on every worker if the checkpoint holds no state of a hook, is damaged or does not match
     the run; `AttachError` if there is only one worker, or if the model is not wrapped in DistributedDataParallel.
     """
-    compression = Compression(
-        "compress", compressor, LoadRules(world_size=world_size, settings=settings, missing=missing), **options
-    )
+    compression = Compression("compress", compressor, **options)
     if checkpoint == "latest":
         checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:

@@ -9,10 +9,9 @@ from typing import Any, Self, Unpack
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import AttachError, CheckpointError
 from commhooks.hooks.attach import Attachment
-from commhooks.integrations.common import AttachOptions, Compression, require
+from commhooks.integrations.common import Compression, CompressionOptions, require
 from commhooks.integrations.rank_files import load_rank_files, save_rank_files
 from commhooks.language.compressor import Compressor
-from commhooks.state.snapshot import LoadRules
 
 require("transformers", at_least="4.50", extra="transformers")
 
@@ -59,16 +58,12 @@ class CompressGradients(TrainerCallback):
         self,
         compressor: Compressor | str,
         *,
-        world_size: str = "refuse",
-        settings: str = "refuse",
-        missing: str = "refuse",
         resume_from: str | Path | None = None,
         log: bool = True,
         by_parameter: bool = False,
-        **options: Unpack[AttachOptions],
+        **options: Unpack[CompressionOptions],
     ) -> None:
-        rules = LoadRules(world_size=world_size, settings=settings, missing=missing)
-        self._compression = Compression(_OWNER, compressor, rules, **options)
+        self._compression = Compression(_OWNER, compressor, **options)
         self._resume_from = resume_from
         self._log = log
         self._by_parameter = by_parameter

@@ -22,7 +22,7 @@ from commhooks.communicators import Collective
 from commhooks.errors import CompressorError
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Group, Part, ReduceScatter, Request, ranks_in
 
-_TURNS_UNTIL_UNUSED = 4
+_TURNS_UNTIL_UNUSED = 2
 """A message is dropped if so many others of each layout are taken before it: alternating compressors use theirs again.
 """
 _DTYPES_OF_BACKENDS = {

@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -48,6 +48,14 @@ from commhooks.state.spread import deal_again, spread
 from commhooks.state.table import Entries, Kinds
 
 _LINES_TO_LIST = 12
+
+
+class LoadOptions(TypedDict, total=False):
+    """The fields of `LoadRules`, as functions that load take them."""
+
+    world_size: str
+    settings: str
+    missing: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

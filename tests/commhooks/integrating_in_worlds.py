@@ -198,8 +198,7 @@ def _train(rank: int, steps: int, to: int | None, then: int = 0) -> dict[str, An
     resumed = DistributedDataParallel(build())
     resumed.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(resumed.parameters(), lr=0.1)
-    rules = commhooks.LoadRules()
-    compression = Compression("Compression", powersgd(), rules)
+    compression = Compression("Compression", powersgd())
     compression.load_state_dict(state)  # nothing is attached yet
     compression.begin(resumed, [optimizer])
     for number in range(steps, steps + then):

@@ -10,7 +10,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from commhooks import AttachError, LoadRules, ParameterTraffic, SettingsError, Statistics
+from commhooks import AttachError, ParameterTraffic, SettingsError, Statistics
 from commhooks.hooks.metrics import metrics_of, write_to
 from commhooks.integrations import common
 from tests.commhooks import integrating_in_worlds as ranks
@@ -99,9 +99,9 @@ def test_a_framework_that_is_missing_or_too_old_is_named_with_the_command_that_i
 
 def test_compression_refuses_early() -> None:
     with pytest.raises(SettingsError, match="policy must be one of"):
-        common.Compression("CompressGradients", "powersgd", LoadRules(), policy="lifo")
+        common.Compression("CompressGradients", "powersgd", policy="lifo")
     misplaced: Any = {"rank": 2}
     with pytest.raises(SettingsError, match="unknown argument rank; settings of a compressor go to the compressor"):
-        common.Compression("CompressGradients", "powersgd", LoadRules(), **misplaced)
+        common.Compression("CompressGradients", "powersgd", **misplaced)
     with pytest.raises(AttachError, match="CompressGradients: this run has one process"):
-        common.Compression("CompressGradients", "powersgd", LoadRules()).begin(object())
+        common.Compression("CompressGradients", "powersgd").begin(object())

@@ -107,7 +107,7 @@ def reported(rank: int) -> dict[str, commhooks.MemoryReport]:
         attachment = commhooks.attach(
             model, make_compressor("powersgd", rank=2), residuals=storage, atomic=storage == "fp32"
         )
-        for step in range(8):  # the messages of the first bucket, which is rebuilt, are let go after some
+        for step in range(16):  # the messages of the first bucket, which is rebuilt, are let go after some
             model(*normal(zeros((60, 40), (60, 40), (40,)), 2, seed=step)[rank]).backward()
         found[storage] = attachment.memory_report()
         attachment.detach()
