@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.step_calls import COMPRESSORS, Calls, calls_of_a_step, files_of
 from tests.structure import (
     CENTRES,
     MOST_LINES,
@@ -22,6 +23,8 @@ from tests.structure import (
 
 MOST_ATTRIBUTES = {"Engine": 12, "Reducer": 25}
 MOST_LINES_OF_THE_ENGINE = 220
+MOST_FILES_AND_CALLS = {"all-reduce": (25, 157), "powersgd": (34, 370)}
+"""Of a steady-state step."""
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -43,6 +46,24 @@ def test_the_engine_fits_on_a_few_screens() -> None:
 def test_the_central_classes_keep_few_attributes(path: str, name: str) -> None:
     attributes = sorted(attributes_of(name, ROOT / path))
     assert len(attributes) <= MOST_ATTRIBUTES[name], attributes
+
+
+@pytest.fixture(scope="module")
+def calls_by_compressor() -> dict[str, Calls]:
+    return calls_of_a_step()
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_a_step_passes_through_few_files_and_calls(compressor: str, calls_by_compressor: dict[str, Calls]) -> None:
+    calls = calls_by_compressor[compressor]
+    most_files, most_calls = MOST_FILES_AND_CALLS[compressor]
+    assert len(files_of(calls)) <= most_files, sorted(files_of(calls))
+    assert calls.total() <= most_calls, calls.most_common()
+
+
+def test_calls_are_those_of_both_threads(calls_by_compressor: dict[str, Calls]) -> None:
+    called = {name for _, name in calls_by_compressor["all-reduce"]}
+    assert {"attachment_hook", "AllReduceMean.compress"} <= called, "the first by DDP, the second by the worker"
 
 
 @pytest.fixture
