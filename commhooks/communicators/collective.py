@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -37,7 +38,7 @@ class Collective:
         if self.kind not in KINDS:
             raise CollectiveError(f"Collective(kind={self.kind!r}): kind must be one of {', '.join(KINDS)}.")
 
-    @property
+    @functools.cached_property
     def payload_bytes(self) -> int:
         """Bytes that this rank puts in."""
         return tensor_bytes(self.tensor)
@@ -53,7 +54,7 @@ class Collective:
 
     def ring_bytes(self, world_size: int) -> int:
         """Return the bytes sent per rank, on average over the ranks; see the function of this name."""
-        ranks = self.ranks_in(world_size)
+        ranks = world_size if self.group is None else self.group.count(world_size)
         return ring_bytes(self.kind, self.payload_bytes, ranks, is_sparse=self.tensor.is_sparse)
 
     def room_for_answer(self, world_size: int) -> Tensor:

@@ -134,13 +134,9 @@ class WorkPending:
     def __init__(self, work: dist.Work, what: str, output: Tensor) -> None:
         self._work: dist.Work | None = work
         self._what = what
-        self._output = output
+        self.result = output
+        """The answer, once it is there."""
         self._done = False
-
-    @property
-    def result(self) -> Tensor:
-        """The answer."""
-        return self._output
 
     def is_completed(self) -> bool:
         """Return whether the backend has finished this collective, successfully or not."""

@@ -102,7 +102,7 @@ class Buckets:
         The index alone is not enough: in a static graph's first iteration PyTorch's DDP numbers every bucket 0, and
         marks none as the last one.
         """
-        if not self._by_parameter or not self.is_step_under_way:
+        if not self._by_parameter or self._last_index < 0:
             return False
         if bucket.index() != self._last_index:
             return bucket.index() < self._last_index

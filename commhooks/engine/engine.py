@@ -72,7 +72,7 @@ class Engine:
         self._begin_step_if(bucket)
         if self.resumed.plan:
             self.buckets.learn_names(bucket, bucket.parameters())
-        parts = self.resumed.parts_of(bucket, self.state)
+        parts = self.resumed.parts_of(bucket, self.state) if self.resumed.plan else []
         if not parts:
             return self._hand_in(bucket)
         futures = [self._hand_in(part) for part in parts]
@@ -103,7 +103,7 @@ class Engine:
             self.state.end_loading()
         if self._undo is not None:
             self._undo.expect(last=task.is_last)
-        self.scheduler_for(memory.device).submit(task)
+        (self.scheduler or self.scheduler_for(memory.device)).submit(task)
         if task.is_last:
             self.end_step()
         return task.future

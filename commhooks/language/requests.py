@@ -124,15 +124,15 @@ class Request(ABC):
         """Raise `TypeError`: a request has no value until it is yielded."""
         raise TypeError(f"{type(self).__name__} was not answered: write `yield {type(self).__name__}(...)`.")
 
-    @property
+    @functools.cached_property
     def part_bytes(self) -> tuple[int, ...]:
         """The bytes of each part, as this rank puts it in."""
-        return tuple(tensor_bytes(part.tensor, part.wire if self.is_sum else None) for part in self.parts)
+        return tuple([tensor_bytes(part.tensor, part.wire if self.is_sum else None) for part in self.parts])
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send. An empty sparse tensor is sent: other ranks' may be non-empty."""
-        return not any(part.tensor.is_sparse or part.tensor.numel() for part in self.parts)
+        return not (self.parts[0].tensor.is_sparse or any(self.part_bytes))
 
 
 class AllReduce(Request):

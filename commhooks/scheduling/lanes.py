@@ -86,13 +86,16 @@ class Lanes:
         self._rank = rank
         self._wait = wait
         self._lanes: list[Lane] = []
+        self._policies: list[Policy] = []
         self._check: _Check | None = None
         self._issuing: Lane | None = None
         """The lane whose unit was placed last."""
 
     def open(self, lane: Lane) -> None:
         """Add a lane, between two units."""
+        assert lane.policy is not None, "it was opened"
         self._lanes.append(lane)
+        self._policies.append(lane.policy)
 
     def add(self, lane: Lane, task: BucketTask) -> bool:
         """Take a task, or return False if requests of an earlier unit must be issued first."""
@@ -114,7 +117,7 @@ class Lanes:
         if self._check is not None:
             self._compare(self._check)
             return True
-        if len(self._lanes) == 1:
+        if len(self._policies) == 1:
             return self._policies[0].turn()
         first = self._issuing.policy if self._issuing is not None else None
         return (first is not None and first.turn()) or any(policy.turn() for policy in self._policies)
@@ -131,6 +134,8 @@ class Lanes:
 
     def unfinished(self) -> list[BucketTask]:
         """Return every task whose future is not completed."""
+        if len(self._policies) == 1:
+            return self._policies[0].unfinished()
         waiting = [self._check.task] if self._check is not None else []
         return [task for policy in self._policies for task in policy.unfinished()] + waiting
 
@@ -151,11 +156,7 @@ class Lanes:
         """Let go of the lanes' connections."""
         for lane in self._lanes:
             lane.policy = None
-        self._lanes, self._check, self._issuing = [], None, None
-
-    @property
-    def _policies(self) -> list[Policy]:
-        return [lane.policy for lane in self._lanes if lane.policy is not None]
+        self._policies, self._check, self._issuing = [], None, None  # the lanes stay, for messages
 
     def _compare(self, check: _Check) -> None:
         """Go on with the unit if it is every rank's turn; raise `CollectiveError`, which names both, if it is not."""

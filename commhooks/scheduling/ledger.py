@@ -91,14 +91,12 @@ class Statistics:
         self.seconds_waiting = traffic.seconds_waiting
         # Of copies, made in one step: a line's thread may add a kind meanwhile.
         self.by_kind = {kind: _copy(counts) for kind, counts in dict(traffic.by_kind).items()}
-        self.by_group = {kind: _copy(counts) for kind, counts in dict(traffic.by_group).items()}
+        if traffic.by_group:
+            self.by_group = {kind: _copy(counts) for kind, counts in dict(traffic.by_group).items()}
 
     def copy(self) -> Statistics:
-        """Return an independent copy."""
-        same = _copy(self)
-        same.by_kind = {kind: _copy(traffic) for kind, traffic in self.by_kind.items()}
-        same.by_group = {kind: _copy(traffic) for kind, traffic in self.by_group.items()}
-        return same
+        """Return a copy; `take` replaces the counts of kinds and groups, so that copies may share them."""
+        return _copy(self)
 
     def since(self, earlier: Statistics) -> Statistics:
         """Return what was added since `earlier` was copied."""

@@ -24,18 +24,12 @@ class Line(Protocol):
     opens its own lane with its first bucket.
     """
 
+    rank: int
+    """The number of this rank."""
+    world_size: int
+    """The number of ranks."""
     policy: str
     """The name of the order of collectives, in lanes that choose none."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        ...
 
     def carries_groups(self, device: torch.device) -> bool:
         """Return whether requests may name a group of some of the ranks, for gradients on this device."""
@@ -74,19 +68,13 @@ class ProcessGroupLine:
         self._inline: InlineScheduler | None = None
         self._process_group = weakref.ref(process_group)
         self._address = Address.under(process_group, label)
+        self.rank = self._address.rank
+        """The number of this rank in the process group."""
+        self.world_size = self._address.world_size
+        """The number of ranks in the process group."""
         self._wrap = wrap_communicator
         self.hook_timeout = hook_timeout
         self._may_bypass = may_bypass  # the user knows that a group without Gloo only provides its ranks
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank in the process group."""
-        return self._address.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks in the process group."""
-        return self._address.world_size
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -57,8 +57,9 @@ class Shipment(NamedTuple):
 
     def answers(self, result: Tensor) -> list[Tensor]:
         """Return the answer for each place, given the collective's answer."""
-        parts = [place.part for place in self.places]
-        return [_answer_alone(parts[0], result)] if self.message is None else self.message.unpack(parts, result)
+        if self.message is None:
+            return [_answer_alone(self.places[0].part, result)]
+        return self.message.unpack([place.part for place in self.places], result)
 
 
 class Message(ABC):
@@ -308,9 +309,9 @@ def check(request: Request, world_size: int) -> None:
     if request.group is not None:
         _check_group(request.group, request, world_size)
     if isinstance(request, AllReduce) and request.average:
-        for dtype in {part.tensor.dtype for part in request.parts}:
-            if not (dtype.is_floating_point or dtype.is_complex):
-                raise CompressorError(f"AllReduce(average=True): a part of dtype {dtype} has no mean.")
+        for part in request.parts:
+            if not (part.tensor.is_floating_point() or part.tensor.is_complex()):
+                raise CompressorError(f"AllReduce(average=True): a part of dtype {part.tensor.dtype} has no mean.")
     if isinstance(request, (AllToAll, ReduceScatter)):
         ranks = ranks_in(request.group, world_size)
         for shape in (part.tensor.shape for part in request.parts):

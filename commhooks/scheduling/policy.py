@@ -11,6 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from commhooks.communicators import Communicator, Pending
+from commhooks.language.requests import Request
 from commhooks.scheduling.packing import Packer
 from commhooks.scheduling.task import BucketTask
 from commhooks.tensors import all_finite
@@ -78,8 +79,12 @@ class Policy(ABC):
         answers.
         """
         begun = time.perf_counter()
-        asked = [(task, number) for task in tasks for number in range(len(task.requests))]
-        requests = [task.requests[number] for task, number in asked]
+        asked: list[tuple[BucketTask, int]] = []
+        requests: list[Request] = []
+        for task in tasks:
+            for number, request in enumerate(task.requests):
+                asked.append((task, number))
+                requests.append(request)
         shipments = self._packer.ship(requests)
         tasks[0].seconds_compressing += time.perf_counter() - begun
         for shipment in shipments:
@@ -178,7 +183,7 @@ class Fifo(Policy):
         """Issue what the task requests now; if only a verdict is left, judge it, and finish it."""
         if task.requests:
             self.start([task])
-            if task is self._issuing and all(request.last for request in task.requests):
+            if task is self._issuing and task.asks_last:
                 self._in_last_round.append(task)
                 self._issuing = None
             return

@@ -16,7 +16,7 @@ from commhooks.communicators.collective import ring_bytes
 from commhooks.errors import CompressorError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
-from commhooks.language.requests import Judge, Layout, Part, Request, ranks_in
+from commhooks.language.requests import Judge, Layout, Part, Request
 from commhooks.scheduling.packing import Message, Shipment, check, empty_answers
 
 
@@ -60,6 +60,8 @@ class BucketTask:
     """The pending request for a verdict."""
     requests: tuple[Request, ...] = ()
     """The other pending requests."""
+    asks_last: bool = False
+    """Whether those are the last ones."""
     under_way: deque[tuple[Pending, Shipment, Sequence[tuple[BucketTask, int]]]] = dataclasses.field(
         default_factory=deque
     )
@@ -88,7 +90,7 @@ class BucketTask:
 
     def resume(self) -> None:
         """Send the compressor its answers, and run it up to its next request or its end."""
-        was_last = all(request.last for request in self.requests)
+        was_last = self.asks_last
         answers, self._answers = self._answers, []
         self._run(answers[0] if self._wants_one else answers)
         if was_last and self.requests:
@@ -159,30 +161,37 @@ class BucketTask:
             self.requests, self.judge = (), asked
             return True
         self._wants_one = not isinstance(asked, tuple)
-        requests = asked if isinstance(asked, tuple) else (asked,)
-        if not requests or not all(isinstance(request, Request) for request in requests):
-            raise CompressorError(f"the compressor asked for something that is not a request (got {asked!r}).")
-        for request in requests:
+        requests: list[Request] = []
+        self.requests, self._answers, self.asks_last = (), [], True
+        travels = False
+        for request in (asked,) if self._wants_one else asked:  # one loop: this runs for every request of every bucket
+            if not isinstance(request, Request):
+                raise CompressorError(f"the compressor asked for something that is not a request (got {asked!r}).")
             check(request, self.world_size)
-        self.requests = tuple(self._complete(request) for request in requests)
-        self._answers = [[part.tensor for part in request.parts] for request in self.requests]
-        travels = any(not request.is_empty for request in self.requests)
+            requests.append(self._complete(request))
+            self._answers.append([part.tensor for part in request.parts])
+            self.asks_last = self.asks_last and request.last
+            travels = travels or not request.is_empty
+        if not requests:
+            raise CompressorError(f"the compressor asked for something that is not a request (got {asked!r}).")
+        self.requests = tuple(requests)
         if travels:
-            self.asked += [self._asking(request) for request in self.requests]
+            self.asked += map(self._asking, requests)
         return travels
 
     def _complete(self, request: Request) -> Request:
         """Return a request whose every part has a layout: the bucket's, if it had none."""
-        if all(part.layout is not None for part in request.parts):
-            return request
-        layout = self.bucket.layout
-        return request.with_parts(
-            [part if part.layout else Part(part.tensor, layout, part.wire) for part in request.parts]
-        )
+        for part in request.parts:
+            if part.layout is None:
+                layout = self.bucket.layout
+                return request.with_parts(
+                    [part if part.layout else Part(part.tensor, layout, part.wire) for part in request.parts]
+                )
+        return request
 
     def _asking(self, request: Request) -> Asking:
         sizes = request.part_bytes
-        is_sparse = request.parts[0].tensor.is_sparse
-        ranks = ranks_in(request.group, self.world_size)
-        moved = ring_bytes(request.kind, sum(sizes), ranks, is_sparse=is_sparse)
-        return Asking(tuple(part.layout or self.bucket.layout for part in request.parts), sizes, sum(sizes), moved)
+        layouts = tuple([part.layout or self.bucket.layout for part in request.parts])
+        ranks = self.world_size if request.group is None else request.group.count(self.world_size)
+        moved = ring_bytes(request.kind, sum(sizes), ranks, is_sparse=request.parts[0].tensor.is_sparse)
+        return Asking(layouts, sizes, sum(sizes), moved)
