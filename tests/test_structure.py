@@ -33,6 +33,24 @@ def test_no_file_is_too_long_to_be_read_in_one_go(package: str) -> None:
     assert longest_files(sources_of(package)) == {}, f"at most {MOST_LINES} lines"
 
 
+@pytest.fixture(scope="module")
+def calls_by_compressor() -> dict[str, Calls]:
+    return calls_of_a_step()
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_a_step_passes_through_few_files_and_calls(compressor: str, calls_by_compressor: dict[str, Calls]) -> None:
+    calls = calls_by_compressor[compressor]
+    most_files, most_calls = MOST_FILES_AND_CALLS[compressor]
+    assert len(files_of(calls)) <= most_files, sorted(files_of(calls))
+    assert calls.total() <= most_calls, calls.most_common()
+
+
+def test_calls_are_those_of_both_threads(calls_by_compressor: dict[str, Calls]) -> None:
+    called = {name for _, name in calls_by_compressor["all-reduce"]}
+    assert {"attachment_hook", "AllReduceMean.compress"} <= called, "the first by DDP, the second by the worker"
+
+
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """Return a package of four files: `one` imports `two`, which imports the package and, for types only, `one`."""
