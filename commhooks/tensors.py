@@ -29,6 +29,18 @@ def power_below(terms: int) -> float:
     return 2.0 ** -(terms - 1).bit_length()
 
 
+def mean_in_order(first: Tensor, others: Iterable[Tensor], terms: int) -> Tensor:
+    """Overwrite a tensor with its mean over `terms` tensors, itself and the others, in order, and return it.
+
+    How a sum over a dimension rounds may depend on its length; this does not. Finite terms never overflow.
+    """
+    shrunk = power_below(terms)
+    first *= shrunk
+    for other in others:
+        first.add_(other, alpha=shrunk)
+    return first.div_(terms * shrunk)
+
+
 def smallest(dtype: torch.dtype) -> float:
     """Return the smallest positive number of `dtype`, which is not a normal one."""
     kind = torch.finfo(dtype)

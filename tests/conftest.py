@@ -7,6 +7,7 @@ import signal
 
 # Ranks share few cores: read by torch in this process when it is imported, and in every rank that is spawned from it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("COMMHOOKS_CHECK_TILES", "1")
 
 import hypothesis
 import pytest

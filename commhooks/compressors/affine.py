@@ -20,7 +20,6 @@ from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.requests import AllGather, Judge, Part
-from commhooks.language.tile import Tile
 from commhooks.tensors import power_below, smallest
 
 
@@ -62,7 +61,8 @@ class Affine(Compressor):
         parts = [Part(one, tile.layout) for tile, code in zip(tiles, codes, strict=True) for one in code]
         answers = yield AllGather(*parts, last=True)
         received = list(zip(answers[::2], answers[1::2], strict=True))
-        finite = yield Judge(*answers[::2], *self._largest(tiles, received, context))
+        means = (self._mean(*of_all, context) for of_all in received)
+        finite = yield Judge(*answers[::2], *tiles[0].in_own_range(means))
         for tile, own, of_all in zip(tiles, codes, received, strict=True):
             if tile.keeps:
                 tile.keep(tile.form().sub_(self._decode(*own)), finite)
@@ -98,8 +98,3 @@ class Affine(Compressor):
         for rank in range(1, context.world_size):
             mean += self._decode(scales[rank], codes[rank])
         return mean.div_(shrunk * context.world_size)
-
-    def _largest(self, tiles: list[Tile], received: list[tuple[Tensor, Tensor]], context: Context) -> list[Tensor]:
-        """Return the largest means in the gradients' dtype, if it may not be able to hold them."""
-        pairs = zip(tiles, received, strict=True) if tiles[0].has_short_range else ()
-        return [self._mean(*of_all, context).abs().amax().to(tile.gradient.dtype) for tile, of_all in pairs]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.requests import AllReduce
+from commhooks.language.requests import AllReduce, Part, ReduceScatter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,3 +41,10 @@ class AllReduceMean(Compressor):
         means = yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, last=True)
         for tile, mean in zip(bucket.tiles, means, strict=True):
             tile.write(mean)
+
+    def scatter(self, bucket: BucketView, context: Context) -> Exchange:
+        """Request the mean of this rank's row."""
+        rows = [Part(memory, in_place=True) for memory, _ in bucket.rows]
+        means = yield ReduceScatter(*rows, average=True, last=True)
+        for (_, place), mean in zip(bucket.rows, means, strict=True):
+            place.copy_(mean[: len(place)])

@@ -15,10 +15,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.requests import AllReduce, Judge
+from commhooks.language.requests import AllReduce, AllToAll, Judge, Part
+from commhooks.language.shards import Flags
+from commhooks.tensors import mean_in_order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,9 +58,7 @@ class Cast(Compressor):
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Request the mean of the bucket's memory, cast on the wire."""
         if not self._narrows(bucket.memory):
-            means = yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, last=True)
-            for tile, mean in zip(bucket.tiles, means, strict=True):
-                tile.write(mean)
+            yield from AllReduceMean().compress(bucket, context)
             return
         # Tiles of a narrow bucket share one scratch buffer, so several tiles are copied out of it.
         formed = [tile.form() if len(bucket.tiles) == 1 else tile.form().clone() for tile in bucket.tiles]
@@ -71,9 +72,32 @@ class Cast(Compressor):
         for tile, mean in zip(bucket.tiles, means, strict=True):
             tile.write(mean)
         if any(tile.keeps for tile in bucket.tiles):
-            finite = yield Judge(*(tile.gradient for tile in bucket.tiles))
+            finite = yield Judge(*(tile.mean for tile in bucket.tiles))
             for tile, left in zip(bucket.tiles, unsent, strict=True):
                 tile.keep(left, finite)
+
+    def scatter(self, bucket: BucketView, context: Context) -> Exchange:
+        """Exchange the rows, cast; each rank adds up its own, in rank order and in the gradient's own dtype.
+
+        So nothing is rounded but what each rank sends, where a sum in the narrow dtype rounds at every addition.
+        """
+        if not self._narrows(bucket.memory):
+            yield from AllReduceMean().scatter(bucket, context)
+            return
+        for tile in [tile for slot in bucket.slots for tile in slot.shards]:
+            tile.form()  # in place, since the memory is wide
+        sent = [memory.to(self.dtype) for memory, _ in bucket.rows]
+        flags = [Flags.of(sent, context.world_size)] if bucket.keeps else []
+        received = yield AllToAll(*map(Part, sent), *flags, last=True)
+        if flags:
+            finite = yield Judge(received.pop())
+            for (memory, _), own in zip(bucket.rows, sent, strict=True):
+                memory.sub_(own)
+            for tile in [tile for slot in bucket.slots for tile in slot.shards]:
+                tile.keep(tile.gradient, finite)
+        for (memory, place), of_ranks in zip(bucket.rows, received, strict=True):
+            first, *others = of_ranks[:, : len(place)]
+            place.copy_(mean_in_order(first.to(memory.dtype), others, context.world_size))
 
     def _narrows(self, memory: Tensor) -> bool:
         """Return whether casting a gradient makes it smaller; fp16 for bf16 would not, and could overflow."""

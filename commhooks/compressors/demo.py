@@ -92,8 +92,8 @@ class DeMo(Compressor):
         exchanges = [self._gather(bucket, places)] if places else []
         yield from side_by_side([*exchanges, average_from(rest)] if rest else exchanges)
         for slot, _ in rest if self.sign else ():
-            signs = slot.gradient.sign()
-            slot.gradient.mul_(0).add_(signs)  # keeps NaN, and makes it of an inf, which its sign would hide
+            signs = slot.mean.sign()
+            slot.mean.mul_(0).add_(signs)  # keeps NaN, and makes it of an inf, which its sign would hide
 
     def pays(self, parameter: Tensor) -> bool:
         """Return whether coefficients and their places take no more bytes than the parameter would in fp32.
@@ -106,7 +106,7 @@ class DeMo(Compressor):
 
     def _plan(self, bucket: BucketView) -> tuple[list[_Place], list[tuple[Slot, int]]]:
         """Return the places of what is transformed, and what is averaged uncompressed, from its first element on."""
-        slots = [slot for slot in bucket.slots if slot.gradient.numel()]
+        slots = bucket.filled
         places = [self._place(slot) for slot in slots if self.pays(slot.parameter)]
         return places, [(slot, 0) for slot in slots if not self.pays(slot.parameter)]
 
@@ -126,9 +126,9 @@ class DeMo(Compressor):
             for place, sent, at, (values, _) in zip(places, answers[::2], answers[1::2], own, strict=False)
         ]  # not strict: the verdict's comes last
         to_judge = answers[::2]  # values; or bits, which are always finite, and the largest element
-        if places[0].slot.tile.has_short_range and not self.sign:
+        if not self.sign:
             means = (place.mean(*of_ranks, self.mean_over) for place, of_ranks in zip(places, received, strict=True))
-            to_judge += [mean.abs().amax().to(bucket.memory.dtype) for mean in means]
+            to_judge += places[0].slot.tile.in_own_range(means)
         finite = yield Judge(*to_judge)
         for place, (values, at), of_ranks in zip(places, own, received, strict=True):
             extracted = place.mean(values.unsqueeze(0), at.unsqueeze(0))

@@ -84,7 +84,7 @@ class DGC(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather the largest elements of every rank's v; the mean is their sum, in rank order."""
-        sent = [self._choose(slot, context) for slot in bucket.slots if slot.gradient.numel()]
+        sent = [self._choose(slot, context) for slot in bucket.filled]
         if not sent:
             return
         finite, received = yield from gather(sent, context)

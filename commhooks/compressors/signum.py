@@ -78,8 +78,8 @@ class Signum(Compressor):
         for slot, m in zip(bucket.slots, momenta, strict=True):
             if self.beta:
                 slot.commit("momentum", m, verdict.finite)
-            signs = slot.gradient.sign().mul_(context.loss_scale)
-            slot.gradient.mul_(0).add_(signs)  # keeps NaN: its sign is 0, which would hide it
+            signs = slot.mean.sign().mul_(context.loss_scale)
+            slot.mean.mul_(0).add_(signs)  # keeps NaN: its sign is 0, which would hide it
 
 
 class _Verdict:

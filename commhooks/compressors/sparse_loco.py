@@ -82,7 +82,7 @@ class SparseLoCo(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's codes; the mean is the sum of the decoded values, in rank order."""
-        slots = [slot for slot in bucket.slots if slot.gradient.numel()]
+        slots = bucket.filled
         if not slots:
             return
         tilings = bucket.plan(self, lambda: [Tiling.of(slot.parameter, self.chunk) for slot in slots])
@@ -93,11 +93,8 @@ class SparseLoCo(Compressor):
         answers = yield AllGather(*parts, last=True)
 
         received = list(zip(answers[::3], answers[1::3], answers[2::3], strict=True))
-        to_judge = answers[::3]
-        if slots[0].tile.has_short_range:
-            of_slots = (self._mean(*pair) for pair in zip(tilings, received, strict=True))
-            to_judge += [mean.abs().amax().to(bucket.memory.dtype) for mean in of_slots]
-        finite = yield Judge(*to_judge)
+        means_of_slots = (self._mean(*pair) for pair in zip(tilings, received, strict=True))
+        finite = yield Judge(*answers[::3], *slots[0].tile.in_own_range(means_of_slots))
         for slot, tiling, (means, at, bins), of_ranks in zip(slots, tilings, own, received, strict=True):
             M = slot.form()
             sent = M.new_zeros(tiling.count, tiling.a * tiling.b).scatter_(1, at, means[bins])

@@ -73,11 +73,9 @@ class SVD(Compressor):
         received = [*zip((US / context.world_size for US in gathered[::2]), gathered[1::2], strict=True)]
         means_of_rest = answers[-1] if rest else []
 
-        to_judge = [*gathered, *means_of_rest]
-        if bucket.slots and bucket.slots[0].tile.has_short_range:
-            of_matrices = zip(matrices, received, strict=True)
-            to_judge += [_sum(*x, *sent).abs().amax().to(x[0].gradient.dtype) for x, sent in of_matrices]
-        finite = yield Judge(*to_judge)
+        means = (_sum(*x, *sent) for x, sent in zip(matrices, received, strict=True))
+        in_own_range = bucket.slots[0].tile.in_own_range(means) if bucket.slots else ()
+        finite = yield Judge(*gathered, *means_of_rest, *in_own_range)
         for (slot, form), (US, Vt), sent in zip(matrices, own, received, strict=True):
             if slot.tile.keeps:
                 unsent = slot.form()

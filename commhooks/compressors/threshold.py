@@ -60,11 +60,10 @@ class Threshold(Compressor):
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather the elements that have reached the threshold on every rank; the mean is their sum, in rank order."""
         sent = []
-        for slot in bucket.slots:
-            if slot.gradient.numel():
-                own = Sent.largest_of(slot, slot.form(), self.indices, self.capacity)
-                is_small = own.values.abs() < self.threshold * context.loss_scale  # false for NaN, which has to be sent
-                sent.append(own._replace(values=own.values.masked_fill_(is_small, 0.0)))
+        for slot in bucket.filled:
+            own = Sent.largest_of(slot, slot.form(), self.indices, self.capacity)
+            is_small = own.values.abs() < self.threshold * context.loss_scale  # false for NaN, which has to be sent
+            sent.append(own._replace(values=own.values.masked_fill_(is_small, 0.0)))
         if not sent:
             return
         finite, received = yield from gather(sent, context)

@@ -52,7 +52,7 @@ class TopK(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's largest elements and their places; the mean is their sum, in rank order."""
-        slots = [slot for slot in bucket.slots if slot.gradient.numel()]
+        slots = bucket.filled
         sent = [Sent.largest_of(slot, slot.form(), self.indices, self.ratio) for slot in slots]
         if not sent:
             return

@@ -32,7 +32,9 @@ from commhooks.language.compressor import Compressor, Context, Exchange, side_by
 from commhooks.language.entries import Declared, Entry, first_server
 from commhooks.language.randomness import seeded_uniform, stable_seed
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part
-from commhooks.tensors import power_below
+from commhooks.language.shards import Flags
+from commhooks.language.tile import Tile
+from commhooks.tensors import computing_dtype, mean_in_order
 
 SERVER_ERROR = "server error"
 _AT_ONCE = 1 << 16
@@ -77,6 +79,46 @@ class _Plan:
         self.knows_unsent = not bucket.scratch.is_needed
         """Whether `form` returns the bucket's own memory, so that what is left out can be written back there."""
         self.layout = Layout(tuple(slot.name for slot in self.coded), tuple(self.blocks))
+
+
+class _Column(NamedTuple):
+    """Where a slot's blocks begin in each row of a message of shards, and the ends of its shards."""
+
+    block: int
+    end: int
+
+
+class _Columns(NamedTuple):
+    """How the rows of a message of shards are divided among slots: room for the most that any rank has of each."""
+
+    columns: Sequence[_Column]
+    blocks: int
+    ends: int
+    block: int
+    at_once: int
+
+    @classmethod
+    def of(cls, bucket: BucketView, block: int) -> _Columns:
+        columns, blocks, ends = [], 0, 0
+        for slot in bucket.slots:
+            columns.append(_Column(blocks, ends))
+            lengths = [tile.gradient.numel() for tile in slot.shards]
+            blocks += max(length // block for length in lengths)
+            ends += max(length % block for length in lengths)
+        return cls(columns, blocks, ends, block, max(1, _AT_ONCE // block))
+
+    def tiles(self, bucket: BucketView) -> Iterator[tuple[Tile, int, _Column, str]]:
+        """Yield every slot's shards: the tile, its rank, the slot's columns and name."""
+        for slot, column in zip(bucket.slots, self.columns, strict=True):
+            for rank, tile in enumerate(slot.shards):
+                yield tile, rank, column, slot.name
+
+    def pieces(self, memory: Tensor, at_once: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield some blocks of 1-D memory at a time, [blocks, block], each time after the number of the first."""
+        blocks = memory.view(-1, self.block)
+        at_once = max(1, at_once or self.at_once)
+        for start in range(0, len(blocks), at_once):
+            yield start, blocks[start : start + at_once]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +227,9 @@ class TwoHop(Compressor):
         gathered = yield AllGather(*(Part(payload, plan.layout) for payload in coded), last=True)  # each [W, b, ...]
 
         gathered = [payload.flatten(0, 1) for payload in gathered]
-        finite = yield Judge(flaw, *self.codec.evidence(gathered), *self._largest_written(gathered, plan))
+        codes = zip(*(payload.split(plan.at_once) for payload in gathered), strict=True)
+        largest = plan.coded[0].tile.in_own_range(map(self._decode, codes))
+        finite = yield Judge(flaw, *self.codec.evidence(gathered), *largest)
         for share in plan.shares if self.server_feedback else ():
             share.slot.commit(SERVER_ERROR, left[share.start : share.end], finite)
         for slot, places in zip(plan.coded, plan.places, strict=True):
@@ -221,16 +265,11 @@ class TwoHop(Compressor):
         coded = [torch.zeros_like(payload[0]) for payload in received]
         left = torch.zeros(0)
         at_once = max(1, plan.at_once // context.world_size)  # blocks, each received from all ranks
-        shrunk = power_below(context.world_size)
         for share in plan.shares:
             for number, start in enumerate(range(share.start, share.end, at_once)):
                 own = slice(start, min(start + at_once, share.end))
                 of_all = [payload[:, own].flatten(0, 1) for payload in received]
-                y, *others = self._decode(of_all).unflatten(0, (context.world_size, -1))
-                y *= shrunk
-                for other in others:  # in rank order: how a sum over a dimension rounds may depend on its length
-                    y.add_(other, alpha=shrunk)
-                y /= context.world_size * shrunk
+                y = self._mean(of_all, context)
                 if self.server_feedback:
                     y += share.slot.state(SERVER_ERROR)[start - share.start : own.stop - share.start].to(y)
                 code = self._encode(y, context, share.slot.name, "server", number)
@@ -241,13 +280,55 @@ class TwoHop(Compressor):
                     torch.sub(y, self._decode(code), out=left[own])
         return coded, left
 
-    def _largest_written(self, gathered: Sequence[Tensor], plan: _Plan) -> list[Tensor]:
-        """Return the largest means in the gradients' dtype, if it may not be able to hold them."""
-        first = plan.coded[0]
-        if not first.tile.has_short_range:
-            return []
-        tiles = zip(*(payload.split(plan.at_once) for payload in gathered), strict=True)
-        return [self._decode(code).abs().amax().to(first.gradient.dtype) for code in tiles]
+    def scatter(self, bucket: BucketView, context: Context) -> Exchange:
+        """Exchange the codes of each rank's shard: one hop, since nobody else needs the mean.
+
+        A block is coded if it lies within one shard; what remains of a shard is sent uncompressed.
+        """
+        plan = bucket.plan(self, lambda: _Columns.of(bucket, self.codec.block))
+        seen: list[Tensor] = []
+        sent: list[Tensor] = []
+        ends = bucket.memory.new_zeros(len(bucket.memory), plan.ends, dtype=computing_dtype(bucket.memory.dtype))
+        for tile, row, column, name in plan.tiles(bucket):
+            M = tile.form()
+            whole = len(M) // self.codec.block * self.codec.block
+            ends[row, column.end : column.end + len(M) - whole] = M[whole:]
+            seen += [M.abs().amax()] if len(M) else []
+            for start, blocks in plan.pieces(M[:whole]):
+                code = self._encode(blocks, context, name, "own", row, start)
+                sent = sent or [part.new_zeros(len(bucket.memory), plan.blocks, *part.shape[1:]) for part in code]
+                for payload, part in zip(sent, code, strict=True):
+                    payload[row, column.block + start : column.block + start + len(blocks)] = part
+                seen += [one.abs().amax() for one in self.codec.evidence(code)]
+                seen += tile.in_own_range(map(self._decode, [code]))
+        is_flagged = bucket.keeps or not self.codec.shows_non_finite
+        flags = [Flags.of(seen, context.world_size)] if is_flagged else []
+        *received, of_ends = yield AllToAll(*flags, *map(Part, sent), Part(ends), last=True)
+
+        flaw = received.pop(0) if is_flagged else ends.new_zeros(())
+        if bucket.keeps:
+            finite = yield Judge(flaw)
+            for tile, row, column, _ in plan.tiles(bucket):
+                M = tile.form()
+                for start, blocks in plan.pieces(M[: len(M) // self.codec.block * self.codec.block]):
+                    own = slice(column.block + start, column.block + start + len(blocks))
+                    blocks.sub_(self._decode([payload[row, own] for payload in sent]))
+                M[len(M) // self.codec.block * self.codec.block :] = 0
+                tile.keep(M, finite)
+        for slot, column in zip(bucket.slots, plan.columns, strict=True):
+            whole = len(slot.mean) // self.codec.block * self.codec.block
+            for start, place in plan.pieces(slot.mean[:whole], at_once=plan.at_once // context.world_size):
+                own = slice(column.block + start, column.block + start + len(place))
+                place.copy_(self._mean([payload[:, own].flatten(0, 1) for payload in received], context))
+            first, *others = of_ends[:, column.end : column.end + len(slot.mean) - whole]
+            slot.mean[whole:] = mean_in_order(first, others, context.world_size)
+            if not self.codec.shows_non_finite:
+                slot.mean.add_(flaw.sum())
+
+    def _mean(self, of_all: Sequence[Tensor], context: Context) -> Tensor:
+        """Return the mean of as many codes as there are ranks, one after another, in rank order."""
+        first, *others = self._decode(of_all).unflatten(0, (context.world_size, -1))
+        return mean_in_order(first, others, context.world_size)
 
     def _encode(self, blocks: Tensor, context: Context, *what: str | int) -> Sequence[Tensor]:
         noise = blocks.new_empty(0)

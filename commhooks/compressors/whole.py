@@ -20,4 +20,4 @@ def average_from(starts: Sequence[tuple[Slot, int]]) -> Exchange:
     for (slot, start), mean in zip(starts, means, strict=True):
         if start == 0 and slot.tile.keeps:
             slot.keep(slot.room.zero_(), finite)
-        slot.gradient[start:] = mean
+        slot.mean[start:] = mean

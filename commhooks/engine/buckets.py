@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -21,7 +21,15 @@ Key = tuple[int, ...]
 
 
 class Bucket(Protocol):
-    """What an engine needs of the buckets that both DDPs pass to a hook."""
+    """What an engine needs of the buckets that both DDPs pass to a hook.
+
+    Two methods more are optional. `output()` returns where the mean is to be written, of the shape and dtype of
+    `buffer()`, which is then left as the compressor used it; by default the mean takes the gradients' place. And
+    `buffer()` may be a matrix [world size, width], of any stride between rows, of which each rank gets the mean of one
+    row: then `chunks()` returns how many elements of each parameter a row has. Row r holds elements r·chunk to
+    (r + 1)·chunk of every parameter, one parameter after another; what lies beyond a parameter's last element, and
+    beyond the last parameter, is padding, such as zeros. `output()` is [width] then, by default this rank's row.
+    """
 
     def index(self) -> int: ...  # noqa: D102
     def buffer(self) -> Tensor: ...  # noqa: D102
@@ -56,11 +64,17 @@ class Buckets:
         key = tuple(map(id, parameters))
         self._now[key] = None
         known = self._views.get(key)
-        if known is not None and _is_same_memory(known.memory, memory):
+        if (
+            known is not None
+            and _is_same_memory(known.memory, memory)
+            and (known.output is None or _is_same_memory(known.output, self._output(bucket, memory)))
+        ):
             known.scratch.turn += 1
             return known
         self.learn_names(bucket, parameters)
-        view = self._views[key] = BucketView(bucket.index(), memory, self._slots(memory, parameters))
+        output = self._output(bucket, memory)
+        slots = self._slots(bucket, memory, parameters, output)
+        view = self._views[key] = BucketView(bucket.index(), memory, slots, output=output)
         self._parameters[key] = parameters
         if known is not None:
             view.layout = known.layout
@@ -138,7 +152,21 @@ class Buckets:
         """Return the views that are kept."""
         return list(self._views.values())
 
-    def _slots(self, memory: Tensor, parameters: list[Tensor]) -> list[Slot]:
+    def _output(self, bucket: Bucket, memory: Tensor) -> Tensor | None:
+        given: Callable[[], Tensor] | None = getattr(bucket, "output", None)
+        if given is None:
+            return memory[self._table.rank] if memory.dim() == 2 and not memory.is_sparse else None
+        output, shape = given(), memory.shape[-1:]
+        if output.shape != shape or output.dtype != memory.dtype or output.device != memory.device:
+            raise GradientError(
+                f"bucket {bucket.index()}: the output must be of shape {tuple(shape)}, {memory.dtype}, on "
+                f"{memory.device} (got {tuple(output.shape)}, {output.dtype}, {output.device})."
+            )
+        return output
+
+    def _slots(self, bucket: Bucket, memory: Tensor, parameters: list[Tensor], output: Tensor | None) -> list[Slot]:
+        if memory.dim() == 2 and output is not None:
+            return self._sharded_slots(bucket, memory, parameters, output)
         # PyTorch's DDP passes complex gradients as pairs of real numbers.
         as_pairs = not memory.is_complex()
         sizes = [parameter.numel() * (2 if as_pairs and parameter.is_complex() else 1) for parameter in parameters]
@@ -150,7 +178,29 @@ class Buckets:
         parts = [memory] if memory.is_sparse else memory.detach().split(sizes)
         # To a compressor such a parameter is the vector of those real numbers, which are the gradient's elements.
         pairs = zip(parameters, parts, strict=True)
-        return [Slot(part if as_pairs and p.is_complex() else p, part, self._table.of(p)) for p, part in pairs]
+        means: Sequence[Tensor | None] = [None] * len(parameters) if output is None else output.split(sizes)
+        return [
+            Slot(part if as_pairs and p.is_complex() else p, part, self._table.of(p), mean)
+            for (p, part), mean in zip(pairs, means, strict=True)
+        ]
+
+    def _sharded_slots(self, bucket: Bucket, memory: Tensor, parameters: list[Tensor], output: Tensor) -> list[Slot]:
+        """Return the slots of a bucket of shards; see `Bucket`."""
+        chunks: list[int] = cast(Any, bucket).chunks()
+        rank, ranks = self._table.rank, self._table.world_size
+        fits = len(memory) == ranks and len(chunks) == len(parameters) and sum(chunks) <= memory.shape[1]
+        if not fits or any(p.numel() > chunk * ranks for p, chunk in zip(parameters, chunks, strict=False)):
+            raise GradientError(
+                f"bucket {bucket.index()}: a matrix of shape {tuple(memory.shape)}, in chunks of {chunks} elements, "
+                f"cannot hold {ranks} shards of {self._table.describe(parameters)}."
+            )
+        slots, first = [], 0
+        for parameter, chunk in zip(parameters, chunks, strict=True):
+            own = min(max(parameter.numel() - rank * chunk, 0), chunk)
+            gradient, mean = memory.detach()[:, first : first + chunk], output[first : first + own]
+            slots.append(Slot(parameter, gradient, self._table.of(parameter), mean))
+            first += chunk
+        return slots
 
     def _refuse_a_second_model(self, step: int) -> None:
         """Raise `SettingsError` if this step has no parameter in common with the last one.
@@ -166,7 +216,7 @@ class Buckets:
                 )
 
 
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    if one.is_sparse or other.is_sparse:
+def _is_same_memory(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.is_sparse or other.is_sparse:
         return one is other
     return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype

@@ -15,7 +15,7 @@ from commhooks.engine.buckets import Bucket, Buckets
 from commhooks.engine.guards import has_joined, keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.replay import Resumed, put_together
 from commhooks.engine.undo import UndoLog
-from commhooks.errors import AttachError, GradientError
+from commhooks.errors import AttachError, GradientError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange, begin_exchange, judged
 from commhooks.scheduling.ledger import Ledger, Statistics
@@ -86,6 +86,9 @@ class Engine:
                 f"of dtype {memory.dtype}; a mean needs a floating-point or complex dtype."
             )
         view = self.buckets.view(bucket, memory)
+        if view.is_sharded and (self._undo is not None or not self.compressor.scatters):
+            why = "a step on shards cannot be undone" if self._undo else f"{self.compressor!r} averages whole gradients"
+            raise SettingsError(f"bucket {bucket.index()} consists of shards, one for each rank: {why}.")
         task = BucketTask(
             exchange=self._exchange(view),
             bucket=view,
@@ -113,7 +116,7 @@ class Engine:
         compressor, scale = self.compressor, self.loss_scale.of_gradients
         context = Context(self.line.rank, self.line.world_size, self.step, loss_scale=scale)
         if not compressor.takes(view.memory):
-            exchange = AllReduceMean().compress(view, context)
+            exchange = begin_exchange(AllReduceMean(), view, context)
             return judged(view, exchange) if compressor.remembers(self.step) else exchange
         if not compressor.remembers(self.step):  # the same on every rank; state of other compressors stays
             return begin_exchange(compressor, view, context)

@@ -107,5 +107,5 @@ class _Rider:
         for number, copies in self._copies.items():
             unused = self._counts[number] == 0
             copies.restore(unused)
-            gradient = self._slots[number].gradient
-            gradient.copy_(torch.where(unused, torch.zeros_like(gradient), gradient))
+            mean = self._slots[number].mean
+            mean.copy_(torch.where(unused, torch.zeros_like(mean), mean))

@@ -78,7 +78,13 @@ class Part:
 
 def _parts_of(bucket: Bucket, plan: Sequence[Sequence[str]], table: StateTable) -> list[Part]:
     memory, parameters = bucket.buffer(), bucket.parameters()
-    if memory.is_sparse or memory.is_cuda or sum(p.numel() for p in parameters) != memory.numel():
+    if (
+        memory.is_sparse
+        or memory.is_cuda
+        or memory.dim() > 1
+        or hasattr(bucket, "output")
+        or sum(p.numel() for p in parameters) != memory.numel()
+    ):
         return []
     names = [table.name_of(parameter) for parameter in parameters]
     within = [names_of_one for names_of_one in plan if set(names_of_one) <= set(names)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,12 +21,20 @@ Plan = TypeVar("Plan")
 class Slot:
     """One parameter's place in a bucket."""
 
-    def __init__(self, parameter: Tensor, gradient: Tensor, remembered: ParameterState) -> None:
+    def __init__(
+        self, parameter: Tensor, gradient: Tensor, remembered: ParameterState, mean: Tensor | None = None
+    ) -> None:
         self.parameter = parameter
         self.gradient = gradient
-        """1-D view of the bucket's memory: the gradient's elements in the memory order of the parameter."""
+        """1-D view of the bucket's memory: the gradient's elements in the memory order of the parameter. In a bucket of
+        shards: [world size, chunk], whose row r holds the elements that rank r keeps, and padding."""
+        self.mean = gradient if mean is None else mean
+        """1-D view of the bucket's output, where the mean is written: by default the gradient's place."""
         self.remembered = remembered
         self.tile: Tile
+        """The whole gradient; a bucket of shards has `shards` instead."""
+        self.shards: Sequence[Tile] = ()
+        """In a bucket of shards: for each rank, the elements that it keeps, without padding."""
         self._layouts: dict[int, Layout] = {}
 
     @property
@@ -58,7 +66,7 @@ class Slot:
         self.tile.keep(unsent, finite)
 
     def write(self, mean: Tensor) -> None:
-        """Write the mean; see `Tile.write`."""
+        """Write the mean, 1-D; see `Tile.write`."""
         self.tile.write(mean)
 
     def state(self, name: str) -> Tensor:
@@ -81,7 +89,8 @@ class BucketView:
 
     index: int
     memory: Tensor
-    """1-D and dense, or one parameter's sparse gradient. It holds this rank's gradient first, then the mean."""
+    """1-D and dense, or one parameter's sparse gradient; [world size, width] if it consists of shards. It holds this
+    rank's gradient, and is the compressor's to overwrite."""
     slots: Sequence[Slot] = ()
     """One for each parameter, in memory order; none if parameters are not known."""
     feeds_back: Callable[[Slot], bool] | None = None
@@ -93,17 +102,33 @@ class BucketView:
     """Whether the slots fill the memory."""
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
     """What `plan` returned, by compressor."""
+    output: Tensor | None = None
+    """Where the mean is to be written: as `memory`, or [width] for shards; None: over the gradient."""
 
     def __post_init__(self) -> None:
+        self.is_sharded = self.memory.dim() == 2 and not self.memory.is_sparse
+        """Whether row r of the memory holds those shards that rank r keeps; see `Compressor.scatter`."""
         self.scratch = self.scratch or Scratch(self.memory)
         for slot in self.slots:
-            residuals = [(0, slot.remembered[RESIDUAL])] if self._has_residual(slot) else []
-            slot.tile = Tile(self.scratch, slot.gradient, slot.layout(slot.gradient.numel()), residuals, self.decay)
+            residual = slot.remembered[RESIDUAL] if self._has_residual(slot) else None
+            if self.is_sharded:
+                slot.shards = list(self._shards(slot, residual))
+                continue
+            residuals = [(0, residual)] if residual is not None else []
+            layout = slot.layout(slot.gradient.numel())
+            slot.tile = Tile(self.scratch, slot.gradient, layout, residuals, self.decay, slot.mean)
 
     @property
     def mean(self) -> Tensor:
-        """Where the mean ends up: `memory` itself unless that is sparse."""
-        return self.memory if self.scratch.sparse_mean is None else self.scratch.sparse_mean
+        """Where the mean ends up: `output` if there is one, otherwise `memory` unless that is sparse."""
+        if self.scratch.sparse_mean is not None:
+            return self.scratch.sparse_mean
+        return self.memory if self.output is None else self.output
+
+    @functools.cached_property
+    def filled(self) -> Sequence[Slot]:
+        """The slots whose gradients have elements."""
+        return [slot for slot in self.slots if slot.gradient.numel()]
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -122,7 +147,21 @@ class BucketView:
             if self._has_residual(slot):
                 residuals.append((first, slot.remembered[RESIDUAL]))
             first += slot.gradient.numel()
-        return [Tile(self.scratch, self.memory, self.layout, residuals, self.decay)]
+        return [Tile(self.scratch, self.memory, self.layout, residuals, self.decay, self.output)]
+
+    @functools.cached_property
+    def rows(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """In a bucket of shards: rows to send, [world size, n], and where the mean of this rank's row goes, 1-D.
+
+        All shards together if the slots fill the memory, otherwise a pair for each slot. The rows may end with padding,
+        which has no place in the mean.
+        """
+        return [(self.memory, self.mean)] if self.is_whole else [(slot.gradient, slot.mean) for slot in self.slots]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is to be kept of what is not sent; see `Tile.keeps`."""
+        return any(tile.keeps for slot in self.slots for tile in slot.shards or (slot.tile,))
 
     def with_residuals(self, loses: Callable[[Slot], bool], decay: float = 1.0) -> BucketView:
         """Return the bucket, with `form` adding the residuals of those slots that lose something."""
@@ -134,7 +173,9 @@ class BucketView:
 
     def renamed(self, names: Callable[[Slot], Mapping[str, str]]) -> BucketView:
         """Return the bucket with its slots' state under other names; see `ParameterState.renamed`."""
-        slots = [Slot(slot.parameter, slot.gradient, slot.remembered.renamed(names(slot))) for slot in self.slots]
+        slots = [
+            Slot(slot.parameter, slot.gradient, slot.remembered.renamed(names(slot)), slot.mean) for slot in self.slots
+        ]
         return self._derived(slots, self.feeds_back, self.decay, is_whole=self.is_whole)
 
     def plan(self, compressor: object, make: Callable[[], Plan]) -> Plan:
@@ -146,8 +187,15 @@ class BucketView:
     def _derived(
         self, slots: Sequence[Slot], loses: Callable[[Slot], bool] | None, decay: float, *, is_whole: bool
     ) -> BucketView:
-        copies = [Slot(slot.parameter, slot.gradient, slot.remembered) for slot in slots]
-        return BucketView(self.index, self.memory, copies, loses, decay, self.scratch, is_whole)
+        copies = [Slot(slot.parameter, slot.gradient, slot.remembered, slot.mean) for slot in slots]
+        return BucketView(self.index, self.memory, copies, loses, decay, self.scratch, is_whole, output=self.output)
+
+    def _shards(self, slot: Slot, residual: Tensor | None) -> Iterator[Tile]:
+        chunk = slot.gradient.shape[1]
+        for rank, row in enumerate(slot.gradient):
+            first, end = (min(place * chunk, slot.parameter.numel()) for place in (rank, rank + 1))
+            residuals = [(0, residual[first:end])] if residual is not None else []
+            yield Tile(self.scratch, row[: end - first], slot.layout(end - first), residuals, self.decay)
 
     def _has_residual(self, slot: Slot) -> bool:
         return self.feeds_back is not None and self.feeds_back(slot)

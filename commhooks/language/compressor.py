@@ -18,7 +18,8 @@ from torch import Tensor
 from commhooks.errors import CompressorError, HookTypeError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared, ParameterState
-from commhooks.language.requests import Asked, Judge, Request
+from commhooks.language.requests import AllToAll, Asked, Judge, Request
+from commhooks.language.shards import Flags
 from commhooks.language.spelling import spelled
 
 Exchange = Generator[Asked, Any, None]
@@ -192,6 +193,19 @@ class Compressor(ABC):
         """Whether a damping factor was set explicitly, so that `ErrorFeedback` accepts relative errors of 1 or more."""
         return False
 
+    @property
+    def scatters(self) -> bool:
+        """Whether it has `scatter`."""
+        return type(self).scatter is not Compressor.scatter
+
+    def scatter(self, bucket: BucketView, context: Context) -> Exchange:
+        """Yield requests until the mean of this rank's shard of every slot is written; see `BucketView.is_sharded`.
+
+        Each rank gets another answer, so if anything is kept, `Flags` must travel with the first request, and `Judge`
+        be given their answer. The default refuses: most compressors' means are made of what all ranks have.
+        """
+        raise CompressorError(f"{self!r} can average whole gradients only, not shards, of which each rank keeps one.")
+
     @abstractmethod
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Yield requests until the mean of every slot is written.
@@ -236,12 +250,12 @@ def compressors_in(value: object) -> list[Compressor]:
 
 
 def begin_exchange(compressor: Compressor, bucket: BucketView, context: Context) -> Exchange:
-    """Return a compressor's exchange; raise `CompressorError` if `compress` is not a generator."""
-    exchange = compressor.compress(bucket, context)
+    """Return a compressor's exchange for a bucket; raise `CompressorError` if it is not a generator."""
+    exchange = (compressor.scatter if bucket.is_sharded else compressor.compress)(bucket, context)
     if not isinstance(exchange, Generator):
         raise CompressorError(
-            f"{type(compressor).__name__}.compress must be a generator, which yields requests (it returned "
-            f"{type(exchange).__name__})."
+            f"{type(compressor).__name__}.{'scatter' if bucket.is_sharded else 'compress'} must be a generator, which "
+            f"yields requests (it returned {type(exchange).__name__})."
         )
     return exchange
 
@@ -262,11 +276,19 @@ def map_requests(carry: Carry, exchange: Exchange) -> Exchange:
 
 
 def judged(bucket: BucketView, exchange: Exchange) -> Exchange:
-    """Run an exchange; if it asks for no verdict, include its means in the verdict of the step."""
+    """Run an exchange; if it asks for no verdict, include its means in the verdict of the step.
+
+    Means of shards differ between ranks: instead, unless the exchange sends `Flags`, each rank says whether its own
+    gradients are finite.
+    """
+    if bucket.is_sharded:
+        of_shards = _SeenOfShards()
+        yield from side_by_side([map_requests(of_shards.carry, exchange), _flagged(bucket, of_shards)])
+        return
     seen = _Seen()
     yield from map_requests(seen.carry, exchange)
     if not seen.judge:
-        yield Judge(*([bucket.mean] if bucket.is_whole else [slot.gradient for slot in bucket.slots]))
+        yield Judge(*([bucket.mean] if bucket.is_whole else [slot.mean for slot in bucket.slots]))
 
 
 class _Seen:
@@ -277,6 +299,25 @@ class _Seen:
     def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
         self.judge = self.judge or isinstance(asked, Judge)
         return (yield asked)
+
+
+class _SeenOfShards:
+    """Records whether an exchange has sent flags."""
+
+    flags = False
+
+    def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
+        if not isinstance(asked, Judge):
+            self.flags |= any(isinstance(part, Flags) for request in _as_tuple(asked) for part in request.parts)
+        return (yield asked)
+
+
+def _flagged(bucket: BucketView, seen: _SeenOfShards) -> Exchange:
+    """Tell all ranks whether this one's gradients are finite, beside an exchange that has not said so."""
+    if not seen.flags:
+        rows = [memory for memory, _ in bucket.rows]
+        (flags,) = yield AllToAll(Flags.of(rows, len(bucket.memory)), last=True)
+        yield Judge(flags)
 
 
 def side_by_side(exchanges: Sequence[Exchange]) -> Exchange:

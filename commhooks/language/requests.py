@@ -135,7 +135,21 @@ class Request(ABC):
         return not (self.parts[0].tensor.is_sparse or any(self.part_bytes))
 
 
-class AllReduce(Request):
+class Sum(Request):
+    """A request for sums over the ranks or, with `average`, means."""
+
+    is_sum: ClassVar[bool] = True
+
+    def __init__(self, *parts: Part, average: bool = False, last: bool = False, group: Group | None = None) -> None:
+        super().__init__(*parts, last=last, group=group)
+        self.average = average
+
+    def with_parts(self, parts: Sequence[Part]) -> Self:
+        """Return the same request for other parts."""
+        return type(self)(*parts, average=self.average, last=self.last, group=self.group)
+
+
+class AllReduce(Sum):
     """A request for the sum over the ranks of each part or, with `average`, its mean.
 
     For a mean, the division precedes the cast to `Part.wire`, and is done in the part's own dtype: a sum that the
@@ -146,15 +160,6 @@ class AllReduce(Request):
     """
 
     kind: ClassVar[str] = "all-reduce"
-    is_sum: ClassVar[bool] = True
-
-    def __init__(self, *parts: Part, average: bool = False, last: bool = False, group: Group | None = None) -> None:
-        super().__init__(*parts, last=last, group=group)
-        self.average = average
-
-    def with_parts(self, parts: Sequence[Part]) -> AllReduce:
-        """Return the same request for other parts."""
-        return type(self)(*parts, average=self.average, last=self.last, group=self.group)
 
 
 class AllGather(Request):
@@ -172,14 +177,14 @@ class AllToAll(Request):
     kind: ClassVar[str] = "all-to-all"
 
 
-class ReduceScatter(Request):
-    """A request for sums, of which each rank gets one: rank r's answer is the sum of row r over the ranks.
+class ReduceScatter(Sum):
+    """A request for sums or means, of which each rank gets one: rank r's answer is that of row r over the ranks.
 
-    Every part is [world size, ...]. Ranks get different answers, so do not pass them to `Judge`.
+    Every part is [world size, ...], and travels in its own dtype; for a mean, the division comes first, as in
+    `AllReduce`. Ranks get different answers, so do not pass them to `Judge`.
     """
 
     kind: ClassVar[str] = "reduce-scatter"
-    is_sum: ClassVar[bool] = True
 
 
 class Judge:

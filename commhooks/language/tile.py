@@ -3,15 +3,17 @@
 A tile combines gradient and residual. `form` returns their sum, `keep` takes what was not sent, and `write` takes the
 mean. The compressor need not know whether there is a residual, or its dtype and location.
 
-Finish with a tile before forming the next one, in the order form, keep, room, write. If gradients are fp32 or wider,
-`form` and `room` are the bucket's own memory. If they are narrower, all tiles share one scratch buffer, so forming
-another tile overwrites it: copy what is to be sent, and call `form` again after a `yield`. A stack of tiles always uses
-that buffer.
+Finish with a tile before forming the next one, in the order form, keep, room, write; with COMMHOOKS_CHECK_TILES=1 in
+the environment, as in this project's tests, what is kept or written out of order raises `CompressorError`. If gradients
+are fp32 or wider, `form` and `room` are the bucket's own memory. If they are narrower, all tiles share one scratch
+buffer, so forming another tile overwrites it: copy what is to be sent, and call `form` again after a `yield`. A stack
+of tiles always uses that buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +23,8 @@ from commhooks.errors import CompressorError
 from commhooks.language.memory import add_residuals, commit, commit_all, surely
 from commhooks.language.requests import Layout, Part
 from commhooks.tensors import computing_dtype
+
+_IS_CHECKED = os.environ.get("COMMHOOKS_CHECK_TILES", "0") not in ("", "0")
 
 
 class Form(Protocol):
@@ -56,6 +60,17 @@ class Scratch:
         self._dtype = computing_dtype(memory.dtype)
         self.is_needed = memory.dtype != self._dtype and not memory.is_sparse
         self._memory: Tensor | None = None
+        self._user: object = None
+
+    def lend(self, user: object) -> None:
+        """Note who uses the memory from now on, so that `check` can tell that another's contents are gone."""
+        self._user = user
+
+    def check(self, user: object, tensor: Tensor, what: str) -> None:
+        """Raise `CompressorError` if a tensor lies in memory that someone else has been using since."""
+        is_here = self._memory is not None and _share_memory(tensor, self._memory)
+        if is_here and self._user is not user:
+            raise CompressorError(f"what is {what} lies in memory that another tile has used since; see Tile.")
 
     def room(self, shape: torch.Size) -> Tensor:
         """Return memory of a shape; its contents last until the next call."""
@@ -74,9 +89,12 @@ class Tile:
         layout: Layout,
         residuals: Sequence[tuple[int, Tensor]],
         decay: float,
+        mean: Tensor | None = None,
     ) -> None:
         self.gradient = gradient
         """A view of the bucket's memory, of any shape; or one parameter's sparse gradient."""
+        self.mean = gradient if mean is None else mean
+        """Where the mean is written, of the same shape: a view of the bucket's output, by default `gradient`."""
         self.layout = layout
         self._scratch = scratch
         self._residuals = residuals
@@ -84,20 +102,22 @@ class Tile:
         self._whole = residuals[0][1] if len(residuals) == 1 and residuals[0][1].shape == gradient.shape else None
         """The residual, if there is exactly one and it covers the tile."""
         self._decay = decay
-        self._formed_in = -1
+        self._formed_in = self._written_in = -1
 
     @property
     def keeps(self) -> bool:
         """Whether `keep` keeps anything; if not, what is not sent is lost and need not be computed."""
         return bool(self._residuals)
 
-    @property
-    def has_short_range(self) -> bool:
-        """Whether a mean that is finite in fp32 may be inf in the bucket's own dtype, so that it must be judged there.
+    def in_own_range(self, means: Iterable[Tensor]) -> list[Tensor]:
+        """Return what a verdict must include beside means that are finite in fp32: the largest, in the bucket's dtype.
 
-        True for fp16; bf16 has the range of fp32.
+        Only fp16 has a shorter range, in which such a mean may be inf; otherwise nothing is returned, and no mean is
+        computed if they come from a generator.
         """
-        return torch.finfo(self.gradient.dtype).max < torch.finfo(torch.bfloat16).max
+        if torch.finfo(self.gradient.dtype).max >= torch.finfo(torch.bfloat16).max:
+            return []
+        return [mean.abs().amax().to(self.gradient.dtype) for mean in means]
 
     @property
     def room(self) -> Tensor:
@@ -105,6 +125,8 @@ class Tile:
 
         Otherwise all tiles of a bucket share one scratch buffer.
         """
+        if _IS_CHECKED:
+            self._scratch.lend(self)
         return self._scratch.room(self.gradient.shape) if self._scratch.is_needed else self.gradient
 
     def form(self) -> Tensor:
@@ -113,6 +135,8 @@ class Tile:
         The result may be overwritten; a bucket of fp32 or wider has no other copy.
         """
         room, scratch = self.room, self._scratch
+        if _IS_CHECKED and self._written_in == scratch.turn and self.mean is self.gradient:
+            raise CompressorError("a gradient was formed again after its mean had taken its place; see Tile.")
         if scratch.is_needed:
             room.copy_(self.gradient)
         elif self._formed_in == scratch.turn:
@@ -147,6 +171,11 @@ class Tile:
                 f"what was not sent, of shape {tuple(unsent.shape)}, was kept for gradients of shape "
                 f"{tuple(self.gradient.shape)}."
             )
+        if _IS_CHECKED:
+            self._scratch.check(self, unsent, "kept")
+            is_over = self._written_in == self._scratch.turn and _share_memory(unsent, self.mean)
+            if is_over and self.keeps:
+                raise CompressorError("what is kept was overwritten by the mean before; see Tile.")
         if self._whole is not None:
             commit(self._whole, unsent, finite)
             return
@@ -154,8 +183,11 @@ class Tile:
             commit(kept, piece, finite)
 
     def write(self, mean: Tensor) -> None:
-        """Write the mean over the gradient; this overwrites whatever was formed there."""
-        if mean is self.gradient:
+        """Write the mean, by default over the gradient; this overwrites whatever was formed there."""
+        if _IS_CHECKED:
+            self._scratch.check(self, mean, "written")
+            self._written_in = self._scratch.turn
+        if mean is self.mean:
             return
         if mean.shape != self.gradient.shape:
             raise CompressorError(
@@ -164,7 +196,7 @@ class Tile:
         if self.gradient.is_sparse:
             self._scratch.sparse_mean = mean
         else:
-            self.gradient.copy_(mean)
+            self.mean.copy_(mean)
 
     def rows(self, form: Form, rows: int) -> list[Tile]:
         """Return the tile, viewed as a matrix by `form`, in tiles of so many rows, leaving out a remainder at the end.
@@ -173,14 +205,16 @@ class Tile:
         """
         inside = form.n * form.m
         blocks = form.view(self.gradient.view(-1)[:inside]).split(rows)
+        is_apart = self.mean is not self.gradient
+        means = form.view(self.mean.view(-1)[:inside]).split(rows) if is_apart else blocks
         if len(self._residuals) == 1:
             kept = form.view(self._residuals[0][1].view(-1)[:inside]).split(rows)
             residuals: list[Sequence[tuple[int, Tensor]]] = [[(0, block)] for block in kept]
         else:  # several parameters in one matrix: its rows are contiguous
             ends = [min(first + rows, form.n) * form.m for first in range(0, form.n, rows)]
             residuals = [self._overlap(end - block.numel(), end) for end, block in zip(ends, blocks, strict=True)]
-        pairs = zip(blocks, residuals, strict=True)
-        return [Tile(self._scratch, block, self.layout, own, self._decay) for block, own in pairs]
+        places = zip(blocks, residuals, means, strict=True)
+        return [Tile(self._scratch, block, self.layout, own, self._decay, mean) for block, own, mean in places]
 
     def rest(self, start: int) -> list[Tile]:
         """Return everything from an element on as one tile with the layout of the whole; no tile if nothing is left."""
@@ -188,7 +222,9 @@ class Tile:
         if start == end:
             return []
         own = self._overlap(start, end)
-        return [Tile(self._scratch, self.gradient.view(-1)[start:], self.layout, own, self._decay)]
+        gradient = self.gradient.view(-1)[start:]
+        mean = gradient if self.mean is self.gradient else self.mean.view(-1)[start:]
+        return [Tile(self._scratch, gradient, self.layout, own, self._decay, mean)]
 
     def _overlap(self, start: int, end: int) -> list[tuple[int, Tensor]]:
         """Return the parts of the residuals that lie within a range of this tile."""
@@ -215,6 +251,7 @@ class TileStack:
         self._tiles = tiles
         self._scratch = tiles[0]._scratch
         self._gradients = [tile.gradient for tile in tiles]
+        self._means = [tile.mean for tile in tiles]
         self._shape = torch.Size((len(tiles), *tiles[0].gradient.shape))
         self._residuals = [tile._whole for tile in tiles if tile._whole is not None]
 
@@ -232,6 +269,8 @@ class TileStack:
     @property
     def room(self) -> Tensor:
         """Memory for all tiles, in the computing dtype, which all tiles of a bucket share."""
+        if _IS_CHECKED:
+            self._scratch.lend(self)
         return self._scratch.room(self._shape)
 
     def form(self) -> Tensor:
@@ -247,8 +286,18 @@ class TileStack:
 
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
         """Keep what was not sent, for the next step; if `finite` is false, change nothing."""
+        if _IS_CHECKED:
+            self._scratch.check(self, unsent, "kept")
         commit_all(self._residuals, unsent, finite)
 
     def write(self, means: Tensor) -> None:
-        """Write the means over the gradients."""
-        torch._foreach_copy_(self._gradients, list(means.unbind()))
+        """Write the means; see `Tile.write`."""
+        if _IS_CHECKED:
+            self._scratch.check(self, means, "written")
+        torch._foreach_copy_(self._means, list(means.unbind()))
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    if one.is_sparse or other.is_sparse:
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0  # fake tensors have no memory

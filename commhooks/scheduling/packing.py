@@ -20,7 +20,17 @@ from torch import Tensor
 
 from commhooks.communicators import Collective
 from commhooks.errors import CompressorError
-from commhooks.language.requests import AllGather, AllReduce, AllToAll, Group, Part, ReduceScatter, Request, ranks_in
+from commhooks.language.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Group,
+    Part,
+    ReduceScatter,
+    Request,
+    Sum,
+    ranks_in,
+)
 
 _TURNS_UNTIL_UNUSED = 2
 """A message is dropped if so many others of each layout are taken before it: alternating compressors use theirs again.
@@ -109,7 +119,7 @@ class _Sum(Message):
     def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
         pieces = [piece for part, sizes in zip(parts, self._sizes, strict=True) for piece in _split(part.tensor, sizes)]
         torch._foreach_copy_(self._places, [pieces[number] for number in self._order])
-        if isinstance(request, AllReduce) and request.average and world_size > 1:
+        if isinstance(request, Sum) and request.average and world_size > 1:
             self.memory.div_(world_size)
         return Collective("all-reduce", self.memory.to(self._wire), group=request.group)
 
@@ -149,20 +159,25 @@ class _Rows(Message):
         widest = max(part.tensor.element_size() for part in parts) if as_bytes else 1
         width += -width % widest  # rows begin where the widest elements are aligned
         self._shape = (self._rows, width) if self._rows else (width,)
-        # An exchange is as large as all codes of a bucket; once it has arrived, the memory is needed elsewhere.
-        self._is_kept = kind is not AllToAll
+        # Rows for all ranks are as large as all codes of a bucket; once sent, the memory is needed elsewhere.
+        self._is_kept = kind is AllGather
         self.memory = parts[0].tensor.new_zeros(self._shape if self._is_kept else (0,), dtype=dtype)
         self._places = self._places_in(self.memory, parts) if self._is_kept else []
 
     def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
         memory, first = self.memory, parts[0].tensor
+        is_mean = isinstance(request, Sum) and request.average and world_size > 1
         if not self._is_kept and len(parts) == 1 and first.dtype == memory.dtype and first.is_contiguous():
             memory = first.view(self._shape)  # it is its own message
+            if is_mean:
+                memory = memory.div_(world_size) if parts[0].in_place else memory / world_size
         else:
             if not self._is_kept:
                 memory = memory.new_zeros(self._shape)
             for place, part in zip(self._places or self._places_in(memory, parts), parts, strict=True):
                 place.copy_(part.tensor)
+            if is_mean:
+                memory /= world_size
         kind: Any = request.kind
         return Collective(kind, memory, sum(part.tensor.numel() for part in parts), request.group)
 
@@ -257,7 +272,7 @@ class Packer:
                 return place
             return AllReduce, part.on_wire, tensor.device, request.average, request.group
         if isinstance(request, ReduceScatter):
-            return ReduceScatter, tensor.dtype, tensor.device, request.group
+            return ReduceScatter, tensor.dtype, tensor.device, request.average, request.group
         return type(request), tensor.device, request.group
 
     def _shipment(self, request: Request, places: Sequence[Place]) -> Shipment:
@@ -308,10 +323,12 @@ def check(request: Request, world_size: int) -> None:
         )
     if request.group is not None:
         _check_group(request.group, request, world_size)
-    if isinstance(request, AllReduce) and request.average:
+    if isinstance(request, Sum) and request.average:
         for part in request.parts:
             if not (part.tensor.is_floating_point() or part.tensor.is_complex()):
-                raise CompressorError(f"AllReduce(average=True): a part of dtype {part.tensor.dtype} has no mean.")
+                raise CompressorError(
+                    f"{type(request).__name__}(average=True): a part of dtype {part.tensor.dtype} has no mean."
+                )
     if isinstance(request, (AllToAll, ReduceScatter)):
         ranks = ranks_in(request.group, world_size)
         for shape in (part.tensor.shape for part in request.parts):

@@ -113,6 +113,8 @@ class StateTable:
         """Lay out what a compressor remembers for these slots' parameters."""
         for slot in slots:
             declared = compressor.state(slot.name, slot.parameter, self.world_size)
+            if slot.shards:  # each rank serves itself alone
+                declared = {name: entry for name, entry in declared.items() if entry.kind != "share"}
             self.lay_out_entries(slot, declared)
 
     def lay_out_entries(self, slot: Slot, declared: Declared) -> None:
@@ -123,7 +125,7 @@ class StateTable:
             state.entries[name] = entry
             if kept is not None:
                 kept = state.tensors[name] = entry.joined(kept, slot.parameter.shape)  # it may have been loaded
-            fresh = self._empty(state.key, entry, slot.gradient)
+            fresh = self._empty(state.key, entry, slot.gradient, slot.parameter.numel())
             is_there = kept is not None and kept.shape == fresh.shape and _have_same_holders(before, entry)
             if kept is not None and is_there and kept.dtype == fresh.dtype and kept.device == fresh.device:
                 continue
@@ -292,12 +294,12 @@ class StateTable:
         if self._loaded is not None:
             self._loaded.pop(state.key, None)
 
-    def _empty(self, key: str, entry: Entry, gradient: Tensor) -> Tensor:
+    def _empty(self, key: str, entry: Entry, gradient: Tensor, elements: int) -> Tensor:
         """Allocate memory for an entry, on the device and in the dtype in which it is kept."""
-        shape = entry.shape if entry.shape is not None else (gradient.numel(),)
+        shape = entry.shape if entry.shape is not None else (elements,)
         if entry.block:
             server, servers = self.rank // entry.holders, self.world_size // entry.holders
-            served = blocks_served(key, gradient.numel() // entry.block, server, servers)
+            served = blocks_served(key, elements // entry.block, server, servers)
             shape = (len(served), entry.block)
         device, dtype = gradient.device, entry.dtype or computing_dtype(gradient.dtype)
         if entry.is_own and entry.dtype is None and self.storage != "fp32":

@@ -93,10 +93,16 @@ class ErrorFeedback(Wrapper):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run `inner` on the gradient plus the residual."""
+        return self.inner.compress(self._with_residuals(bucket, context), context)
+
+    def scatter(self, bucket: BucketView, context: Context) -> Exchange:
+        """Run `inner` on the gradient plus the residual, of which every rank has its own for all shards."""
+        return self.inner.scatter(self._with_residuals(bucket, context), context)
+
+    def _with_residuals(self, bucket: BucketView, context: Context) -> BucketView:
         resets = self.reset_every > 0 and context.step > 0 and context.step % self.reset_every == 0
         decay = 0.0 if resets else self.decay
-        own = bucket.plan((self, resets), lambda: bucket.with_residuals(self._loses, decay))
-        return self.inner.compress(own, context)
+        return bucket.plan((self, resets), lambda: bucket.with_residuals(self._loses, decay))
 
     @property
     def is_unbiased(self) -> bool:

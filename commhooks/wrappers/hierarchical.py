@@ -87,13 +87,16 @@ class Hierarchical(Wrapper):
             yield from self.inner.compress(bucket, context)
             return
         inside = Group("inner", self.size)
-        means = yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, group=inside)
-        for tile, mean in zip(bucket.tiles, means, strict=True):
-            tile.write(mean)
+        yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, group=inside)  # in place, for `inner`
         machine, place = divmod(context.rank, self.size)
         among_machines = dataclasses.replace(context, rank=machine, world_size=context.world_size // self.size)
         carrier = _Carrier(self.size, place, among_machines.world_size)
         yield from map_requests(carrier.carry, self.inner.compress(bucket, among_machines))
+
+    @property
+    def scatters(self) -> bool:
+        """Return False: a shard belongs to one rank, not to a machine."""
+        return False
 
     def _held(self, declared: Declared) -> Declared:
         return {

@@ -12,7 +12,7 @@ from torch import Tensor
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange, judged, side_by_side
+from commhooks.language.compressor import Compressor, Context, Exchange, begin_exchange, judged, side_by_side
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.spelling import spelled
 
@@ -172,8 +172,20 @@ class PerParameter(Compressor):
             alone = bucket.slots[0] if bucket.slots else None
             compressor = self._of(alone.name, alone.parameter) if alone else self.otherwise
             return compressor.compress(bucket, context)
+        return self._side_by_side(bucket, context)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether all of the compressors do."""
+        return all(compressor.scatters for compressor in self._compressors)
+
+    def scatter(self, bucket: BucketView, context: Context) -> Exchange:
+        """Run the compressors side by side, each on its own slots."""
+        return self._side_by_side(bucket, context)
+
+    def _side_by_side(self, bucket: BucketView, context: Context) -> Exchange:
         parts = bucket.plan(self, lambda: self._parts(bucket))
-        return side_by_side([judged(part, compressor.compress(part, context)) for compressor, part in parts])
+        return side_by_side([judged(part, begin_exchange(compressor, part, context)) for compressor, part in parts])
 
     def _parts(self, bucket: BucketView) -> Sequence[tuple[Compressor, BucketView]]:
         slots: dict[int, list[Slot]] = {}

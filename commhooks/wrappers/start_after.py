@@ -121,10 +121,22 @@ class StartAfter(Wrapper):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass the bucket to the current compressor."""
+        return self._in_turn(context.step).compress(self._in_own_names(bucket, context), context)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether both compressors do."""
+        return self.inner.scatters and self.before.scatters
+
+    def scatter(self, bucket: BucketView, context: Context) -> Exchange:
+        """Pass the bucket to the current compressor."""
+        return self._in_turn(context.step).scatter(self._in_own_names(bucket, context), context)
+
+    def _in_own_names(self, bucket: BucketView, context: Context) -> BucketView:
+        """Return the bucket with state under the names that the current compressor declared."""
         if context.step >= self.steps:
-            return self.inner.compress(bucket, context)
-        renamed = bucket.plan(self, lambda: self._bucket_of_before(bucket, context))
-        return self.before.compress(renamed or bucket, context)
+            return bucket
+        return bucket.plan(self, lambda: self._bucket_of_before(bucket, context)) or bucket
 
     def _bucket_of_before(self, bucket: BucketView, context: Context) -> BucketView | None:
         """Return the bucket with the state private to `before` under its own names; None if there is none.

@@ -45,6 +45,11 @@ class WireDtype(Wrapper):
         narrowed = dataclasses.replace(context, wire=context.wire or self.dtype)  # if nested, the outer one decides
         return map_requests(self._carry, self.inner.compress(bucket, narrowed))
 
+    @property
+    def scatters(self) -> bool:
+        """Return False: `Cast` averages shards in a narrower dtype."""
+        return False
+
     def _carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
         if isinstance(asked, Judge):
             return (yield asked)

@@ -112,6 +112,15 @@ class Wrapper(Compressor):
         """Defer to `inner`."""
         return self.inner.is_damped
 
+    @property
+    def scatters(self) -> bool:
+        """Defer to `inner`."""
+        return self.inner.scatters
+
+    def scatter(self, bucket: BucketView, context: Context) -> Exchange:
+        """Defer to `inner`."""
+        return self.inner.scatter(bucket, context)
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Defer to `inner`."""
         return self.inner.compress(bucket, context)

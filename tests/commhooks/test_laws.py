@@ -408,6 +408,23 @@ def test_extreme_scales_are_finite_or_shown_to_all(case: Case, scale: float) -> 
         assert "16" in case.name or all(torch.isfinite(mean).all() for mean in means[0])
 
 
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mean_goes_where_its_bucket_says(case: Case, dtype: torch.dtype) -> None:
+    parameters = zeros(*SHAPES, dtype=dtype)
+    in_place, apart = (
+        Workers(case.make(), 2, parameters, buckets=2, policy="fused", apart=where) for where in (False, True)
+    )
+    for step in range(3):
+        gradients = normal(parameters, 2, seed=step)
+        for means, others in zip(in_place.step(gradients), apart.step(gradients), strict=True):
+            assert all(map(torch.equal, means, others))
+    for one, other in zip(in_place.states, apart.states, strict=True):
+        for parameter in parameters:
+            kept, there = one.of(parameter).tensors, other.of(parameter).tensors
+            assert kept.keys() == there.keys() and all(torch.equal(kept[name], there[name]) for name in kept)
+
+
 @every_exchanging_case
 def test_the_gradient_of_another_step_is_not_held_on_to(case: Case) -> None:
     """Memory handed in is free to be overwritten once the mean is there."""

@@ -44,8 +44,22 @@ class GivenBucket:
         return self._is_last
 
 
+class BucketApart(GivenBucket):
+    """A bucket whose mean goes to other memory."""
+
+    def __init__(self, number: int, memory: Tensor, members: list[Tensor], *, is_last: bool, output: Tensor) -> None:
+        super().__init__(number, memory, members, is_last=is_last)
+        self._output = output
+
+    def output(self) -> Tensor:
+        return self._output
+
+
 class Workers:
-    """Every worker's engine, for `parameters` dealt out to so many buckets; settings are those of `Engine`."""
+    """Every worker's engine, for `parameters` dealt out to so many buckets; settings are those of `Engine`.
+
+    `apart`: means do not take the gradients' place.
+    """
 
     def __init__(
         self,
@@ -56,9 +70,11 @@ class Workers:
         buckets: int = 1,
         policy: str = "fifo",
         storage: str = "fp32",
+        apart: bool = False,
         **settings: Any,
     ) -> None:
         self.compressor = compressor
+        self.is_apart = apart
         self.world_size = world_size
         self.parameters = list(parameters)
         self.lines = lockstep_lines(world_size, policy)
@@ -105,13 +121,16 @@ class Workers:
             for number, (memory, members) in enumerate(zip(self._memories[rank], self.dealt, strict=True)):
                 memory.copy_(torch.cat([flat(gradients[rank][i], self.parameters[i]) for i in members]))
                 is_last = number == len(self.dealt) - 1
-                owners = [self.parameters[i] for i in members]
-                futures.append((memory, engine.run(GivenBucket(number, memory, owners, is_last=is_last))))
+                owners, mean = [self.parameters[i] for i in members], self._outputs[rank][number]
+                bucket = GivenBucket(number, memory, owners, is_last=is_last)
+                if self.is_apart:
+                    bucket = BucketApart(number, memory, owners, is_last=is_last, output=mean.fill_(torch.nan))
+                futures.append((mean, engine.run(bucket)))
         run_in_turns(self.lines)
-        for memory, future in futures:
+        for mean, future in futures:
             assert future.done(), "some bucket was left without its mean"
-            assert future.value().data_ptr() == memory.data_ptr()
-        return [self._means(own) for own in self._memories]
+            assert future.value().data_ptr() == mean.data_ptr()
+        return [self._means(own) for own in self._outputs]
 
     def saved(self) -> bytes:
         """Return every worker's state_dict as a file of torch.save holds them, for buckets that may change."""
@@ -140,6 +159,9 @@ class Workers:
             [torch.zeros(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
             for _ in range(self.world_size)
         ]
+        self._outputs = self._memories
+        if self.is_apart:
+            self._outputs = [[torch.empty_like(memory) for memory in own] for own in self._memories]
 
     def residual(self, rank: int, index: int) -> Tensor:
         """Return a worker's residual for a parameter, in the parameter's shape; zeros where it keeps none."""

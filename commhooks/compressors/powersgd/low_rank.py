@@ -287,10 +287,10 @@ class LowRankPlan(NamedTuple):
 
     def largest(self, side: Side, means: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the largest elements of the mean, in the bucket's own dtype, if that has a short range."""
-        if not self.matrices or not self.matrices[0].tile.has_short_range:
+        if not self.matrices:
             return []
-        dtype = self.matrices[0].tile.gradient.dtype
-        return [group.largest(side, mean).to(dtype) for group, mean in zip(self.groups, means, strict=True)]
+        of_groups = (group.largest(side, mean) for group, mean in zip(self.groups, means, strict=True))
+        return self.matrices[0].tile.in_own_range(of_groups)
 
 
 def _groups(matrices: Sequence[LowRankMatrix]) -> list[LowRankGroup]:

@@ -22,6 +22,7 @@ class Uncompressed:
         is_worth_it = len(small) > 1
         self._others = [tile for tile in tiles if not (is_worth_it and _is_small(tile))]
         self._small = [tile.gradient.view(-1) for tile in small] if is_worth_it else []
+        self._means = [tile.mean.view(-1) for tile in small]
         self._sizes = [gradient.numel() for gradient in self._small]
         self._parts = [Part(tile.gradient, tile.layout, wire) for tile in self._others]
         if self._small:
@@ -37,11 +38,11 @@ class Uncompressed:
         return self._parts
 
     def write(self, means: Sequence[Tensor]) -> None:
-        """Write the mean of each part over the gradients."""
+        """Write the mean of each part."""
         for tile, mean in zip(self._others, means[: len(self._others)], strict=True):
             tile.write(mean)
         if self._small:
-            torch._foreach_copy_(self._small, list(means[-1].split(self._sizes)))
+            torch._foreach_copy_(self._means, list(means[-1].split(self._sizes)))
 
 
 def _is_small(tile: Tile) -> bool:

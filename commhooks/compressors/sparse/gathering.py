@@ -54,9 +54,5 @@ def gather(sent: Sequence[Sent], context: Context) -> Generator[Asked, Any, tupl
         Received(own.coding, codes, values / context.world_size)
         for own, values, codes in zip(sent, answers[::2], answers[1::2], strict=True)
     ]
-    to_judge = answers[::2]
-    if sent and sent[0].slot.tile.has_short_range:
-        pairs = zip(sent, received, strict=True)
-        means = (of_all.add_to(own.slot.room.zero_()) for own, of_all in pairs)
-        to_judge += [mean.abs().amax().to(own.slot.gradient.dtype) for own, mean in zip(sent, means, strict=True)]
-    return (yield Judge(*to_judge)), received
+    means = (of_all.add_to(own.slot.room.zero_()) for own, of_all in zip(sent, received, strict=True))
+    return (yield Judge(*answers[::2], *sent[0].slot.tile.in_own_range(means))), received

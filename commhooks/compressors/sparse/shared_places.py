@@ -63,7 +63,7 @@ class SharedPlaces(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Average the elements at the step's indices; the other means are zero."""
-        slots = [slot for slot in bucket.slots if slot.gradient.numel()]
+        slots = bucket.filled
         if not slots:
             return
         places, parts = [], []

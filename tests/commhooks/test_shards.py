@@ -1,0 +1,316 @@
+"""Buckets of shards, of which each rank gets the mean of its own: what a reduce-scatter of FSDP2 needs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import (
+    AllReduceMean,
+    BucketView,
+    Cast,
+    Compressor,
+    Context,
+    ErrorFeedback,
+    LoadRules,
+    NoOp,
+    PerParameter,
+    PowerSGD,
+    Signum,
+    Snapshot,
+    TwoHop,
+    WireDtype,
+    make_compressor,
+    schedule,
+)
+from commhooks.compressors.codecs import FP8, MXFP4, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad
+from commhooks.engine.resume import lay_out, restore, snapshot_of
+from commhooks.errors import CommHooksError, CompressorError, GradientError
+from commhooks.scheduling.lockstep import lockstep_lines
+from commhooks.wrappers.hierarchical import Hierarchical
+from tests.commhooks import shards_in_worlds as on_every_rank
+from tests.commhooks.ranks import run_ranks
+from tests.commhooks.shards import BucketOfShards, Sharded, shard_of, whole_means
+from tests.commhooks.workers import Workers, normal, zeros
+
+SHAPES = ((9, 16), (5,), (2, 3), (64, 33), (1,), (0, 4), ())
+CODECS: list[Codec] = [
+    Half(block=16, dtype=torch.bfloat16),  # the first: nothing is left out of a gradient in bf16
+    Int8(block=16),
+    Int4(block=32),
+    FP8(block=16),
+    MXFP4(),
+    Sign(block=32),
+    QSGD(block=16, levels=15),
+    TernGrad(block=16),
+    Natural(block=16),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_without_compression_every_rank_gets_its_row_of_the_mean(dtype: torch.dtype, ranks: int) -> None:
+    parameters = zeros(*SHAPES, dtype=dtype)
+    gradients = normal(parameters, ranks, seed=1)
+    whole = Workers(AllReduceMean(), ranks, parameters).step(gradients)[0]
+    for rank, means in enumerate(Sharded.in_lockstep(AllReduceMean(), ranks, parameters).step(gradients)):
+        for mean, of_all in zip(means, whole, strict=True):
+            assert torch.equal(mean, shard_of(of_all, ranks, rank))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_cast_is_added_up_in_the_gradients_own_dtype(dtype: torch.dtype) -> None:
+    parameters = zeros(*SHAPES)
+    gradients = normal(parameters, 3, seed=2)
+    cast = [[one.to(dtype).float() for one in of_rank] for of_rank in gradients]
+    for rank, means in enumerate(Sharded.in_lockstep(Cast(dtype=dtype), 3, parameters).step(gradients)):
+        for mean, of_all in zip(means, whole_means(cast), strict=True):
+            assert torch.allclose(mean.double(), shard_of(of_all, 3, rank), rtol=1e-6, atol=1e-7)
+
+
+def test_a_cast_of_8_ranks_rounds_at_most_half_as_much_as_a_sum_in_its_dtype() -> None:
+    parameters = zeros((64, 64))
+    gradients = normal(parameters, 8, seed=3)
+    (exact,) = whole_means(gradients)
+    (summed,) = Workers(Cast(dtype=torch.bfloat16), 8, parameters).step(gradients)[0]
+    got = Sharded.in_lockstep(Cast(dtype=torch.bfloat16), 8, parameters).step(gradients)
+    apart = torch.cat([mean for means in got for mean in means]).view(64, 64)
+    assert (apart - exact).norm() <= 0.5 * (summed - exact).norm()
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [*((codec, torch.float32) for codec in CODECS), *((codec, torch.bfloat16) for codec in CODECS[1:])],
+    ids=lambda one: type(one).__name__ if isinstance(one, Codec) else str(one),
+)
+def test_what_a_code_leaves_out_of_any_shard_is_kept_by_the_rank_that_sent_it(codec: Codec, dtype: torch.dtype) -> None:
+    """Sent and kept add up to what was to be sent, in units of the mean, after every step."""
+    damping = min(1.0, 1 / (1 + codec.relative_error())) if codec.is_unbiased else None
+    compressor = ErrorFeedback(inner=TwoHop(codec=codec, server_feedback=False, damping=damping))
+    parameters = zeros(*SHAPES, dtype=dtype)
+    workers = Sharded.in_lockstep(compressor, 3, parameters)
+    wanted = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    got = [[shard_of(total, 3, rank).clone() for total in wanted] for rank in range(3)]
+    for step in range(4):
+        gradients = normal(parameters, 3, seed=step)
+        for total, mean in zip(wanted, whole_means(gradients), strict=True):
+            total.add_(mean)
+        for own, means in zip(got, workers.step(gradients), strict=True):
+            for received, mean in zip(own, means, strict=True):
+                received.add_(mean)
+    kept = [torch.stack(of_ranks).double().mean(0) for of_ranks in zip(*workers.residuals(), strict=True)]
+    assert sum(float(one.norm()) for one in kept) > 0
+    unit = torch.finfo(dtype).eps
+    for number, total in enumerate(wanted):
+        for rank in range(3):
+            owed = shard_of(kept[number].view(total.shape), 3, rank) if kept[number].numel() else 0.0
+            missing = shard_of(total, 3, rank) - got[rank][number] - owed
+            assert not missing.numel() or float(missing.abs().max()) <= 40 * unit, (number, rank)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        ErrorFeedback(inner=TwoHop(codec=Int4(block=16), server_feedback=False)),
+        ErrorFeedback(inner=TwoHop(codec=Sign(block=16), server_feedback=False)),
+        ErrorFeedback(inner=Cast(dtype=torch.bfloat16)),
+        PerParameter(rules=(("layer0", AllReduceMean()),), otherwise=ErrorFeedback(inner=TwoHop(codec=Int8(block=16)))),
+    ],
+    ids=["int4", "sign", "cast", "all-reduce beside int8"],
+)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")], ids=str)
+def test_what_is_not_finite_on_one_rank_commits_nothing_on_any(
+    compressor: Compressor, bad: float, policy: str, ranks: int
+) -> None:
+    parameters = zeros(*SHAPES)
+    workers, undisturbed = (Sharded.in_lockstep(compressor, ranks, parameters, policy=policy) for _ in range(2))
+    for each in (workers, undisturbed):
+        each.step(normal(parameters, ranks, seed=0))
+    before = workers.residuals()
+    spoiled = normal(parameters, ranks, seed=1)
+    spoiled[ranks - 1][0][0, 3] = bad  # the first rank keeps it
+    assert not all(mean.isfinite().all() for mean in workers.step(spoiled)[0])
+    for own, after in zip(before, workers.residuals(), strict=True):
+        assert all(map(torch.equal, own, after))
+    for engine in undisturbed.engines:
+        engine.step += 1
+    again = normal(parameters, ranks, seed=2)
+    for means, others in zip(workers.step(again), undisturbed.step(again), strict=True):
+        assert all(map(torch.equal, means, others))
+    assert not all(map(torch.equal, before[0], workers.residuals()[0]))
+
+
+@pytest.mark.parametrize(("size", "is_kept"), [(1000.0, True), (65504.0, False)])
+def test_a_code_that_fp16_cannot_hold_commits_nothing(size: float, is_kept: bool) -> None:
+    """What `Natural` makes of the largest number of fp16 is a power of two above it."""
+    parameters = zeros((4, 16), dtype=torch.float16)
+    workers = Sharded.in_lockstep(
+        ErrorFeedback(inner=TwoHop(codec=Natural(block=16), server_feedback=False)), 2, parameters
+    )
+    workers.step(normal(parameters, 2, seed=0))
+    before = workers.residuals()
+    gradients = normal(parameters, 2, seed=1)
+    gradients[1][0].fill_(size)
+    workers.step(gradients)
+    for own, after in zip(before, workers.residuals(), strict=True):
+        assert all(map(torch.equal, own, after)) is not is_kept
+
+
+@pytest.mark.parametrize("name", ["int8", "bf16", "sign"])
+def test_a_run_goes_on_bit_for_bit_from_what_was_saved(name: str) -> None:
+    parameters = zeros(*SHAPES)
+    inner = {
+        "int8": TwoHop(codec=Int8(block=16), server_feedback=False),
+        "bf16": Cast(dtype=torch.bfloat16),
+        "sign": TwoHop(codec=Sign(block=16), server_feedback=False),
+    }[name]
+    compressor = schedule((0, AllReduceMean()), (2, ErrorFeedback(inner=inner)))
+    workers = Sharded.in_lockstep(compressor, 2, parameters)
+    for step in range(4):
+        workers.step(normal(parameters, 2, seed=step))
+    file = io.BytesIO()
+    for engine in workers.engines:
+        lay_out(engine, set())
+    torch.save([snapshot_of(engine, {}).as_dict() for engine in workers.engines], file)
+    file.seek(0)
+    resumed = Sharded.in_lockstep(compressor, 2, zeros(*SHAPES))
+    for engine, state in zip(resumed.engines, torch.load(file), strict=True):
+        restore(engine, Snapshot.from_dict(state), LoadRules(), uncut_steps=0)
+    for step in range(4, 6):
+        gradients = normal(parameters, 2, seed=step)
+        for means, others in zip(workers.step(gradients), resumed.step(gradients), strict=True):
+            assert all(map(torch.equal, means, others))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_sends_what_the_others_keep_and_no_more(ranks: int) -> None:
+    parameters = zeros((64, 32), (32,))
+    gradients = normal(parameters, ranks, seed=4)
+    width = sum(BucketOfShards(parameters, gradients[0], ranks, 0).chunks())
+    moved = {}
+    for label, compressor in {
+        "all-reduce": AllReduceMean(),
+        "cast": Cast(dtype=torch.bfloat16),
+        "int8": TwoHop(codec=Int8(block=32)),
+        "kept": ErrorFeedback(inner=TwoHop(codec=Int8(block=32))),
+    }.items():
+        workers = Sharded.in_lockstep(compressor, ranks, parameters)
+        workers.step(gradients)
+        statistics = workers.engines[0].statistics()
+        assert statistics.collectives == 1, label
+        moved[label] = statistics.moved_bytes
+    others, blocks = ranks - 1, 64 // ranks + (32 // ranks) // 32
+    ends = (32 // ranks) % 32
+    assert moved["all-reduce"] == others * 4 * (width + 3)
+    assert moved["cast"] == others * 2 * (width + 3)
+    flag = 4
+    assert moved["int8"] == moved["kept"] == others * ((32 + 4) * blocks + 4 * ends + flag)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        PowerSGD(rank=2),
+        Signum(),
+        WireDtype(inner=AllReduceMean(), dtype=torch.bfloat16),
+        Hierarchical(inner=AllReduceMean(), size=1),
+        PerParameter(rules=(("layer0", PowerSGD(rank=1)),)),
+        schedule((0, AllReduceMean()), (5, PowerSGD(rank=1))),
+    ],
+    ids=["powersgd", "votes", "a wire dtype", "machines", "for a parameter", "later"],
+)
+def test_what_averages_whole_gradients_only_says_so_before_the_first_step(compressor: Compressor) -> None:
+    assert not compressor.scatters
+    parameters = zeros((8, 8), (4,))
+    workers = Sharded.in_lockstep(compressor, 2, parameters)
+    with pytest.raises(CommHooksError, match="consists of shards.* averages whole gradients"):
+        workers.step(normal(parameters, 2, seed=0))
+
+
+def test_a_compressor_without_scatter_refuses_by_name() -> None:
+    with pytest.raises(CompressorError, match=r"PowerSGD\(.*whole gradients only"):
+        PowerSGD(rank=2).scatter(BucketView(0, torch.zeros(2, 8)), Context(0, 2, 0))
+
+
+def test_a_step_on_shards_is_not_undone() -> None:
+    parameters = zeros((8, 8))
+    workers = Sharded.in_lockstep(AllReduceMean(), 2, parameters, atomic=True)
+    with pytest.raises(CommHooksError, match="shards.* cannot be undone"):
+        workers.step(normal(parameters, 2, seed=0))
+
+
+class Wrong(BucketOfShards):
+    """A bucket of shards of which one thing is wrong."""
+
+    def __init__(self, parameters: list[Tensor], **wrong: object) -> None:
+        super().__init__(parameters, normal(parameters, 1, seed=0)[0], 2, 0)
+        for name, value in wrong.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"_chunks": [16, 4]}, r"a matrix of shape \(2, 39\), in chunks of \[16, 4\] elements, cannot hold 2 shards"),
+        ({"_chunks": [32]}, "cannot hold 2 shards"),
+        ({"_chunks": [36, 4]}, "cannot hold 2 shards"),
+        ({"_memory": torch.zeros(3, 39)}, "cannot hold 2 shards"),
+        ({"of_rank": torch.zeros(38)}, r"output must be of shape \(39,\)"),
+        ({"of_rank": torch.zeros(39).half()}, r"output must be of shape .* \(got \(39,\), torch.float16"),
+    ],
+)
+def test_a_bucket_that_cannot_be_is_refused(wrong: dict[str, object], message: str) -> None:
+    parameters = zeros((8, 8), (8,))
+    workers = Sharded(AllReduceMean(), parameters, lockstep_lines(2))
+    with pytest.raises(GradientError, match=message):
+        workers.engines[0].run(Wrong(parameters, **wrong))
+
+
+class WithoutOutput:
+    """A bucket of shards that does not say where the mean goes."""
+
+    def __init__(self, other: BucketOfShards) -> None:
+        self.index, self.buffer, self.chunks = other.index, other.buffer, other.chunks
+        self.parameters, self.is_last = other.parameters, other.is_last
+
+
+def test_by_default_the_mean_of_shards_goes_to_this_ranks_row() -> None:
+    parameters = zeros((8, 8), (8,))
+    gradients = normal(parameters, 2, seed=0)
+    workers = Sharded.in_lockstep(AllReduceMean(), 2, parameters)
+    buckets = [BucketOfShards(parameters, gradients[rank], 2, rank) for rank in range(2)]
+    for engine, bucket in zip(workers.engines, buckets, strict=True):
+        engine.run(WithoutOutput(bucket))
+    workers.take_turns()
+    (mean, _) = whole_means(gradients)
+    for rank, bucket in enumerate(buckets):
+        assert torch.allclose(bucket.buffer()[rank, :32].double(), shard_of(mean, 2, rank), atol=1e-6)
+
+
+def test_a_noop_keeps_the_ranks_own_row() -> None:
+    parameters = zeros((9, 4))
+    gradients = normal(parameters, 3, seed=0)
+    for rank, (mean,) in enumerate(Sharded.in_lockstep(NoOp(), 3, parameters).step(gradients)):
+        assert torch.equal(mean, shard_of(gradients[rank][0], 3, rank))
+
+
+NAMES = ["all-reduce", "bf16", "TwoHop(codec=Int8(block=16))", "ErrorFeedback(inner=TwoHop(codec=QSGD(block=16)))"]
+
+
+@pytest.mark.parametrize(("ranks", "policy"), [(2, "fused"), (4, "fifo")])
+def test_over_a_process_group_the_same_comes_out(ranks: int, policy: str) -> None:
+    for wrong in run_ranks(on_every_rank.as_in_lockstep, ranks, NAMES, policy):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_over_a_process_group_an_inf_commits_nothing_on_any_rank(ranks: int) -> None:
+    name = "ErrorFeedback(inner=TwoHop(codec=Int4(block=16), server_feedback=False))"
+    assert make_compressor(name).scatters
+    for changed, goes_on in run_ranks(on_every_rank.an_inf, ranks, name, "fifo"):
+        assert changed == [] and goes_on

@@ -1,0 +1,106 @@
+"""What COMMHOOKS_CHECK_TILES, which all tests run under, finds in a compressor: memory used after it was reused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import AllReduce, BucketView, CommHooksError, Compressor, Context, ErrorFeedback, Exchange, Judge, Slot
+from tests.commhooks.workers import Workers, normal, zeros
+
+FINE = torch.ones((), dtype=torch.bool)
+
+
+def in_order(slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        slot.keep(slot.form() * 0.5, FINE)
+        slot.write(slot.room.fill_(1.0))
+
+
+def kept_after_another_was_formed(slots: Sequence[Slot]) -> None:
+    formed = [slot.form() for slot in slots]
+    for slot, M in zip(slots, formed, strict=True):
+        slot.keep(M, FINE)
+
+
+def written_after_another_was_computed(slots: Sequence[Slot]) -> None:
+    means = [slot.room.fill_(number) for number, slot in enumerate(slots)]
+    for slot, mean in zip(slots, means, strict=True):
+        slot.write(mean)
+
+
+def formed_after_it_was_written(slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        slot.write(torch.ones_like(slot.room))
+        slot.keep(slot.form() * 0.5, FINE)
+
+
+def kept_after_it_was_overwritten(slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        M = slot.form()
+        slot.write(torch.ones_like(M))
+        slot.keep(M, FINE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Using(Compressor):
+    """Averages nothing, and uses its tiles as it is told."""
+
+    use: Callable[[Sequence[Slot]], None]
+
+    def loses(self, name: str, parameter: Tensor) -> bool:
+        return True
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        yield AllReduce(bucket.slots[0].part(torch.zeros(1)), last=True)
+        yield Judge()
+        self.use(bucket.slots)
+
+
+def run(use: Callable[[Sequence[Slot]], None], dtype: torch.dtype) -> None:
+    workers = Workers(ErrorFeedback(inner=Using(use=use)), 1, zeros((4,), (4,), dtype=dtype))
+    workers.step(normal(workers.parameters, 1, seed=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_used_in_order_passes(dtype: torch.dtype) -> None:
+    run(in_order, dtype)
+
+
+@pytest.mark.parametrize(
+    ("use", "dtype", "message"),
+    [
+        (kept_after_another_was_formed, torch.bfloat16, "what is kept lies in memory that another tile has used"),
+        (written_after_another_was_computed, torch.bfloat16, "what is written lies in memory that another tile"),
+        (formed_after_it_was_written, torch.float32, "a gradient was formed again after its mean had taken its place"),
+        (formed_after_it_was_written, torch.bfloat16, "a gradient was formed again after its mean had taken its place"),
+        (kept_after_it_was_overwritten, torch.float32, "what is kept was overwritten by the mean before"),
+    ],
+)
+def test_what_is_used_out_of_order_raises(
+    use: Callable[[Sequence[Slot]], None], dtype: torch.dtype, message: str
+) -> None:
+    with pytest.raises(CommHooksError, match=message):
+        run(use, dtype)
+
+
+def test_a_training_run_does_not_check() -> None:
+    script = "from commhooks.language import tile; print(tile._IS_CHECKED)"
+    environment = {name: value for name, value in os.environ.items() if name != "COMMHOOKS_CHECK_TILES"}
+    for added, printed in (({}, "False"), ({"COMMHOOKS_CHECK_TILES": "1"}, "True")):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment | added,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.strip() == printed, done.stderr
