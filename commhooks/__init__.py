@@ -75,6 +75,7 @@ from commhooks.hooks.stateless import hook_statistics
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Entry
+from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import (
     AllGather,
     AllReduce,
@@ -153,6 +154,7 @@ __all__ = [
     "Judge",
     "Layout",
     "LoadRules",
+    "Loss",
     "LockstepCommunicator",
     "LockstepGroup",
     "MXFP4",
@@ -184,6 +186,7 @@ __all__ = [
     "SettingsError",
     "Sign",
     "Signum",
+    "Sends",
     "Slot",
     "Snapshot",
     "SparseLoCo",

@@ -22,6 +22,7 @@ from commhooks.compressors import COMPRESSORS, Registered, TwoHop
 from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
+from commhooks.wrappers.error_feedback import takes_feedback
 
 ROOMS = ("commhooks.compressors", "commhooks.compressors.codecs", "commhooks.wrappers")
 """The modules whose classes a specification may name."""
@@ -81,7 +82,7 @@ def _made(name: str, error_feedback: bool | None, decay: float | None, settings:
     compressor = _called(name, registered.make, settings)
     if not isinstance(compressor, Compressor):
         raise SettingsError(f"compressor {name!r}: {registered.make} made {compressor!r}, which is not a Compressor.")
-    wanted = registered.feeds_back and compressor.takes_feedback
+    wanted = registered.feeds_back and takes_feedback(compressor)
     if wanted if error_feedback is None else error_feedback:
         return ErrorFeedback(inner=compressor, decay=registered.decay if decay is None else decay)
     if decay is not None:

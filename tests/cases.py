@@ -188,6 +188,10 @@ class Case:
     """The mean is ±1. One bit has no third value, so zeros do not stay zero."""
     sends_small: bool = True
     """Sends something of every gradient, however small."""
+    overshoots: bool = True
+    """A mean may be larger than every rank's gradient, so that fp16 cannot hold it."""
+    range: torch.dtype | None = None
+    """The dtype that bounds what it can send, if its range is shorter than fp32's."""
     lossless: bool = False
     """The mean of any gradient comes back, as far as the wire can hold it."""
 
@@ -215,8 +219,10 @@ CASES = [
             make=functools.partial(make_compressor, name, error_feedback=feedback),
             bytes_on_wire=cast_bytes,
             wire=wire,
+            range=wire if wire is torch.float16 else None,
             lossless=True,
             error_feedback=feedback,
+            overshoots=False,
         )
         for feedback in (False, True)
         for name, wire in (("fp16", torch.float16), ("bf16", torch.bfloat16))
@@ -247,6 +253,7 @@ CASES = [
         collectives=(2,),
         rank=2,
         wire=torch.float16,
+        range=torch.float16,
         exact_rank=0,
         error_feedback=True,
     ),
@@ -455,6 +462,7 @@ CASES = [
         depends_on_buckets=True,
         exact_rank=0,
         roundings=8,
+        overshoots=False,
     ),
     # Of the laws' numbers of ranks all are whole machines of one; tests/commhooks/test_hierarchical.py has larger ones.
     Case(
@@ -474,6 +482,7 @@ CASES = [
             error_feedback=True,
             exact_rank=0,
             roundings=16,
+            overshoots=name == "int4",
         )
         for name, bits in (("sign", 1), ("int8", 8), ("int4", 4), ("fp8", 8))
     ),
@@ -518,6 +527,7 @@ CASES = [
         error_feedback=True,
         exact_rank=0,
         roundings=16,
+        overshoots=False,
     ),
     Case(
         name="top-k-beside-powersgd",
@@ -534,6 +544,7 @@ CASES = [
         bytes_on_wire=TwoHopBytes(block=32, bits=16, scales=0, unit=2),
         collectives=(3,),
         wire=torch.float16,
+        range=torch.float16,
         lossless=True,
     ),
     Case(

@@ -19,6 +19,7 @@ from torch import Tensor
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, Judge, Part
 from commhooks.tensors import power_below, smallest
 
@@ -34,23 +35,16 @@ class Affine(Compressor):
         if self.channel is not None and self.channel < 1:
             raise SettingsError(f"Affine(channel={self.channel!r}): channel must be at least 1, or None.")
 
-    @property
-    def only_sums(self) -> bool:
-        """Return False: codes cannot be summed."""
-        return False
+    sends = Sends.ANYTHING  # codes cannot be summed
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return True: elements are rounded."""
-        return True
-
-    def relative_error(self, elements: int) -> float:
+    def loss(self, name: str, parameter: Tensor) -> Loss:
         """Return c/(c + 65,024): the largest element is at least 127.5 steps, and its error at most half a step.
 
         The other c - 1 elements also have errors of at most half a step, but none larger than the element itself, since
         0 is exact: in the worst case each is half a step and is lost.
         """
-        channel = min(elements, self.channel or elements)
-        return channel / (channel + 255**2 - 1)
+        channel = min(parameter.numel(), self.channel or parameter.numel())
+        return Loss(channel / (channel + 255**2 - 1))
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather scales, zero points and codes; the mean is that of the decoded values, in rank order."""

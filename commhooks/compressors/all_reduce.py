@@ -27,11 +27,6 @@ class AllReduceMean(Compressor):
         """Return True: sparse and complex gradients are supported too."""
         return True
 
-    @property
-    def is_unbiased(self) -> bool:
-        """Return True: the result is the mean itself."""
-        return True
-
     def remembers(self, step: int) -> bool:
         """Return False: no state is kept."""
         return False

@@ -19,6 +19,7 @@ from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllReduce, AllToAll, Judge, Part
 from commhooks.language.shards import Flags
 from commhooks.tensors import mean_in_order
@@ -38,18 +39,14 @@ class Cast(Compressor):
         """Return whether the gradient is dense; complex ones are sent as pairs of real numbers."""
         return not gradient.is_sparse
 
-    @property
-    def fixes_wire(self) -> bool:
-        """Always True: the sum is sent in `dtype`."""
-        return True
+    sends = Sends.FIXED  # the sum is sent in `dtype`
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the cast makes the gradient smaller, and therefore rounds."""
-        return self._narrows(parameter)
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        """Return the square of the dtype's unit roundoff, if the cast makes the gradient smaller and therefore rounds.
 
-    def relative_error(self, elements: int) -> float:
-        """Return the square of the dtype's unit roundoff; an element that becomes 0 loses more, but is small."""
-        return float((torch.finfo(self.dtype).eps / 2) ** 2)
+        An element that becomes 0 loses more, but is small.
+        """
+        return Loss(float((torch.finfo(self.dtype).eps / 2) ** 2)) if self._narrows(parameter) else None
 
     def remembers(self, step: int) -> bool:
         """Return False: no state is kept."""

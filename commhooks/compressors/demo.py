@@ -38,6 +38,7 @@ from commhooks.compressors.whole import average_from
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
+from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, Judge, Part
 
 
@@ -70,21 +71,17 @@ class DeMo(Compressor):
         if not 1 <= self.k <= self.chunk**2:
             raise SettingsError(f"DeMo(k={self.k!r}): k must be from 1 to chunk² = {self.chunk**2}.")
 
-    @property
-    def only_sums(self) -> bool:
-        """Return False: what is sent cannot be summed."""
-        return False
+    sends = Sends.ANYTHING  # what is sent cannot be summed
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether any coefficient of a tile is left unsent."""
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        """Return 1 - k/chunk², unless all of a tile's coefficients are sent.
+
+        What is sent has at least the average size, and the transform preserves norms.
+        """
         if not parameter.numel():
-            return False
+            return None
         tiling = Tiling.of(parameter, self.chunk)
-        return self.k < tiling.a * tiling.b
-
-    def relative_error(self, elements: int) -> float:
-        """Return 1 - k/chunk²: what is sent has at least the average size, and the transform preserves norms."""
-        return 1 - self.k / self.chunk**2
+        return Loss(1 - self.k / self.chunk**2) if self.k < tiling.a * tiling.b else None
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's coefficients; average uncompressed what is too small for them."""

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.sparse.gathering import Sent, gather
-from commhooks.compressors.sparse.indices import Indices, check_settings
+from commhooks.compressors.sparse.indices import Indices, check_settings, largest_error
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import RESIDUAL, Declared, Entry
+from commhooks.language.loss import Loss, Sends
 from commhooks.language.memory import add_residuals
 
 _FIRST_RATIO = 0.25
@@ -60,15 +61,11 @@ class DGC(Compressor):
         if isinstance(self.warm_up, bool) or not isinstance(self.warm_up, int) or self.warm_up < 0:
             raise SettingsError(f"DGC(warm_up={self.warm_up!r}): warm_up must be an integer of at least 0.")
 
-    @property
-    def only_sums(self) -> bool:
-        """Return False: what is sent cannot be summed."""
-        return False
+    sends = Sends.ANYTHING  # what is sent cannot be summed
 
-    @property
-    def takes_feedback(self) -> bool:
-        """Return False: it keeps what it has not sent."""
-        return False
+    def loss(self, name: str, parameter: Tensor) -> Loss:
+        """Return 1 - k/n of the last ratio; what is not sent is kept here."""
+        return Loss(largest_error(self.indices, parameter.numel(), self.ratio), is_kept=False)
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return v, and u if there is a momentum."""

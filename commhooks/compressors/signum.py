@@ -29,6 +29,7 @@ from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange, map_requests
 from commhooks.language.entries import Declared, Entry
+from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import Asked, Judge
 
 
@@ -48,18 +49,11 @@ class Signum(Compressor):
             raise SettingsError(f"Signum(beta={self.beta!r}): beta must be in [0, 1).")
         Vote(block=self.block)
 
-    @property
-    def only_sums(self) -> bool:
-        """Return False: votes cannot be summed on the wire."""
-        return False
+    sends = Sends.ANYTHING  # votes cannot be summed on the wire
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return True: only signs are sent."""
-        return True
-
-    def relative_error(self, elements: int) -> float:
-        """Return inf: ±1 may be arbitrarily larger than the momentum."""
-        return math.inf
+    def loss(self, name: str, parameter: Tensor) -> Loss:
+        """Return inf: only signs are sent, and ±1 may be arbitrarily larger than the momentum."""
+        return Loss(math.inf)
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the momentum."""

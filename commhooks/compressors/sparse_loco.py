@@ -30,6 +30,7 @@ from commhooks.compressors.tiles import MeanOver, Tiling, check_mean_over, sende
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, Judge
 
 
@@ -62,23 +63,16 @@ class SparseLoCo(Compressor):
         if not 1 <= self.k <= self.chunk**2:
             raise SettingsError(f"SparseLoCo(k={self.k!r}): k must be from 1 to chunk² = {self.chunk**2}.")
 
-    @property
-    def only_sums(self) -> bool:
-        """Return False: what is sent cannot be summed."""
-        return False
+    sends = Sends.ANYTHING  # what is sent cannot be summed
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether there is anything to send: four means cannot represent all elements."""
-        return parameter.numel() > 0
-
-    def relative_error(self, elements: int) -> float:
-        """Return 1 - 1/(4·elements).
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        """Return 1 - 1/(4·elements): four means cannot represent all elements.
 
         The bins' means are the best approximation of the elements sent, so they hold at least (sum of
         magnitudes)²/(T·k) of their squared norm, no less than a (T·k)th; the elements sent hold at least k/(a·b) of the
         total. Padding makes T·a·b at most 4·elements.
         """
-        return 1 - 1 / (4 * elements) if elements else 0.0
+        return Loss(1 - 1 / (4 * parameter.numel())) if parameter.numel() else None
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's codes; the mean is the sum of the decoded values, in rank order."""

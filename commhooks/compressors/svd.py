@@ -26,6 +26,7 @@ from commhooks.compressors.powersgd.precision import in_full
 from commhooks.compressors.powersgd.settings import check_count, check_rate
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, AllReduce, Judge, Request
 
 
@@ -45,18 +46,11 @@ class SVD(Compressor):
         check_count("SVD", "rank", self.rank)
         check_rate("SVD", self.min_compression_rate)
 
-    @property
-    def only_sums(self) -> bool:
-        """Return False: factors of different matrices cannot be summed."""
-        return False
+    sends = Sends.ANYTHING  # factors of different matrices cannot be summed
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the parameter's gradient is sent as factors."""
-        return self._form(parameter) is not None
-
-    def relative_error(self, elements: int) -> float:
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return the error of rank r for a square matrix whose singular values are all equal."""
-        return error_of_rank(self.rank, elements)
+        return Loss(error_of_rank(self.rank, parameter.numel())) if self._form(parameter) else None
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's factors; the mean is the sum of their products, in rank order."""

@@ -23,6 +23,7 @@ from commhooks.compressors.sparse.indices import Indices, check_settings, larges
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.loss import Loss, Sends
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,18 +45,11 @@ class Threshold(Compressor):
         if not 0 < self.threshold < float("inf"):
             raise SettingsError(f"Threshold(threshold={self.threshold!r}): threshold must be above 0, and finite.")
 
-    @property
-    def only_sums(self) -> bool:
-        """Return False: what is sent cannot be summed."""
-        return False
+    sends = Sends.ANYTHING  # what is sent cannot be summed
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return True: any element may be below the threshold."""
-        return True
-
-    def relative_error(self, elements: int) -> float:
+    def loss(self, name: str, parameter: Tensor) -> Loss:
         """Return that of the largest elements; what is left because it is below τ does not grow."""
-        return largest_error(self.indices, elements, self.capacity)
+        return Loss(largest_error(self.indices, parameter.numel(), self.capacity))
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather the elements that have reached the threshold on every rank; the mean is their sum, in rank order."""

@@ -19,6 +19,7 @@ from commhooks.compressors.sparse.gathering import Sent, gather
 from commhooks.compressors.sparse.indices import Indices, check_settings, largest_error
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.loss import Loss, Sends
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,18 +38,12 @@ class TopK(Compressor):
     def __post_init__(self) -> None:
         check_settings("TopK", self.indices, ratio=self.ratio)
 
-    @property
-    def only_sums(self) -> bool:
-        """Return False: what is sent cannot be summed."""
-        return False
+    sends = Sends.ANYTHING  # what is sent cannot be summed
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether any element is left unsent."""
-        return self.relative_error(parameter.numel()) > 0
-
-    def relative_error(self, elements: int) -> float:
-        """Return 1 - k/n: what is sent has at least the average size."""
-        return largest_error(self.indices, elements, self.ratio)
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        """Return 1 - k/n, unless everything is sent: what is sent has at least the average size."""
+        error = largest_error(self.indices, parameter.numel(), self.ratio)
+        return Loss(error) if error else None
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's largest elements and their places; the mean is their sum, in rank order."""

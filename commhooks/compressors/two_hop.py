@@ -30,6 +30,7 @@ from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
 from commhooks.language.entries import Declared, Entry, first_server
+from commhooks.language.loss import Loss, Sends
 from commhooks.language.randomness import seeded_uniform, stable_seed
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part
 from commhooks.language.shards import Flags
@@ -143,9 +144,9 @@ class TwoHop(Compressor):
         if self.damping is not None and not 0 < self.damping <= 1:
             raise SettingsError(f"TwoHop(damping={self.damping!r}): damping must be in (0, 1], or None.")
 
-    def check_parameters(self, named: Mapping[str, Tensor]) -> None:
+    def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Raise `SettingsError` if the server error of a parameter would grow without bound."""
-        error = self.contraction(self.codec.block)
+        error = self._loss.contraction
         if self.server_feedback and error >= 1 and self.damping is None:
             raise SettingsError(
                 f"TwoHop(codec={self.codec!r}): the codec may lose {error:.3g} times what it is given (squared norms), "
@@ -167,36 +168,26 @@ class TwoHop(Compressor):
         rows = -(-blocks // world_size)
         return blocks > 0 and (world_size + 1) * rows * _bytes_of_block(self.codec) <= 4 * blocks * self.codec.block
 
-    @property
-    def only_sums(self) -> bool:
-        """Return False: what is sent cannot be summed."""
-        return False
+    sends = Sends.ANYTHING  # what is sent cannot be summed
+
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        """Return the codec's loss, damped, if the parameter has a whole block.
+
+        That is sent as a code unless there are too many ranks.
+        """
+        return self._loss if parameter.numel() >= self.codec.block else None
 
     @property
-    def is_unbiased(self) -> bool:
-        """Whether the codec is unbiased, and nothing is damped or remembered."""
-        return self.codec.is_unbiased and self.damping in (None, 1) and not self.server_feedback
-
-    @property
-    def is_damped(self) -> bool:
-        """Whether `damping` was given."""
-        return self.damping is not None
-
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the parameter has a whole block, which is sent as a code unless there are too many ranks."""
-        return parameter.numel() >= self.codec.block
-
-    def relative_error(self, elements: int) -> float:
-        """Return the codec's relative error, damped."""
-        error, damping = self.codec.relative_error(), self.damping or 1.0
-        if elements >= self.codec.block and self.codec.is_unbiased:
-            return (1 - damping) ** 2 + damping**2 * error
-        return self._damped(error) if elements >= self.codec.block else 0.0
-
-    def contraction(self, elements: int) -> float:
-        """Return the codec's contraction, damped."""
-        error = self._damped(self.codec.contraction()) if elements >= self.codec.block else 0.0
-        return min(error, self.relative_error(elements))
+    def _loss(self) -> Loss:
+        codec, damping = self.codec, self.damping or 1.0
+        error = codec.relative_error()
+        omega = (1 - damping) ** 2 + damping**2 * error if codec.is_unbiased else self._damped(error)
+        return Loss(
+            omega,
+            in_another_norm=self._damped(codec.contraction()),
+            unbiased=codec.is_unbiased and damping == 1 and not self.server_feedback,
+            damped=self.damping is not None,
+        )
 
     def _damped(self, error: float) -> float:
         """Return the largest error, in any norm, of a code that is multiplied by `damping`."""

@@ -102,7 +102,7 @@ class Engine:
         )
         if task.is_last and not self._names_are_checked:
             self._names_are_checked = True
-            self.compressor.check_parameters(self.state.described())
+            self.compressor.check(self.state.described(), self.line.world_size)
             self.state.end_loading()
         if self._undo is not None:
             self._undo.expect(last=task.is_last)

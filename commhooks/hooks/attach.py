@@ -223,11 +223,10 @@ def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> No
 
     What an unbiased compressor does not send in one step it sends in others, on average.
     """
-    if compressor.is_unbiased:
-        return
     for name, parameter in named:
-        is_lossy = compressor.loses(name, parameter) and compressor.relative_error(parameter.numel()) > _LITTLE
-        if is_lossy and RESIDUAL not in compressor.state(name, parameter, 1):
+        loss = compressor.loss(name, parameter)
+        is_lost = loss is not None and loss.error > _LITTLE and loss.is_kept and not loss.unbiased
+        if is_lost and RESIDUAL not in compressor.state(name, parameter, 1):
             warnings.warn(
                 f"commhooks: {compressor!r} loses what it does not send of {name!r} and other parameters. Attach "
                 f"{type(compressor).__name__} by its name, or wrap it in ErrorFeedback(inner=...), unless that loss is "

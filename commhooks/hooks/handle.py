@@ -261,8 +261,7 @@ def refusal_of(compressor: Compressor, named: Mapping[str, Tensor], line: Line) 
 
 def check_compressor_for(compressor: Compressor, named: Mapping[str, Tensor], line: Line) -> None:
     """Raise `SettingsError` for settings that do not suit these parameters or the ranks on this line."""
-    compressor.check_parameters(named)
-    compressor.check_ranks(line.world_size)
+    compressor.check(named, line.world_size)
     (device, *_) = (parameter.device for parameter in named.values())
     if is_hierarchical(compressor) and not line.carries_groups(device):
         raise SettingsError(

@@ -151,7 +151,7 @@ class PowerSGDState(Handle):
         inner = getattr(model, "module", None)
         within = inner if isinstance(inner, Module) else model
         named = [(plain_name(name), parameter) for name, parameter in within.named_parameters()]
-        self._make_compressor().check_parameters(dict(named))
+        self._make_compressor().check(dict(named), engine.line.world_size)
         if engine.state.knows_none_of(parameter for _, parameter in named):
             engine = self._begin_anew(engine)
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]

@@ -18,6 +18,7 @@ from torch import Tensor
 from commhooks.errors import CompressorError, HookTypeError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared, ParameterState
+from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllToAll, Asked, Judge, Request
 from commhooks.language.shards import Flags
 from commhooks.language.spelling import spelled
@@ -79,6 +80,22 @@ def no_hook(given: object) -> HookTypeError:
     )
 
 
+_REMOVED = {
+    "fixes_wire": "sends = Sends.FIXED",
+    "only_sums": "sends = Sends.ANYTHING",
+    "loses": "loss(name, parameter)",
+    "relative_error": "loss(name, parameter)",
+    "contraction": "loss(name, parameter)",
+    "is_unbiased": "loss(name, parameter)",
+    "is_damped": "loss(name, parameter)",
+    "takes_feedback": "loss(name, parameter)",
+    "check_parameters": "check(named, world_size)",
+    "check_ranks": "check(named, world_size)",
+    "chooses": "choose, which returns {} when nothing is to be chosen",
+}
+"""Former members, and their successors: whoever still defines one would silently be taken to lose nothing."""
+
+
 class Compressor(ABC):
     """The interface of compressors, which average gradients over ranks by sending something smaller.
 
@@ -87,6 +104,16 @@ class Compressor(ABC):
     """
 
     __signature__ = _NoSignature()
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Raise `CompressorError` for a member that compressors no longer have, and name what takes its place."""
+        super().__init_subclass__(**settings)
+        for name, successor in _REMOVED.items():
+            if name in vars(cls):
+                raise CompressorError(
+                    f"{cls.__name__}.{name}: compressors are no longer asked for {name}; define {successor} in its "
+                    "place (docs/guide/compressors.md has a table of the changes)."
+                )
 
     def __call__(self, state: object, bucket: object) -> NoReturn:
         """Raise `HookTypeError`: a compressor is attached, not called. It is callable because DDPs check that first."""
@@ -97,37 +124,28 @@ class Compressor(ABC):
         return spelled(self)
 
     @property
-    def fixes_wire(self) -> bool:
-        """Whether `compress` chooses the dtype in which its sums are sent, so that no wrapper may change it."""
-        return False
-
-    @property
-    def only_sums(self) -> bool:
-        """Whether `compress` requests only sums; nothing else can be cast on the wire."""
-        return True
+    def sends(self) -> Sends:
+        """What `compress` requests, which decides whether a wrapper may cast it."""
+        return Sends.SUMS
 
     @property
     def needs_whole_buckets(self) -> bool:
         """Whether `compress` must be given all slots of a bucket together."""
         return False
 
-    @property
-    def takes_feedback(self) -> bool:
-        """Whether `ErrorFeedback` may wrap it.
-
-        False if its mean is already right on average, or if it keeps track of what it has not sent.
-        """
-        return True
-
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `compress` can handle this kind of gradient; others are averaged by a plain all-reduce."""
         return not gradient.is_sparse and gradient.is_floating_point()
 
-    def check_parameters(self, named: Mapping[str, Tensor]) -> None:  # noqa: B027 "empty method": most check nothing
-        """Raise `SettingsError` if a setting cannot work for a model with these parameters."""
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        """Return what may be left unsent of a parameter's gradient; None: nothing.
 
-    def check_ranks(self, world_size: int) -> None:  # noqa: B027 "empty method": most check nothing
-        """Raise `SettingsError` if a setting cannot work with this number of ranks."""
+        Unless `Loss.is_kept` is false, `compress` passes it to `slot.keep`.
+        """
+        return None
+
+    def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:  # noqa: B027 most check nothing
+        """Raise `SettingsError` if a setting cannot work for these parameters, or this number of ranks (None: any)."""
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the entries remembered for a parameter, by name, except the residual (see `ErrorFeedback`)."""
@@ -155,43 +173,14 @@ class Compressor(ABC):
         """Return the names of those entries of a parameter that this step does not use, such as another phase's."""
         return frozenset()
 
-    def chooses(self, step: int) -> bool:
-        """Return whether `choose` is to be called before this step's first bucket; the same on every rank."""
-        return False
-
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
-        """Return an integer for each of some parameters, such as a rank, given the state of all parameters.
+        """Return an integer for each of some parameters, such as a rank, given the state of all; {} in most steps.
 
-        It may affect what is sent, so it must depend only on settings and replicated state. It is available as
-        `slot.choice`, and saved as the entry `CHOICE`, which `state` must declare. Reading state on a GPU makes the
-        host wait for the last step.
+        Called before every step's first bucket. What is chosen may affect what is sent, so it must depend only on
+        settings, the step and replicated state. It is available as `slot.choice`, and saved as the entry `CHOICE`,
+        which `state` must declare. Reading state on a GPU makes the host wait for the last step.
         """
         return {}
-
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether part of this parameter's gradient may be left unsent and passed to `slot.keep`."""
-        return False
-
-    def relative_error(self, elements: int) -> float:
-        """Return the largest |unsent|² / |formed|², or its expectation if it is random, for so many elements."""
-        return 0.0
-
-    def contraction(self, elements: int) -> float:
-        """Return `relative_error`, or the same in another norm, such as the largest magnitude's, if that is smaller.
-
-        Below 1, error feedback eventually sends everything; from 1 on, its residual may grow without bound.
-        """
-        return self.relative_error(elements)
-
-    @property
-    def is_unbiased(self) -> bool:
-        """Whether the mean that is written has the mean of the gradients as its expectation, over the random draws."""
-        return False
-
-    @property
-    def is_damped(self) -> bool:
-        """Whether a damping factor was set explicitly, so that `ErrorFeedback` accepts relative errors of 1 or more."""
-        return False
 
     @property
     def scatters(self) -> bool:
@@ -214,6 +203,11 @@ class Compressor(ABC):
         must let the exception propagate. State may be written only after `Judge` was answered, and only where the
         answer is true.
         """
+
+
+def never_chooses(compressor: Compressor) -> bool:
+    """Return whether a compressor is known to choose nothing, so that it need not be given any state for that."""
+    return type(compressor).choose is Compressor.choose
 
 
 def check_compressor(caller: str, compressor: object) -> None:

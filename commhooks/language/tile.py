@@ -60,16 +60,16 @@ class Scratch:
         self._dtype = computing_dtype(memory.dtype)
         self.is_needed = memory.dtype != self._dtype and not memory.is_sparse
         self._memory: Tensor | None = None
-        self._user: object = None
+        self._user = 0  # an identity: a reference would make a cycle
 
     def lend(self, user: object) -> None:
         """Note who uses the memory from now on, so that `check` can tell that another's contents are gone."""
-        self._user = user
+        self._user = id(user)
 
     def check(self, user: object, tensor: Tensor, what: str) -> None:
         """Raise `CompressorError` if a tensor lies in memory that someone else has been using since."""
         is_here = self._memory is not None and _share_memory(tensor, self._memory)
-        if is_here and self._user is not user:
+        if is_here and self._user != id(user):
             raise CompressorError(f"what is {what} lies in memory that another tile has used since; see Tile.")
 
     def room(self, shape: torch.Size) -> Tensor:

@@ -25,7 +25,7 @@ _GRID = 10_000  # steps into which the budget is divided; errors are rounded up,
 def per_layer(profile: Profile, probe: Probe, budget: float) -> PerParameter | AllReduceMean:
     """Return a compressor for each parameter, so that the step's exchange takes least within an error budget.
 
-    A parameter's error is `Compressor.relative_error`, the part of its squared norm that may be lost in the worst case
+    A parameter's error is `Loss.error`, the part of its squared norm that may be lost in the worst case
     (before error feedback returns it), and 0 where nothing is lost. The budget limits the mean over all elements. The
     seconds that are minimised are those of compression, in proportion to bytes, and of bytes on the probed network.
 
@@ -67,7 +67,8 @@ def _options(
     for label, compressor in compressors.items():
         sends = rounds_of(compressor, {gradient.name: parameter.clone()}, profile.ranks)
         sent = sum(probe.costs[kind].line.per_byte * payload for one in sends for kind, payload in one)
-        lost = compressor.relative_error(parameter.numel()) if compressor.loses(gradient.name, parameter) else 0.0
+        loss = compressor.loss(gradient.name, parameter)
+        lost = loss.error if loss is not None and loss.is_kept else 0.0
         found.append((sent + share * _compression(profile.hooks[label]), lost * parameter.numel() / elements))
     return found
 

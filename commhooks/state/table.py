@@ -143,7 +143,7 @@ class StateTable:
 
         Not done while loaded state is waiting for its parameter's name: the choice was loaded with it.
         """
-        if self.is_waiting or not compressor.chooses(step):
+        if self.is_waiting:
             return
         for parameter, choice in compressor.choose(self._states, step).items():
             self._states[parameter].choice = choice

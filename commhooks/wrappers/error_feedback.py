@@ -14,12 +14,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Context, Exchange
+from commhooks.language.compressor import Compressor, Context, Exchange, compressors_in
 from commhooks.language.entries import RESIDUAL, Declared, Entry
+from commhooks.language.loss import Loss
 from commhooks.wrappers.hierarchical import is_hierarchical
 from commhooks.wrappers.wrapper import Wrapper
 
@@ -49,7 +51,7 @@ class ErrorFeedback(Wrapper):
             )
         if isinstance(self.inner, ErrorFeedback):
             raise SettingsError(f"ErrorFeedback(inner={self.inner!r}): inner must not be ErrorFeedback itself.")
-        if not self.inner.takes_feedback:
+        if not takes_feedback(self.inner):
             raise SettingsError(
                 f"ErrorFeedback(inner={self.inner!r}): inner must leave something unsent; this one's mean is right on "
                 "average, or it remembers by itself what it has not sent."
@@ -60,21 +62,22 @@ class ErrorFeedback(Wrapper):
                 "Hierarchical(inner=ErrorFeedback(...)) instead."
             )
 
-    @property
-    def fixes_wire(self) -> bool:
-        """Whether `inner` chooses the wire dtype; if a wrapper does, `inner` learns of it from `Context.wire`."""
-        return self.inner.fixes_wire
-
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `inner` takes the gradient and it is dense and real."""
         return self.inner.takes(gradient) and not gradient.is_sparse and gradient.is_floating_point()
 
-    def check_parameters(self, named: Mapping[str, Tensor]) -> None:
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        """Return `inner`'s loss, which is not unbiased here: what one step leaves out is sent in a later one."""
+        loss = self.inner.loss(name, parameter)
+        return None if loss is None else dataclasses.replace(loss, unbiased=False)
+
+    def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Raise `SettingsError` if the residual of a parameter would grow without bound."""
-        super().check_parameters(named)
+        super().check(named, world_size)
         for name, parameter in named.items():
-            error = self.inner.contraction(parameter.numel())
-            if error * self.decay**2 >= 1 and not self.inner.is_damped:
+            loss = self.inner.loss(name, parameter)
+            if loss is not None and loss.contraction * self.decay**2 >= 1 and not loss.damped:
+                error = loss.contraction
                 limit = math.floor(1000 / math.sqrt(error)) / 1000
                 raise SettingsError(
                     f"ErrorFeedback(inner={self.inner!r}): of parameter {name!r}, inner may lose {error:.3g} times "
@@ -84,7 +87,7 @@ class ErrorFeedback(Wrapper):
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the entries of `inner`, and the residual if there can be one."""
-        residual = {RESIDUAL: Entry(kind="residual")} if self.inner.loses(name, parameter) else {}
+        residual = {RESIDUAL: Entry(kind="residual")} if self.inner.loss(name, parameter) else {}
         return {**residual, **self.inner.state(name, parameter, world_size)}
 
     def remembers(self, step: int) -> bool:
@@ -102,12 +105,19 @@ class ErrorFeedback(Wrapper):
     def _with_residuals(self, bucket: BucketView, context: Context) -> BucketView:
         resets = self.reset_every > 0 and context.step > 0 and context.step % self.reset_every == 0
         decay = 0.0 if resets else self.decay
-        return bucket.plan((self, resets), lambda: bucket.with_residuals(self._loses, decay))
+        return bucket.plan((self, resets), lambda: bucket.with_residuals(self._is_lossy, decay))
 
-    @property
-    def is_unbiased(self) -> bool:
-        """Return False: what one step leaves out is sent in a later one."""
-        return False
+    def _is_lossy(self, slot: Slot) -> bool:
+        return self.inner.loss(slot.name, slot.parameter) is not None
 
-    def _loses(self, slot: Slot) -> bool:
-        return self.inner.loses(slot.name, slot.parameter)
+
+def takes_feedback(compressor: Compressor) -> bool:
+    """Return whether `ErrorFeedback` may wrap a compressor: whether all that is in it leave what they lose to others.
+
+    They are asked about a large matrix; none is at hand when a compressor is made.
+    """
+    inner = [one for value in vars(compressor).values() for one in compressors_in(value)]
+    if inner:
+        return all(map(takes_feedback, inner))
+    loss = compressor.loss("", torch.empty(4096, 4096, device="meta"))
+    return loss is None or loss.is_kept

@@ -11,7 +11,7 @@ work, and all must compute identical bits, as ranks with identical hardware do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Set
+from collections.abc import Generator, Mapping, Set
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange, compressors_in, map_requests
 from commhooks.language.entries import Declared
+from commhooks.language.loss import Sends
 from commhooks.language.requests import (
     AllGather,
     AllReduce,
@@ -52,22 +53,19 @@ class Hierarchical(Wrapper):
         if is_hierarchical(self.inner):
             raise SettingsError(f"Hierarchical(inner={self.inner!r}): inner must not hold another Hierarchical.")
 
-    @property
-    def only_sums(self) -> bool:
-        """Return False: the ranks of a machine gather what each of them received."""
-        return False
+    sends = Sends.ANYTHING  # the ranks of a machine gather what each of them received
 
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `inner` takes the gradient and it is dense and real."""
         return self.inner.takes(gradient) and not gradient.is_sparse and gradient.is_floating_point()
 
-    def check_ranks(self, world_size: int) -> None:
+    def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Raise `SettingsError` if the number of ranks is not a multiple of `size`."""
-        if world_size % self.size:
+        if world_size is not None and world_size % self.size:
             raise SettingsError(
                 f"Hierarchical(size={self.size}): the number of ranks must be a multiple of size (got {world_size})."
             )
-        self.inner.check_ranks(world_size // self.size)
+        self.inner.check(named, None if world_size is None else world_size // self.size)
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the entries of `inner`, each shared by a whole machine."""

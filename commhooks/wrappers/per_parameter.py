@@ -12,8 +12,17 @@ from torch import Tensor
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange, begin_exchange, judged, side_by_side
+from commhooks.language.compressor import (
+    Compressor,
+    Context,
+    Exchange,
+    begin_exchange,
+    judged,
+    never_chooses,
+    side_by_side,
+)
 from commhooks.language.entries import Declared, ParameterState
+from commhooks.language.loss import Loss, Sends
 from commhooks.language.spelling import spelled
 
 
@@ -85,25 +94,15 @@ class PerParameter(Compressor):
                 )
 
     @property
-    def fixes_wire(self) -> bool:
-        """Whether any of the compressors chooses its wire dtype."""
-        return any(compressor.fixes_wire for compressor in self._compressors)
-
-    @property
-    def only_sums(self) -> bool:
-        """Whether all of the compressors ask for sums only."""
-        return all(compressor.only_sums for compressor in self._compressors)
-
-    @property
-    def takes_feedback(self) -> bool:
-        """Whether all of the compressors do."""
-        return all(compressor.takes_feedback for compressor in self._compressors)
+    def sends(self) -> Sends:
+        """What any of the compressors may request."""
+        return max(compressor.sends for compressor in self._compressors)
 
     def takes(self, gradient: Tensor) -> bool:
         """Return whether all of the compressors take the gradient."""
         return all(compressor.takes(gradient) for compressor in self._compressors)
 
-    def check_parameters(self, named: Mapping[str, Tensor]) -> None:
+    def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Raise `SettingsError` if a rule applies to no parameter, or a compressor rejects its parameters."""
         for number, (pattern, _) in enumerate(self.rules):
             matching = [name for name, parameter in named.items() if _match(pattern).matches(name, parameter)]
@@ -118,12 +117,7 @@ class PerParameter(Compressor):
                 )
         for compressor in self._compressors:
             mine = {name: parameter for name, parameter in named.items() if self._of(name, parameter) is compressor}
-            compressor.check_parameters(mine)
-
-    def check_ranks(self, world_size: int) -> None:
-        """Let every compressor check its settings."""
-        for compressor in self._compressors:
-            compressor.check_ranks(world_size)
+            compressor.check(mine, world_size)
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the entries of the parameter's compressor."""
@@ -141,30 +135,18 @@ class PerParameter(Compressor):
         """Return the entries that the parameter's compressor does not use in this step."""
         return self._of(name, parameter).resting(name, parameter, world_size, step)
 
-    def chooses(self, step: int) -> bool:
-        """Return whether any of the compressors chooses in this step."""
-        return any(compressor.chooses(step) for compressor in self._compressors)
-
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
         """Let each compressor choose for its own parameters."""
         chosen: dict[Tensor, int] = {}
         for compressor in self._compressors:
-            if compressor.chooses(step):
+            if not never_chooses(compressor):
                 own = {p: state for p, state in states.items() if self._of(state.key, p) is compressor}
                 chosen |= compressor.choose(own, step)
         return chosen
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the parameter's compressor may leave part of its gradient unsent."""
-        return self._of(name, parameter).loses(name, parameter)
-
-    def relative_error(self, elements: int) -> float:
-        """Return the largest of the compressors' relative errors."""
-        return max(compressor.relative_error(elements) for compressor in self._compressors)
-
-    def contraction(self, elements: int) -> float:
-        """Return the largest of the compressors' contractions."""
-        return max(compressor.contraction(elements) for compressor in self._compressors)
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        """Return the loss of the parameter's compressor."""
+        return self._of(name, parameter).loss(name, parameter)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run the compressors side by side, each on its own slots."""
@@ -185,26 +167,24 @@ class PerParameter(Compressor):
 
     def _side_by_side(self, bucket: BucketView, context: Context) -> Exchange:
         parts = bucket.plan(self, lambda: self._parts(bucket))
-        return side_by_side([judged(part, begin_exchange(compressor, part, context)) for compressor, part in parts])
+        return side_by_side(
+            [judged(part or bucket, begin_exchange(compressor, part or bucket, context)) for compressor, part in parts]
+        )
 
-    def _parts(self, bucket: BucketView) -> Sequence[tuple[Compressor, BucketView]]:
+    def _parts(self, bucket: BucketView) -> Sequence[tuple[Compressor, BucketView | None]]:
+        """Return each compressor's part of a bucket; None for all of it, lest a bucket refer to itself by its plans."""
         slots: dict[int, list[Slot]] = {}
         numbers = {id(compressor): number for number, compressor in enumerate(self._compressors)}
         for slot in bucket.slots:
             slots.setdefault(numbers[id(self._of(slot.name, slot.parameter))], []).append(slot)
         return [
-            (self._compressors[number], bucket if len(own) == len(bucket.slots) else bucket.subset(own))
+            (self._compressors[number], None if len(own) == len(bucket.slots) else bucket.subset(own))
             for number, own in sorted(slots.items())
         ]
 
     @property
     def _compressors(self) -> list[Compressor]:
         return [*(compressor for _, compressor in self.rules), self.otherwise]
-
-    @property
-    def is_unbiased(self) -> bool:
-        """Whether all of the compressors are."""
-        return all(compressor.is_unbiased for compressor in self._compressors)
 
     def _of(self, name: str, parameter: Tensor) -> Compressor:
         """Return a parameter's compressor."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.compressor import Compressor, Context, Exchange, never_chooses
 from commhooks.language.entries import Declared, ParameterState
+from commhooks.language.loss import Loss, Sends
 from commhooks.wrappers.wrapper import Wrapper
 
 
@@ -31,43 +32,27 @@ class StartAfter(Wrapper):
             raise SettingsError(f"StartAfter(steps={self.steps!r}): steps must be an integer of at least 0.")
 
     @property
-    def fixes_wire(self) -> bool:
-        """Whether either compressor chooses its wire dtype itself."""
-        return self.inner.fixes_wire or self.before.fixes_wire
-
-    @property
-    def only_sums(self) -> bool:
-        """Whether both compressors ask for sums only."""
-        return self.inner.only_sums and self.before.only_sums
+    def sends(self) -> Sends:
+        """What either compressor may request."""
+        return max(self.inner.sends, self.before.sends)
 
     @property
     def needs_whole_buckets(self) -> bool:
         """Whether either compressor must be given whole buckets."""
         return self.inner.needs_whole_buckets or self.before.needs_whole_buckets
 
-    @property
-    def is_unbiased(self) -> bool:
-        """Whether both compressors are."""
-        return self.inner.is_unbiased and self.before.is_unbiased
-
-    @property
-    def takes_feedback(self) -> bool:
-        """Whether both compressors do."""
-        return self.inner.takes_feedback and self.before.takes_feedback
-
     def takes(self, gradient: Tensor) -> bool:
         """Return whether both compressors take the gradient."""
         return self.inner.takes(gradient) and self.before.takes(gradient)
 
-    def check_parameters(self, named: Mapping[str, Tensor]) -> None:
-        """Let both compressors check their settings."""
-        self.inner.check_parameters(named)
-        self.before.check_parameters(named)
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        """Return the worse of both compressors' losses."""
+        return Loss.worst(self.before.loss(name, parameter), self.inner.loss(name, parameter))
 
-    def check_ranks(self, world_size: int) -> None:
+    def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Let both compressors check their settings."""
-        self.inner.check_ranks(world_size)
-        self.before.check_ranks(world_size)
+        self.inner.check(named, world_size)
+        self.before.check(named, world_size)
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the entries of both compressors; those declared identically, such as a residual, are shared."""
@@ -96,28 +81,12 @@ class StartAfter(Wrapper):
         in_use = current.state(*where).keys() - current.resting(*where, step)
         return self.state(*where).keys() - {renamed.get(entry, entry) for entry in in_use}
 
-    def chooses(self, step: int) -> bool:
-        """Return whether the current compressor chooses in this step."""
-        return self._in_turn(step).chooses(step)
-
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
         """Let the current compressor choose, given the state under its own names."""
-        if step >= self.steps:
-            return self.inner.choose(states, step)
+        if step >= self.steps or never_chooses(self.before):
+            return self._in_turn(step).choose(states, step)
         own = {p: state.renamed(self._names_of_before(state.key, p)) for p, state in states.items()}
         return self.before.choose(own, step)
-
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether either compressor may leave part of the gradient unsent."""
-        return self.before.loses(name, parameter) or self.inner.loses(name, parameter)
-
-    def relative_error(self, elements: int) -> float:
-        """Return the larger relative error of the two."""
-        return max(self.before.relative_error(elements), self.inner.relative_error(elements))
-
-    def contraction(self, elements: int) -> float:
-        """Return the larger contraction of the two."""
-        return max(self.before.contraction(elements), self.inner.contraction(elements))
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass the bucket to the current compressor."""

@@ -13,6 +13,7 @@ from commhooks.compressors.cast import check_wire_dtype
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange, map_requests
+from commhooks.language.loss import Sends
 from commhooks.language.requests import AllReduce, Asked, Judge, Part, Request
 from commhooks.wrappers.wrapper import Wrapper
 
@@ -27,11 +28,11 @@ class WireDtype(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire_dtype("WireDtype", self.dtype)
-        if not self.inner.only_sums:
+        if self.inner.sends == Sends.ANYTHING:
             raise SettingsError(
                 f"WireDtype(inner={self.inner!r}): only sums can be cast, and inner requests more than sums."
             )
-        if self.inner.fixes_wire:
+        if self.inner.sends == Sends.FIXED:
             raise SettingsError(
                 f"WireDtype(inner={self.inner!r}): inner must not choose its own wire dtype, as this one does."
             )

@@ -11,6 +11,7 @@ from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Declared, ParameterState
+from commhooks.language.loss import Loss, Sends
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,36 +32,26 @@ class Wrapper(Compressor):
             )
 
     @property
-    def fixes_wire(self) -> bool:
+    def sends(self) -> Sends:
         """Defer to `inner`."""
-        return self.inner.fixes_wire
-
-    @property
-    def only_sums(self) -> bool:
-        """Defer to `inner`."""
-        return self.inner.only_sums
+        return self.inner.sends
 
     @property
     def needs_whole_buckets(self) -> bool:
         """Defer to `inner`."""
         return self.inner.needs_whole_buckets
 
-    @property
-    def takes_feedback(self) -> bool:
-        """Defer to `inner`."""
-        return self.inner.takes_feedback
-
     def takes(self, gradient: Tensor) -> bool:
         """Defer to `inner`."""
         return self.inner.takes(gradient)
 
-    def check_parameters(self, named: Mapping[str, Tensor]) -> None:
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Defer to `inner`."""
-        self.inner.check_parameters(named)
+        return self.inner.loss(name, parameter)
 
-    def check_ranks(self, world_size: int) -> None:
+    def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Defer to `inner`."""
-        self.inner.check_ranks(world_size)
+        self.inner.check(named, world_size)
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Defer to `inner`."""
@@ -82,35 +73,9 @@ class Wrapper(Compressor):
         """Defer to `inner`."""
         return self.inner.resting(name, parameter, world_size, step)
 
-    def chooses(self, step: int) -> bool:
-        """Defer to `inner`."""
-        return self.inner.chooses(step)
-
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
         """Defer to `inner`."""
         return self.inner.choose(states, step)
-
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Defer to `inner`."""
-        return self.inner.loses(name, parameter)
-
-    def relative_error(self, elements: int) -> float:
-        """Defer to `inner`."""
-        return self.inner.relative_error(elements)
-
-    def contraction(self, elements: int) -> float:
-        """Defer to `inner`."""
-        return self.inner.contraction(elements)
-
-    @property
-    def is_unbiased(self) -> bool:
-        """Defer to `inner`."""
-        return self.inner.is_unbiased
-
-    @property
-    def is_damped(self) -> bool:
-        """Defer to `inner`."""
-        return self.inner.is_damped
 
     @property
     def scatters(self) -> bool:

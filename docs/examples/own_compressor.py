@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import AllReduce, BucketView, Compressor, Context, Exchange, Judge
+from commhooks import AllReduce, BucketView, Compressor, Context, Exchange, Judge, Loss
 from commhooks.language.randomness import seeded_places, stable_seed
 
 
@@ -20,13 +20,9 @@ class RandomRows(Compressor):
 
     every: int = 4
 
-    def loses(self, name: str, parameter: torch.Tensor) -> bool:
-        """Return True: every parameter gets a residual from `ErrorFeedback`."""
-        return True
-
-    def relative_error(self, elements: int) -> float:
-        """Return the expected share of a gradient's squared norm that is not sent."""
-        return 1 - 1 / self.every
+    def loss(self, name: str, parameter: torch.Tensor) -> Loss:
+        """Return the expected share of a gradient's squared norm that is not sent: `ErrorFeedback` keeps it."""
+        return Loss(1 - 1 / self.every)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Average the rows; all ranks draw the same ones, from the parameter's name and the step."""

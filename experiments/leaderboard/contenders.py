@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from commhooks import COMPRESSORS, Compressor, ErrorFeedback
 from commhooks.errors import CommHooksError
+from commhooks.language.loss import error_of
 
 from ..hooks import make_hook
 from ..specs import Spec, unknown
@@ -102,12 +103,12 @@ def _forms(spec: Spec, task: LoadedTask) -> tuple[list[Contender], list[LeftOut]
     for contender in (Contender(spec, feedback=False), Contender(spec, feedback=True)):
         try:
             compressor = contender.make()
-            compressor.check_parameters(parameters)
+            compressor.check(parameters, None)
         except (CommHooksError, ValueError) as error:
             refused.append(LeftOut(contender.label, str(error)))
             continue
         inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
-        if not contender.feedback or any(inner.loses(*one) for one in parameters.items()):
+        if not contender.feedback or any(inner.loss(*one) for one in parameters.items()):
             found.append(contender)
     return found, refused
 
@@ -115,5 +116,4 @@ def _forms(spec: Spec, task: LoadedTask) -> tuple[list[Contender], list[LeftOut]
 def relative_error(contender: Contender, task: LoadedTask) -> float:
     """Return the largest relative error ω that the compressor declares for a parameter of the task's model."""
     compressor = contender.make()
-    sizes = {parameter.numel() for parameter in task.model.parameters()}
-    return max(compressor.relative_error(size) for size in sizes)
+    return max(error_of(compressor.loss(*one)) for one in task.model.named_parameters())

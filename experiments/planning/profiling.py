@@ -84,7 +84,7 @@ def check_asked(asked: Asked) -> None:
             raise ValueError(
                 f"hook {spec.label!r} is PyTorch's own, whose rounds cannot be watched: profile one of ours"
             )
-        make_hook(spec, asked.seed).check_parameters(parameters)
+        make_hook(spec, asked.seed).check(parameters, None)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def measure(asked: Asked, tell: Callable[[str], None]) -> Measured:
             raise ValueError(
                 f"hook {spec.label!r} is PyTorch's own, whose rounds cannot be watched: simulate one of ours"
             )
-        make_hook(spec, asked.seed).check_parameters(parameters)
+        make_hook(spec, asked.seed).check(parameters, None)
     found: list[Measured] = []
 
     def hear(message: object) -> None:

@@ -140,7 +140,7 @@ def check_hook(hook: Spec, parameters: Mapping[str, nn.Parameter] | None = None)
     if is_stock(hook):
         check_stock(hook)
     else:
-        make_hook(hook).check_parameters(parameters or {})
+        make_hook(hook).check(parameters or {}, None)
 
 
 def unsuited_hook(hook: Spec, optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:

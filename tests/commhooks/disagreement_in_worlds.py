@@ -146,7 +146,7 @@ def _demand_the_means_of_lockstep(both: Mirrored, step: int) -> None:
 class Particular(PowerSGD):
     """Have the same settings on every rank, and refuse the model on one of them."""
 
-    def check_parameters(self, named: Mapping[str, Tensor]) -> None:
+    def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         if dist.get_rank() == ODD:
             raise SettingsError("Particular: 'head.*' is missing on this rank.")
 

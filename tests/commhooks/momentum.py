@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commhooks import AllReduce, BucketView, Compressor, Context, Entry, ErrorFeedback, Exchange, Judge
+from commhooks import AllReduce, BucketView, Compressor, Context, Entry, ErrorFeedback, Exchange, Judge, Loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,11 +21,8 @@ class Momentum(Compressor):
             "steps": Entry(kind="replicated", shape=(1,), init=torch.ones_like),
         }
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        return True
-
-    def relative_error(self, elements: int) -> float:
-        return 0.25
+    def loss(self, name: str, parameter: Tensor) -> Loss:
+        return Loss(0.25)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         sent, momenta = [], []

@@ -24,7 +24,7 @@ from commhooks import (
     make_compressor,
     schedule,
 )
-from commhooks.compressors import COMPRESSORS, DeMo, Signum, TwoHop, UnbiasedPowerSGD
+from commhooks.compressors import COMPRESSORS, DeMo, Signum, TwoHop
 from commhooks.language.compressor import check_compressor, compressors_in
 from commhooks.making import settings_of
 
@@ -68,8 +68,7 @@ def drawn(draw: random.Random, tensors: Mapping[str, Tensor], world_size: int) -
         try:
             compressor = _nested(draw, draw.randint(1, _DEPTH))
             check_compressor("attach", compressor)
-            compressor.check_parameters(tensors)
-            compressor.check_ranks(world_size)
+            compressor.check(tensors, world_size)
         except SettingsError:
             continue
         return compressor
@@ -150,11 +149,12 @@ def conserves(compressor: Compressor, name: str, parameter: Tensor, step: int, *
         return conserves(compressor._of(name, parameter), name, parameter, step, fed=fed)
     if isinstance(compressor, (Hierarchical, WireDtype)):
         return conserves(compressor.inner, name, parameter, step, fed=fed)
-    if not compressor.takes_feedback or isinstance(compressor, (Signum, UnbiasedPowerSGD)):
+    loss = compressor.loss(name, parameter)
+    if isinstance(compressor, Signum) or (loss is not None and not loss.is_kept):
         return False  # it remembers in its own way, or is right on average
     if isinstance(compressor, DeMo) and compressor.sign:
         return False
-    if not compressor.loses(name, parameter):
+    if loss is None:
         return True
     return fed and (not isinstance(compressor, TwoHop) or compressor.server_feedback)
 

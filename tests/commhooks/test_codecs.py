@@ -32,6 +32,7 @@ from commhooks import (
     Vote,
 )
 from commhooks.compressors.codecs.packing import look_up, pack, unpack
+from commhooks.language.loss import error_of
 from tests import bounds
 from tests.commhooks.workers import Workers, largest, normal, zeros
 
@@ -223,41 +224,42 @@ def test_a_normal_block_loses_what_the_guide_says(codec: Codec, loss: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("codec", "block"),
+    ("codec", "block", "part"),
     [
-        (Int4(block=32), [7.0, *[7 / (1 + math.sqrt(1 + 31 / 49)) / 7] * 31]),
-        (Int4(block=32, stochastic=False), [7.0, *[0.49999] * 31]),
-        (TernGrad(block=32), [1.0, *[1 / (1 + math.sqrt(32))] * 31]),
-        (Natural(block=32), [4 / 3] * 32),
-        (Sign(block=32), [1.0, *[0.0] * 31]),
-        (MXFP4(block=32), [5.0, *[0.25] * 31]),
-        (MXFP8(block=32), [511.999, *[0.0] * 31]),
-        (FP8(block=32), [448.0, *[1 + 2**-4] * 31]),
+        (Int4(block=32), [7.0, *[7 / (1 + math.sqrt(1 + 31 / 49)) / 7] * 31], 1.0),
+        (Int4(block=32, stochastic=False), [7.0, *[0.49999] * 31], 1.0),
+        (TernGrad(block=32), [1.0, *[1 / (1 + math.sqrt(32))] * 31], 1.0),
+        (Natural(block=32), [4 / 3] * 32, 1.0),
+        (Sign(block=32), [1.0, *[0.0] * 31], 1.0),
+        (MXFP4(block=32), [5.0, *[0.25] * 31], 1.0),
+        (MXFP8(block=32), [511.999, *[0.0] * 31], 1.0),
+        (FP8(block=32), [448.0, *[272.0] * 31], 0.8145),
     ],
     ids=str,
 )
-def test_the_worst_block_loses_as_much_as_is_declared(codec: Codec, block: list[float]) -> None:
-    """For FP8 nearly: one element must be exact. An expected error is that of 20,000 draws."""
+def test_the_worst_block_loses_as_much_as_is_declared(codec: Codec, block: list[float], part: float) -> None:
+    """For FP8 nearly: the largest element is exact, and half a step is at most 1/17. 20,000 draws, if it is random."""
     blocks = torch.tensor([block]).expand(20_000 if codec.draws else 1, -1)
     noise = torch.rand(blocks.shape, generator=torch.Generator().manual_seed(3))
     lost = float((coded(codec, blocks, noise).double() - blocks).square().sum(1).mean() / blocks[0].norm() ** 2)
-    assert lost == pytest.approx(codec.relative_error(), rel=0.03 if codec.draws else 1e-3) or isinstance(codec, FP8)
+    assert lost == pytest.approx(part * codec.relative_error(), rel=0.03 if codec.draws else 1e-3)
     assert lost <= codec.relative_error() * (1.03 if codec.draws else 1 + 1e-6)
 
 
 @pytest.mark.parametrize("codec", [TernGrad(), QSGD(levels=7)], ids=repr)
 def test_error_feedback_rejects_a_code_that_loses_more_than_it_is_given(codec: Codec) -> None:
     inner = TwoHop(codec=codec, server_feedback=False)
-    assert inner.is_unbiased
+    loss = inner.loss("w", torch.zeros(512))
+    assert loss is not None and loss.unbiased
     with pytest.raises(SettingsError, match="would grow without bound"):
-        ErrorFeedback(inner=inner).check_parameters({"w": torch.zeros(512)})
+        ErrorFeedback(inner=inner).check({"w": torch.zeros(512)}, 2)
     with pytest.raises(SettingsError, match="would grow without bound"):
-        TwoHop(codec=codec).check_parameters({"w": torch.zeros(512)})
+        TwoHop(codec=codec).check({"w": torch.zeros(512)}, 2)
 
 
 def test_no_decay_makes_ternary_values_safe_that_are_five_times_what_they_stand_for() -> None:
     with pytest.raises(SettingsError, match=r"set decay below 0\.44,"):
-        commhooks.make_compressor("terngrad", error_feedback=True, decay=0.9).check_parameters({"w": torch.zeros(512)})
+        commhooks.make_compressor("terngrad", error_feedback=True, decay=0.9).check({"w": torch.zeros(512)}, 2)
 
 
 def test_wide_blocks_of_integers_keep_a_residual_below_a_sixth_of_the_largest_element() -> None:
@@ -267,7 +269,7 @@ def test_wide_blocks_of_integers_keep_a_residual_below_a_sixth_of_the_largest_el
     compressor = ErrorFeedback(inner=TwoHop(codec=codec))
     parameters = zeros((1024,))
     for one in (compressor, PerParameter(rules=(("w", compressor),)), StartAfter(inner=compressor, steps=3)):
-        one.check_parameters({"w": parameters[0]})
+        one.check({"w": parameters[0]}, 2)
     worst = torch.full((1024,), 1 / (1 + math.sqrt(1 + 1023 / 49)))
     worst[0] = 7.0
     workers = Workers(compressor, 2, parameters)
@@ -284,7 +286,7 @@ def test_error_feedback_makes_such_a_code_blow_up_unless_it_is_damped() -> None:
     assert residual_after(20, codec, damping=1.0) > 100 * residual_after(1, codec, damping=1.0)
     damped = 1 / (1 + codec.relative_error())
     # An error that is at most the part r of what is to be sent, in norms, leaves at most r/(1 - r) of a gradient.
-    r = math.sqrt(TwoHop(codec=codec, damping=damped).relative_error(128))
+    r = math.sqrt(error_of(TwoHop(codec=codec, damping=damped).loss("w", torch.zeros(128))))
     assert residual_after(60, codec, damping=damped) < r / (1 - r)
 
 
@@ -330,7 +332,8 @@ def test_a_code_takes_this_much_of_dense(codec: Codec, most: float) -> None:
 def test_zeros_and_zero_bytes_decode_to_something_finite(codec: Codec) -> None:
     blocks = torch.zeros(3, codec.block)
     code = codec.encode(blocks, torch.rand(blocks.shape))
-    assert isinstance(codec, Vote) or not codec.decode(code).any()
+    size = 1 if isinstance(codec, Vote) else 0  # a vote has no size: zeros are decided by a coin
+    assert (codec.decode(code).abs() == size).all()
     assert codec.decode([torch.zeros_like(payload) for payload in code]).isfinite().all()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import LoadRules, PerParameter, Snapshot
+from commhooks import LoadRules, Loss, PerParameter, Sends, Snapshot
 from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.resume import lay_out
 from commhooks.state.table import StateTable
@@ -112,7 +112,7 @@ def test_what_parameters_are_said_to_send_adds_up_to_what_is_sent(case: Case, po
         workers.step(normal(workers.parameters, 3, seed=step))
     by_parameter = workers.ledger.by_parameter()
     # Messages of bytes are padded to the width of their widest elements, 4 bytes; padding belongs to no parameter.
-    padding = 0 if workers.compressor.only_sums else 3 * workers.traffic.collectives
+    padding = 0 if workers.compressor.sends < Sends.ANYTHING else 3 * workers.traffic.collectives
     payload, moved = workers.traffic.payload_bytes, workers.traffic.moved_bytes
     assert sum(one.payload_bytes for one in by_parameter.values()) == pytest.approx(payload, abs=8 + padding)
     assert sum(one.moved_bytes for one in by_parameter.values()) == pytest.approx(moved, abs=16 + 2 * padding)
@@ -194,8 +194,9 @@ def test_with_error_feedback_the_running_mean_converges_to_the_dense_mean(case: 
     """
     parameters = zeros((24, 40), (12, 30))
     workers = Workers(case.make(), 2, parameters)
-    kept = 1 - case.decay**2 * max(workers.compressor.contraction(p.numel()) for p in parameters)
-    by_norm = all(workers.compressor.relative_error(p.numel()) < 1 for p in parameters)
+    losses = [workers.compressor.loss(name, p) or Loss(0.0) for name, p in zip(workers.names, parameters, strict=True)]
+    kept = 1 - case.decay**2 * max(loss.contraction for loss in losses)
+    by_norm = all(loss.error < 1 for loss in losses)
     order = 2 if by_norm else math.inf
     horizon = max(120, round(8 / kept))
     gradients = normal(parameters, 2, seed=3)
@@ -310,6 +311,7 @@ def test_a_mean_that_the_gradients_dtype_cannot_hold_commits_nothing(case: Case)
     workers = Workers(case.make(), 2, parameters)
     for step in range(3):
         workers.step(normal(parameters, 2, seed=step))
+    skips = 0
     for seed in range(12):  # what is not sent of such gradients adds up
         before = [[workers.residual(rank, index).clone() for index in range(2)] for rank in range(2)]
         large = [[g.sign() * 60_000 for g in rank] for rank in normal(parameters, 2, seed=seed)]
@@ -317,6 +319,8 @@ def test_a_mean_that_the_gradients_dtype_cannot_hold_commits_nothing(case: Case)
         skipped = not all(torch.isfinite(mean).all() for mean in means[0])
         kept = [[torch.equal(workers.residual(r, i), before[r][i]) for i in range(2)] for r in range(2)]
         assert not skipped or all(all(row) for row in kept)
+        skips += skipped
+    assert bool(skips) is case.overshoots
     workers = Workers(case.make(), 2, parameters)
     workers.step(normal(parameters, 2, seed=100))
     assert torch.isfinite(workers.step(normal(parameters, 2, seed=101))[0][0]).all()
@@ -403,9 +407,10 @@ def test_extreme_scales_are_finite_or_shown_to_all(case: Case, scale: float) -> 
     workers = Workers(case.make(), 2, zeros((24, 40), (24, 40)))
     for step in range(4):
         means = workers.step(normal(workers.parameters, 2, seed=step, scale=scale))
+        fits = scale < torch.finfo(case.range or torch.float32).max
         for ours, first in zip(means[1], means[0], strict=True):
-            assert torch.equal(ours, first) or not torch.isfinite(first).all()
-        assert "16" in case.name or all(torch.isfinite(mean).all() for mean in means[0])
+            assert torch.isfinite(ours).all() == torch.isfinite(first).all() == fits
+            assert not fits or torch.equal(ours, first)
 
 
 @every_case

@@ -661,8 +661,8 @@ class Expanding(commhooks.AllReduceMean):
 
     error: float
 
-    def relative_error(self, elements: int) -> float:
-        return self.error if elements > 5 else 0.0
+    def loss(self, name: str, parameter: Tensor) -> commhooks.Loss | None:
+        return commhooks.Loss(self.error) if parameter.numel() > 5 else None
 
 
 @pytest.mark.parametrize("error", [1.0, 3.0, float("inf")])
@@ -673,14 +673,14 @@ def test_a_residual_that_would_grow_without_bound_is_refused_unless_it_fades(err
     complaint = rf"of parameter 'large', inner may lose {error:.3g} times.*grow without bound"
     for refused in (growing, started):
         with pytest.raises(commhooks.SettingsError, match=complaint):
-            refused.check_parameters(named)
-        refused.check_parameters({"small": named["small"]})
+            refused.check(named, 2)
+        refused.check({"small": named["small"]}, 2)
     limit = 1 / math.sqrt(error)
     with pytest.raises(commhooks.SettingsError, match=complaint):
-        dataclasses.replace(growing, decay=min(1.01 * limit, 1.0) or 0.1).check_parameters(named)
+        dataclasses.replace(growing, decay=min(1.01 * limit, 1.0) or 0.1).check(named, 2)
     if limit:
-        dataclasses.replace(growing, decay=0.99 * limit).check_parameters(named)
-    commhooks.ErrorFeedback(inner=Expanding(error=0.999)).check_parameters(named)
+        dataclasses.replace(growing, decay=0.99 * limit).check(named, 2)
+    commhooks.ErrorFeedback(inner=Expanding(error=0.999)).check(named, 2)
 
 
 def test_what_is_attached_must_not_let_residuals_grow() -> None:

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
-from commhooks import AllReduceMean, Match, PerParameter, SettingsError, StartAfter, make_compressor, schedule
+from commhooks import (
+    AllReduceMean,
+    BucketView,
+    ErrorFeedback,
+    Match,
+    PerParameter,
+    SettingsError,
+    StartAfter,
+    TernGrad,
+    TopK,
+    TwoHop,
+    make_compressor,
+    schedule,
+)
 from tests import bounds
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 
@@ -82,10 +98,10 @@ def test_rules_that_cannot_work_are_refused_when_they_are_built(rules: object, c
 def test_rules_for_no_parameter_are_refused() -> None:
     named = dict(zip(NAMES, zeros(*SHAPES), strict=True))
     with pytest.raises(SettingsError, match=r"'haed.\*' must match a parameter; there are head.weight"):
-        PerParameter(rules=(("haed.*", AllReduceMean()),)).check_parameters(named)
+        PerParameter(rules=(("haed.*", AllReduceMean()),)).check(named, 2)
     shadowed = (("head.*", AllReduceMean()), ("*.bias", make_compressor("top-k")))
     with pytest.raises(SettingsError, match=r"all that '\*.bias' matches, such as 'head.bias', is matched by a rule"):
-        PerParameter(rules=shadowed).check_parameters(named)
+        PerParameter(rules=shadowed).check(named, 2)
 
 
 def test_the_first_rule_that_matches_counts_by_name_size_dimensions_or_dtype() -> None:
@@ -108,7 +124,7 @@ def test_the_first_rule_that_matches_counts_by_name_size_dimensions_or_dtype() -
     for name, (parameter, expected) in found.items():
         assert rules.state(name, parameter, 2).keys() == expected.state(name, parameter, 2).keys()
         assert rules._of(name, parameter) is expected
-    rules.check_parameters({name: parameter for name, (parameter, _) in found.items()})
+    rules.check({name: parameter for name, (parameter, _) in found.items()}, 2)
     assert make_compressor(str(rules)) == rules
 
 
@@ -144,3 +160,29 @@ def test_what_must_be_given_whole_buckets_is_found_in_a_schedule_too() -> None:
     ):
         with pytest.raises(SettingsError, match="must be given whole buckets, and not some parameters"):
             PerParameter(rules=(("*", scheduled),))
+
+
+def test_error_feedback_asks_the_compressor_of_each_parameter() -> None:
+    """What one compressor may lose of its own parameters is no fault of the others'."""
+    ternary = TwoHop(codec=TernGrad(block=32), server_feedback=False)
+    rules = ErrorFeedback(inner=PerParameter(rules=(("*.bias", ternary),), otherwise=TopK(ratio=0.1)))
+    named = {"head.weight": torch.zeros(64, 64), "head.bias": torch.zeros(31)}
+    rules.check(named, 2)  # too short for a block, so it is sent as it is
+    with pytest.raises(SettingsError, match="of parameter 'head.bias', inner may lose .* times"):
+        rules.check(named | {"head.bias": torch.zeros(32)}, 2)
+
+
+def test_a_bucket_is_freed_without_the_garbage_collector() -> None:
+    """Although its plans are made of it: it holds all gradients, and some training loops turn the collector off."""
+    compressor = ErrorFeedback(inner=PerParameter(rules=(("head.*", TopK(ratio=0.1)),), otherwise=TopK(ratio=0.2)))
+    for names in (NAMES, ["head.a", "head.b", "head.c", "head.d"]):  # some of the slots; all of them
+        workers = Workers(compressor, 1, zeros(*SHAPES), names)
+        workers.step(normal(workers.parameters, 1, seed=0))
+        (engine,) = workers.engines
+        views: list[weakref.ref[BucketView]] = [weakref.ref(view) for view in engine.buckets.views()]
+        gc.disable()
+        try:
+            del engine, workers
+            assert all(view() is None for view in views)
+        finally:
+            gc.enable()

@@ -286,8 +286,8 @@ def test_whole_bucket_has_no_room_for_exceptions() -> None:
 def test_a_pattern_that_fits_no_parameter_is_refused_with_the_names_there_are() -> None:
     compressor = commhooks.PowerSGD(skip=("head.*", "boddy.?"))
     with pytest.raises(ValueError, match=r"PowerSGD\(skip=.*'boddy.\?' must match a parameter's name.*body.0, head.a"):
-        compressor.check_parameters({"body.0": torch.empty(0), "head.a": torch.empty(0)})
-    compressor.check_parameters({"boddy.0": torch.empty(0), "head.a": torch.empty(0)})
+        compressor.check({"body.0": torch.empty(0), "head.a": torch.empty(0)}, 2)
+    compressor.check({"boddy.0": torch.empty(0), "head.a": torch.empty(0)}, 2)
 
 
 def test_parameters_to_skip_are_averaged_exactly_and_keep_nothing() -> None:

@@ -23,6 +23,7 @@ from commhooks import (
     Exchange,
     Exchanger,
     Judge,
+    Loss,
     Part,
     SettingsError,
     TwoHop,
@@ -146,11 +147,8 @@ def test_a_codec_that_decodes_to_another_shape_is_named() -> None:
 class Expanding(Mean):
     """Loses more than it is given."""
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        return True
-
-    def relative_error(self, elements: int) -> float:
-        return 1.5
+    def loss(self, name: str, parameter: Tensor) -> Loss:
+        return Loss(1.5)
 
 
 def test_feedback_of_what_expands_is_refused_unless_it_fades() -> None:
@@ -200,3 +198,44 @@ def test_slips_of_the_pen_are_named(slip: str, complaint: str) -> None:
 def test_settings_must_be_hashable() -> None:
     with pytest.raises(SettingsError, match="must be hashable, such as tuples"):
         Exchanger({"w": torch.zeros(3)}, Mean(kept=[1]), line=lockstep_lines(1)[0])
+
+
+SUCCESSORS = {
+    "loss": ["loses", "relative_error", "contraction", "is_unbiased", "is_damped", "takes_feedback"],
+    "sends": ["only_sums", "fixes_wire"],
+    "check": ["check_parameters", "check_ranks"],
+    "choose": ["chooses"],
+}
+"""What compressors define now, in place of what they once did."""
+
+
+@pytest.mark.parametrize(("name", "now"), [(one, now) for now, names in SUCCESSORS.items() for one in names])
+def test_a_compressor_of_an_earlier_version_is_refused_with_the_successor_of_what_it_defines(
+    name: str, now: str
+) -> None:
+    """It would otherwise be taken to lose nothing, and be given no residual."""
+    told = rf"Old\.{name}: compressors are no longer asked for {name}; define {now}\b"
+    with pytest.raises(CompressorError, match=told):
+        type("Old", (Mean,), {name: lambda self, *given: True})
+    with pytest.raises(CompressorError, match=told):
+        type("Old", (ErrorFeedback,), {name: property(lambda self: True)})
+
+
+def test_the_example_of_an_earlier_version_fails_in_words() -> None:
+    """What docs/examples/own_compressor.py said of its loss before."""
+    source = """
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomRows(Compressor):
+    every: int = 4
+
+    def loses(self, name: str, parameter: torch.Tensor) -> bool:
+        return True
+
+    def relative_error(self, elements: int) -> float:
+        return 1 - 1 / self.every
+
+    def compress(self, bucket, context):
+        yield from ()
+"""
+    with pytest.raises(CompressorError, match=r"RandomRows.loses: .* define loss\(name, parameter\) in its place"):
+        exec(source, {"dataclasses": dataclasses, "Compressor": Compressor, "torch": torch})

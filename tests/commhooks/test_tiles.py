@@ -12,7 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import AllReduce, BucketView, CommHooksError, Compressor, Context, ErrorFeedback, Exchange, Judge, Slot
+from commhooks import (
+    AllReduce,
+    BucketView,
+    CommHooksError,
+    Compressor,
+    Context,
+    ErrorFeedback,
+    Exchange,
+    Judge,
+    Loss,
+    Slot,
+)
 from tests.commhooks.workers import Workers, normal, zeros
 
 FINE = torch.ones((), dtype=torch.bool)
@@ -55,8 +66,8 @@ class Using(Compressor):
 
     use: Callable[[Sequence[Slot]], None]
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        return True
+    def loss(self, name: str, parameter: Tensor) -> Loss:
+        return Loss(0.25)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         yield AllReduce(bucket.slots[0].part(torch.zeros(1)), last=True)

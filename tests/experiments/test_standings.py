@@ -7,8 +7,9 @@ import itertools
 import math
 
 import pytest
+from torch import Tensor
 
-from commhooks import COMPRESSORS, Registered
+from commhooks import COMPRESSORS, Loss, Registered
 from commhooks.compressors import TopK
 from experiments.hooks import make_hook
 from experiments.leaderboard import contenders as module
@@ -104,8 +105,8 @@ class TestContenders:
 class Growing(TopK):
     """Claims to lose more than it is given."""
 
-    def relative_error(self, elements: int) -> float:
-        return 2.0
+    def loss(self, name: str, parameter: Tensor) -> Loss:
+        return Loss(2.0)
 
 
 class TestGrace:

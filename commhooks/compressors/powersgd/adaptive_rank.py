@@ -36,6 +36,7 @@ from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import CHOICE, Declared, Entry, ParameterState
+from commhooks.language.loss import Loss
 from commhooks.tensors import computing_dtype
 
 Rule = Literal["least-error", "fewest-bytes", "accordion"]
@@ -96,14 +97,11 @@ class AdaptiveRank(Compressor):
         norms = Entry(kind="replicated", shape=(self._measurements(form),), units=1)
         return {**basis, CHOICE: Entry(kind="replicated", shape=(), dtype=torch.int64), NORMS: norms}
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the parameter's gradient is compressed."""
-        return self._powersgd.loses(name, parameter)
-
-    def relative_error(self, elements: int) -> float:
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return PowerSGD's at the lowest rank that a layer may get, for a basis that sees the matrix."""
         lowest = self.rank if self.rule == "accordion" else self.min_rank
-        return error_of_rank(lowest, elements)
+        is_compressed = self._powersgd.compresses(parameter, name)
+        return Loss(error_of_rank(lowest, parameter.numel())) if is_compressed else None
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run PowerSGD at the chosen ranks, and measure in the steps for which `measures` is true."""
@@ -135,12 +133,10 @@ class AdaptiveRank(Compressor):
         """Return whether norms are measured in a step, so that the next one begins with a choice."""
         return step % self.every == (0 if self.rule == "accordion" else STEPS_TO_MEASURE - 1)
 
-    def chooses(self, step: int) -> bool:
-        """Return whether the previous step measured."""
-        return step > 0 and self.measures(step - 1)
-
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
-        """Return a rank for each layer; empty if nothing has been measured yet."""
+        """Return a rank for each layer, after a step that measured; empty if nothing has been measured yet."""
+        if step == 0 or not self.measures(step - 1):
+            return {}
         measured: dict[Tensor, tuple[MatrixForm, list[float]]] = {}
         for parameter, state in states.items():
             form = self._powersgd.paying_form(parameter, state.key)

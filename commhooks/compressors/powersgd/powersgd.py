@@ -42,6 +42,7 @@ from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Declared, Entry
+from commhooks.language.loss import Loss
 from commhooks.language.memory import commit_all, surely
 from commhooks.language.randomness import seeded_normal, stable_seed
 from commhooks.language.requests import AllReduce, Asked, Judge, Part
@@ -115,7 +116,7 @@ class PowerSGD(Compressor):
         """Whether a bucket is one matrix."""
         return self.matrices == "whole-bucket"
 
-    def check_parameters(self, named: Mapping[str, Tensor]) -> None:
+    def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Raise `SettingsError` for a pattern in `skip` that matches no parameter: it is misspelt."""
         known = list(named)
         for pattern in self.skip:
@@ -140,17 +141,14 @@ class PowerSGD(Compressor):
         form = form_of_bucket(bucket.memory.numel(), self.rank)
         return self._declared(_key_of(bucket), form) if self._pays(form) else {}
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the gradient is compressed, or may be as a part of its bucket."""
-        return self.matrices == "whole-bucket" or self.compresses(parameter, name)
-
-    def relative_error(self, elements: int) -> float:
-        """Return the largest error of the best rank-r basis, that of a square matrix.
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        """Return the largest error of the best rank-r basis, that of a square matrix, if the gradient is compressed.
 
         It bounds the error only with a basis that sees the matrix, which a power iteration finds in some steps. Until
         then, up to everything is left: for example, after gradients have moved to other rows and columns.
         """
-        return error_of_rank(self.rank, elements)
+        is_compressed = self.matrices == "whole-bucket" or self.compresses(parameter, name)
+        return Loss(error_of_rank(self.rank, parameter.numel())) if is_compressed else None
 
     def sides(self, step: int) -> tuple[Side, ...]:
         """Return which factors a step computes and sends, in order."""

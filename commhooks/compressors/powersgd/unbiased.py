@@ -25,6 +25,7 @@ from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
 from commhooks.compressors.powersgd.settings import check_count, check_rate
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.loss import Loss
 from commhooks.language.randomness import seeded_normal, stable_seed
 from commhooks.language.requests import AllReduce
 
@@ -48,14 +49,9 @@ class UnbiasedPowerSGD(Compressor):
         check_count("UnbiasedPowerSGD", "rank", self.rank)
         check_rate("UnbiasedPowerSGD", self.min_compression_rate)
 
-    def relative_error(self, elements: int) -> float:
+    def loss(self, name: str, parameter: Tensor) -> Loss:
         """Return ω = (m + 1)/r for the matrix of so many elements that has most columns: one row, and so r = 1."""
-        return elements + 1.0
-
-    @property
-    def is_unbiased(self) -> bool:
-        """Return True."""
-        return True
+        return Loss(parameter.numel() + 1.0, unbiased=True, is_kept=False)
 
     def remembers(self, step: int) -> bool:
         """Return False: no state is kept."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.loss import Loss
 from commhooks.language.requests import AllReduce, Judge
 
 
@@ -37,29 +38,16 @@ class SharedPlaces(Compressor):
     def places(self, slot: Slot, step: int) -> Tensor:
         """Return the k indices of a step; each of the n elements must be equally likely to be among them."""
 
-    @property
-    def takes_feedback(self) -> bool:
-        """Whether what is not sent now must be sent later."""
-        return not self.unbiased
-
-    @property
-    def is_unbiased(self) -> bool:
-        """Whether what is sent is scaled."""
-        return self.unbiased
-
     def k(self, elements: int) -> int:
         """Return how many of so many elements are sent."""
         return math.ceil(self.ratio * elements)
 
-    def loses(self, name: str, parameter: Tensor) -> bool:
-        """Return whether anything is left unsent."""
-        return not self.unbiased and self.k(parameter.numel()) < parameter.numel()
-
-    def relative_error(self, elements: int) -> float:
-        """Return 1 - k/n, or n/k - 1 if unbiased: the expectation over the indices."""
-        if not elements:
-            return 0.0
-        return elements / self.k(elements) - 1 if self.unbiased else 1 - self.k(elements) / elements
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        """Return 1 - k/n unless everything is sent, or n/k - 1 if unbiased: the expectation over the indices."""
+        n = parameter.numel()
+        if self.unbiased:
+            return Loss(n / self.k(n) - 1 if n else 0.0, unbiased=True, is_kept=False)
+        return Loss(1 - self.k(n) / n) if self.k(n) < n else None
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Average the elements at the step's indices; the other means are zero."""

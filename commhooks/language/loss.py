@@ -1,0 +1,61 @@
+"""What a compressor leaves out: one answer to everything that error feedback, warnings and plans must know of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class Sends(enum.IntEnum):
+    """What a compressor's `compress` may request, which decides whether a wrapper may cast it."""
+
+    SUMS = 0
+    """Sums only, in the dtype of their parts."""
+    FIXED = 1
+    """Sums only, in a dtype that it chooses."""
+    ANYTHING = 2
+    """Gathers and exchanges too, which cannot be cast."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """How much of one parameter's gradient may be left unsent, or be added to it by chance, in a step."""
+
+    error: float
+    """The largest |unsent|² / |formed|², or its expectation if it is random."""
+    in_another_norm: float | None = dataclasses.field(default=None, kw_only=True)
+    """The same in another norm, such as the largest magnitude's, if that is smaller."""
+    unbiased: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether the mean has the mean of the gradients as its expectation, over the random draws."""
+    is_kept: bool = dataclasses.field(default=True, kw_only=True)
+    """Whether what is unsent is passed to `slot.keep`. False if the mean is right on average, or if the compressor
+    keeps track by itself: `ErrorFeedback` then rejects it."""
+    damped: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether a damping factor was set explicitly, so that `ErrorFeedback` accepts contractions of 1 or more."""
+
+    @property
+    def contraction(self) -> float:
+        """The smaller of the two errors.
+
+        Below 1, error feedback eventually sends everything; from 1 on, its residual may grow without bound.
+        """
+        return self.error if self.in_another_norm is None else min(self.error, self.in_another_norm)
+
+    @classmethod
+    def worst(cls, *losses: Loss | None) -> Loss | None:
+        """Return a loss that is at least as bad as each of several; None stands for none."""
+        found = [loss for loss in losses if loss is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        return cls(
+            max(loss.error for loss in found),
+            in_another_norm=max(loss.contraction for loss in found),
+            unbiased=all(loss.unbiased for loss in found),
+            is_kept=all(loss.is_kept for loss in found),
+            damped=all(loss.damped or loss.contraction < 1 for loss in found),
+        )
+
+
+def error_of(loss: Loss | None) -> float:
+    """Return a loss's error: 0 for None."""
+    return 0.0 if loss is None else loss.error
