@@ -99,6 +99,7 @@ from commhooks.planning.profile import Profile
 from commhooks.planning.profiling import profile
 from commhooks.planning.rule import AdaptiveRule
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
+from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
@@ -170,6 +171,7 @@ __all__ = [
     "Plan",
     "PowerSGD",
     "PowerSGDState",
+    "ProcessGroupLine",
     "Probe",
     "ProbeError",
     "ProcessGroupCommunicator",
