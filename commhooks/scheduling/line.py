@@ -51,8 +51,8 @@ class Line(Protocol):
 class ProcessGroupLine:
     """A line beside a process group: a thread and a private group of the same ranks, for one engine or several.
 
-    It does not keep the process group alive, so that a destroyed one is freed. `label` names it in the store, `policy` is
-    that of engines that choose none, and `hook_timeout` is in seconds (None: the process group's timeout).
+    It does not keep the process group alive, so that a destroyed one is freed. `label` names it in the store, `policy`
+    is that of engines that choose none, and `hook_timeout` is in seconds (None: the process group's timeout).
     `wrap_communicator` is given the communicator of the private group, and returns what is used in its place.
     """
 
