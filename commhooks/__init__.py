@@ -87,6 +87,7 @@ from commhooks.language.requests import (
     ReduceScatter,
     Request,
 )
+from commhooks.language.settings import setting
 from commhooks.language.tile import Tile
 from commhooks.making import make_compressor
 from commhooks.planning.adaptive import Adaptive
@@ -155,9 +156,9 @@ __all__ = [
     "Judge",
     "Layout",
     "LoadRules",
-    "Loss",
     "LockstepCommunicator",
     "LockstepGroup",
+    "Loss",
     "MXFP4",
     "MXFP8",
     "Match",
@@ -171,10 +172,10 @@ __all__ = [
     "Plan",
     "PowerSGD",
     "PowerSGDState",
-    "ProcessGroupLine",
     "Probe",
     "ProbeError",
     "ProcessGroupCommunicator",
+    "ProcessGroupLine",
     "Profile",
     "ProfileError",
     "QSGD",
@@ -185,10 +186,10 @@ __all__ = [
     "Registered",
     "Request",
     "SVD",
+    "Sends",
     "SettingsError",
     "Sign",
     "Signum",
-    "Sends",
     "Slot",
     "Snapshot",
     "SparseLoCo",
@@ -227,4 +228,5 @@ __all__ = [
     "register_ddp_comm_hook",
     "save_checkpoint",
     "schedule",
+    "setting",
 ]

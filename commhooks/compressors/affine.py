@@ -16,11 +16,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, Judge, Part
+from commhooks.language.settings import setting
 from commhooks.tensors import power_below, smallest
 
 
@@ -28,12 +28,8 @@ from commhooks.tensors import power_below, smallest
 class Affine(Compressor):
     """A compressor that gathers 8-bit codes from every rank and averages them: one collective per bucket."""
 
-    channel: int | None = None
+    channel: int | None = setting(None, least=1)
     """Elements that share a scale. Smaller: more scales, less rounding. None: the whole bucket shares one."""
-
-    def __post_init__(self) -> None:
-        if self.channel is not None and self.channel < 1:
-            raise SettingsError(f"Affine(channel={self.channel!r}): channel must be at least 1, or None.")
 
     sends = Sends.ANYTHING  # codes cannot be summed
 

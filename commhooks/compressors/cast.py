@@ -33,6 +33,7 @@ class Cast(Compressor):
     """Narrower: smaller messages, fewer digits."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_wire_dtype("Cast", self.dtype)
 
     def takes(self, gradient: Tensor) -> bool:

@@ -32,14 +32,13 @@ from torch import Tensor
 
 from commhooks.compressors.bits import pack, unpack
 from commhooks.compressors.dct import cosines, shrinking, transform
-from commhooks.compressors.powersgd.settings import check_count
-from commhooks.compressors.tiles import MeanOver, Tiling, check_mean_over, senders
+from commhooks.compressors.tiles import MeanOver, Tiling, senders
 from commhooks.compressors.whole import average_from
-from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, Judge, Part
+from commhooks.language.settings import refusal, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +48,9 @@ class DeMo(Compressor):
     Wrap it in `ErrorFeedback(decay=0.999)`.
     """
 
-    k: int = 32
+    k: int = setting(32, least=1)
     """Lower: smaller messages, but more left in the momentum."""
-    chunk: int = 64
+    chunk: int = setting(64, least=2, most=128)
     """The longest side of a tile. Larger: smaller messages, but more left in the momentum."""
     one_bit: bool = False
     """On: only the signs of coefficients are sent, with equal weight. The full coefficients are subtracted from the
@@ -63,13 +62,9 @@ class DeMo(Compressor):
     that of all ranks, so the mean is up to W times as long."""
 
     def __post_init__(self) -> None:
-        check_count("DeMo", "chunk", self.chunk)
-        check_count("DeMo", "k", self.k)
-        check_mean_over("DeMo", self.mean_over)
-        if not 2 <= self.chunk <= 128:
-            raise SettingsError(f"DeMo(chunk={self.chunk!r}): chunk must be from 2 to 128.")
-        if not 1 <= self.k <= self.chunk**2:
-            raise SettingsError(f"DeMo(k={self.k!r}): k must be from 1 to chunk² = {self.chunk**2}.")
+        super().__post_init__()
+        if self.k > self.chunk**2:
+            raise refusal(self, "k", f"must be at most chunk² = {self.chunk**2}")
 
     sends = Sends.ANYTHING  # what is sent cannot be summed
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.sparse.gathering import Sent, gather
-from commhooks.compressors.sparse.indices import Indices, check_settings, largest_error
-from commhooks.errors import SettingsError
+from commhooks.compressors.sparse.indices import Indices, largest_error
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import RESIDUAL, Declared, Entry
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.memory import add_residuals
+from commhooks.language.settings import setting
 
 _FIRST_RATIO = 0.25
 _STAGES = 4
@@ -40,26 +40,17 @@ class DGC(Compressor):
     Use it with SGD without momentum.
     """
 
-    ratio: float = 0.001
+    ratio: float = setting(0.001, above=0, most=1)
     """Lower: smaller messages, but older updates. At least one element of each parameter is sent."""
-    momentum: float = 0.9
+    momentum: float = setting(0.9, least=0, below=1)
     """m, in place of the optimiser's. Higher: a longer memory; 0: top-k with error feedback, without a velocity."""
-    clip: float | None = None
+    clip: float | None = setting(None, above=0)
     """The norm above which a parameter's gradient is clipped, without the loss scale; each rank clips its own gradient
     at this over the square root of the number of ranks. The paper clips all parameters as one vector."""
-    warm_up: int = 0
+    warm_up: int = setting(0, least=0)
     """For this many steps the ratio is higher: a quarter at first, then lowered after each quarter of them."""
     indices: Indices = "auto"
     """How indices are sent, and what the largest are chosen from; see `TopK`."""
-
-    def __post_init__(self) -> None:
-        check_settings("DGC", self.indices, ratio=self.ratio)
-        if not 0 <= self.momentum < 1:
-            raise SettingsError(f"DGC(momentum={self.momentum!r}): momentum must be in [0, 1).")
-        if self.clip is not None and not self.clip > 0:
-            raise SettingsError(f"DGC(clip={self.clip!r}): clip must be above 0, or None.")
-        if isinstance(self.warm_up, bool) or not isinstance(self.warm_up, int) or self.warm_up < 0:
-            raise SettingsError(f"DGC(warm_up={self.warm_up!r}): warm_up must be an integer of at least 0.")
 
     sends = Sends.ANYTHING  # what is sent cannot be summed
 

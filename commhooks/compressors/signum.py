@@ -25,19 +25,19 @@ from torch import Tensor
 
 from commhooks.compressors.codecs.vote import Vote
 from commhooks.compressors.two_hop import TwoHop
-from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange, map_requests
 from commhooks.language.entries import Declared, Entry
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import Asked, Judge
+from commhooks.language.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signum(Compressor):
     """A compressor that returns the majority's sign of each element's momentum, m = beta·m + (1 - beta)·gradient."""
 
-    beta: float = 0.9
+    beta: float = setting(0.9, least=0, below=1)
     """Higher: a longer memory. 0: signSGD with majority vote, and nothing is remembered."""
     block: int = 128
     """Larger: longer ends of parameters are sent whole, and the ranks' shares of the work are less even."""
@@ -45,8 +45,7 @@ class Signum(Compressor):
     """Seeds the coin flips for zeros and ties, together with the step, the parameter's name and the rank."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1:
-            raise SettingsError(f"Signum(beta={self.beta!r}): beta must be in [0, 1).")
+        super().__post_init__()
         Vote(block=self.block)
 
     sends = Sends.ANYTHING  # votes cannot be summed on the wire

@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.bits import pack, unpack
-from commhooks.compressors.powersgd.settings import check_count
-from commhooks.compressors.tiles import MeanOver, Tiling, check_mean_over, senders
-from commhooks.errors import SettingsError
+from commhooks.compressors.tiles import MeanOver, Tiling, senders
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, Judge
+from commhooks.language.settings import refusal, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,9 +40,9 @@ class SparseLoCo(Compressor):
     Wrap it in `ErrorFeedback(decay=0.95)`.
     """
 
-    k: int = 64
+    k: int = setting(64, least=1)
     """Lower: smaller messages, but more left in the residual."""
-    chunk: int = 64
+    chunk: int = setting(64, least=2, most=1024)
     """The side of a tile. Larger: smaller messages, but more left in the residual."""
     mean_over: MeanOver = "ranks"
     """"senders", as in the authors' code: an element's sum is divided by the number of ranks that sent it, not by that
@@ -53,15 +52,9 @@ class SparseLoCo(Compressor):
     norms in the middle, the lower one counts. What is cut off is lost."""
 
     def __post_init__(self) -> None:
-        check_count("SparseLoCo", "chunk", self.chunk)
-        check_count("SparseLoCo", "k", self.k)
-        check_mean_over("SparseLoCo", self.mean_over)
-        if not isinstance(self.clip_to_median, bool):
-            raise SettingsError(f"SparseLoCo(clip_to_median={self.clip_to_median!r}): clip_to_median must be a bool.")
-        if not 2 <= self.chunk <= 1024:
-            raise SettingsError(f"SparseLoCo(chunk={self.chunk!r}): chunk must be from 2 to 1024.")
-        if not 1 <= self.k <= self.chunk**2:
-            raise SettingsError(f"SparseLoCo(k={self.k!r}): k must be from 1 to chunk² = {self.chunk**2}.")
+        super().__post_init__()
+        if self.k > self.chunk**2:
+            raise refusal(self, "k", f"must be at most chunk² = {self.chunk**2}")
 
     sends = Sends.ANYTHING  # what is sent cannot be summed
 

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from commhooks.compressors.powersgd.matrices import MatrixForm, error_of_rank, form_of
 from commhooks.compressors.powersgd.precision import in_full
-from commhooks.compressors.powersgd.settings import check_count, check_rate
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, AllReduce, Judge, Request
+from commhooks.language.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,10 @@ class SVD(Compressor):
     Wrap it in `ErrorFeedback`.
     """
 
-    rank: int = 1
+    rank: int = setting(1, least=1)
     """Lower: smaller messages, but more left in the residual."""
-    min_compression_rate: float = 2.0
+    min_compression_rate: float = setting(2.0, above=0)
     """Higher: fewer matrices are compressed: only those whose factors are this many times smaller (at least 1)."""
-
-    def __post_init__(self) -> None:
-        check_count("SVD", "rank", self.rank)
-        check_rate("SVD", self.min_compression_rate)
 
     sends = Sends.ANYTHING  # factors of different matrices cannot be summed
 

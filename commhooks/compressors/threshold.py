@@ -14,16 +14,17 @@ largest τ that training tolerates must be found by trial. It takes as long as t
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
 
 from commhooks.compressors.sparse.gathering import Sent, gather
-from commhooks.compressors.sparse.indices import Indices, check_settings, largest_error
-from commhooks.errors import SettingsError
+from commhooks.compressors.sparse.indices import Indices, largest_error
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,17 +34,12 @@ class Threshold(Compressor):
     Wrap it in `ErrorFeedback`.
     """
 
-    threshold: float
+    threshold: float = setting(above=0, below=math.inf)
     """τ, in units of the gradient without its loss scale. Higher: elements wait longer, and fewer are sent at once."""
-    capacity: float = 0.01
+    capacity: float = setting(0.01, above=0, most=1)
     """The fraction of a parameter's elements that a message holds. Lower: smaller messages, but more elements wait."""
     indices: Indices = "auto"
     """How indices are sent, and what the largest are chosen from; see `TopK`."""
-
-    def __post_init__(self) -> None:
-        check_settings("Threshold", self.indices, capacity=self.capacity)
-        if not 0 < self.threshold < float("inf"):
-            raise SettingsError(f"Threshold(threshold={self.threshold!r}): threshold must be above 0, and finite.")
 
     sends = Sends.ANYTHING  # what is sent cannot be summed
 

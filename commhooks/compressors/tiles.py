@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
-from commhooks.errors import SettingsError
 
 MeanOver = Literal["ranks", "senders"]
 """What an element's sum is divided by: the number of all ranks, or of those that sent the element."""
-
-
-def check_mean_over(owner: str, value: object) -> None:
-    """Raise `SettingsError` for anything but a `MeanOver`."""
-    if value not in get_args(MeanOver):
-        raise SettingsError(f"{owner}(mean_over={value!r}): mean_over must be one of {', '.join(get_args(MeanOver))}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,11 @@ import dataclasses
 from torch import Tensor
 
 from commhooks.compressors.sparse.gathering import Sent, gather
-from commhooks.compressors.sparse.indices import Indices, check_settings, largest_error
+from commhooks.compressors.sparse.indices import Indices, largest_error
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,14 +30,11 @@ class TopK(Compressor):
     Wrap it in `ErrorFeedback`.
     """
 
-    ratio: float = 0.01
+    ratio: float = setting(0.01, above=0, most=1)
     """Lower: smaller messages, but more left in the residual. At least one element of each parameter is sent."""
     indices: Indices = "auto"
     """How indices are sent. "int32" selects a parameter's largest elements; "block-12", "block-16" and "bitmap" the
     largest of each 4,096 or 65,536 elements, in smaller messages. "auto" takes the smallest."""
-
-    def __post_init__(self) -> None:
-        check_settings("TopK", self.indices, ratio=self.ratio)
 
     sends = Sends.ANYTHING  # what is sent cannot be summed
 

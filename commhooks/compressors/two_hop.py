@@ -33,6 +33,7 @@ from commhooks.language.entries import Declared, Entry, first_server
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.randomness import seeded_uniform, stable_seed
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part
+from commhooks.language.settings import setting
 from commhooks.language.shards import Flags
 from commhooks.language.tile import Tile
 from commhooks.tensors import computing_dtype, mean_in_order
@@ -129,20 +130,12 @@ class TwoHop(Compressor):
     codec: Codec
     server_feedback: bool = True
     """Off: what the second code leaves out is lost."""
-    damping: float | None = None
+    damping: float | None = setting(None, above=0, most=1)
     """Decoded values are multiplied by this: 1/(1 + ω) makes an unbiased codec with an error of ω ≥ 1 usable with error
     feedback. Lower: less is sent per step. None: 1, and error feedback rejects such a codec; any explicit number, even
     1, is accepted."""
     seed: int = 0
     """Seeds what `codec` draws, together with the step, the parameter's name, the rank and the hop."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.codec, Codec):
-            raise SettingsError(f"TwoHop(codec={self.codec!r}): codec must be a Codec, such as Sign().")
-        if self.codec.block < 1:
-            raise SettingsError(f"TwoHop(codec={self.codec!r}): block must be at least 1.")
-        if self.damping is not None and not 0 < self.damping <= 1:
-            raise SettingsError(f"TwoHop(damping={self.damping!r}): damping must be in (0, 1], or None.")
 
     def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Raise `SettingsError` if the server error of a parameter would grow without bound."""

@@ -20,6 +20,7 @@ from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllToAll, Asked, Judge, Request
+from commhooks.language.settings import check_settings
 from commhooks.language.shards import Flags
 from commhooks.language.spelling import spelled
 
@@ -104,6 +105,10 @@ class Compressor(ABC):
     """
 
     __signature__ = _NoSignature()
+
+    def __post_init__(self) -> None:
+        """Raise `SettingsError` for a setting that is not what its field says; subclasses check what depends on two."""
+        check_settings(self)
 
     def __init_subclass__(cls, **settings: Any) -> None:
         """Raise `CompressorError` for a member that compressors no longer have, and name what takes its place."""

@@ -22,6 +22,7 @@ from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, compressors_in
 from commhooks.language.entries import RESIDUAL, Declared, Entry
 from commhooks.language.loss import Loss
+from commhooks.language.settings import refusal, setting
 from commhooks.wrappers.hierarchical import is_hierarchical
 from commhooks.wrappers.wrapper import Wrapper
 
@@ -34,28 +35,20 @@ class ErrorFeedback(Wrapper):
     none.
     """
 
-    decay: float = 1.0
+    decay: float = setting(1.0, above=0, most=1)
     """Below 1, a residual fades, and what fades is lost. If `inner` may lose ω times what it is given (squared norms),
     this must be below 1/√ω."""
-    reset_every: int = 0
+    reset_every: int = setting(0, least=0)
     """The number of steps between two drops of the residual; 0: never drop it. Lower: less is sent late, and more is
     lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.decay <= 1:
-            raise SettingsError(f"ErrorFeedback(decay={self.decay!r}): decay must be in (0, 1].")
-        if isinstance(self.reset_every, bool) or not isinstance(self.reset_every, int) or self.reset_every < 0:
-            raise SettingsError(
-                f"ErrorFeedback(reset_every={self.reset_every!r}): reset_every must be an integer of at least 0."
-            )
         if isinstance(self.inner, ErrorFeedback):
-            raise SettingsError(f"ErrorFeedback(inner={self.inner!r}): inner must not be ErrorFeedback itself.")
+            raise refusal(self, "inner", "must not be ErrorFeedback itself")
         if not takes_feedback(self.inner):
-            raise SettingsError(
-                f"ErrorFeedback(inner={self.inner!r}): inner must leave something unsent; this one's mean is right on "
-                "average, or it remembers by itself what it has not sent."
-            )
+            why = "this one's mean is right on average, or it remembers by itself what it has not sent"
+            raise refusal(self, "inner", f"must leave something unsent; {why}")
         if is_hierarchical(self.inner):
             raise SettingsError(
                 f"ErrorFeedback(inner={self.inner!r}): a machine's residual is its ranks' in common; write "

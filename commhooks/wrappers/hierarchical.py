@@ -33,6 +33,7 @@ from commhooks.language.requests import (
     ReduceScatter,
     Request,
 )
+from commhooks.language.settings import refusal, setting
 from commhooks.wrappers.wrapper import Wrapper
 
 
@@ -43,15 +44,13 @@ class Hierarchical(Wrapper):
     What `inner` remembers belongs to a machine: all its ranks hold the same.
     """
 
-    size: int
+    size: int = setting(least=1)
     """The number of consecutive ranks that form a machine; 1: `inner` unchanged."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise SettingsError(f"Hierarchical(size={self.size!r}): size must be an integer of at least 1.")
         if is_hierarchical(self.inner):
-            raise SettingsError(f"Hierarchical(inner={self.inner!r}): inner must not hold another Hierarchical.")
+            raise refusal(self, "inner", "must not hold another Hierarchical")
 
     sends = Sends.ANYTHING  # the ranks of a machine gather what each of them received
 

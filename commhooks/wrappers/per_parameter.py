@@ -23,6 +23,7 @@ from commhooks.language.compressor import (
 )
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.settings import check_settings, refusal, setting
 from commhooks.language.spelling import spelled
 
 
@@ -32,8 +33,8 @@ class Match:
 
     name: str = "*"
     """A shell pattern for its name, such as "head.*"."""
-    min_elements: int = 0
-    max_elements: int | None = None
+    min_elements: int = setting(0, least=0)
+    max_elements: int | None = setting(None, least=0)
     """Limits on its number of elements, inclusive; None: no limit."""
     dimensions: tuple[int, ...] = ()
     """The allowed numbers of dimensions, such as (2, 4) for matrices and convolutions; empty: any number."""
@@ -41,17 +42,11 @@ class Match:
     """None: any."""
 
     def __post_init__(self) -> None:
+        check_settings(self)
         if not isinstance(self.dimensions, tuple) or not all(isinstance(one, int) for one in self.dimensions):
-            raise SettingsError(f"Match(dimensions={self.dimensions!r}): dimensions must be a tuple of ints.")
-        for name, limit in (("min_elements", self.min_elements), ("max_elements", self.max_elements or 0)):
-            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-                raise SettingsError(f"Match({name}={limit!r}): {name} must be an integer of at least 0.")
-        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise SettingsError(f"Match(dtype={self.dtype!r}): dtype must be a torch.dtype, or None.")
+            raise refusal(self, "dimensions", "must be a tuple of ints")
         if self.max_elements is not None and self.max_elements < self.min_elements:
-            raise SettingsError(
-                f"Match(min_elements={self.min_elements}, max_elements={self.max_elements}): no size is in between."
-            )
+            raise refusal(self, "max_elements", f"must be at least min_elements={self.min_elements}")
 
     def __str__(self) -> str:
         """Return text that `make_compressor` can parse inside a compressor."""
@@ -80,13 +75,9 @@ class PerParameter(Compressor):
     otherwise: Compressor = dataclasses.field(default_factory=AllReduceMean)
 
     def __post_init__(self) -> None:
-        rules = self.rules
-        if not isinstance(rules, tuple) or not rules or not all(_is_rule(rule) for rule in rules):
-            raise SettingsError(
-                f"PerParameter(rules={rules!r}): rules must be a tuple of (pattern or Match, Compressor)."
-            )
-        if not isinstance(self.otherwise, Compressor):
-            raise SettingsError(f"PerParameter(otherwise={self.otherwise!r}): otherwise must be a Compressor.")
+        super().__post_init__()
+        if not isinstance(self.rules, tuple) or not self.rules or not all(map(_is_rule, self.rules)):
+            raise refusal(self, "rules", "must be a tuple of (pattern or Match, Compressor)")
         for compressor in self._compressors:
             if compressor.needs_whole_buckets:
                 raise SettingsError(

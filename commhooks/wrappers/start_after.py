@@ -14,6 +14,7 @@ from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, never_chooses
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.settings import setting
 from commhooks.wrappers.wrapper import Wrapper
 
 
@@ -21,15 +22,9 @@ from commhooks.wrappers.wrapper import Wrapper
 class StartAfter(Wrapper):
     """A compressor that runs `before` for the first `steps` steps, and `inner` from then on."""
 
-    steps: int
+    steps: int = setting(least=0)
     """Higher: more of the delicate early phase of training is uncompressed."""
     before: Compressor = dataclasses.field(default_factory=AllReduceMean)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_compressor("before", self.before)
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
-            raise SettingsError(f"StartAfter(steps={self.steps!r}): steps must be an integer of at least 0.")
 
     @property
     def sends(self) -> Sends:

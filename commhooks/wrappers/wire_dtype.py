@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.cast import check_wire_dtype
-from commhooks.errors import CompressorError, SettingsError
+from commhooks.errors import CompressorError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange, map_requests
 from commhooks.language.loss import Sends
 from commhooks.language.requests import AllReduce, Asked, Judge, Part, Request
+from commhooks.language.settings import refusal
 from commhooks.wrappers.wrapper import Wrapper
 
 
@@ -29,13 +30,9 @@ class WireDtype(Wrapper):
         super().__post_init__()
         check_wire_dtype("WireDtype", self.dtype)
         if self.inner.sends == Sends.ANYTHING:
-            raise SettingsError(
-                f"WireDtype(inner={self.inner!r}): only sums can be cast, and inner requests more than sums."
-            )
+            raise refusal(self, "inner", "must request sums only, since nothing else can be cast")
         if self.inner.sends == Sends.FIXED:
-            raise SettingsError(
-                f"WireDtype(inner={self.inner!r}): inner must not choose its own wire dtype, as this one does."
-            )
+            raise refusal(self, "inner", "must not choose its own wire dtype, as this one does")
 
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `inner` takes the gradient and its values can be cast."""

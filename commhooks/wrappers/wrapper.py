@@ -7,7 +7,6 @@ from collections.abc import Mapping, Set
 
 from torch import Tensor
 
-from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Declared, ParameterState
@@ -19,17 +18,6 @@ class Wrapper(Compressor):
     """A compressor that behaves as `inner` does; subclasses override what they change."""
 
     inner: Compressor
-
-    def __post_init__(self) -> None:
-        self.check_compressor("inner", self.inner)
-
-    def check_compressor(self, field: str, value: object) -> None:
-        """Raise `SettingsError` for anything that cannot be wrapped."""
-        if not isinstance(value, Compressor):
-            raise SettingsError(
-                f"{type(self).__name__}({field}={value!r}): {field} must be a Compressor; make one from a name with "
-                "make_compressor."
-            )
 
     @property
     def sends(self) -> Sends:

@@ -49,5 +49,5 @@ def test_small_gradients_are_not_lost_as_pytorchs_hook_loses_them() -> None:
 
 
 def test_a_channel_of_no_elements_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"Affine\(channel=0\): channel must be at least 1, or None"):
+    with pytest.raises(SettingsError, match=r"Affine\(channel=0\): channel must be an integer of at least 1, or None"):
         Affine(channel=0)

@@ -110,7 +110,7 @@ def test_an_inf_in_a_plain_rule_is_the_other_rules_too(policy: str, plain: Compr
 @pytest.mark.parametrize("name", ["top-k", "sign"])
 def test_what_cannot_be_cast_on_the_wire_is_refused_when_it_is_built(name: str) -> None:
     for inner in (make_compressor(name), StartAfter(steps=1000, inner=make_compressor(name))):
-        with pytest.raises(SettingsError, match="only sums can be cast, and inner requests more"):
+        with pytest.raises(SettingsError, match="inner must request sums only, since nothing else can be cast"):
             WireDtype(inner=inner, dtype=torch.bfloat16)
 
 

@@ -130,7 +130,7 @@ def test_what_is_right_on_average_says_so_inside_of_wrappers_too() -> None:
 @pytest.mark.parametrize("build", [DeMo, SparseLoCo])
 def test_parts_of_elements_are_refused(build: Callable[..., Compressor]) -> None:
     for settings in ({"k": 1.5}, {"chunk": 16.5}, {"k": True}, {"chunk": None}):
-        with pytest.raises(SettingsError, match="must be an integer of at least 1"):
+        with pytest.raises(SettingsError, match="must be an integer"):
             build(**settings)
 
 

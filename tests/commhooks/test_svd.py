@@ -44,7 +44,7 @@ def test_powersgd_on_one_gradient_comes_to_it() -> None:
 
 
 def test_it_needs_a_wire_that_gathers() -> None:
-    with pytest.raises(SettingsError, match="only sums can be cast"):
+    with pytest.raises(SettingsError, match="inner must request sums only, since nothing else can be cast"):
         WireDtype(inner=ErrorFeedback(inner=SVD()), dtype=torch.float16)
 
 

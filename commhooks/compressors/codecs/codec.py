@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from commhooks.errors import SettingsError
+from commhooks.language.settings import check_settings, refusal, setting
 from commhooks.language.spelling import spelled
 from commhooks.tensors import smallest
 
@@ -20,19 +20,22 @@ class Codec(ABC):
     Messages are padded with code bytes of zero, which must decode to something finite.
     """
 
-    block: int
+    block: int = setting(least=1)
     """Larger: fewer scales are sent, but each suits its elements less well."""
 
     def __str__(self) -> str:
         """Return text that `make_compressor` can parse inside a compressor."""
         return spelled(self)
 
-    def check_block(self, multiple_of: int = 1) -> None:
-        """Raise `SettingsError` for a block size that does not fill whole bytes or groups."""
-        is_whole = isinstance(self.block, int) and not isinstance(self.block, bool)
-        if not is_whole or self.block < 1 or self.block % multiple_of:
-            what = f"a multiple of {multiple_of}" if multiple_of > 1 else "an integer of at least 1"
-            raise SettingsError(f"{type(self).__name__}(block={self.block!r}): block must be {what}.")
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.block % self.multiple:
+            raise refusal(self, "block", f"must be a multiple of {self.multiple}")
+
+    @property
+    def multiple(self) -> int:
+        """What `block` must be a multiple of: as many elements as fill whole bytes, or groups."""
+        return 1
 
     @property
     def draws(self) -> bool:

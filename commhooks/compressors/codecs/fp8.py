@@ -29,9 +29,6 @@ class FP8(Codec):
 
     block: int = 128
 
-    def __post_init__(self) -> None:
-        self.check_block()
-
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes [B, block]."""
         scales = scales_of(blocks.abs().amax(1, keepdim=True), LARGEST)

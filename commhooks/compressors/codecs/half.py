@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.errors import SettingsError
+from commhooks.language.settings import refusal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class Half(Codec):
     block: int = 128
 
     def __post_init__(self) -> None:
-        self.check_block()
+        super().__post_init__()
         if self.dtype not in (torch.float16, torch.bfloat16):
-            raise SettingsError(f"Half(dtype={self.dtype!r}): dtype must be torch.float16 or torch.bfloat16.")
+            raise refusal(self, "dtype", "must be torch.float16 or torch.bfloat16")
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the elements [B, block]."""

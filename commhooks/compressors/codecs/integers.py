@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 
 from commhooks.compressors.codecs.uniform import Uniform
-from commhooks.errors import SettingsError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,11 +26,6 @@ class Integers(Uniform):
     block: int = 128
     stochastic: bool = True
     """False: round to the nearest integer. This loses less, but with a bias, so it needs error feedback."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.stochastic, bool):
-            raise SettingsError(f"{type(self).__name__}(stochastic={self.stochastic!r}): stochastic must be a bool.")
 
     @property
     def draws(self) -> bool:

@@ -34,8 +34,7 @@ class Microscaled(Codec):
 
     block: int = 128
 
-    def __post_init__(self) -> None:
-        self.check_block(GROUP)
+    multiple = GROUP
 
     @property
     @abstractmethod

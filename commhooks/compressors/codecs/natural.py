@@ -26,9 +26,6 @@ class Natural(Codec):
 
     block: int = 1024
 
-    def __post_init__(self) -> None:
-        self.check_block()
-
     @property
     def draws(self) -> bool:
         """Return True: rounding is stochastic."""

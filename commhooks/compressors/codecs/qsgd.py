@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commhooks.compressors.codecs.codec import scales_of
 from commhooks.compressors.codecs.uniform import Uniform
-from commhooks.errors import SettingsError
+from commhooks.language.settings import setting
 from commhooks.tensors import power_below
 
 
@@ -29,13 +29,8 @@ class QSGD(Uniform):
     """Integers of magnitude at most `levels`, scaled by the norm divided by `levels`."""
 
     block: int = 512
-    levels: int = 127
+    levels: int = setting(127, least=1, most=127)
     """Fewer: 4 bits per element up to 7, and 2 at 1; but more noise."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.levels, bool) or not isinstance(self.levels, int) or not 1 <= self.levels <= 127:
-            raise SettingsError(f"QSGD(levels={self.levels!r}): levels must be an integer from 1 to 127.")
-        super().__post_init__()
 
     def scales(self, blocks: Tensor) -> Tensor:
         """Return |block|/s [B, 1]; the largest magnitude is factored out first, since the square of 1e30 is inf.

@@ -28,8 +28,7 @@ class Sign(Codec):
 
     block: int = 1024
 
-    def __post_init__(self) -> None:
-        self.check_block(8)
+    multiple = 8
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes of 8 signs each [B, block/8]."""

@@ -20,8 +20,10 @@ from commhooks.compressors.codecs.packing import pack, unpack
 class Uniform(Codec):
     """Blocks divided by their scales, rounded to integers, and packed in as few bits as these need."""
 
-    def __post_init__(self) -> None:
-        self.check_block(8 // self.bits)
+    @property
+    def multiple(self) -> int:
+        """As many numbers as fill a byte."""
+        return 8 // self.bits
 
     @property
     @abstractmethod

@@ -28,8 +28,7 @@ class Vote(Codec):
 
     block: int = 128
 
-    def __post_init__(self) -> None:
-        self.check_block(8)
+    multiple = 8
 
     @property
     def draws(self) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,12 +31,11 @@ from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least
 from commhooks.compressors.powersgd.low_rank import LowRankPlan
 from commhooks.compressors.powersgd.matrices import MatrixForm, error_of_rank
 from commhooks.compressors.powersgd.powersgd import PowerSGD
-from commhooks.compressors.powersgd.settings import check_count, check_rate
-from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import CHOICE, Declared, Entry, ParameterState
 from commhooks.language.loss import Loss
+from commhooks.language.settings import refusal, setting
 from commhooks.tensors import computing_dtype
 
 Rule = Literal["least-error", "fewest-bytes", "accordion"]
@@ -55,37 +54,32 @@ class AdaptiveRank(Compressor):
     Wrap it in `ErrorFeedback`.
     """
 
-    rank: int = 4
+    rank: int = setting(4, least=1)
     """Lower: smaller messages, but more left in the residual. The uniform rank whose bytes are spent, or whose error is
     kept; used itself until something is measured and, with "accordion", in stable layers."""
-    min_rank: int = 2
+    min_rank: int = setting(2, least=1)
     """Lower: more freedom to choose. At rank 1, what is left for later may grow for a long time; see `PowerSGD`."""
-    max_rank: int = 8
+    max_rank: int = setting(8, least=1)
     """Higher: more freedom to choose, but larger messages in steps that measure."""
     rule: Rule = "least-error"
     """What is chosen: the smallest error for the bytes of `rank`; the fewest bytes for its error; or `max_rank` for
     layers whose gradient norm changes, and `rank` for the others."""
-    every: int = 100
+    every: int = setting(100, least=STEPS_TO_MEASURE + 1)
     """Higher: fewer steps that measure, but older choices."""
-    eta: float = 0.5
+    eta: float = setting(0.5, least=0)
     """Higher: "accordion" gives `max_rank` to fewer layers, namely those whose gradient norm has changed by more than
     this fraction."""
-    min_compression_rate: float = 2.0
+    min_compression_rate: float = setting(2.0, above=0)
     """Higher: fewer matrices are compressed, and to lower ranks. The factors are always at least this many times
     smaller than the matrix (at least 1)."""
     seed: int = 0
     """Seeds the first bases, together with the parameter's name."""
 
     def __post_init__(self) -> None:
-        check_count("AdaptiveRank", "min_rank", self.min_rank)
-        check_count("AdaptiveRank", "rank", self.rank, least=self.min_rank)
-        check_count("AdaptiveRank", "max_rank", self.max_rank, least=self.rank)
-        check_count("AdaptiveRank", "every", self.every, least=STEPS_TO_MEASURE + 1)
-        check_rate("AdaptiveRank", self.min_compression_rate)
-        if self.rule not in get_args(Rule):
-            raise SettingsError(f"AdaptiveRank(rule={self.rule!r}): rule must be one of {', '.join(get_args(Rule))}.")
-        if not self.eta >= 0:
-            raise SettingsError(f"AdaptiveRank(eta={self.eta!r}): eta must be 0 or more.")
+        super().__post_init__()
+        for low, high in (("min_rank", "rank"), ("rank", "max_rank")):
+            if getattr(self, high) < getattr(self, low):
+                raise refusal(self, high, f"must be an integer of at least {getattr(self, low)}, which is {low}")
 
     def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
         """Return the entries for the basis of R rows, the chosen rank, and the norms on which the choice is based."""

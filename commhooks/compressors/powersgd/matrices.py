@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from commhooks.tensors import is_dense
 
 MatrixRule = Literal["first-dimension", "most-square", "whole-bucket"]
-MATRIX_RULES: tuple[str, ...] = get_args(MatrixRule)
 
 
 class MatrixForm(NamedTuple):

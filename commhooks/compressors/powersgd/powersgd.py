@@ -29,7 +29,6 @@ from torch import Tensor
 from commhooks.compressors.powersgd.blind_rows import is_due
 from commhooks.compressors.powersgd.low_rank import OTHER, LowRankGroup, LowRankMatrix, LowRankPlan, Side
 from commhooks.compressors.powersgd.matrices import (
-    MATRIX_RULES,
     MatrixForm,
     MatrixRule,
     dimensions_of,
@@ -37,7 +36,6 @@ from commhooks.compressors.powersgd.matrices import (
     form_of,
     form_of_bucket,
 )
-from commhooks.compressors.powersgd.settings import check_count, check_rate
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
@@ -46,6 +44,7 @@ from commhooks.language.loss import Loss
 from commhooks.language.memory import commit_all, surely
 from commhooks.language.randomness import seeded_normal, stable_seed
 from commhooks.language.requests import AllReduce, Asked, Judge, Part
+from commhooks.language.settings import refusal, setting
 
 
 class Exchanged(NamedTuple):
@@ -71,20 +70,20 @@ class PowerSGD(Compressor):
     A step whose answers hold an inf or a NaN commits nothing, and its mean is non-finite on every rank.
     """
 
-    rank: int = 1
+    rank: int = setting(1, least=1)
     """Lower: smaller messages, but more left in the residual."""
-    min_compression_rate: float = 2.0
+    min_compression_rate: float = setting(2.0, above=0)
     """Higher: fewer matrices are compressed: only those whose factors are this many times smaller (at least 1)."""
     warm_start: bool = True
     """Off: every step starts from a new random basis, and needs more steps to find the same one."""
-    epsilon: float = 0.0
+    epsilon: float = setting(0.0, least=0)
     """Higher: directions of a factor with a norm near or below it are damped. Zero columns need no damping."""
     seed: int = 0
     """Seeds the random bases, together with the parameter's name and, without warm start, the step."""
     alternating: bool = False
     """On: each step computes and sends P or Q, in turns: half the products, bytes and collectives, but slower
     convergence."""
-    iterations: int = 1
+    iterations: int = setting(1, least=1)
     """Higher: this many rounds of both factors per step (of one, if alternating): closer to the best rank r, but more
     sent."""
     matrices: MatrixRule = "first-dimension"
@@ -94,22 +93,11 @@ class PowerSGD(Compressor):
     """Names of parameters that are never compressed, or shell patterns such as "head.*"."""
 
     def __post_init__(self) -> None:
-        check_count("PowerSGD", "rank", self.rank)
-        check_count("PowerSGD", "iterations", self.iterations)
-        check_rate("PowerSGD", self.min_compression_rate)
-        if not self.epsilon >= 0:
-            raise SettingsError(f"PowerSGD(epsilon={self.epsilon!r}): epsilon must be 0 or more.")
-        if self.matrices not in MATRIX_RULES:
-            raise SettingsError(
-                f"PowerSGD(matrices={self.matrices!r}): matrices must be one of {', '.join(MATRIX_RULES)}."
-            )
+        super().__post_init__()
         if not isinstance(self.skip, tuple) or not all(isinstance(name, str) for name in self.skip):
-            raise SettingsError(f"PowerSGD(skip={self.skip!r}): skip must be a tuple of names or patterns.")
+            raise refusal(self, "skip", "must be a tuple of names or patterns")
         if self.skip and self.matrices == "whole-bucket":
-            raise SettingsError(
-                f"PowerSGD(skip={self.skip!r}): skip must be empty if matrices='whole-bucket', "
-                "which has no room for exceptions."
-            )
+            raise refusal(self, "skip", "must be empty if matrices='whole-bucket', which has no room for exceptions")
 
     @property
     def needs_whole_buckets(self) -> bool:

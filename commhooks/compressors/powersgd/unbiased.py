@@ -22,12 +22,12 @@ from torch import Tensor
 
 from commhooks.compressors.powersgd.low_rank import LowRankMatrix, LowRankPlan
 from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
-from commhooks.compressors.powersgd.settings import check_count, check_rate
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.loss import Loss
 from commhooks.language.randomness import seeded_normal, stable_seed
 from commhooks.language.requests import AllReduce
+from commhooks.language.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,17 +37,13 @@ class UnbiasedPowerSGD(Compressor):
     The mean is right on average.
     """
 
-    rank: int = 1
+    rank: int = setting(1, least=1)
     """Lower: smaller messages, but a larger variance."""
-    min_compression_rate: float = 2.0
+    min_compression_rate: float = setting(2.0, above=0)
     """Higher: fewer matrices are compressed: only those for which this many times fewer elements are sent (at least
     1)."""
     seed: int = 0
     """Seeds the random vectors, together with the parameter's name and the step."""
-
-    def __post_init__(self) -> None:
-        check_count("UnbiasedPowerSGD", "rank", self.rank)
-        check_rate("UnbiasedPowerSGD", self.min_compression_rate)
 
     def loss(self, name: str, parameter: Tensor) -> Loss:
         """Return ω = (m + 1)/r for the matrix of so many elements that has most columns: one row, and so r = 1."""

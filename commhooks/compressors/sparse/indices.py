@@ -11,13 +11,12 @@ import dataclasses
 import functools
 import math
 from abc import ABC, abstractmethod
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from commhooks.compressors.sparse.largest import largest
-from commhooks.errors import SettingsError
 
 Indices = Literal["auto", "int32", "block-12", "block-16", "bitmap"]
 
@@ -194,12 +193,3 @@ def largest_error(indices: Indices, elements: int, ratio: float) -> float:
     """Return 1 - k/n for the block that sends the smallest fraction, for values of any dtype."""
     codings = [coding_of(indices, elements, ratio, value_bytes) for value_bytes in (4, 8)] if elements else []
     return max((coding.relative_error() for coding in codings), default=0.0)
-
-
-def check_settings(owner: str, indices: str, **ratios: float) -> None:
-    """Raise `SettingsError` for a coding that does not exist, or ratios outside (0, 1]."""
-    for name, ratio in ratios.items():
-        if not 0 < ratio <= 1:
-            raise SettingsError(f"{owner}({name}={ratio!r}): {name} must be in (0, 1].")
-    if indices not in get_args(Indices):
-        raise SettingsError(f"{owner}(indices={indices!r}): indices must be one of {', '.join(get_args(Indices))}.")

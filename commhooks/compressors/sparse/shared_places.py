@@ -9,11 +9,11 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.loss import Loss
 from commhooks.language.requests import AllReduce, Judge
+from commhooks.language.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,16 +23,12 @@ class SharedPlaces(Compressor):
     It takes one sum per bucket.
     """
 
-    ratio: float = 0.01
+    ratio: float = setting(0.01, above=0, most=1)
     """Lower: smaller messages, but more left unsent. At least one element of each parameter is sent."""
     unbiased: bool = False
     """On: what is sent is scaled by n/k, so that the mean is right on average, and nothing is kept for later steps."""
     seed: int = 0
     """Seeds the indices, together with the parameter's name and the step."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise SettingsError(f"{type(self).__name__}(ratio={self.ratio!r}): ratio must be in (0, 1].")
 
     @abstractmethod
     def places(self, slot: Slot, step: int) -> Tensor:

@@ -1,0 +1,122 @@
+"""Settings: the fields of compressors and codecs, each declared with what it may be, and checked here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from typing import Any
+
+import torch
+
+from commhooks.errors import SettingsError
+
+_BOUNDS = "bounds"
+_HINTS = {"Compressor": "; make one from a name with make_compressor", "Codec": ", such as Sign()"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What a number may be: above and below are exclusive, least and most inclusive."""
+
+    above: float | None = None
+    least: float | None = None
+    below: float | None = None
+    most: float | None = None
+
+    def hold(self, value: float) -> bool:
+        """Return whether a number is within them; NaN never is."""
+        return (
+            (self.above is None or value > self.above)
+            and (self.least is None or value >= self.least)
+            and (self.below is None or value < self.below)
+            and (self.most is None or value <= self.most)
+            and value == value
+        )
+
+    def in_words(self, kind: type) -> str:
+        """Return what such an int or float must be."""
+        if kind is int:
+            until = f"from {self.least} to {self.most}" if self.most is not None else f"of at least {self.least}"
+            return f"an integer {until}" if self.least is not None else "an integer"
+        if self.below == math.inf:
+            return f"above {self.above:g}, and finite"
+        if self.most is not None or self.below is not None:
+            start = f"[{self.least:g}" if self.least is not None else f"({self.above:g}"
+            return f"in {start}, {self.most:g}]" if self.most is not None else f"in {start}, {self.below:g})"
+        if self.above is not None:
+            return f"above {self.above:g}"
+        return f"{self.least:g} or more" if self.least is not None else "a number"
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """Return a dataclass's field for a number that must be within these bounds, or None if its annotation says so.
+
+    `above` and `below` are exclusive, `least` and `most` inclusive. Without a default the setting must be given.
+    """
+    return dataclasses.field(default=default, metadata={_BOUNDS: Bounds(above, least, below, most)})
+
+
+def check_settings(owner: Any) -> None:
+    """Raise `SettingsError` unless every field of a dataclass is of its annotated type, and within its bounds.
+
+    Types are checked as far as a simple look can tell: numbers, bools, strings, classes, literals, and any of these or
+    None.
+    """
+    kind: Any = type(owner)
+    for name, kinds, bounds in _fields_of(kind):
+        value = getattr(owner, name)
+        if not any(_fits(value, kind, bounds) for kind in kinds):
+            allowed = ", or ".join([_in_words(kind, bounds) for kind in kinds if kind is not type(None)])
+            allowed += ", or None" * (type(None) in kinds)
+            raise refusal(owner, name, f"must be {allowed}")
+
+
+def refusal(owner: Any, name: str, why: str) -> SettingsError:
+    """Return the error for a setting, which says why it is refused."""
+    return SettingsError(f"{type(owner).__name__}({name}={getattr(owner, name)!r}): {name} {why}.")
+
+
+@functools.cache
+def _fields_of(owner: Any) -> list[tuple[str, tuple[Any, ...], Bounds]]:
+    """Return the name, types and bounds of every field; a class that only changes a default keeps its base's bounds."""
+    try:
+        hints = typing.get_type_hints(owner)
+    except NameError:  # in another package, imported for type checkers only
+        hints = {}
+    found = []
+    for name in (field.name for field in dataclasses.fields(owner)):
+        kind = hints.get(name, Any)
+        is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+        declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in owner.__mro__)
+        bounds = (field.metadata[_BOUNDS] for field in declared if field is not None and _BOUNDS in field.metadata)
+        found.append((name, typing.get_args(kind) if is_union else (kind,), next(bounds, Bounds())))
+    return found
+
+
+def _fits(value: object, kind: Any, bounds: Bounds) -> bool:
+    if typing.get_origin(kind) is typing.Literal:
+        return value in typing.get_args(kind)
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool) and bounds.hold(value)
+    return isinstance(value, kind) if isinstance(kind, type) and kind is not Any else True
+
+
+def _in_words(kind: Any, bounds: Bounds) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return f"one of {', '.join(map(str, typing.get_args(kind)))}"
+    if kind in (int, float):
+        return bounds.in_words(kind)
+    if kind is torch.dtype:
+        return "a torch.dtype"
+    name = getattr(kind, "__name__", str(kind))
+    return f"a {name}{_HINTS.get(name, '')}"
