@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.step_calls import calls_of_a_step, files_of
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("commhooks", "ddp_core")
+PACKAGES = ("commhooks", "ddp_core", "experiments")
 MOST_LINES = 450
 """Of a file, all of them counted."""
 CENTRES = {"commhooks/engine/engine.py": "Engine", "ddp_core/reducer.py": "Reducer"}

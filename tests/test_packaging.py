@@ -12,7 +12,7 @@ from setuptools import Distribution
 from typer.testing import CliRunner
 
 import commhooks
-from experiments import front
+from experiments import front, purpose
 from experiments.commands.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -52,7 +52,7 @@ def test_the_version_has_one_source() -> None:
 def test_the_command_looks_for_what_its_extra_installs() -> None:
     assert list(front.NEEDED.values()) == PROJECT["project"]["optional-dependencies"]["experiments"]
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert commands | {group.name for group in app.registered_groups} == front.COMMANDS.keys()
+    assert commands | {group.name for group in app.registered_groups} == purpose.COMMANDS.keys()
 
 
 @pytest.fixture
@@ -83,13 +83,13 @@ class Bare:
 def test_help_without_the_extra_names_every_command_and_what_to_install(bare: Bare) -> None:
     code, said = bare("--help")
     assert code == 0
-    for words in (*front.COMMANDS, *front.COMMANDS.values(), "typer, scikit-learn", front.INSTALL):
+    for words in (*purpose.COMMANDS, *purpose.COMMANDS.values(), "typer, scikit-learn", front.INSTALL):
         assert words in said
     assert bare() == (2, said)
-    assert bare("--version") == (0, front.version() + "\n")
+    assert bare("--version") == (0, purpose.version() + "\n")
 
 
-@pytest.mark.parametrize("command", front.COMMANDS)
+@pytest.mark.parametrize("command", purpose.COMMANDS)
 @pytest.mark.parametrize("rest", [[], ["--help"], ["--rate", "1Gbit/s"]], ids=["alone", "help", "options"])
 def test_a_command_without_the_extra_says_so_in_one_sentence(bare: Bare, command: str, rest: list[str]) -> None:
     sentence = f"commhooks {command} needs typer, scikit-learn, not installed here: {front.INSTALL}\n"
@@ -121,5 +121,5 @@ def test_an_option_given_twice_is_refused(words: list[str], option: str, times: 
 
 def test_the_version_is_told() -> None:
     ended = CliRunner().invoke(app, ["--version"])
-    assert (ended.exit_code, ended.output) == (0, front.version() + "\n")
+    assert (ended.exit_code, ended.output) == (0, purpose.version() + "\n")
     assert commhooks.__version__ in ended.output

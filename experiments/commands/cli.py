@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..front import PURPOSE, version
 from ..links.text import DEFAULT_LATENCY, DEFAULT_LINK, DEFAULT_RATE
+from ..purpose import PURPOSE, version
 from . import cluster, help_texts
 from .estimate import estimate
 from .leaderboard import leaderboard

@@ -12,8 +12,8 @@ from ..cluster.iproute import ClusterError
 from ..cluster.namespaces import INTERFACE, Cluster, Direction, clusters
 from ..cluster.preflight import require
 from ..cluster.records import record_of
-from ..front import COMMANDS
 from ..links.link import format_rate, parse_rate
+from ..purpose import COMMANDS
 from .terminal import errors_in_words
 
 _HELP = f"""

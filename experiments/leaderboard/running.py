@@ -13,11 +13,11 @@ from commhooks.errors import CommHooksError
 
 from ..jobs import run_jobs
 from ..machine import cores
-from ..report.board import Results, RunsFile, prepare_board, print_board, write_board
 from ..specs import Spec
 from ..summary import Spread
 from ..tasks import LoadedTask, load_task
 from .accuracy import accuracy_of
+from .board import Results, RunsFile, prepare_board, print_board, write_board
 from .contenders import Contender, LeftOut, contenders, known_names
 from .grace import compare_with_grace
 from .lockstep import time_in_lockstep, train_in_lockstep

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import matplotlib
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from ..links.link import format_rate
 from ..report.plots import Theme, canvases, looks, png, style
-
-if TYPE_CHECKING:
-    from .simulating import Point
+from .point import Point
 
 
 def utilisation_picture(points: Sequence[Point], caption: str, theme: Theme) -> bytes:

@@ -13,9 +13,8 @@ from functools import partial
 from rich.console import Console
 from rich.markup import escape
 
-from commhooks.planning.links import Link
 from commhooks.planning.sizes import BUCKET_BYTES, BYTES_PER_ELEMENT, FORWARD_SHARE, step_of_size
-from commhooks.planning.step_time import Step, StepTime
+from commhooks.planning.step_time import Step
 from commhooks.units import bytes_in_words, counted, seconds_in_words
 
 from ..launch import torchrun_world
@@ -30,17 +29,8 @@ from .carrier import Carrier
 from .measured import Measured
 from .measuring import Asked, measure
 from .pictures import utilisation_picture
+from .point import Point
 from .request import DATA, PICTURE, TABLE, Request, check_files, check_request, title_of
-
-
-@dataclass(frozen=True)
-class Point:
-    """One simulated cluster."""
-
-    hook: str
-    ranks: int
-    link: Link
-    time: StepTime
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from experiments.jobs import run_jobs
 from experiments.leaderboard.contenders import DENSE, Contender, contenders, relative_error
 from experiments.leaderboard.lockstep import train_in_lockstep
 from experiments.leaderboard.running import SIZE, Failed, TrainingJob, load_sized
+from experiments.leaderboard.standing_rows import headings, standing_row
 from experiments.leaderboard.standings import SCORES, Run, paired, standings
-from experiments.report.standing_rows import headings, standing_row
 from experiments.report.table import plain_table
 from experiments.specs import Spec
 

@@ -16,9 +16,9 @@ from commhooks import COMPRESSORS
 from commhooks.planning.accuracy import Accuracy
 from experiments.commands.cli import app
 from experiments.leaderboard.accuracy import accuracy_of
+from experiments.leaderboard.board import Results, RunsFile, prepare_board, print_board, write_board
 from experiments.leaderboard.contenders import LeftOut
 from experiments.leaderboard.grace import compare_with_grace
-from experiments.report.board import Results, RunsFile, prepare_board, print_board, write_board
 from tests.experiments.standing_samples import rows, runs
 from tests.experiments.test_report import Links
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.front import COMMANDS, INSTALL
+from experiments.front import INSTALL
+from experiments.purpose import COMMANDS
 from tests.world.launcher import ROOT
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]

@@ -11,17 +11,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ..leaderboard.contenders import LeftOut
-from ..leaderboard.grace import Comparison
-from ..leaderboard.lockstep import Trained
-from ..leaderboard.standings import SCORES, Run, Standing
 from ..machine import machine, versions
+from ..report.page import data_uri, head, template
+from ..report.plots import THEMES
+from ..report.table import markdown_table, plain_table
 from ..specs import Spec
 from ..sweeps.output import Contents, prepare_folder
 from ..tasks import load_task
 from .board_plots import PICTURES, score_against_bytes, score_against_compute
-from .page import data_uri, head, template
-from .plots import THEMES
+from .contenders import LeftOut
+from .grace import Comparison
+from .lockstep import Trained
 from .standing_rows import (
     GRACE_HEADINGS,
     front_in_words,
@@ -30,7 +30,7 @@ from .standing_rows import (
     score_in_words,
     standing_row,
 )
-from .table import markdown_table, plain_table
+from .standings import SCORES, Run, Standing
 
 PAGE, RUNS, STANDINGS, GRACE, TABLES = "leaderboard.html", "runs.csv", "standings.csv", "grace.csv", "tables.md"
 _RUN_FIELDS = ["task", "compressor", "error_feedback", "seed", *(field.name for field in dataclasses.fields(Trained))]

@@ -14,9 +14,9 @@ from matplotlib.text import Annotation, Text
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Bbox
 
-from ..leaderboard.standings import SCORES, Standing
-from .plots import Theme, canvas, png, style
-from .words import percent
+from ..report.plots import Theme, canvas, png, style
+from ..report.words import percent
+from .standings import SCORES, Standing
 
 PICTURES = ("bytes", "compute")
 _ROOM = 0.004  # added to the error before taking its logarithm, so that an accuracy of 1 can be shown

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from commhooks.units import bytes_in_words
 
 from ..intervals import Interval
-from ..leaderboard.grace import Comparison
-from ..leaderboard.standings import SCORES, Standing
+from ..report.words import NEVER, percent, times
 from ..summary import Spread
-from .words import NEVER, percent, times
+from .grace import Comparison
+from .standings import SCORES, Standing
 
 GRACE_HEADINGS = ("method", "GRACE: without → with", "ours", "ours: points gained", "sign")
 

@@ -1,0 +1,18 @@
+"""One prediction: a hook on so many ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commhooks.planning.links import Link
+from commhooks.planning.step_time import StepTime
+
+
+@dataclass(frozen=True)
+class Point:
+    """One simulated cluster."""
+
+    hook: str
+    ranks: int
+    link: Link
+    time: StepTime
