@@ -299,7 +299,7 @@ def test_settings_that_cannot_work_are_refused_when_built() -> None:
         Hierarchical(inner=nested, size=2)
     with pytest.raises(SettingsError, match=r"write Hierarchical\(inner=ErrorFeedback\(...\)\) instead"):
         ErrorFeedback(inner=nested)
-    with pytest.raises(SettingsError, match="only sums can be cast, and inner requests more"):
+    with pytest.raises(SettingsError, match="inner must request sums only"):
         WireDtype(inner=Hierarchical(inner=make_compressor("powersgd"), size=2), dtype=torch.float16)
 
 

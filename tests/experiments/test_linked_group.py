@@ -148,13 +148,13 @@ def collectives_of_torch_distributed_work_on_the_group(rank: int) -> None:
     gathered = [torch.zeros(3), torch.zeros(3)]
     dist.all_gather(gathered, torch.full((3,), float(rank)), group=group)
     assert [row.tolist() for row in gathered] == [[0.0] * 3, [1.0] * 3]
-    total = torch.tensor(1.0 + rank)
+    total = torch.full((10_000,), 1.0 + rank)  # a sixth of a second on this link
     work = dist.all_reduce(total, group=group, async_op=True)
     assert work is not None
     with pytest.raises(RuntimeError, match=r"not done after 0\.0001 s"):
         work.wait(timedelta(seconds=1e-4))
     work.wait()
-    assert total.item() == 3.0
+    assert (total == 3.0).all()
     assert work.is_completed()
     group.close()
 
