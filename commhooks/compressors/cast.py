@@ -82,7 +82,8 @@ class Cast(Compressor):
         if not self._narrows(bucket.memory):
             yield from AllReduceMean().scatter(bucket, context)
             return
-        for tile in [tile for slot in bucket.slots for tile in slot.shards]:
+        tiles = [tile for slot in bucket.slots for tile in slot.shards]
+        for tile in tiles:
             tile.form()  # in place, since the memory is wide
         sent = [memory.to(self.dtype) for memory, _ in bucket.rows]
         flags = [Flags.of(sent, context.world_size)] if bucket.keeps else []
@@ -91,7 +92,7 @@ class Cast(Compressor):
             finite = yield Judge(received.pop())
             for (memory, _), own in zip(bucket.rows, sent, strict=True):
                 memory.sub_(own)
-            for tile in [tile for slot in bucket.slots for tile in slot.shards]:
+            for tile in tiles:
                 tile.keep(tile.gradient, finite)
         for (memory, place), of_ranks in zip(bucket.rows, received, strict=True):
             first, *others = of_ranks[:, : len(place)]
