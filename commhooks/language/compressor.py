@@ -145,7 +145,9 @@ class Compressor(ABC):
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return what may be left unsent of a parameter's gradient; None: nothing.
 
-        Unless `Loss.is_kept` is false, `compress` passes it to `slot.keep`.
+        Unless `Loss.is_kept` is false, `compress` passes it to `slot.keep`. It may depend on the name, and on the
+        parameter's shape, strides and dtype, but not on its values: `ErrorFeedback` asks about a large matrix without
+        a name or memory when it is built.
         """
         return None
 
