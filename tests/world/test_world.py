@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.world import WorldError, run_world, run_world_outcomes
+from tests.world import WorldError, on_ranks, run_world, run_world_outcomes
 from tests.world.launcher import ROOT
 
 
@@ -81,6 +81,16 @@ def seen_environment(rank: int) -> str | None:
     return os.environ.get("WORLD_TEST")
 
 
+@on_ranks(2)
+def its_own_rank(rank: int) -> int:
+    return rank
+
+
+@on_ranks(2)
+def wrong_on_the_second(rank: int, text: str) -> None:
+    assert f"rank {rank}" in text
+
+
 def gone(pid: int) -> bool:
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
@@ -93,6 +103,43 @@ def gone(pid: int) -> bool:
 @pytest.mark.parametrize("store", ["file", "tcp"])
 def test_results_come_back_in_rank_order(store: str) -> None:
     assert run_world(sum_of_ranks, 3, 1, scale=2, store=store) == [(12.0, 1, True)] * 3
+
+
+@on_ranks(3, environment={"WORLD_TEST": "yes"})
+@pytest.mark.parametrize(("offset", "scale"), [(1, 2), (0, 1)])
+def test_a_decorated_function_runs_on_every_rank_with_the_arguments_of_the_test(
+    rank: int, tmp_path: Path, offset: int, scale: int
+) -> float:
+    assert dist.get_rank() == rank and dist.get_world_size() == 3 and seen_environment(rank) == "yes"
+    (tmp_path / str(rank)).touch()
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    total, *_ = sum_of_ranks(rank, offset, scale=scale)
+    return total
+
+
+def test_a_decorated_function_fails_where_an_assertion_does_and_shows_its_values() -> None:
+    with pytest.raises(WorldError, match="wrong_on_the_second on 2 ranks failed\n(.|\n)*rank 1: raised") as caught:
+        wrong_on_the_second(text="rank 0")
+    assert caught.value.outcomes[0].ok
+    assert "    rank = 1\n    text = 'rank 0'" in str(caught.value)
+
+
+def test_what_a_decorated_function_returns_must_be_equal_on_all_ranks() -> None:
+    with pytest.raises(AssertionError):
+        its_own_rank()
+
+
+def abort_beside(rank: int, kind: str) -> int:
+    return abort_at_exit(rank)
+
+
+def test_exits_are_not_checked_where_an_argument_is_torch() -> None:
+    assert run_world(abort_beside, 1, "torch") == [0]
+    with pytest.raises(WorldError, match="SIGABRT"):
+        run_world(abort_beside, 1, "core")
+    with pytest.raises(WorldError, match="SIGABRT"):
+        run_world(abort_beside, 1, "torch", check_exit=True)
 
 
 def test_a_second_world_needs_no_import_of_torch() -> None:
