@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commhooks import COMPRESSORS, BucketView, Compressor, Context, Judge, Request, Slot, TwoHop, make_compressor
-from commhooks.communicators.traffic import Traffic
+from commhooks.communicators.collective import Traffic
 from commhooks.scheduling.packing import Packer
 from commhooks.state.table import StateTable
 from experiments.bench.given import resnet18_shapes

@@ -1,10 +1,11 @@
-"""A collective: one tensor, in which the parts of requests are packed, and what the ranks do with it."""
+"""A collective, the interface of what runs one, and a recorder between the two that counts."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal, get_args
+import time
+from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
@@ -75,3 +76,114 @@ def ring_bytes(kind: str, payload: int, world_size: int, *, is_sparse: bool = Fa
     if kind == "all-gather" or is_sparse:
         return (world_size - 1) * payload
     return (2 if kind == "all-reduce" else 1) * (world_size - 1) * payload // world_size
+
+
+class Pending(Protocol):
+    """A collective that has been started."""
+
+    @property
+    def result(self) -> Tensor:
+        """The answer: the collective's own tensor for a dense all-reduce, otherwise a new one. Valid after `wait`."""
+        ...
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Return when the result is ready.
+
+        Raises `TimeoutError` if `timeout_seconds` pass first: nothing is lost, and `wait` may be called again. Raises
+        `CollectiveError` if the collective failed.
+        """
+        ...
+
+
+class Communicator(Protocol):
+    """The interface for starting collectives.
+
+    A single thread calls it, in the same order on every rank. Several collectives may be under way at once: the next
+    bucket's may start before this bucket's last one has finished.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        ...
+
+    def start(self, collective: Collective) -> Pending:
+        """Start a collective, and return without waiting for it."""
+        ...
+
+
+@dataclasses.dataclass
+class KindTraffic:
+    """Counts for the collectives of one kind."""
+
+    collectives: int = 0
+    payload_bytes: int = 0
+    moved_bytes: int = 0
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Counts of what a communicator has sent, in total and for each kind of collective."""
+
+    collectives: int = 0
+    payload_elements: int = 0
+    payload_bytes: int = 0
+    moved_bytes: int = 0
+    seconds_waiting: float = 0.0
+    by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
+    by_group: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
+    """The traffic among some of the ranks: "inner" inside machines, "outer" between them."""
+
+    def count(self, collective: Collective, world_size: int) -> None:
+        """Add one collective."""
+        payload = collective.payload_bytes
+        moved = collective.ring_bytes(world_size)
+        self.payload_elements += collective.payload_elements
+        counted: list[Traffic | KindTraffic] = [self, self.by_kind.setdefault(collective.kind, KindTraffic())]
+        if collective.group is not None:
+            counted.append(self.by_group.setdefault(collective.group.kind, KindTraffic()))
+        for counts in counted:
+            counts.collectives += 1
+            counts.payload_bytes += payload
+            counts.moved_bytes += moved
+
+
+class RecordingCommunicator:
+    """A communicator that passes every collective to `inner`, and counts it in `traffic`."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.traffic = Traffic()
+
+    def start(self, collective: Collective) -> RecordedPending:
+        """Start a collective, and count it."""
+        self.traffic.count(collective, self.world_size)
+        return RecordedPending(self.inner.start(collective), self.traffic)
+
+
+class RecordedPending:
+    """A pending collective whose waiting time is counted."""
+
+    def __init__(self, inner: Pending, traffic: Traffic) -> None:
+        self._inner = inner
+        self._traffic = traffic
+
+    @property
+    def result(self) -> Tensor:
+        """The inner answer."""
+        return self._inner.result
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait as `inner` does; see `Pending.wait`."""
+        begun = time.perf_counter()
+        try:
+            self._inner.wait(timeout_seconds)
+        finally:
+            self._traffic.seconds_waiting += time.perf_counter() - begun

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from commhooks.communicators.collective import Collective
-from commhooks.communicators.communicator import Pending
+from commhooks.communicators.collective import Collective, Pending
 from commhooks.hooks.exchanger import Exchanger, average_in_lockstep
 from commhooks.language.compressor import Compressor
 from commhooks.planning.profile import Sends

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from commhooks.communicators import Collective, Communicator, Pending, RecordingCommunicator
-from commhooks.communicators.traffic import Traffic
+from commhooks.communicators.collective import Traffic
 from commhooks.errors import CollectiveError, CommHooksError
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.policy import Finish, Policy, Wait

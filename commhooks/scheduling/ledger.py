@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from commhooks.communicators.traffic import KindTraffic, Traffic
+from commhooks.communicators.collective import KindTraffic, Traffic
 from commhooks.language.requests import Layout
 from commhooks.scheduling.task import BucketTask
 from commhooks.tensors import tensor_bytes, tensor_elements

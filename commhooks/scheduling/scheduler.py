@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from commhooks.communicators.traffic import Traffic
+from commhooks.communicators.collective import Traffic
 from commhooks.errors import CommHooksError
 from commhooks.scheduling.fused import Fused
 from commhooks.scheduling.lanes import Lane

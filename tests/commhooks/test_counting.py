@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commhooks.communicators.traffic import KindTraffic
+from commhooks.communicators.collective import KindTraffic
 from tests.commhooks import counting_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 

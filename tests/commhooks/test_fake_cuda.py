@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import BucketView, Context, streams
-from commhooks.communicators.traffic import Traffic
+from commhooks.communicators.collective import Traffic
 from commhooks.language.randomness import seeded_normal
 from commhooks.scheduling.ledger import Ledger
 from commhooks.state.table import StateTable

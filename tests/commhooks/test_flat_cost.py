@@ -9,7 +9,7 @@ import math
 import pytest
 
 from commhooks import TwoHop, make_compressor
-from commhooks.communicators.traffic import Traffic
+from commhooks.communicators.collective import Traffic
 from commhooks.language.entries import blocks_served
 from tests.commhooks.workers import Workers, normal, zeros
 from tests.flat_cost import DEVICES, MODELS, WORLD_SIZES, Shapes, traffic_of, two_hop_names, two_hop_of

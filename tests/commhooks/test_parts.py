@@ -33,9 +33,8 @@ from commhooks import (
     Request,
     Slot,
 )
-from commhooks.communicators.collective import CollectiveKind
+from commhooks.communicators.collective import CollectiveKind, Traffic
 from commhooks.communicators.lockstep import run_collective
-from commhooks.communicators.traffic import Traffic
 from commhooks.compressors.powersgd.matrices import form_of
 from commhooks.engine.resume import lay_out
 from commhooks.scheduling.fused import Fused

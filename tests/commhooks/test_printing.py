@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commhooks import MemoryReport, ParameterTraffic, Statistics
-from commhooks.communicators.traffic import KindTraffic
+from commhooks.communicators.collective import KindTraffic
 from commhooks.units import bytes_in_words, seconds_in_words, three_digits
 
 

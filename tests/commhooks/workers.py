@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commhooks import Compressor, LoadRules, Snapshot
-from commhooks.communicators.traffic import Traffic
+from commhooks.communicators.collective import Traffic
 from commhooks.compressors.powersgd.matrices import form_of
 from commhooks.engine.engine import Engine
 from commhooks.engine.replay import Resumed
