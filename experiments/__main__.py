@@ -1,5 +1,5 @@
 """`python -m experiments`, in a checkout, is the same as `commhooks`."""
 
-from .front import main
+from .commands.front import main
 
 main()

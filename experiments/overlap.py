@@ -24,9 +24,9 @@ from commhooks.communicators import Collective, Communicator, Pending, ProcessGr
 from .launch import Send, run_world
 from .links.link import EmulatedLink, LinkSettings, format_rate
 from .report.words import spread_in_words
+from .results.summary import Spread
 from .runs import check_ddp
 from .specs import Spec
-from .summary import Spread
 from .tasks import LoadedTask, load_task
 from .training.registration import wrap_in_ddp
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import graphlib
 import io
 import statistics
 import tokenize
@@ -27,7 +28,7 @@ CENTRES = {"commhooks/engine/engine.py": "Engine", "ddp_core/reducer.py": "Reduc
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Imports = dict[str, set[str]]
-"""For each module the modules of its package that it imports."""
+"""For each module the modules of its package that it imports; or the same of folders."""
 
 _NO_CODE = {
     tokenize.COMMENT,
@@ -152,6 +153,26 @@ def _reached_from(module: str, imports: Imports) -> set[str]:
     return reached
 
 
+def between_folders(imports: Imports) -> Imports:
+    """Return which folder of a package imports which.
+
+    A folder counts with all that is inside it; a module that lies beside the folders counts as a folder.
+    """
+    folder = {module: ".".join(module.split(".")[:2]) for module in imports}
+    found: Imports = {name: set() for name in folder.values()}
+    for module, others in imports.items():
+        found[folder[module]] |= {folder[other] for other in others} - {folder[module]}
+    return found
+
+
+def longest_chain(imports: Imports) -> list[str]:
+    """Return as many names as possible, each of which imports the next; raise graphlib.CycleError for a circle."""
+    chains: dict[str, list[str]] = {}
+    for name in graphlib.TopologicalSorter(imports).static_order():  # what is imported comes first
+        chains[name] = [name, *max((chains[other] for other in sorted(imports[name])), key=len, default=[])]
+    return max(chains.values(), key=len)
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
@@ -196,8 +217,12 @@ def table(package: str, root: Path = ROOT) -> str:
     lines += [f"files over {MOST_LINES} lines: {len(long)}", *(f"  {path}: {n}" for path, n in long.items())]
     once, private = named_once(sources), private_functions(sources)
     lines += [f"private functions named once: {len(once)} of {len(private)}"]
-    found = circles(imports_of(sources))
-    lines += [f"circles of imports: {len(found)}", *(f"  {', '.join(circle)}" for circle in found)]
+    folders = between_folders(imports_of(sources))
+    for what, found in {"": circles(imports_of(sources)), " between folders": circles(folders)}.items():
+        lines += [f"circles of imports{what}: {len(found)}", *(f"  {', '.join(circle)}" for circle in found)]
+    if not circles(folders):
+        chain = longest_chain(folders)
+        lines += [f"longest chain of imports between folders: {len(chain)}", f"  {', '.join(chain)}"]
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from setuptools import Distribution
 from typer.testing import CliRunner
 
 import commhooks
-from experiments import front, purpose
+from experiments.commands import front, purpose
 from experiments.commands.cli import app
 
 ROOT = Path(__file__).parent.parent

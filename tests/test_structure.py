@@ -1,7 +1,8 @@
-"""Bounds on how the packages are built: circles of imports, long files, and how much is called in a step."""
+"""Bounds on how the packages are built: circles and chains of imports, long files, and how much a step calls."""
 
 from __future__ import annotations
 
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from tests.structure import (
     MOST_LINES,
     PACKAGES,
     attributes_of,
+    between_folders,
     circles,
     imports_of,
+    longest_chain,
     longest_files,
     named_once,
     sources_of,
@@ -21,11 +24,20 @@ from tests.structure import (
 
 MOST_FILES_AND_CALLS = {"all-reduce": (25, 125), "powersgd": (34, 315)}
 """Of a steady-state step."""
+LONGEST_CHAIN = {"commhooks": 8, "ddp_core": 8, "experiments": 9}
+"""Folders, each of which imports the next."""
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_files_import_each_other_in_a_circle(package: str) -> None:
     assert circles(imports_of(sources_of(package))) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_folders_import_each_other_in_no_circle_and_in_short_chains(package: str) -> None:
+    folders = between_folders(imports_of(sources_of(package)))
+    assert circles(folders) == []
+    assert len(longest_chain(folders)) <= LONGEST_CHAIN[package], longest_chain(folders)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -79,6 +91,18 @@ def test_imports_name_files_and_a_package_only_for_what_it_defines(package: Path
 def test_circles_are_found_and_what_only_leads_to_one_is_not() -> None:
     chain = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str](), "e": {"f"}, "f": {"g"}, "g": {"e"}}
     assert circles(chain) == [["b", "c"], ["e", "f", "g"]]
+
+
+def test_a_folder_counts_with_all_that_is_inside_it() -> None:
+    imports = {"p": {"p.one"}, "p.one": {"p.two.x"}, "p.two": set[str](), "p.two.x": {"p.two"}, "p.two.y.z": {"p.one"}}
+    assert between_folders(imports) == {"p": {"p.one"}, "p.one": {"p.two"}, "p.two": {"p.one"}}
+
+
+def test_the_longest_chain_takes_the_longest_way_and_there_is_none_in_a_circle() -> None:
+    imports = {"a": {"b", "c"}, "b": {"c"}, "c": set[str](), "d": {"c"}}
+    assert longest_chain(imports) == ["a", "b", "c"]
+    with pytest.raises(graphlib.CycleError):
+        longest_chain(imports | {"c": {"a"}})
 
 
 def test_docstrings_comments_and_blank_lines_are_no_code(package: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..summary import Spread
+from ..results.summary import Spread
 from .results import ROUNDED_BY, Measured, Results
 from .rows import Row
 

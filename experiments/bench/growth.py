@@ -15,8 +15,8 @@ import commhooks
 from ..hooks import make_hook
 from ..launch import Send
 from ..report.words import seconds_in_words
+from ..results.summary import Spread
 from ..specs import Spec
-from ..summary import Spread
 from ..training.registration import wrap_in_ddp
 from .rows import EXPONENT, Row
 from .timing import Tell, in_turns, on_ranks

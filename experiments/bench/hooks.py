@@ -24,7 +24,7 @@ from ..launch import Send
 from ..links.link import LinkSettings, Wire
 from ..links.linked_group import LinkedGroup
 from ..report.words import seconds_in_words
-from ..summary import Spread
+from ..results.summary import Spread
 from ..training.registration import wrap_in_ddp
 from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
 from .memory import growth_in_turns, is_countable, return_freed_memory

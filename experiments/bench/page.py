@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from commhooks.units import seconds_in_words
 
 from ..report.table import markdown_table
-from ..summary import Spread
+from ..results.summary import Spread
 from .results import Measured, Results
 from .rows import EXPONENT, MET, MISSED, WITHIN, Row
 from .sections import SECTIONS

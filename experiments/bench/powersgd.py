@@ -13,7 +13,7 @@ import commhooks
 
 from ..launch import Send
 from ..report.words import seconds_in_words
-from ..summary import Spread
+from ..results.summary import Spread
 from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
 from .rows import Row, ratios
 from .timing import Seconds, Tell, in_turns, on_ranks

@@ -20,8 +20,8 @@ from ..hooks import make_hook, policy_of
 from ..launch import Send
 from ..links.link import LinkSettings
 from ..reproduce.ddp.turns import load_without_broadcasts
+from ..results.summary import Spread
 from ..specs import Spec
-from ..summary import Spread
 from ..tasks import LoadedTask
 from ..training.registration import wrap_in_ddp
 from .rows import Row

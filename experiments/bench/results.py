@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..machine import machine, versions
-from ..summary import Spread
+from ..results.summary import Spread
 from .rows import Row
 
 FORMAT = 1  # of the file; increased when readers must change

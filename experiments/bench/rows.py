@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..summary import Spread
+from ..results.summary import Spread
 
 RATIO, EXPONENT = "ratio", "exponent"
 OURS, THEIRS, AGAIN = "ours", "theirs", "again"  # contenders: the peer has two turns in each round

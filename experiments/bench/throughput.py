@@ -8,9 +8,9 @@ from commhooks import COMPRESSORS
 
 from ..hooks import make_hook
 from ..leaderboard.contenders import SKIPPED, USUAL
-from ..leaderboard.lockstep import time_in_lockstep
 from ..specs import Spec
 from ..tasks import load_task
+from ..training.lockstep import time_in_lockstep
 from .rows import Row
 from .timing import Tell
 

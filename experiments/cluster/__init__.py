@@ -4,7 +4,7 @@ from .counters import gloo_interface, interface_bytes
 from .iproute import ClusterError
 from .namespaces import INTERFACE, Cluster, HostState, check_hosts, clusters, remove_abandoned
 from .preflight import why_not
-from .schedule import follow
+from .schedule import follow, set_rate
 from .shaping import check_rates
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "gloo_interface",
     "interface_bytes",
     "remove_abandoned",
+    "set_rate",
     "why_not",
 ]

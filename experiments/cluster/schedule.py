@@ -9,11 +9,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 from .namespaces import Cluster
 from .shaping import check_rate
 
 Schedule = Sequence[tuple[float, float | None]]
 """Seconds after the start, ascending, and the rate from then on in bits per second (None: no limit)."""
+
+
+def set_rate(cluster: Cluster | None, rank: int, rate: float | None) -> None:
+    """Set the rate of all links, if they are real (an emulated one has its rate already); every rank calls this."""
+    if cluster is not None and rank == 0:
+        cluster.set_rate(rate)
+    dist.barrier()
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..links.text import DEFAULT_LATENCY, DEFAULT_LINK, DEFAULT_RATE
-from ..purpose import PURPOSE, version
 from . import cluster, help_texts
 from .estimate import estimate
 from .leaderboard import leaderboard
@@ -42,6 +41,7 @@ from .overlap import overlap
 from .plan import plan
 from .probe import probe
 from .profile import profile
+from .purpose import PURPOSE, version
 from .reproduce import reproduce
 from .simulate import simulate
 from .terminal import EachOptionOnce, command_given, errors_in_words

@@ -13,7 +13,7 @@ from ..cluster.namespaces import INTERFACE, Cluster, Direction, clusters
 from ..cluster.preflight import require
 from ..cluster.records import record_of
 from ..links.link import format_rate, parse_rate
-from ..purpose import COMMANDS
+from .purpose import COMMANDS
 from .terminal import errors_in_words
 
 _HELP = f"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..purpose import COMMANDS
+from .purpose import COMMANDS
 
 COMPARE = f"""
 {COMMANDS["compare"]}

@@ -27,7 +27,7 @@ from ..links.link import format_rate
 from ..machine import machine, versions
 from ..report.table import markdown_table
 from ..report.words import percent
-from ..reproduce.medians import milliseconds
+from ..results.medians import milliseconds
 from ..tasks import load_task
 from .showing import rates_in_words
 from .steps import Steps, World, measure_steps

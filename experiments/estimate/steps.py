@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..cluster import Cluster
+from ..cluster import Cluster, set_rate
 from ..launch import Send, run_world
 from ..links.link import LinkSettings
 from ..machine import dilation
-from ..reproduce.simulation.cluster_ranks import set_rate
 from ..runs import RunSettings
 from ..simulate.measured import ComputeTimes
 from ..simulate.measuring import ComputeClock

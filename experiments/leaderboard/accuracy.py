@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from commhooks.planning.accuracy import Accuracy, Difference, TaskAccuracy
 
 from ..machine import machine, versions
+from ..training.lockstep import SCORES
 from .contenders import DENSE
-from .standings import SCORES, Standing
+from .standings import Standing
 
 
 def accuracy_of(

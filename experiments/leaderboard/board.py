@@ -18,10 +18,10 @@ from ..report.table import markdown_table, plain_table
 from ..specs import Spec
 from ..sweeps.output import Contents, prepare_folder
 from ..tasks import load_task
+from ..training.lockstep import SCORES, Trained
 from .board_plots import PICTURES, score_against_bytes, score_against_compute
 from .contenders import LeftOut
 from .grace import Comparison
-from .lockstep import Trained
 from .standing_rows import (
     GRACE_HEADINGS,
     front_in_words,
@@ -30,7 +30,7 @@ from .standing_rows import (
     score_in_words,
     standing_row,
 )
-from .standings import SCORES, Run, Standing
+from .standings import Run, Standing
 
 PAGE, RUNS, STANDINGS, GRACE, TABLES = "leaderboard.html", "runs.csv", "standings.csv", "grace.csv", "tables.md"
 _RUN_FIELDS = ["task", "compressor", "error_feedback", "seed", *(field.name for field in dataclasses.fields(Trained))]

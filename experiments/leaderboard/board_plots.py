@@ -16,7 +16,8 @@ from matplotlib.transforms import Bbox
 
 from ..report.plots import Theme, canvas, png, style
 from ..report.words import percent
-from .standings import SCORES, Standing
+from ..training.lockstep import SCORES
+from .standings import Standing
 
 PICTURES = ("bytes", "compute")
 _ROOM = 0.004  # added to the error before taking its logarithm, so that an accuracy of 1 can be shown

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..intervals import Interval
+from ..results.intervals import Interval
+from ..training.lockstep import SCORES
 from .contenders import LeftOut
-from .standings import SCORES, Run, paired
+from .standings import Run, paired
 
 TASK = "digits"
 """The task on which ours are measured."""

@@ -13,15 +13,15 @@ from commhooks.errors import CommHooksError
 
 from ..jobs import run_jobs
 from ..machine import cores
+from ..results.summary import Spread
 from ..specs import Spec
-from ..summary import Spread
 from ..tasks import LoadedTask, load_task
+from ..training.lockstep import SCORES, time_in_lockstep, train_in_lockstep
 from .accuracy import accuracy_of
 from .board import Results, RunsFile, prepare_board, print_board, write_board
 from .contenders import Contender, LeftOut, contenders, known_names
 from .grace import compare_with_grace
-from .lockstep import time_in_lockstep, train_in_lockstep
-from .standings import SCORES, Run, Standing, standings
+from .standings import Run, Standing, standings
 
 SIZE = "tiny"
 """The size of the models that are trained: a compressor's bytes and error can be measured at any size, and hundreds of

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from commhooks.units import bytes_in_words
 
-from ..intervals import Interval
 from ..report.words import NEVER, percent, times
-from ..summary import Spread
+from ..results.intervals import Interval
+from ..results.summary import Spread
+from ..training.lockstep import SCORES
 from .grace import Comparison
-from .standings import SCORES, Standing
+from .standings import Standing
 
 GRACE_HEADINGS = ("method", "GRACE: without → with", "ours", "ours: points gained", "sign")
 

@@ -8,31 +8,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..intervals import Interval, differences
-from ..summary import Spread
+from ..results.intervals import Interval, differences
+from ..results.summary import Spread
+from ..training.lockstep import SCORES, Score, Trained
 from .contenders import DENSE, Contender
-from .lockstep import Trained
-
-
-@dataclass(frozen=True)
-class Score:
-    """The measure by which a task is judged."""
-
-    name: str
-    field: str  # of Trained
-    higher_is_better: bool
-    scale: float  # of a difference, in `unit`
-    unit: str
-
-    def of(self, run: Trained) -> float:
-        """Return the score of a run."""
-        return float(getattr(run, self.field))
-
-
-ACCURACY = Score("accuracy", "accuracy", higher_is_better=True, scale=100, unit="points")
-LOSS = Score("validation loss", "loss", higher_is_better=False, scale=1, unit="nats")
-SCORES = {"digits": ACCURACY, "gpt": LOSS, "lstm": LOSS}
-"""How each task of the leaderboard is judged: next bytes can be predicted well without being guessed right."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from commhooks.planning.gloo import course_of, moved_bytes
 from commhooks.tensors import tensor_bytes
 from ddp_core.collectives import result_of
 
-from ..training.measure import WaitClock
 from .link import Wire
+from .waits import WaitClock
 
 NO_TIMEOUT = timedelta(0)  # as in PyTorch: wait as long as the process group does
 

@@ -22,7 +22,7 @@ from ..launch import Send, WorldError
 from ..links.link import LinkSettings, format_rate
 from ..report.table import plain_table
 from ..report.words import percent, quartiles_in_words, seconds_in_words
-from ..summary import Spread
+from ..results.summary import Spread
 from .probing import Asked as ProbeAsked
 from .probing import probe_link
 from .profiling import Asked as ProfileAsked

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ..links.link import LinkSettings, format_rate
-from ..outcomes import Setting
+from ..results.outcomes import Setting
 from ..runs import RunSettings
 from .findings import distinguished
 from .plots import LIGHT, Look, canvas, legend, png, style

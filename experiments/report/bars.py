@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import matplotlib
 
-from ..outcomes import PARTS, Setting
+from ..results.outcomes import PARTS, Setting
 from .plots import LIGHT, canvas, png, style
 from .words import seconds_in_words, shortened, times
 

@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from ..outcomes import ACCURACY, Outcome, Setting
+from ..results.outcomes import ACCURACY, Outcome, Setting
+from ..results.summary import curve_of, total_seconds
 from ..runs import EvaluationRecord, RunResult
-from ..summary import curve_of, total_seconds
 from .plots import LIGHT, Look, canvases, legend, png, style
 from .words import percent
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from commhooks.units import bytes_in_words, counted, three_digits
 
-from ..intervals import LEAST_SEEDS, Estimate
-from ..outcomes import USUAL_BASELINE, Outcome, Setting
+from ..results.intervals import LEAST_SEEDS, Estimate
+from ..results.outcomes import USUAL_BASELINE, Outcome, Setting
+from ..results.summary import SMOOTHING_STEPS
+from ..results.verdicts import Judgement, Verdict, judgements
 from ..runs import RunSettings
-from ..summary import SMOOTHING_STEPS
-from ..verdicts import Judgement, Verdict, judgements
 from .words import (
     link_in_words,
     listed,

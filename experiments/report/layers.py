@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import matplotlib
 from matplotlib.ticker import FuncFormatter
 
-from ..intervals import Estimate
-from ..outcomes import Outcome, Setting
+from ..results.intervals import Estimate
+from ..results.outcomes import Outcome, Setting
 from ..runs import LayerRecord
 from .curves import EXACT, error_label, logarithmic_ticks
 from .plots import LIGHT, Look, canvases, legend, png, style

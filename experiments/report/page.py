@@ -11,9 +11,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ..launch import reason_of
-from ..outcomes import Setting
+from ..results.outcomes import Setting
+from ..results.summary import SMOOTHING_STEPS
 from ..runs import RunResult, RunSettings
-from ..summary import SMOOTHING_STEPS
 from .findings import dilation, finding, lead, names_of
 from .layers import layer_grid
 from .plots import DARK, LIGHT

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from commhooks.units import bytes_in_words, counted, three_digits
 
-from ..intervals import LEAST_SEEDS, Estimate
-from ..outcomes import ACCURACY, PARTS, Outcome, Setting, Versus
-from ..verdicts import Judgement, judgements
+from ..results.intervals import LEAST_SEEDS, Estimate
+from ..results.outcomes import ACCURACY, PARTS, Outcome, Setting, Versus
+from ..results.verdicts import Judgement, judgements
 from .findings import no_target
 from .words import (
     NEVER,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..outcomes import settings_of
+from ..results.outcomes import settings_of
 from ..runs import RunResult, RunSettings
 from .findings import finding, names_of
 from .rows import Cell, Grid, cost_grid, outcome_grid, overview_grid, time_grid
@@ -35,7 +35,7 @@ def print_tables(
         results: Finished runs, of any number of settings, hooks and seeds.
         console: Where to.
         baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first.
-        target_loss: The training loss to reach; None: by `experiments.summary.TARGET_RULE`, for each setting.
+        target_loss: The training loss to reach; None: by `experiments.results.summary.TARGET_RULE`, for each setting.
         failures: Runs that have no result.
 
     Raises:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from commhooks import units
 from commhooks.units import three_digits
 
-from ..intervals import Estimate, Interval
 from ..links.link import LinkSettings
-from ..summary import Spread
+from ..results.intervals import Estimate, Interval
+from ..results.summary import Spread
 
 NEVER = "—"
 UNLIMITED = "unlimited"

@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 from commhooks.checkpoints.disk import named
 
-from ..outcomes import Setting, settings_of
+from ..results.outcomes import Setting, settings_of
+from ..results.summary import TARGET_RULE
 from ..runs import RunResult, RunSettings
-from ..summary import TARGET_RULE
 from .across import series_of, speed_ups
 from .bars import step_time
 from .curves import against_bytes, against_time, fidelity
@@ -42,7 +42,7 @@ def write(
         results: Finished runs, of any number of settings, hooks and seeds.
         out: The folder; it is created if it does not exist, and files of these names are replaced.
         baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first.
-        target_loss: The training loss to reach; None: by `experiments.summary.TARGET_RULE`, for each setting.
+        target_loss: The training loss to reach; None: by `experiments.results.summary.TARGET_RULE`, for each setting.
         command: How to get the report again.
         notes: Warnings, for the top of the page.
         failures: The traceback of each run that failed.

@@ -1,6 +1,6 @@
 """The runs of an ablation: variants of a hook, trained on the same tasks, with the same data and initial models.
 
-Every run trains several workers in one process (`experiments.leaderboard.lockstep`), so what comes out does not depend
+Every run trains several workers in one process (`experiments.training.lockstep`), so what comes out does not depend
 on time or on a link. Runs with the same seed differ in nothing but the hook.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 
 from ..hooks import make_hook
 from ..jobs import run_jobs
-from ..leaderboard.lockstep import train_in_lockstep
 from ..machine import cores
 from ..specs import Spec
 from ..tasks import load_task
+from ..training.lockstep import train_in_lockstep
 from .notes import Notes
 
 _SHARE = re.compile(r"(\d+)%")

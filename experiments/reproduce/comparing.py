@@ -11,10 +11,10 @@ from typing import Any
 
 import matplotlib
 
-from ..intervals import Interval, differences
-from ..leaderboard.standings import ACCURACY, LOSS, SCORES, Score
 from ..report.plots import Theme, canvases, png, style
 from ..report.words import bounds, folded, signed, with_bounds
+from ..results.intervals import Interval, differences
+from ..training.lockstep import ACCURACY, LOSS, SCORES, Score
 from .ablation import Ablation, task_and_optimizer
 from .reproduction import NONE, Block, Picture, Table
 

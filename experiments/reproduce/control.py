@@ -18,10 +18,10 @@ from ..cluster import Cluster
 from ..launch import run_world
 from ..links.link import parse_rate
 from ..report.words import percent
+from ..results.medians import Ratio, milliseconds
 from ..specs import Spec
 from .control_drawing import steps_picture
 from .control_ranks import Beside, NewRate, Phases, Ran, Turns, run_phases, run_turns
-from .medians import Ratio, milliseconds
 from .notes import Notes
 from .reproduction import NONE, Block, Picture, Reproduction, Table
 

@@ -28,11 +28,11 @@ from commhooks.scheduling.lockstep import LockstepLine
 
 from ..hooks import make_hook, policy_of
 from ..launch import Send, run_world
-from ..leaderboard.lockstep import Gradients, own_gradients
 from ..machine import machine, versions
 from ..runs import check_ddp
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
+from ..training.lockstep import Gradients, own_gradients
 from ..training.stock import is_stock
 from .measured import BucketTimes, ComputeTimes, HookTimes, Measured, Sends
 

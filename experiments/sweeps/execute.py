@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..cluster import Cluster, check_rates, follow
-from ..goals import GoingOn
 from ..launch import WorldError, run_in_torchrun, run_world, torchrun_world
 from ..links.link import LinkSettings
+from ..results.goals import GoingOn
 from ..runs import Compute, RunResult, RunSettings
 from ..specs import Spec
 from ..tasks import load_task

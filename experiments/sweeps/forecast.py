@@ -13,11 +13,11 @@ import commhooks
 from commhooks.tensors import tensor_bytes
 
 from ..hooks import make_hook
-from ..leaderboard.lockstep import join_workers
 from ..machine import cores
 from ..runs import Compute, RunResult, RunSettings
 from ..specs import Spec
 from ..tasks import load_task
+from ..training.lockstep import join_workers
 from ..training.stock import is_stock
 from .execute import starts
 

@@ -19,10 +19,10 @@ from rich.text import Text
 from commhooks.units import bytes_in_words, counted, seconds_in_words
 
 from ..launch import reason_of, torchrun_world
-from ..rates import bytes_per_second, link_use
+from ..results.rates import bytes_per_second, link_use
+from ..results.summary import SMOOTHING_STEPS, total_seconds
 from ..runs import RunResult, RunSettings, StepRecord
 from ..specs import Spec
-from ..summary import SMOOTHING_STEPS, total_seconds
 from ..training.worker import Evaluated, RunDone, StepDone
 from .execute import Listener, RunFailed
 from .pace import Pace

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from commhooks.checkpoints.disk import named
 
+from ..results.summary import smoothed_losses, total_bytes, total_seconds, unprobed
 from ..runs import PARTIAL, RunResult, RunSettings
-from ..summary import smoothed_losses, total_bytes, total_seconds, unprobed
 from ..tasks.loading import source_of
 
 if TYPE_CHECKING:

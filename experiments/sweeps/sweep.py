@@ -14,13 +14,12 @@ from rich.console import Console
 from commhooks.units import counted
 
 from ..cluster import ClusterError
-from ..goals import GoingOn
 from ..launch import WorldError, reason_of, torchrun_world
-from ..outcomes import chosen_baseline, took_turns
 from ..report.table import print_tables
-from ..report.tensorboard import LiveLogs
 from ..report.words import listed
 from ..report.writing import write
+from ..results.goals import GoingOn
+from ..results.outcomes import chosen_baseline, took_turns
 from ..runs import RunResult, RunSettings
 from ..specs import Spec, unknown
 from .execute import Made, execute
@@ -40,6 +39,7 @@ from .store import (
     sources_of,
     write_failure,
 )
+from .tensorboard import LiveLogs
 
 _ENOUGH = 0.9  # of a core for each rank; with less, a report says that the machine was busy
 

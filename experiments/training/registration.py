@@ -20,9 +20,9 @@ from ..cluster import gloo_interface, interface_bytes
 from ..hooks import make_hook, policy_of
 from ..links.link import EmulatedLink, Wire
 from ..links.linked_group import LinkedGroup
+from ..links.waits import WaitClock
 from ..runs import RunSettings
 from ..specs import Spec
-from .measure import WaitClock
 from .stock import check_stock, is_stock, register_stock
 
 _LOOPBACKS = {"lo", "lo0"}

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..goals import GoingOn, Pursuit
 from ..launch import Send
 from ..links.link import LinkSettings
 from ..machine import OtherPrograms, machine, versions
+from ..results.goals import GoingOn, Pursuit
 from ..runs import Compute, EvaluationRecord, Goal, ProbeRecord, RunResult, RunSettings, StepRecord
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task

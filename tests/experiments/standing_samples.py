@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from experiments.leaderboard.contenders import Contender
-from experiments.leaderboard.lockstep import Trained
 from experiments.leaderboard.standings import Run, Standing, standings
+from experiments.results.summary import Spread
 from experiments.specs import Spec
-from experiments.summary import Spread
+from experiments.training.lockstep import Trained
 
 DENSE_BYTES = 100_000.0
 FORMS = (

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from experiments.jobs import run_jobs
-from experiments.leaderboard.standings import ACCURACY, LOSS
 from experiments.report.plots import LIGHT
 from experiments.reproduce.ablation import Ablation, Trial, hook_for, train_variants
 from experiments.reproduce.comparing import between, compare, draw_differences, findings, show_ablation, table
@@ -20,6 +19,7 @@ from experiments.reproduce.powersgd.data_sent import HOOKS, bytes_sent
 from experiments.reproduce.reproduction import Table
 from experiments.tasks import load_task
 from experiments.tasks.images import ResNet18
+from experiments.training.lockstep import ACCURACY, LOSS
 
 TASK = "digits:size=tiny,steps=3"
 ABLATION = Ablation(

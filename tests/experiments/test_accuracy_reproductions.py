@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.leaderboard.lockstep import own_gradients
 from experiments.reproduce import Block, Table, load_reproduction
 from experiments.reproduce.ddp.figure_11 import Settings as Skipped
 from experiments.reproduce.ddp.figure_11 import Training
 from experiments.reproduce.powersgd.global_residual import Settings as Residuals
 from experiments.tasks import load_task
+from experiments.training.lockstep import own_gradients
 
 NOISE = (-0.01, 0.0, 0.01)  # by seed
 

@@ -20,7 +20,7 @@ from experiments.bench.results import Measured, Results, read, write
 from experiments.bench.rows import MET, MISSED, WITHIN, Row, compared, slack_of
 from experiments.bench.sections import SECTIONS
 from experiments.bench.timing import in_turns, pooled
-from experiments.summary import Spread
+from experiments.results.summary import Spread
 
 DOCS = Path(__file__).parents[2] / "docs"
 app = typer.Typer()

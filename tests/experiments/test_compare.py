@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from experiments.commands.cli import app
 from experiments.launch import run_world
 from experiments.links.link import LinkSettings
+from experiments.results.summary import steps_to, total_seconds
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
-from experiments.summary import steps_to, total_seconds
 from experiments.training.worker import RunDone, Work, train_all
 from tests.experiments.odd_task import ELEMENTS
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from experiments.intervals import Interval
 from experiments.jobs import run_jobs
 from experiments.leaderboard.contenders import DENSE, Contender, contenders, relative_error
-from experiments.leaderboard.lockstep import train_in_lockstep
 from experiments.leaderboard.running import SIZE, Failed, TrainingJob, load_sized
 from experiments.leaderboard.standing_rows import headings, standing_row
-from experiments.leaderboard.standings import SCORES, Run, paired, standings
+from experiments.leaderboard.standings import Run, paired, standings
 from experiments.report.table import plain_table
+from experiments.results.intervals import Interval
 from experiments.specs import Spec
+from experiments.training.lockstep import SCORES, train_in_lockstep
 
 pytestmark = pytest.mark.timeout(120)  # ten seconds of work, on a machine that may have much else to do
 

@@ -16,11 +16,11 @@ from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
 from experiments import machine
-from experiments.goals import GoingOn, Pursuit
 from experiments.machine import OtherPrograms
-from experiments.outcomes import settings_of, took_turns
 from experiments.report.findings import lead
 from experiments.report.writing import write
+from experiments.results.goals import GoingOn, Pursuit
+from experiments.results.outcomes import settings_of, took_turns
 from experiments.runs import Goal, RunResult, RunSettings, StepRecord
 from experiments.specs import Spec
 from experiments.sweeps import execute

@@ -18,8 +18,8 @@ import commhooks
 from commhooks.planning.gloo import course_of
 from experiments.links.link import EmulatedLink, LinkSettings, Wire
 from experiments.links.linked_group import LinkedGroup, LinkedWork
+from experiments.links.waits import WaitClock
 from experiments.specs import Spec
-from experiments.training.measure import WaitClock
 from experiments.training.stock import check_stock, is_stock, register_stock, stock_names
 from tests.ddp_core.facts import Facts
 from tests.parity.training import ddp_class

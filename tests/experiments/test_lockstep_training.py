@@ -12,8 +12,8 @@ import commhooks
 from commhooks import AllReduceMean, Compressor, ErrorFeedback, TopK
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange
-from experiments.leaderboard.lockstep import time_in_lockstep, train_in_lockstep
 from experiments.tasks import LoadedTask, load_task
+from experiments.training.lockstep import time_in_lockstep, train_in_lockstep
 
 STEPS, WORKERS = 12, 4
 

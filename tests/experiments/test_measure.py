@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from experiments.links.link import LinkSettings
+from experiments.links.waits import Interval, WaitClock, merged, overlap
 from experiments.runs import RunSettings
 from experiments.specs import Spec
 from experiments.training import registration
-from experiments.training.measure import Interval, StepClock, WaitClock, merged, overlap
+from experiments.training.measure import StepClock
 
 intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 

@@ -10,12 +10,12 @@ import statistics
 import pytest
 
 from experiments.links.link import LinkSettings
-from experiments.outcomes import Setting, setting_of, settings_of
 from experiments.report.findings import dilation, distinguished, finding, lead, names_of
 from experiments.report.rows import overview_grid, time_grid
 from experiments.report.words import seconds_in_words
+from experiments.results.outcomes import Setting, setting_of, settings_of
+from experiments.results.summary import smoothed_losses, steps_to, target_loss, total_seconds
 from experiments.runs import RunResult
-from experiments.summary import smoothed_losses, steps_to, target_loss, total_seconds
 from tests.experiments.synthetic import DENSE_BYTES, HOOKS, diverged, result, results, with_slow_probes
 
 SEEDS = (0, 1, 2)

@@ -12,9 +12,7 @@ import pytest
 from rich.console import Console
 
 from commhooks.units import bytes_in_words
-from experiments.intervals import Interval
 from experiments.links.link import LinkSettings
-from experiments.outcomes import settings_of
 from experiments.report.across import series_of
 from experiments.report.layers import layer_grid, layers_of
 from experiments.report.plots import LIGHT, looks
@@ -31,6 +29,8 @@ from experiments.report.words import (
     times,
 )
 from experiments.report.writing import write
+from experiments.results.intervals import Interval
+from experiments.results.outcomes import settings_of
 from experiments.runs import RunSettings
 from experiments.specs import Spec
 from tests.experiments.synthetic import diverged, result, results

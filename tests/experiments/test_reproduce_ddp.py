@@ -19,7 +19,7 @@ from experiments.reproduce import Reproduction, load_reproduction
 from experiments.reproduce.ddp import figure_2, figure_7, figure_12, hooks
 from experiments.reproduce.ddp.figure_6 import Settings as Settings6
 from experiments.reproduce.ddp.turns import end_groups, groups_on, of_slowest
-from experiments.reproduce.medians import Ratio, milliseconds
+from experiments.results.medians import Ratio, milliseconds
 from tests.ddp_core.facts import Facts
 from tests.parity.training import ddp_class
 

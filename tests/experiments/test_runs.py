@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from experiments.results.summary import SMOOTHING_STEPS, Spread, Typical, smoothed_losses, steps_to
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
-from experiments.summary import SMOOTHING_STEPS, Spread, Typical, smoothed_losses, steps_to
 from tests.experiments.synthetic import result
 
 

@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.api_pb2 import Status
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from experiments.report import tensorboard
-from experiments.report.tensorboard import LiveLogs
 from experiments.runs import LayerRecord, ProbeRecord, RunResult
+from experiments.sweeps import tensorboard
 from experiments.sweeps.execute import RunFailed
+from experiments.sweeps.tensorboard import LiveLogs
 from experiments.training.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, STARTED, result, with_slow_probes
 

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import stdtrit
 
-from experiments.moments import Moment
-from experiments.outcomes import Setting, settings_of
 from experiments.report.findings import finding, lead
 from experiments.report.rows import time_grid
+from experiments.results.moments import Moment
+from experiments.results.outcomes import Setting, settings_of
+from experiments.results.verdicts import Judgement, Verdict, judgements
 from experiments.runs import Goal, RunResult
-from experiments.verdicts import Judgement, Verdict, judgements
 from tests.experiments.synthetic import diverged, result
 
 SEEDS = (0, 1, 2)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.front import INSTALL
-from experiments.purpose import COMMANDS
+from experiments.commands.front import INSTALL
+from experiments.commands.purpose import COMMANDS
 from tests.world.launcher import ROOT
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]

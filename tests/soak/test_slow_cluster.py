@@ -14,8 +14,8 @@ import pytest
 from commhooks.planning.gloo import FRAMING
 from experiments.cluster import why_not
 from experiments.links.link import LinkSettings
+from experiments.results.summary import steps_to, target_loss, total_seconds, unprobed
 from experiments.runs import RunResult, RunSettings
-from experiments.summary import steps_to, target_loss, total_seconds, unprobed
 from experiments.sweeps.execute import execute
 from experiments.sweeps.plan import plan
 

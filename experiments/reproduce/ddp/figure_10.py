@@ -27,7 +27,7 @@ from ...links.link import LinkSettings, parse_rate
 from ...machine import dilation
 from ...overlap import longest
 from ...report.plots import Theme, canvases, legend, png, style
-from ..medians import Ratio, milliseconds
+from ...results.medians import Ratio, milliseconds
 from ..notes import Notes
 from ..reproduction import NONE, Block, Picture, Reproduction, Table
 from .iterations import Replica, draw_quartiles, label_axes, measure_in_world

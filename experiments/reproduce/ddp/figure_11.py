@@ -19,9 +19,9 @@ import matplotlib
 import torch
 from torch import Tensor
 
-from ...intervals import Estimate, differences
 from ...report.plots import Theme, canvas, legend, png, style
 from ...report.words import signed, spread_of, with_bounds
+from ...results.intervals import Estimate, differences
 from ...specs import Spec
 from ...tasks import LoadedTask, load_task
 from ..notes import Notes

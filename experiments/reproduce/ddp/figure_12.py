@@ -17,7 +17,7 @@ import matplotlib
 
 from ...report.plots import Theme, canvases, png, style
 from ...report.words import listed
-from ..medians import Ratio, milliseconds
+from ...results.medians import Ratio, milliseconds
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
 from .hooks import use_groups_in_turn

@@ -26,10 +26,10 @@ from commhooks.units import three_digits
 from ...launch import Send
 from ...overlap import longest
 from ...report.plots import Theme, canvas, canvases, png, style
+from ...results.medians import Ratio
+from ...results.summary import Spread
 from ...specs import Spec
-from ...summary import Spread
 from ...tasks import load_task
-from ..medians import Ratio
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
 from .turns import LOOPBACK, MODELS, TINY_MODELS, end_groups, groups_on, link_of, place_in_words, run_on_link

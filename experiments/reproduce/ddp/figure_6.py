@@ -18,7 +18,7 @@ import matplotlib
 from commhooks.units import three_digits
 
 from ...report.plots import Theme, canvas, png, style
-from ..medians import Ratio, milliseconds
+from ...results.medians import Ratio, milliseconds
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
 from .hooks import do_not_overlap, overlap

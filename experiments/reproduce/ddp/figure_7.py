@@ -20,10 +20,10 @@ from ddp_core.bucketing import MIB
 from ...machine import dilation
 from ...report.plots import Theme, canvas, png, style
 from ...report.words import listed
+from ...results.medians import Ratio, milliseconds
+from ...results.summary import Spread
 from ...specs import Spec
-from ...summary import Spread
 from ...tasks import load_task
-from ..medians import Ratio, milliseconds
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
 from .turns import DDPS, MODELS, TINY_MODELS, Entrant, Turns, link_of, take_turns, whole

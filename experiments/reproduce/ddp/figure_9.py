@@ -33,7 +33,7 @@ from ...links.link import LinkSettings, parse_latency, parse_rate
 from ...machine import dilation
 from ...report.plots import Theme, canvases, legend, png, style
 from ...report.words import listed
-from ..medians import Ratio, milliseconds
+from ...results.medians import Ratio, milliseconds
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
 from .iterations import Replica, draw_quartiles, label_axes, measure_in_world

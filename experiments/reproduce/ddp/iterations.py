@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from ...launch import RankFunction
 from ...links.link import LinkSettings, Wire
 from ...links.linked_group import LinkedGroup
-from ...summary import Spread
+from ...results.summary import Spread
 from ...training.registration import wrap_in_ddp
 from ..notes import Notes
 from .turns import load_without_broadcasts, run_on_link

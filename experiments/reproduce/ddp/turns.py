@@ -22,9 +22,10 @@ from ...cluster import Cluster
 from ...launch import RankFunction, Send, run_world
 from ...links.link import LinkSettings, Wire, parse_rate
 from ...links.linked_group import LinkedGroup
+from ...links.waits import WaitClock
 from ...specs import Spec
 from ...tasks import LoadedTask, load_task
-from ...training.measure import StepClock, WaitClock
+from ...training.measure import StepClock
 from ...training.registration import wrap_in_ddp
 from .hooks import Groups
 

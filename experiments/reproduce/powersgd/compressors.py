@@ -12,10 +12,10 @@ from typing import Any
 
 from ...hooks import make_hook
 from ...jobs import run_jobs
-from ...leaderboard.lockstep import time_in_lockstep
 from ...report.words import times
 from ...specs import Spec
 from ...tasks import load_task
+from ...training.lockstep import time_in_lockstep
 from ..ablation import Ablation, train_variants
 from ..comparing import show_ablation
 from ..notes import Notes

@@ -17,11 +17,11 @@ from torch import nn
 import commhooks
 
 from ...hooks import make_hook
-from ...leaderboard.lockstep import join_workers
 from ...report.words import listed
 from ...specs import Spec
 from ...tasks.images import ResNet18
 from ...tasks.lstm import LstmModel
+from ...training.lockstep import join_workers
 from ..notes import Notes
 from ..reproduction import Block, Reproduction, Table
 from .tasks import PAPER

@@ -26,10 +26,10 @@ from commhooks.language.entries import RESIDUAL
 from commhooks.units import counted
 
 from ...hooks import make_hook
-from ...intervals import Estimate, differences
 from ...launch import Send, run_world
 from ...report.plots import Theme, canvases, legend, png, style
 from ...report.words import signed, spread_of, with_bounds
+from ...results.intervals import Estimate, differences
 from ...specs import Spec
 from ...tasks import load_task
 from ...training.registration import wrap_in_ddp

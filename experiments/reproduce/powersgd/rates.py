@@ -22,12 +22,12 @@ from matplotlib.ticker import NullFormatter
 
 from commhooks.units import three_digits
 
-from ...intervals import Estimate, differences, ratios
 from ...links.link import format_rate
 from ...report.plots import Theme, canvases, legend, png, style
 from ...report.words import listed, signed, with_bounds
+from ...results.intervals import Estimate, differences, ratios
+from ...results.summary import Typical, steps_to, target_loss, unprobed
 from ...runs import RunResult, RunSettings
-from ...summary import Typical, steps_to, target_loss, unprobed
 from ...sweeps.execute import RunFailed, execute
 from ...sweeps.plan import plan
 from ...training.worker import RunDone

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...cluster import Cluster
+from ...cluster import Cluster, set_rate
 from ...launch import Send
-from ...leaderboard.lockstep import own_gradients
 from ...links.link import LinkSettings
 from ...runs import RunSettings
 from ...simulate.measured import ComputeTimes, HookTimes
 from ...simulate.measuring import Asked, ComputeClock, measure_hook
 from ...specs import Spec
 from ...tasks import LoadedTask, load_task
+from ...training.lockstep import own_gradients
 from ...training.registration import register
 
 _PROBES = 9
@@ -80,13 +80,6 @@ def run_steps(rank: int, ranks: int, work: Work, send: Send) -> None:
                 reported = tuple(one / work.dilation for one in seconds)
                 send(Case(rate, spec.label, reported, compute, unlimited))
     del clock  # a DDP must go before its process group does
-
-
-def set_rate(cluster: Cluster | None, rank: int, rate: float | None) -> None:
-    """Set the rate of all links, if they are real; every rank calls this. An emulated one has its rate already."""
-    if cluster is not None and rank == 0:
-        cluster.set_rate(rate)
-    dist.barrier()
 
 
 def _unlimited(task: LoadedTask, compute: ComputeTimes, work: Work, rank: int, ranks: int) -> Unlimited:

@@ -26,8 +26,8 @@ from ...launch import run_world
 from ...links.link import format_rate, parse_rate
 from ...machine import cores, dilation
 from ...report.words import percent
+from ...results.medians import milliseconds
 from ...specs import Spec
-from ..medians import milliseconds
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
 from .cluster_ranks import Case, Work, run_steps

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..runs import RunResult, RunSettings, StepRecord
+from ..specs import Spec
 from .intervals import Estimate, differences, ratios
 from .moments import Moment
-from .runs import RunResult, RunSettings, StepRecord
-from .specs import Spec
 from .summary import (
     Spread,
     Typical,

@@ -10,8 +10,8 @@ from scipy import stats
 
 from commhooks.units import three_digits
 
-from ..intervals import CONFIDENCE
-from ..summary import Spread
+from .intervals import CONFIDENCE
+from .summary import Spread
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .runs import StepRecord
+from ..runs import StepRecord
 
 SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, up to and including the step itself
 CURVE_STEPS = 9  # a curve's point is a mean over this many steps, itself in the middle

@@ -28,7 +28,7 @@ def main() -> None:
     if missing:
         _explain(missing)
     else:
-        from .commands.cli import app
+        from .cli import app
 
         app()
 

@@ -15,11 +15,11 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import FileWriter
 
-from ..rates import bytes_per_second, link_use
+from ..results.rates import bytes_per_second, link_use
+from ..results.summary import unprobed
 from ..runs import EvaluationRecord, ProbeRecord, RunSettings, StepRecord
-from ..summary import unprobed
-from ..sweeps.execute import RunFailed
 from ..training.worker import Evaluated, RunDone, StepDone
+from .execute import RunFailed
 
 _FLUSH_SECONDS = 2.0
 _LAYERS = 16  # the largest have curves of their own

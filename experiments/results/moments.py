@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .runs import RunResult, StepRecord
+from ..runs import RunResult, StepRecord
 from .summary import averaged_in_curve, curve_of, total_seconds
 
 

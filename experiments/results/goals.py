@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .runs import Goal, RunResult, RunSettings, StepRecord
-from .specs import Spec
+from ..runs import Goal, RunResult, RunSettings, StepRecord
+from ..specs import Spec
 from .summary import SMOOTHING_STEPS, steps_to, target_loss, total_seconds
 
 
@@ -17,7 +17,7 @@ class GoingOn:
 
     baseline: Spec  # the hook whose run sets the goal of the others with the same seed
     times: int  # the steps asked for that a run takes at most
-    target: float | None = None  # training loss; None: by `experiments.summary.TARGET_RULE`
+    target: float | None = None  # training loss; None: by `experiments.results.summary.TARGET_RULE`
 
     def goal(self, baseline: Sequence[StepRecord]) -> Goal:
         """Return the goal set by the baseline's run."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .links.link import LinkSettings
-from .runs import StepRecord
+from ..links.link import LinkSettings
+from ..runs import StepRecord
 
 
 def bytes_per_second(steps: Sequence[StepRecord]) -> float:

@@ -19,8 +19,8 @@ import commhooks
 from commhooks import Compressor, Exchanger
 from commhooks.language.entries import RESIDUAL
 
+from ..results.summary import Spread
 from ..specs import Spec
-from ..summary import Spread
 from ..tasks import LoadedTask
 
 Gradients = dict[str, Tensor]
@@ -39,6 +39,27 @@ class Trained:
     gradient_bytes: float
     residual: float | None  # its norm relative to the last gradient's, over all workers; None without residuals
     diverged: int | None  # the first step whose loss was not finite, which ends the run; None if all were
+
+
+@dataclass(frozen=True)
+class Score:
+    """The measure by which a task is judged."""
+
+    name: str
+    field: str  # of Trained
+    higher_is_better: bool
+    scale: float  # of a difference, in `unit`
+    unit: str
+
+    def of(self, run: Trained) -> float:
+        """Return the score of a run."""
+        return float(getattr(run, self.field))
+
+
+ACCURACY = Score("accuracy", "accuracy", higher_is_better=True, scale=100, unit="points")
+LOSS = Score("validation loss", "loss", higher_is_better=False, scale=1, unit="nats")
+SCORES = {"digits": ACCURACY, "gpt": LOSS, "lstm": LOSS}
+"""How each task of the leaderboard is judged: next bytes can be predicted well without being guessed right."""
 
 
 def train_in_lockstep(
