@@ -64,6 +64,11 @@ def abort_at_exit(rank: int) -> int:
     return rank
 
 
+def abort_in_a_destructor(rank: int) -> None:
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc.abort, None)
+
+
 def leave_a_child(rank: int) -> int:
     return subprocess.Popen(["sleep", "600"]).pid
 
@@ -171,6 +176,13 @@ def test_an_abort_after_the_result_is_an_error_unless_exits_are_not_checked() ->
     with pytest.raises(WorldError, match="returned its result, then ended with signal SIGABRT"):
         run_world(abort_at_exit, 1)
     assert run_world(abort_at_exit, 1, check_exit=False) == [0]
+
+
+@pytest.mark.parametrize(("function", "second"), [(abort_at_exit, -signal.SIGABRT), (abort_in_a_destructor, 0)])
+def test_every_rank_shuts_its_interpreter_down_and_the_first_also_runs_cpp_destructors(
+    function: Callable[[int], object], second: int
+) -> None:
+    assert [one.exit_code for one in run_world_outcomes(function, 2)] == [-signal.SIGABRT, second]
 
 
 def test_outcomes_tell_of_every_rank_without_raising() -> None:
