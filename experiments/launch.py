@@ -112,7 +112,7 @@ def run_world(
     context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()  # a process's start would start it, and let interrupts through again
     if cluster is None:
-        store = _make_store()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it listens at every address
         address, port = store.host, store.port
     else:  # rank 0 makes the store: PyTorch would warn here, where it cannot be told not to, that hosts have no names
         address, port = cluster.address(0), cluster.inside(0, _free_port)
@@ -142,10 +142,6 @@ def run_world(
         _check_exit_codes(world)
     finally:
         _end(world)
-
-
-def _make_store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it listens at every address
 
 
 def _free_port() -> int:

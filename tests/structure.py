@@ -189,6 +189,13 @@ def named_once(sources: Sequence[Source]) -> list[str]:
     return [name for name in private_functions(sources) if uses[name] - definitions[name] <= 1]
 
 
+def short_and_named_once(sources: Sequence[Source], most: int = 3) -> list[str]:
+    """Return the functions of `named_once` with at most so many lines of code: most are better read in their place."""
+    once = set(named_once(sources))
+    pairs = (pair for source in sources for pair in zip(source.functions, source.function_lengths, strict=True))
+    return sorted(node.name for node, length in pairs if node.name in once and length <= most)
+
+
 def attributes_of(class_name: str, path: Path) -> set[str]:
     """Return the distinct `x` of every `self.x` that the class assigns in its methods, and a dataclass's fields."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -215,8 +222,8 @@ def table(package: str, root: Path = ROOT) -> str:
     lines += [_row(f"{package}, {len(sources)} files", sources)]
     long = longest_files(sources)
     lines += [f"files over {MOST_LINES} lines: {len(long)}", *(f"  {path}: {n}" for path, n in long.items())]
-    once, private = named_once(sources), private_functions(sources)
-    lines += [f"private functions named once: {len(once)} of {len(private)}"]
+    once, short, private = named_once(sources), short_and_named_once(sources), private_functions(sources)
+    lines += [f"private functions named once: {len(once)} of {len(private)}; {len(short)} of at most 3 lines of code"]
     folders = between_folders(imports_of(sources))
     for what, found in {"": circles(imports_of(sources)), " between folders": circles(folders)}.items():
         lines += [f"circles of imports{what}: {len(found)}", *(f"  {', '.join(circle)}" for circle in found)]

@@ -18,6 +18,8 @@ from tests.structure import (
     longest_chain,
     longest_files,
     named_once,
+    private_functions,
+    short_and_named_once,
     sources_of,
     table,
 )
@@ -26,6 +28,8 @@ MOST_FILES_AND_CALLS = {"all-reduce": (25, 125), "powersgd": (34, 315)}
 """Of a steady-state step."""
 LONGEST_CHAIN = {"commhooks": 8, "ddp_core": 8, "experiments": 9}
 """Folders, each of which imports the next."""
+SHORT_AND_NAMED_ONCE = {"experiments": 0.06}
+"""As a share of all private functions."""
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -43,6 +47,13 @@ def test_folders_import_each_other_in_no_circle_and_in_short_chains(package: str
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_file_is_too_long_to_be_read_in_one_go(package: str) -> None:
     assert longest_files(sources_of(package)) == {}, f"at most {MOST_LINES} lines"
+
+
+@pytest.mark.parametrize("package", SHORT_AND_NAMED_ONCE)
+def test_few_functions_are_short_and_named_once(package: str) -> None:
+    sources = sources_of(package)
+    found = short_and_named_once(sources)
+    assert len(found) <= SHORT_AND_NAMED_ONCE[package] * len(private_functions(sources)), found
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +125,12 @@ def test_uses_of_private_functions_are_counted_without_their_definition(package:
     assert named_once(sources_of("sample", package)) == ["_called"]
     (package / "sample" / "four.py").write_text("from sample.one import _called\n")
     assert named_once(sources_of("sample", package)) == []
+
+
+def test_functions_of_one_name_count_each_if_they_are_short(package: Path) -> None:
+    long = "def _called():\n    a = 1\n    b = a\n    return b\n"
+    (package / "sample" / "four.py").write_text(f"class A:\n    def _called(self):\n        pass\n\n\n{long}")
+    assert short_and_named_once(sources_of("sample", package)) == ["_called", "_called"]
 
 
 def test_attributes_are_counted_once_wherever_they_are_assigned(tmp_path: Path) -> None:

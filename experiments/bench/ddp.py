@@ -48,20 +48,16 @@ class ManySmall(nn.Module):
         return x
 
 
-def _transformer() -> tuple[nn.Module, Tensor]:
-    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(4, 32, 128)
-
-
-def _large() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), torch.randn(16, 1024)
-
-
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     SMALL: lambda: (ManySmall(), torch.randn(8, 64)),
-    "transformer": _transformer,
+    "transformer": lambda: (
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True), 4, enable_nested_tensor=False
+        ),
+        torch.randn(4, 32, 128),
+    ),
     "ResNet-18": lambda: (ResNet18(), torch.randn(2, 3, 8, 8)),
-    "8 large layers": _large,
+    "8 large layers": lambda: (nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), torch.randn(16, 1024)),
 }
 MODES = {"default": False, "gradient_as_bucket_view": True}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..results.summary import Spread
@@ -63,17 +63,12 @@ def other_places(stored: Results, found: Results) -> list[str]:
     """Return a sentence for each section that was measured on another machine, or with other versions, than before."""
     sentences = []
     for name, section in found.items():
-        if name in stored and stored[name].place != section.place:
-            sentences.append(
-                f"{name}: measured on {_words(stored[name].place)} before, and on {_words(section.place)} now"
-            )
-        elif name in stored and stored[name].versions != section.versions:
-            sentences.append(
-                f"{name}: measured with {_words(stored[name].versions)} before, {_words(section.versions)} now"
-            )
+        before = stored.get(name, section)
+        facts: list[Mapping[str, object]] = [before.place, section.place]
+        said = "on {} before, and on {} now"
+        if before.place == section.place:
+            facts, said = [before.versions, section.versions], "with {} before, {} now"
+        if facts[0] != facts[1]:
+            words = (", ".join(f"{key} {value}" for key, value in one.items()) for one in facts)
+            sentences.append(f"{name}: measured {said.format(*words)}")
     return sentences
-
-
-def _words(facts: object) -> str:
-    assert isinstance(facts, dict), "a section has its machine and versions as objects"
-    return ", ".join(f"{key} {value}" for key, value in facts.items())

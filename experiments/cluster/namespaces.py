@@ -101,7 +101,9 @@ class Cluster:
             taken = {record.name for record in records()}
             if name in taken:
                 raise ValueError(f"there is a cluster {name!r} already: choose another name, or remove that one")
-            cluster = cls(name or next(n for n in _names_after_this_process() if n not in taken), hosts)
+            own = f"run-{os.getpid()}"
+            names = (own, *(f"{own}-{number}" for number in range(2, 100)))
+            cluster = cls(name or next(one for one in names if one not in taken), hosts)
             Record(cluster.name, hosts, Owner.this_process()).write()
             try:
                 cluster._build(up, down, lock)
@@ -266,10 +268,6 @@ def remove_abandoned() -> list[str]:
         for record in abandoned:
             Cluster(record.name, record.hosts)._demolish(lock)
     return [record.name for record in abandoned]
-
-
-def _names_after_this_process() -> list[str]:
-    return [f"run-{os.getpid()}", *(f"run-{os.getpid()}-{number}" for number in range(2, 100))]
 
 
 def _use_reno() -> None:

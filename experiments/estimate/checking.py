@@ -112,7 +112,7 @@ def page(checked: Sequence[Checked], about: Mapping[str, Any]) -> str:
                 three_digits(1e3 * one.estimated),
                 milliseconds(one.steps.seconds[one.hook]),
                 f"{one.ratio:.2f}",
-                "" if dense else f"{_yes(one.said_to_pay)} / {_yes(one.pays)}",
+                "" if dense else " / ".join("yes" if pays else "no" for pays in (one.said_to_pay, one.pays)),
                 "" if dense else rates_in_words(one.pays_between),
             ]
         )
@@ -152,10 +152,6 @@ def _about(about: Mapping[str, Any]) -> str:
     )
 
 
-def _yes(pays: bool) -> str:
-    return "yes" if pays else "no"
-
-
 def main() -> None:
     """Measure if asked to, and write the table."""
     parser = argparse.ArgumentParser(prog="python -m experiments.estimate.checking", description=__doc__)
@@ -173,15 +169,14 @@ def main() -> None:
             taken = measure_steps(WORLDS[number], print)
             about["steps"][str(number)] = [dataclasses.asdict(one) for one in taken]
             path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    found = [_steps_of(raw) for number in sorted(about["steps"]) for raw in about["steps"][number]]
+    found = []
+    for raw in (raw for number in sorted(about["steps"]) for raw in about["steps"][number]):
+        world = World(**(raw["world"] | {name: tuple(raw["world"][name]) for name in ("hooks", "rates")}))
+        seconds = {hook: tuple(each) for hook, each in raw["seconds"].items()}
+        found.append(Steps(**(raw | {"world": world, "seconds": seconds})))
     text = page(check(found, about["copy_rate"]), about)
     (asked.folder / TABLE).write_text(text, encoding="utf-8")
     print(text)
-
-
-def _steps_of(raw: Mapping[str, Any]) -> Steps:
-    world = World(**{**raw["world"], "hooks": tuple(raw["world"]["hooks"]), "rates": tuple(raw["world"]["rates"])})
-    return Steps(**{**raw, "world": world, "seconds": {hook: tuple(each) for hook, each in raw["seconds"].items()}})
 
 
 if __name__ == "__main__":

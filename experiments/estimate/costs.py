@@ -24,7 +24,6 @@ import ddp_core
 from commhooks import Cast, Collective, Communicator, Compressor, Pending
 from commhooks.planning.costs import FILE, Costs, HookCosts, Sample, copy_seconds
 from commhooks.planning.payloads import OneOfMany
-from commhooks.planning.profile import Sends
 
 from ..hooks import make_hook
 from ..launch import Send, run_world
@@ -106,8 +105,9 @@ class Model:
         """Return it; parameters are the same on every rank."""
         torch.manual_seed(0)
         side = self.shape[-1]
-        layer = (lambda: nn.LayerNorm(side, bias=False)) if len(self.shape) == 1 else _linear(side)
-        return nn.Sequential(*(layer() for _ in range(self.count)))
+        if len(self.shape) == 1:
+            return nn.Sequential(*(nn.LayerNorm(side, bias=False) for _ in range(self.count)))
+        return nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(self.count)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,11 @@ def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
     dist.all_reduce(own)
     copy = float(own) / ranks
     hop = _seconds_of(torch.zeros(1)) / _HOPS
-    by_dtype = {dtype: _seconds_a_byte(dtype, hop) / (copy / 4) for dtype in _WIRES}
+    by_dtype = {}
+    for dtype in _WIRES:  # two ranks send each byte of a large all-reduce
+        tensor = torch.zeros(_LARGE, dtype=dtype)
+        seconds = max(0.0, _seconds_of(tensor) - _HOPS * hop)
+        by_dtype[dtype] = seconds / (_LARGE * tensor.element_size()) / (copy / 4)
     round_seconds = _round_seconds(plan, hop)
     hooks = {}
     for hook in plan.hooks:
@@ -283,22 +287,9 @@ def _growth(hook: str, model: Model, rounds: int) -> tuple[float, ...]:
     times = _among_workers(hook, model, (2, _MANY), rounds)
     few, many = ((*times[workers].seconds, times[workers].after) for workers in (2, _MANY))
     found = [(b / a - 1) / (_MANY - 2) if a > 0 else 0.0 for a, b in zip(few, many, strict=True)]
-    sends = times[2].sends
-    return tuple(
-        growth if place and _gathers(sends[place - 1]) and growth > _LEAST_GROWTH else 0.0
-        for place, growth in enumerate(found)
-    )
-
-
-def _gathers(sends: Sends) -> bool:
-    """Return whether the answers of a round grow with the ranks."""
-    return any(kind == "all-gather" for kind, _ in sends)
-
-
-def _seconds_a_byte(dtype: torch.dtype, hop: float) -> float:
-    """Return the seconds that a large all-reduce takes for each byte that a rank sends: two ranks send all of it."""
-    tensor = torch.zeros(_LARGE, dtype=dtype)
-    return max(0.0, _seconds_of(tensor) - _HOPS * hop) / (_LARGE * tensor.element_size())
+    # Only after a gather does a rank get answers that grow with the ranks.
+    grows = [False, *(any(kind == "all-gather" for kind, _ in sent) for sent in times[2].sends)]
+    return tuple(own if may and own > _LEAST_GROWTH else 0.0 for may, own in zip(grows, found, strict=True))
 
 
 def _seconds_of(tensor: Tensor) -> float:
@@ -310,10 +301,6 @@ def _seconds_of(tensor: Tensor) -> float:
         dist.all_reduce(tensor)
         found.append(time.perf_counter() - begun)
     return statistics.median(found)
-
-
-def _linear(side: int) -> Callable[[], nn.Module]:
-    return lambda: nn.Linear(side, side, bias=False)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def conclusion(estimate: Estimate) -> str:
         if faster:
             said += " The first to pay on faster links is {1}, above {0}.".format(*_in_words(min(faster)))
         return said
-    below, above = _limits(best.pays_between, estimate.link.rate)
+    below, above = next(pair for pair in best.pays_between if pair[0] <= estimate.link.rate <= pair[1])
     limits = [f"below {rate_in_words(below)}"] if below > 0 else []
     limits += [f"above {rate_in_words(above)}"] if above < math.inf else []
     until = f"dense all-reduce is faster {' and '.join(limits)}" if limits else "it is faster at every rate"
@@ -160,11 +160,6 @@ def _range_in_words(rates: tuple[float, float]) -> str:
     if low == 0:
         return "always" if math.isinf(high) else f"below {rate_in_words(high)}"
     return f"above {rate_in_words(low)}" if math.isinf(high) else f"{rate_in_words(low)} to {rate_in_words(high)}"
-
-
-def _limits(rates: Rates, rate: float) -> tuple[float, float]:
-    """Return the range that holds a rate."""
-    return next(pair for pair in rates if pair[0] <= rate <= pair[1])
 
 
 def _in_words(pair: tuple[float, str]) -> tuple[str, str]:

@@ -188,7 +188,8 @@ def _markdown(results: Results, folder: str) -> str:
     lines = [f"`{results.command}`: {results.workers} workers, {results.seeds} seeds. {facts}.", ""]
     for task, steps in results.steps.items():
         rows = results.of(task)
-        lines += [f"### {task}", "", f"{_description(task, results.size)}; {steps} steps.", ""]
+        description = _description(task, results.size)
+        lines += [f"### {task}", "", f"{description}; {steps} steps.", ""]
         lines += [f"![{task}: {picture}]({folder}/{task}.{picture}.png)" for picture in PICTURES]
         lines += ["", f"Pareto front, from few bytes to many: {front_in_words(rows, code=True)}.", ""]
         cells = map(standing_row, rows)

@@ -125,7 +125,8 @@ def _quartiles(axes: Axes, rows: Sequence[Standing], theme: Theme) -> None:
 
 def _name_front(axes: Axes, rows: Sequence[Standing], theme: Theme, measure: Measure) -> None:
     """Write the names of the front's members where they cover nothing, if there is such a place."""
-    taken = [_around(axes.transData.transform((measure(row), row.score))) for row in rows]
+    points = axes.transData.transform([(measure(row), row.score) for row in rows])
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in points]
     for row in sorted((row for row in rows if row.on_front), key=measure):
         place = (measure(row), row.score)
         tried = ((offset, _annotate(axes, row.contender.label, place, offset, theme)) for offset in _OFFSETS)
@@ -162,7 +163,3 @@ def _is_free(box: Bbox, axes: Axes, taken: Sequence[Bbox]) -> bool:
     frame = axes.get_window_extent()
     corners = itertools.product((box.x0, box.x1), (box.y0, box.y1))
     return all(frame.contains(x, y) for x, y in corners) and not any(box.overlaps(other) for other in taken)
-
-
-def _around(point: Any) -> Bbox:
-    return Bbox.from_bounds(point[0] - 5, point[1] - 5, 10, 10)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from commhooks.units import bytes_in_words
 
 from ..report.words import NEVER, percent, times
 from ..results.intervals import Interval
-from ..results.summary import Spread
 from ..training.lockstep import SCORES
 from .grace import Comparison
 from .standings import Standing
@@ -34,7 +33,7 @@ def headings(task: str) -> tuple[str, ...]:
 
 def standing_row(row: Standing) -> list[str]:
     """Return a contender's cells."""
-    score = SCORES[row.task]
+    score, compute = SCORES[row.task], row.compute
     return [
         row.contender.label,
         score_in_words(row),
@@ -43,13 +42,14 @@ def standing_row(row: Standing) -> list[str]:
         bytes_in_words(row.payload_bytes),
         times(row.ratio),
         bytes_in_words(row.moved_bytes),
-        NEVER if row.compute is None else _spread(row.compute),
+        NEVER if compute is None else f"{compute.median:.1f} ({compute.low:.1f} – {compute.high:.1f})",
     ]
 
 
 def score_in_words(row: Standing) -> str:
     """Return the mean score and the range over the seeds, and how many seeds diverged."""
-    mean, low, high = (_score(value, row.task) for value in (row.score, row.lowest, row.highest))
+    form: Callable[[float], str] = percent if SCORES[row.task].scale == 100 else "{:.3f}".format
+    mean, low, high = map(form, (row.score, row.lowest, row.highest))
     diverged = f", {row.diverged} diverged" if row.diverged else ""
     return f"{mean} ({low} – {high}{diverged})"
 
@@ -78,11 +78,3 @@ def grace_row(one: Comparison) -> list[str]:
         NEVER if one.ours is None else interval_in_words(one.ours),
         one.verdict,
     ]
-
-
-def _score(value: float, task: str) -> str:
-    return percent(value) if SCORES[task].scale == 100 else f"{value:.3f}"
-
-
-def _spread(spread: Spread) -> str:
-    return f"{spread.median:.1f} ({spread.low:.1f} – {spread.high:.1f})"

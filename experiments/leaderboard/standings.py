@@ -94,13 +94,11 @@ def _with_front(rows: Sequence[Standing]) -> list[Standing]:
     """Mark what no other beats: at most as many bytes and a better score, or fewer bytes and no worse score."""
     score, best, front = SCORES[rows[0].task], math.nan, set[int]()
     # From few bytes to many, the better first among equals: each one that improves on all before it.
-    by_bytes = sorted(range(len(rows)), key=lambda n: (rows[n].payload_bytes, _badness(rows[n].score, score)))
+    sign = -1 if score.higher_is_better else 1
+    badness = [math.inf if math.isnan(row.score) else sign * row.score for row in rows]
+    by_bytes = sorted(range(len(rows)), key=lambda n: (rows[n].payload_bytes, badness[n]))
     for number in by_bytes:
         if is_better(rows[number].score, best, score):
             best = rows[number].score
             front.add(number)
     return [dataclasses.replace(row, on_front=number in front) for number, row in enumerate(rows)]
-
-
-def _badness(value: float, score: Score) -> float:
-    return math.inf if math.isnan(value) else -value if score.higher_is_better else value

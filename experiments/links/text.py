@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -21,6 +21,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _FACTORS = {prefix.lower(): factor for prefix, factor in _PREFIXES.items()}  # 'mbit' is often written for 'Mbit'
 _BITS = {"bit/s", "bits/s", "bit", "bps", "b/s"}
 _BYTES = {"Byte/s", "Bytes/s", "byte/s", "bytes/s", "Bps", "B/s"}
+_RATES = {f"{prefix}bit/s": factor for prefix, factor in _PREFIXES.items()}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _NO_LIMIT = {"unlimited", "none", "inf"}
 _FORMS = "'100Mbit/s', '20Mbit/s,down=100Mbit/s,latency=5ms', '100Mbit/s+10Mbit/s@30s', 'hosts:100Mbit/s' or 'real'"
@@ -108,12 +109,12 @@ def text_of(fields: Mapping[str, Any]) -> str:
     rate, schedule = fields["bits_per_second"], fields["schedule"]
     pieces = []
     if rate is not None or schedule:
-        later = (f"+{_exact_rate(then)}@{_exact_seconds(seconds)}" for seconds, then in schedule)
-        pieces.append("".join((_exact_rate(rate), *later)))
+        later = ("@".join((_exact_rate(then), _shortest(seconds, _SECONDS))) for seconds, then in schedule)
+        pieces.append("+".join((_exact_rate(rate), *later)))
     if fields["down_bits_per_second"] is not None:
         pieces.append(f"down={_exact_rate(fields['down_bits_per_second'])}")
     if fields["latency_seconds"]:
-        pieces.append(f"latency={_exact_seconds(fields['latency_seconds'])}")
+        pieces.append(f"latency={_shortest(fields['latency_seconds'], _SECONDS)}")
     if not fields["framing"]:
         pieces.append("framing=off")
     if fields["kind"] == "emulated":
@@ -164,20 +165,13 @@ def _seconds_in(what: str, text: str) -> float:
 
 def _exact_rate(rate: float | None) -> str:
     """Return the shortest text from which `parse_rate` reads exactly this rate."""
-    if rate is None:
-        return "unlimited"
-    return _shortest(rate, ((factor, f"{prefix}bit/s") for prefix, factor in _PREFIXES.items()))
+    return "unlimited" if rate is None else _shortest(rate, _RATES)
 
 
-def _exact_seconds(seconds: float) -> str:
-    """Return the shortest text from which a time is read exactly."""
-    return _shortest(seconds, ((factor, unit) for unit, factor in _SECONDS.items()))
-
-
-def _shortest(value: float, units: Iterable[tuple[float, str]]) -> str:
+def _shortest(value: float, units: Mapping[str, float]) -> str:
     """Return the shortest number and unit that stand for this value, to the last bit; one of the factors is 1."""
     texts = []
-    for factor, unit in units:
+    for unit, factor in units.items():
         number = format(Decimal(repr(value / factor)), "f")  # without an exponent, which the parsers do not read
         number = number.rstrip("0").rstrip(".") if "." in number else number
         if float(number) * factor == value:

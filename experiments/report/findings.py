@@ -197,18 +197,15 @@ def _to_target(setting: Setting, first: Outcome, best: Outcome) -> str:
     if not faster.seeds:
         one, other, how = (best, first, its) if best.reached else (first, best, theirs)
         after = seconds_in_words(one.seconds_to_target.mean)
-        return f"{'It' if one is best else one.hook} reached {loss} {how}, after {after}; {_never(other, best)}."
+        steps = max(len(result.steps) for result in other.results.values())
+        never = f"{'it' if other is best else other.hook} did not in up to {counted(steps, 'step')}"
+        return f"{'It' if one is best else one.hook} reached {loss} {how}, after {after}; {never}."
     ours, baselines = (
         seconds_in_words(statistics.fmean(one.seconds_to_target.by_seed[seed] for seed in faster.by_seed))
         for one in (best, first)
     )
     few = f" with the {counted(faster.seeds, 'seed')} in which both did" if faster.seeds < len(setting.seeds) else ""
     return f"It reached {loss} {its}: {ours} instead of {baselines}{few}, {_faster(faster)}."
-
-
-def _never(one: Outcome, best: Outcome) -> str:
-    steps = max(len(result.steps) for result in one.results.values())
-    return f"{'it' if one is best else one.hook} did not in up to {counted(steps, 'step')}"
 
 
 def _after_the_same_time(setting: Setting, first: Outcome, best: Outcome) -> str:

@@ -242,11 +242,8 @@ def _estimate(
     if not estimate.seeds:
         return Cell(NEVER)
     within = spread_of(estimate, lambda value: form(min(max(value, lowest), highest)))
-    return Cell(form(estimate.mean), tuple(filter(None, [within.replace(_unit(form), "")])))
-
-
-def _unit(form: Callable[[float], str]) -> str:
-    return form(1.0).lstrip("+0123456789.")
+    unit = form(1.0).lstrip("+0123456789.")
+    return Cell(form(estimate.mean), tuple(filter(None, [within.replace(unit, "")])))
 
 
 def _change(estimate: Estimate, form: Callable[[float], str]) -> Cell:

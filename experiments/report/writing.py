@@ -58,7 +58,7 @@ def write(
     hooks = list(dict.fromkeys(one.hook for setting in settings for one in setting.outcomes))
     chosen = next((setting.baseline.hook for setting in settings if setting.baseline is not None), None)
     drawn = looks(hooks, chosen)
-    names = [_file_name(name) for name in names_of(settings)]
+    names = [re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")[:80] for name in names_of(settings)]
     pictures = [list(_pictures(name, setting, drawn)) for name, setting in zip(names, settings, strict=True)]
     across = [
         Picture(f"series-{number}", series.along, speed_ups(series, drawn))
@@ -96,7 +96,3 @@ def _pictures(name: str, setting: Setting, drawn: Mapping[str, Look]) -> Iterato
         yield Picture(name, "gradients", gradients)
     if layers is not None:
         yield Picture(name, "layers", layers)
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")[:80]

@@ -84,8 +84,16 @@ class Trial:
         task = load_task(named, self.seed)
         hook = make_hook(Spec.parse(hook_for(self.hook, task.steps)), self.seed)
         trained = train_in_lockstep(task, hook, steps=task.steps, workers=self.workers, optimizer=optimizer)
-        row = {"key": self.key, "task": self.task, "variant": self.variant, "seed": self.seed, "steps": task.steps}
-        return row | {name: _finite(value) for name, value in dataclasses.asdict(trained).items()}
+        row: dict[str, Any] = {
+            "key": self.key,
+            "task": self.task,
+            "variant": self.variant,
+            "seed": self.seed,
+            "steps": task.steps,
+        }
+        for name, value in dataclasses.asdict(trained).items():
+            row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+        return row
 
 
 def task_and_optimizer(text: str) -> tuple[Spec, Spec | None]:
@@ -133,16 +141,11 @@ def train_variants(ablation: Ablation, notes: Notes) -> dict[str, Any]:
 
     def keep(row: Any) -> None:
         rows[row["key"]] = row
-        notes.keep(row["key"], row)
-        notes.tell(f"{row['key']}: {_in_words(row)}")
+        notes.keep(row["key"], row, _in_words(row))
 
     if missing:
         run_jobs(missing, min(ablation.processes or cores(), len(missing)), keep)
     return {"runs": list(rows.values())}
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _in_words(row: Mapping[str, Any]) -> str:

@@ -31,6 +31,7 @@ _RANKS = 2
 _TIMEOUT_SECONDS = 120.0
 _CONTROLLER = "controller"
 _THROUGHPUT_TARGET, _STEPS_TARGET, _SLOWER_TARGET = 0.90, 10, 0.03
+_MET = {True: "met", False: "missed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +169,10 @@ def _verdict(
     bests = ", ".join(f"{hook} at {rate}" for hook, rate in zip(best, settings.rates, strict=True))
     return (
         f"Best fixed compressors: {bests}. The controller reaches at least {percent(lowest)} of their throughput in "
-        f"every phase of every run (goal: {percent(_THROUGHPUT_TARGET)}, {_met(lowest >= _THROUGHPUT_TARGET)}); the "
+        f"every phase of every run (goal: {percent(_THROUGHPUT_TARGET)}, {_MET[lowest >= _THROUGHPUT_TARGET]}); the "
         "first phase includes the steps in which it tries its rungs. After a change of the link it used a compressor "
         f"that, fixed, has {percent(_THROUGHPUT_TARGET)} of the best one's throughput within {slowest} steps (goal: "
-        f"{_STEPS_TARGET}, {_met(slowest <= _STEPS_TARGET)}). After every phase the replicas "
+        f"{_STEPS_TARGET}, {_MET[slowest <= _STEPS_TARGET]}). After every phase the replicas "
         f"were {'equal' if equal else 'not equal'}, bit for bit."
     )
 
@@ -184,10 +185,6 @@ def _delays(ran: Mapping[str, Any], fixed: Mapping[str, list[float]], settings: 
         good = [step for step, rung in enumerate(rungs) if _THROUGHPUT_TARGET * fixed[rung][phase] <= best]
         found.append(good[0] if good else len(rungs))
     return found
-
-
-def _met(is_met: bool) -> str:
-    return "met" if is_met else "missed"
 
 
 def _replacing(controlled: list[Any]) -> str:
@@ -207,7 +204,7 @@ def _beside(beside: Mapping[str, Any], settings: Settings) -> str:
         f"On links without a limit the controller chose {beside['chosen']}. Its steps took {ours.text} times those of "
         f"a plain all-reduce, in {settings.turns} turns of {settings.turn_steps} steps (median, 95 % interval); those "
         f"of a second plain all-reduce {itself.text} times. The goal of at most {percent(_SLOWER_TARGET)} more, plus "
-        f"that spread, is {_met(is_met)}. Its first {len(at_first)} steps, in which it tries its rungs, are not "
+        f"that spread, is {_MET[is_met]}. Its first {len(at_first)} steps, in which it tries its rungs, are not "
         f"counted; they took {seconds_in_words(sum(at_first))}, as long as {as_long_as:.0f} steps of a plain "
         "all-reduce."
     )

@@ -64,12 +64,14 @@ class Notes:
         """Return what was kept under the key, also by an interrupted run; None if nothing was."""
         return self._parts.get(key)
 
-    def keep(self, key: str, value: Any) -> None:
-        """Write a finished part to the disk; JSON must be able to hold it."""
+    def keep(self, key: str, value: Any, said: str | None = None) -> None:
+        """Write a finished part to the disk, and say something about it; JSON must be able to hold the part."""
         line = json.dumps([key, value, self.seconds])
         self._parts[key] = json.loads(line)[1]
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
+        if said is not None:
+            self.tell(f"{key}: {said}")
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
         """Return what was kept under the key; if nothing was, make it and keep it."""

@@ -108,13 +108,10 @@ def settings_of(reproduction: Reproduction, request: Request) -> Any:
             continue
         if not hasattr(settings, field):
             option = "--seeds" if field == "seeds" else "--link"
-            raise ValueError(f"{reproduction.name} takes no {option}: its settings are {_fields(settings)}")
+            known = ", ".join(each.name for each in dataclasses.fields(settings)) or "no settings"
+            raise ValueError(f"{reproduction.name} takes no {option}: its settings are {known}")
         settings = dataclasses.replace(settings, **{field: value})
     return settings
-
-
-def _fields(settings: Any) -> str:
-    return ", ".join(field.name for field in dataclasses.fields(settings)) or "no settings"
 
 
 def _check_place(reproduction: Reproduction, settings: Any) -> None:

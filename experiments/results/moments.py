@@ -28,9 +28,13 @@ class Moment:
         """Compare two runs of one seed. If the baseline's run went on, only the steps asked for count."""
         all_of_it, had = total_seconds(baseline.asked_steps), total_seconds(ours.steps)
         seconds, whole = min(all_of_it, had), had * (1 + 1 / len(ours.steps)) > all_of_it
-        # A straight line between two evaluations lies above most curves. That would harm the baseline: of its
-        # evaluations only the last counts.
-        held_out = _held_out_after(seconds, ours) - baseline.evaluation.loss if whole else math.nan
+        held_out = math.nan
+        if whole:  # on a line between two evaluations; NaN before the first of them
+            times = np.cumsum([step.seconds for step in ours.steps])[[one.step - 1 for one in ours.evaluations]]
+            found = float(np.interp(seconds, times, [one.loss for one in ours.evaluations], left=math.nan))
+            # A straight line between two evaluations lies above most curves. That would harm the baseline: of its
+            # evaluations only the last counts.
+            held_out = found - baseline.evaluation.loss
         return cls(
             seconds=seconds,
             ours=_loss_after(seconds, ours.steps),
@@ -57,9 +61,3 @@ def _noise_after(seconds: float, steps: Sequence[StepRecord]) -> float:
         variance = float(np.mean((losses - curve_of(losses.tolist())) ** 2 / (1 - 1 / averaged)))
     times = np.cumsum([step.seconds for step in steps])
     return math.sqrt(variance / float(np.interp(seconds, times, averaged)))
-
-
-def _held_out_after(seconds: float, run: RunResult) -> float:
-    """Return the held-out loss after this time, on a line between two evaluations; NaN before the first of them."""
-    times = np.cumsum([step.seconds for step in run.steps])[[one.step - 1 for one in run.evaluations]]
-    return float(np.interp(seconds, times, [one.loss for one in run.evaluations], left=math.nan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import math
@@ -69,7 +70,9 @@ class HookTimes:
         known |= self.counted
         if ranks in known:
             return known[ranks]
-        low, high = _neighbours(sorted(known), ranks)
+        numbers = sorted(known)
+        place = min(max(1, bisect.bisect(numbers, ranks)), len(numbers) - 1)
+        low, high = numbers[place - 1], numbers[place]
         found = []
         for at_low, at_high in zip(known[low], known[high], strict=True):
             if _kinds_of(at_low) != _kinds_of(at_high):
@@ -203,12 +206,6 @@ def _kinds_of(rounds: Sequence[Sends]) -> list[list[str]]:
 def answer_bytes(sends: Sends, ranks: int) -> int:
     """Return the bytes that a rank receives as answers: of a gather, the payloads of all ranks."""
     return sum(payload * (ranks if kind == "all-gather" else 1) for kind, payload in sends)
-
-
-def _neighbours(known: Sequence[int], ranks: int) -> tuple[int, int]:
-    """Return the two known numbers around this one, or the two that are nearest to it."""
-    place = min(max(1, int(np.searchsorted(known, ranks))), len(known) - 1)
-    return known[place - 1], known[place]
 
 
 def _between(low: int, at_low: int, high: int, at_high: int, ranks: int) -> int:

@@ -284,10 +284,9 @@ def _time_with(
             watch.clear()
             commhooks.average_in_lockstep(exchangers, means)
             times.append(watch.times())
-    return tuple(_typical(times[_WARM_UP:]) for times in found)
-
-
-def _typical(times: Sequence[tuple[list[float], tuple[Sends, ...], float]]) -> BucketTimes:
-    """Return the medians, and what the last step sent."""
-    seconds = np.median([one for one, _, _ in times], axis=0)
-    return BucketTimes(tuple(seconds.tolist()), times[-1][1], statistics.median(after for _, _, after in times))
+    typical = []
+    for times in found:
+        before, _, after = zip(*times[_WARM_UP:], strict=True)
+        seconds = tuple(np.median(before, axis=0).tolist())
+        typical.append(BucketTimes(seconds, times[-1][1], statistics.median(after)))  # what the last step sent
+    return tuple(typical)

@@ -230,18 +230,15 @@ def silence_allowed(runs: Sequence[RunSettings], work: Work) -> float:
 
     Two minutes, 20 of the slowest steps, and what a task takes to load on a machine that is busy with all ranks.
     """
-    slowest = [_dense_seconds(settings) * work.dilations[number] for number, settings in enumerate(runs)]
-    return _SILENCE + 20 * max(slowest, default=0.0) + _loading_seconds(runs)
+    slowest = 0.0
+    for number, settings in enumerate(runs):
+        if rate := settings.link.slowest:  # what a plain all-reduce of all gradients takes
+            slowest = max(slowest, 2 * 32 * _loaded(settings.task).elements / rate * work.dilations[number])
+    return _SILENCE + 20 * slowest + _loading_seconds(runs)
 
 
 def _loading_seconds(runs: Sequence[RunSettings]) -> float:
     return max((4 * settings.ranks * _loaded(settings.task).seconds for settings in runs), default=0.0)
-
-
-def _dense_seconds(settings: RunSettings) -> float:
-    """Return how long the plain all-reduce of all gradients takes on the link at its slowest."""
-    rate = settings.link.slowest
-    return 2 * 32 * _loaded(settings.task).elements / rate if rate else 0.0
 
 
 @dataclass(frozen=True)

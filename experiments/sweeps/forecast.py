@@ -35,7 +35,12 @@ class Forecast:
 
     def seconds(self, settings: RunSettings) -> float:
         """Return about how many seconds the run takes here."""
-        same = [one for one in self.results if _is_like(one.settings, settings, "seed", "steps", "evaluate_every")]
+        telling = vars(settings).keys() - {"seed", "steps", "evaluate_every"}
+        same = [
+            one
+            for one in self.results
+            if all(getattr(one.settings, name) == getattr(settings, name) for name in telling)
+        ]
         if same:
             step = statistics.fmean(step.seconds * one.dilation for one in same for step in one.steps)
             return settings.steps * step
@@ -73,10 +78,6 @@ class Forecast:
             else:
                 self._compute[key] = _measured(settings)
         return self._compute[key]
-
-
-def _is_like(one: RunSettings, other: RunSettings, *but: str) -> bool:
-    return all(value == getattr(other, name) for name, value in vars(one).items() if name not in but)
 
 
 def _counted(settings: RunSettings) -> float:
@@ -117,7 +118,10 @@ def forecast(runs: Sequence[RunSettings], done: Mapping[RunSettings, RunResult])
     lines = []
     for settings in runs:
         state = "finished" if settings in done else f"about {in_words(estimate.seconds(settings))}"
-        others = "".join(f", {_stated(name, getattr(settings, name))}" for name in differing)
+        others = ""
+        for name in differing:
+            value = getattr(settings, name)
+            others += f", {name} {value.label if isinstance(value, Spec) else 'as usual' if value is None else value}"
         lines.append(
             f"{settings.label}, {settings.ranks} ranks, {settings.link.label}, {settings.steps} steps{others}: {state}"
         )
@@ -130,12 +134,6 @@ def forecast(runs: Sequence[RunSettings], done: Mapping[RunSettings, RunResult])
         if any(settings.link.kind == "real" for settings in missing):
             lines.append("The rate of a real network is not known: the time of its transfers is not included.")
     return lines
-
-
-def _stated(name: str, value: object) -> str:
-    """Return 'optimizer sgd:lr=0.1', or 'optimizer as usual' for what was not set."""
-    text = value.label if isinstance(value, Spec) else "as usual" if value is None else str(value)
-    return f"{name} {text}"
 
 
 def in_words(seconds: float) -> str:

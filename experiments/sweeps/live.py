@@ -167,8 +167,8 @@ class Live:
         words = [
             f"{ended:,} of {counted(len(rows), 'run')}",
             *([f"{failed:,} failed"] if failed else []),
-            _clock_time(self._clock() - self._began),
-            "time left not known yet" if left is None else f"about {_clock_time(left)} left",
+            str(timedelta(seconds=round(self._clock() - self._began))),
+            "time left not known yet" if left is None else f"about {timedelta(seconds=round(left))} left",
         ]
         steps = sum(row.settings.steps if row.ended else min(row.step, row.settings.steps) for row in rows)
         bar = ProgressBar(total=sum(row.settings.steps for row in rows), completed=steps, width=20)
@@ -254,7 +254,3 @@ def _scene_in_words(settings: RunSettings) -> str:
     others = settings.to_dict()
     words = [f"{key} {others[key]}" for key in _written([settings]) if key not in {"steps", "evaluate_every"}]
     return " · ".join([settings.task.label, f"seed {settings.seed}", *words])
-
-
-def _clock_time(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

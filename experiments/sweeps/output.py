@@ -69,8 +69,12 @@ def _prepare(out: Path, contents: Contents, overwrite: bool) -> None:
 
 def _refuse_to_replace(out: Path, contents: Contents) -> None:
     """Raise ValueError if a file or folder that is about to be written belongs to another program."""
-    taken = [out / name for name in contents.folders if _is_taken(out / name)]
-    taken += [out / name for name, head in contents.files.items() if _is_foreign(out / name, head)]
+    folders, files = [out / name for name in contents.folders], [out / name for name in contents.files]
+    taken = [path for path in folders if path.is_symlink() or (path.exists() and not path.is_dir())]
+    taken += [path for path in files if path.is_symlink() or (path.exists() and not path.is_file())]
+    taken += [
+        path for path in files if path not in taken and path.exists() and not _begins(path, contents.files[path.name])
+    ]
     if not any(_is_result(path) for path in (out / RESULTS).glob("*.json")) and not _is_report(out, contents):
         taken += (out / PLOTS).glob("*.png")
     if taken:
@@ -92,14 +96,6 @@ def _is_report(out: Path, contents: Contents) -> bool:
 
 def _is_picture(name: str, contents: Contents) -> bool:
     return any(name.endswith(f".{picture}.png") for picture in contents.pictures)
-
-
-def _is_taken(folder: Path) -> bool:
-    return folder.is_symlink() or (folder.exists() and not folder.is_dir())
-
-
-def _is_foreign(path: Path, head: str) -> bool:
-    return path.is_symlink() or (path.exists() and not (path.is_file() and _begins(path, head)))
 
 
 def _remove_earlier(out: Path, contents: Contents, overwrite: bool) -> None:

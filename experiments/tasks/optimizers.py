@@ -29,7 +29,8 @@ def make_optimizer(spec: Spec, model: nn.Module) -> torch.optim.Optimizer:
 
     """
     if spec.name.lower() not in _KINDS:
-        raise ValueError(unknown("optimizer", spec.name, (name for name in _KINDS if name not in _unfit())))
+        fit = [name for name, kind in _KINDS.items() if kind.__name__ not in _UNFIT]
+        raise ValueError(unknown("optimizer", spec.name, fit))
     kind = _KINDS[spec.name.lower()]
     if kind.__name__ in _UNFIT:
         raise ValueError(f"optimizer {spec.label!r} cannot be used here: {_UNFIT[kind.__name__]}; use sgd or adamw")
@@ -45,10 +46,6 @@ def make_optimizer(spec: Spec, model: nn.Module) -> torch.optim.Optimizer:
         raise ValueError(f"optimizer {spec.label!r}: {error}") from error
 
 
-def _unfit() -> set[str]:
-    return {name.lower() for name in _UNFIT}
-
-
 def _checked(value: SettingValue, default: object, where: str) -> object:
     """Return a setting's value in the form of its default; raise ValueError if it has another type."""
     if isinstance(default, tuple):
@@ -62,10 +59,7 @@ def _checked(value: SettingValue, default: object, where: str) -> object:
         return numbers
     if isinstance(default, bool) and not isinstance(value, bool):
         raise ValueError(f"{where} must be true or false (got {value})")
-    if isinstance(default, int | float) and not isinstance(default, bool) and not _is_finite(value):
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    if is_number and (isinstance(value, bool | str) or not math.isfinite(value)):
         raise ValueError(f"{where} must be a finite number, such as {default:g} (got {value})")
     return value
-
-
-def _is_finite(value: SettingValue) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

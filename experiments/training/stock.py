@@ -46,8 +46,10 @@ def check_stock(spec: Spec) -> None:
             "with NCCL, and these runs use Gloo; 'torch.fp16' runs, and so does 'bf16', which is ours."
         )
     if spec.name not in stock_names():
-        raise ValueError(f"hook {spec.label!r}: PyTorch's hooks here are {_list_of(stock_names(), spec.name)}")
-    known = _powersgd_defaults() if spec.name == _POWERSGD else {}
+        names = _list_of(stock_names(), spec.name)
+        raise ValueError(f"hook {spec.label!r}: PyTorch's hooks here are {names}")
+    parameters = inspect.signature(powerSGD_hook.PowerSGDState).parameters if spec.name == _POWERSGD else {}
+    known = {name: each.default for name, each in parameters.items() if name != "process_group"}
     for name, value in spec.settings:
         if name not in known:
             has = _list_of(tuple(known), name) if known else "no settings."
@@ -96,11 +98,6 @@ def _powersgd_of_one_bucket(state: powerSGD_hook.PowerSGDState, bucket: GradBuck
 def _powersgd_state(spec: Spec, group: dist.ProcessGroup | None) -> powerSGD_hook.PowerSGDState:
     settings: dict[str, Any] = dict(spec.settings)
     return powerSGD_hook.PowerSGDState(group, **settings)
-
-
-def _powersgd_defaults() -> dict[str, object]:
-    parameters = inspect.signature(powerSGD_hook.PowerSGDState).parameters
-    return {name: each.default for name, each in parameters.items() if name != "process_group"}
 
 
 def _list_of(names: tuple[str, ...], wrong: str) -> str:

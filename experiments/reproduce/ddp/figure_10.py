@@ -118,8 +118,9 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = []
     for scene in measured["scenes"]:
         blocks.append(_table(scene, settings))
+        title = _title(scene)
         for ddp, name in DDPS.items():
-            blocks.append(_finding(f"{_title(scene)}, {name}", scene["seconds"][ddp], settings.cycles[-1]))
+            blocks.append(_finding(f"{title}, {name}", scene["seconds"][ddp], settings.cycles[-1]))
     caption = "Latency of an iteration against the iterations of a cycle, measured and by arithmetic"
     return [*blocks, Picture("latency", caption, partial(_draw, settings, measured["scenes"]))]
 

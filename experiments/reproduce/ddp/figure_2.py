@@ -104,7 +104,7 @@ def _readiness(model: str, label: str, steps: int) -> dict[str, Any]:
     parameters = list(task.model.parameters())
     ready: dict[Tensor, float] = {}
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(partial(_note, ready))
+        parameter.register_post_accumulate_grad_hook(lambda own: ready.update({own: time.perf_counter()}))
     passes = []
     for step in range(_WARM_UP + steps):
         loss = task.loss(task.model, task.batch(step, 0, 2))
@@ -115,11 +115,6 @@ def _readiness(model: str, label: str, steps: int) -> dict[str, Any]:
         if step >= _WARM_UP:
             passes.append(times)
     return {"model": model, "elements": [parameter.numel() for parameter in parameters], "passes": passes}
-
-
-def _note(ready: dict[Tensor, float], parameter: Tensor) -> None:
-    """Note that a parameter's gradient is ready."""
-    ready[parameter] = time.perf_counter()
 
 
 def _calls(rank: int, ranks: int, work: _Work, send: Send) -> None:

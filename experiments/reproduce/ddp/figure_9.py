@@ -258,8 +258,8 @@ def _draw(settings: Settings, models: Mapping[str, Mapping[str, Any]], theme: Th
         for axes, (model, found) in zip(panels, models.items(), strict=True):
             for latency, dashes in zip(settings.latencies, ("-", ":"), strict=True):
                 expected = [1e3 * simulated(settings, found, world, latency) for world in worlds]
-                label = f"simulated, {_latency(latency)}"
-                axes.plot(worlds, expected, color=theme.hooks[1], linestyle=dashes, label=label)
+                words = _latency(latency)
+                axes.plot(worlds, expected, color=theme.hooks[1], linestyle=dashes, label=f"simulated, {words}")
             seconds = [found["seconds"][str(world)] for world in settings.worlds]
             draw_quartiles(
                 axes, settings.worlds, seconds, colour=theme.hooks[0], label="measured, median and quartiles"

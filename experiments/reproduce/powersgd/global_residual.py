@@ -89,14 +89,11 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     ]
     missing = [one for one in trainings if notes.get(one.key) is None]
     if missing:
-        keep = partial(_keep, notes)
+        keep = lambda row: notes.keep(
+            row["key"], row, f"accuracy {row['accuracy']:.3f}, residual / gradient {row['residuals'][-1]:.3g}"
+        )
         run_world(train_each, settings.ranks, missing, keep, timeout=_SILENCE_SECONDS)
     return {"runs": [notes.get(one.key) for one in trainings]}
-
-
-def _keep(notes: Notes, row: Any) -> None:
-    notes.keep(row["key"], row)
-    notes.tell(f"{row['key']}: accuracy {row['accuracy']:.3f}, residual / gradient {row['residuals'][-1]:.3g}")
 
 
 def train_each(rank: int, ranks: int, argument: Sequence[Training], send: Send) -> None:
@@ -262,10 +259,6 @@ def _diverged(rows: Sequence[Mapping[str, Any]], skew: float) -> int:
     return sum(row["skew"] == skew and not math.isfinite(row["loss"]) for row in rows)
 
 
-def _growth(row: Mapping[str, Any]) -> float:
-    return float(row["norms"][-1] / row["norms"][0])
-
-
 def _accuracies(rows: Sequence[Mapping[str, Any]], skew: float) -> Estimate:
     """Return by how many points our accuracy exceeds that of PyTorch's hook, seed by seed."""
     ours, theirs = ({s: 100 * row["accuracy"] for s, row in _of(rows, skew, one).items()} for one in (_OURS, _STOCK))
@@ -281,7 +274,7 @@ def _cells(rows: Sequence[Mapping[str, Any]], skew: float, label: str) -> list[s
         f"{_data(skew)}, {label}",
         f"{_mean(own, lambda row: row['elements']):,.0f}",
         *(f"{value:.3g}" for value in last),
-        f"{_mean(own, _growth):.3g}",
+        f"{_mean(own, lambda row: row['norms'][-1] / row['norms'][0]):.3g}",
         f"{_mean(own, lambda row: 100 * row['accuracy']):.2f}",
         with_bounds(found, _POINTS) if is_compared else NONE,
     ]
