@@ -28,7 +28,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
-from .cluster import INTERFACE, Cluster
+from .cluster import INTERFACE, Cluster, hosts_on
+from .links.link import LinkSettings
 
 Send = Callable[[object], None]
 RankFunction = Callable[[int, int, Any, Send], None]  # (rank, ranks, argument, send)
@@ -36,6 +37,7 @@ RankFunction = Callable[[int, int, Any, Send], None]  # (rank, ranks, argument, 
 _GRACE_SECONDS = 1.0  # for the other ranks' tracebacks, after the first failure
 _TERMINATE_SECONDS = 2.0
 _CHAPTER = re.compile(r"rank \d+ (failed|died):")
+_TIMEOUT_SECONDS = 120.0  # without a message
 _EXIT_SECONDS = 30.0  # for a rank that has sent its last message, on a very busy machine
 
 
@@ -142,6 +144,20 @@ def run_world(
         _check_exit_codes(world)
     finally:
         _end(world)
+
+
+def run_on_link(
+    function: RankFunction, ranks: int, argument: object, link: LinkSettings, tell: Callable[[str], None]
+) -> list[Any]:
+    """Call the function in new ranks, on hosts with the link's rate if it is of that kind; see `run_world`.
+
+    Texts that the ranks send are told, as progress; everything else is returned.
+    """
+    found: list[Any] = []
+    hear = lambda message: tell(message) if isinstance(message, str) else found.append(message)
+    with hosts_on(link, ranks) as cluster:
+        run_world(function, ranks, argument, hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
+    return found
 
 
 def _free_port() -> int:

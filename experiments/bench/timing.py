@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..launch import RankFunction, environment
+from ..launch import RankFunction, environment, run_on_link
 from ..links.link import LinkSettings
-from ..reproduce.ddp.turns import run_on_link
 
 Tell = Callable[[str], None]
 _KEEPS_FREED = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "4294967296"}

@@ -2,7 +2,7 @@
 
 from .counters import gloo_interface, interface_bytes
 from .iproute import ClusterError
-from .namespaces import INTERFACE, Cluster, HostState, check_hosts, clusters, remove_abandoned
+from .namespaces import INTERFACE, Cluster, HostState, check_hosts, clusters, hosts_on, remove_abandoned
 from .preflight import why_not
 from .schedule import follow, set_rate
 from .shaping import check_rates
@@ -17,6 +17,7 @@ __all__ = [
     "clusters",
     "follow",
     "gloo_interface",
+    "hosts_on",
     "interface_bytes",
     "remove_abandoned",
     "set_rate",

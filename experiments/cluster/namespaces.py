@@ -7,9 +7,11 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Literal, TypeVar
 
+from ..links.link import LinkSettings
 from .iproute import NAMESPACES, run
 from .iproute import enter as enter_namespace
 from .iproute import inside as inside_namespace
@@ -251,6 +253,14 @@ class Cluster:
             if (NAMESPACES / namespace).exists():
                 run("ip", "netns", "delete", namespace, lock=lock)
         Record(self.name, self.hosts, owner=None).delete()
+
+
+def hosts_on(link: LinkSettings, hosts: int) -> AbstractContextManager[Cluster | None]:
+    """Return a cluster whose links have the link's rates at first, if it is of the kind "hosts"; otherwise None."""
+    if link.kind != "hosts":
+        return nullcontext()
+    up, down = link.bits_per_second, link.down_bits_per_second or link.bits_per_second
+    return Cluster.create(hosts, up=up, down=down)
 
 
 def clusters() -> list[Cluster]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..cluster import Cluster, set_rate
+from ..cluster import Cluster, hosts_on, set_rate
 from ..launch import Send, run_world
 from ..links.link import LinkSettings
 from ..machine import dilation
@@ -58,8 +57,7 @@ def measure_steps(world: World, tell: Callable[[str], None]) -> list[Steps]:
 
     """
     found: list[Steps] = []
-    with ExitStack() as stack:
-        cluster = stack.enter_context(Cluster.create(world.ranks)) if world.kind == "hosts" else None
+    with hosts_on(LinkSettings(kind=world.kind), world.ranks) as cluster:
         hear = lambda message: found.append(message) if isinstance(message, Steps) else tell(str(message))
         run_world(_take, world.ranks, (world, cluster), hear, timeout=_TIMEOUT, cluster=cluster)
     return found

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
-from ..cluster import Cluster, check_rates, follow
+from ..cluster import check_rates, follow, hosts_on
 from ..launch import WorldError, run_in_torchrun, run_world, torchrun_world
 from ..links.link import LinkSettings
 from ..results.goals import GoingOn
@@ -159,12 +159,10 @@ class _Attempt:
         first = self._runs[0]
         work = self._work(self._calibrate())
         timeout = silence_allowed(self._runs, work)
+        link = self._link_of_hosts(work.dilations[0]) if first.link.kind == "hosts" else first.link
         with ExitStack() as stack:
-            cluster, hear = None, self._hear
-            if first.link.kind == "hosts":
-                link = self._link_of_hosts(work.dilations[0])
-                up, down = link.bits_per_second, link.down_bits_per_second or link.bits_per_second
-                cluster = stack.enter_context(Cluster.create(first.ranks, up=up, down=down))
+            cluster, hear = stack.enter_context(hosts_on(link, first.ranks)), self._hear
+            if cluster is not None:
                 hear = functools.partial(
                     self._hear, on_begin=lambda: stack.enter_context(follow(cluster, link.schedule))
                 )

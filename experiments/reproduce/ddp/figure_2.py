@@ -23,7 +23,7 @@ from torch import Tensor
 
 from commhooks.units import three_digits
 
-from ...launch import Send
+from ...launch import Send, run_on_link
 from ...overlap import longest
 from ...report.plots import Theme, canvas, canvases, png, style
 from ...results.medians import Ratio
@@ -32,7 +32,7 @@ from ...specs import Spec
 from ...tasks import load_task
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
-from .turns import LOOPBACK, MODELS, TINY_MODELS, end_groups, groups_on, link_of, place_in_words, run_on_link
+from .turns import LOOPBACK, MODELS, TINY_MODELS, end_groups, groups_on, link_of, place_in_words
 
 NEAR = 1.10  # times the fastest: a call size below which the rest of the cost is negligible
 _WARM_UP = 3  # backward passes that are not counted

@@ -13,13 +13,13 @@ from typing import Any
 import torch.distributed as dist
 from matplotlib.axes import Axes
 
-from ...launch import RankFunction
+from ...launch import RankFunction, run_on_link
 from ...links.link import LinkSettings, Wire
 from ...links.linked_group import LinkedGroup
 from ...results.summary import Spread
 from ...training.registration import wrap_in_ddp
 from ..notes import Notes
-from .turns import load_without_broadcasts, run_on_link
+from .turns import load_without_broadcasts
 
 _WARM_UP = 2  # iterations that synchronize, before the first turn: DDPs rebuild their buckets after the first one
 

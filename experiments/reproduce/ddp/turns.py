@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -18,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...cluster import Cluster
-from ...launch import RankFunction, Send, run_world
+from ...launch import Send, run_on_link
 from ...links.link import LinkSettings, Wire, parse_rate
 from ...links.linked_group import LinkedGroup
 from ...links.waits import WaitClock
@@ -36,7 +34,6 @@ DDPS = {"core": "ddp_core", "torch": "PyTorch's DDP"}
 LOOPBACK = "loopback"
 
 _WARM_UP = 3  # steps of every model before its first turn: DDPs rebuild their buckets after the first one
-_TIMEOUT = 120.0  # seconds without a finished turn
 
 
 class Taken(TypedDict):
@@ -92,23 +89,6 @@ def link_of(place: str, kind: str) -> LinkSettings:
 def place_in_words(place: str) -> str:
     """Return 'Over the loopback' or 'At 1 Gbit/s'."""
     return "Over the loopback" if place == LOOPBACK else f"At {place}"
-
-
-def run_on_link(
-    function: RankFunction, ranks: int, argument: object, link: LinkSettings, tell: Callable[[str], None]
-) -> list[Any]:
-    """Call the function in new ranks, on hosts with the link's rate if it is of that kind; see `run_world`.
-
-    Texts that the ranks send are told, as progress; everything else is returned.
-    """
-    found: list[Any] = []
-    hear = lambda message: tell(message) if isinstance(message, str) else found.append(message)
-    with ExitStack() as stack:
-        cluster = None
-        if link.kind == "hosts":
-            cluster = stack.enter_context(Cluster.create(ranks, up=link.bits_per_second, down=link.bits_per_second))
-        run_world(function, ranks, argument, hear, timeout=_TIMEOUT, cluster=cluster)
-    return found
 
 
 def groups_on(link: LinkSettings, count: int = 1) -> list[dist.ProcessGroup]:

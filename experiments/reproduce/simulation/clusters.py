@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,9 +20,9 @@ from commhooks.planning.links import Link
 from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
 from commhooks.units import seconds_in_words, three_digits
 
-from ...cluster import Cluster
+from ...cluster import hosts_on
 from ...launch import run_world
-from ...links.link import format_rate, parse_rate
+from ...links.link import LinkSettings, format_rate, parse_rate
 from ...machine import cores, dilation
 from ...report.words import percent
 from ...results.medians import milliseconds
@@ -79,8 +78,7 @@ def _measure(settings: Settings, hosts: int, notes: Notes) -> list[dict[str, Any
         seconds = seconds_in_words(statistics.median(message.seconds))
         notes.tell(f"{hosts} hosts, {format_rate(message.rate)}, {message.hook}: {seconds} a step")
 
-    with ExitStack() as stack:
-        cluster = stack.enter_context(Cluster.create(hosts)) if settings.kind == "hosts" else None
+    with hosts_on(LinkSettings(kind=settings.kind), hosts) as cluster:
         whole = Work(**work, cluster=cluster)  # type: ignore[arg-type]  # 'has incompatible type "object"': each fits
         run_world(run_steps, hosts, whole, hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
     return [_row(hosts, case, whole.dilation) for case in cases]
