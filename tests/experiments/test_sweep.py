@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -38,6 +39,12 @@ from experiments.tasks import load_task
 from tests.experiments.synthetic import result, results, with_slow_probes
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def pictures_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes nine tenths of a report's time; test_report.py looks at the pictures."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write(b"no picture"))
 
 
 @pytest.fixture
