@@ -9,6 +9,8 @@ FRAMEWORKS_PINS := -c constraints.txt -c constraints-frameworks.txt
 BENCH ?=
 # The documentation's theme advertises its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
+# Tests start hundreds of processes: none compiles again what another one has, also where no bytecode is to be kept.
+export PYTHONDONTWRITEBYTECODE :=
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
