@@ -14,6 +14,9 @@ from tests.parity.training import compare, compare_with_local, first_difference
 from tests.world import run_world
 
 STEPS = 50
+SHORT = 10
+"""Enough for all that happens: buckets are rebuilt after the first step, branches come round every 6 steps, and a rank
+leaves 3 steps before the next one. What follows repeats it."""
 TABLE = list(variants())
 MLP = Variant(case="mlp", optimizer="sgd", view=False, static=False, bucket_cap_mb=0.002)
 
@@ -29,14 +32,10 @@ def assert_equal_histories(world_size: int, chosen: list[Variant], timeout: floa
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_step_has_the_bits_of_pytorchs_ddp(world_size: int) -> None:
-    """Half of the table at 2 ranks, the other half at 3; the whole of it, 50 steps, at both below.
-
-    Buckets are rebuilt after the first step, branches come round every 6 steps, and a rank leaves 3 steps before the
-    next one: 10 steps have all of that, and what follows repeats it.
-    """
+    """Half of the table at 2 ranks, the other half at 3; the whole of it, 50 steps, at both below."""
     chosen = [v for v in TABLE if (v.optimizer == "sgd") == (v.view == (world_size == 2))]
     assert {v.case for v in chosen} == set(CASES)
-    assert_equal_histories(world_size, chosen, timeout=380, steps=10)
+    assert_equal_histories(world_size, chosen, timeout=380, steps=SHORT)
 
 
 @pytest.mark.soak
@@ -50,17 +49,19 @@ def test_every_step_has_the_bits_of_pytorchs_ddp_in_the_whole_table(world_size: 
 @pytest.mark.timeout(200)
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("world_size", "optimizer"),
+    ("world_size", "optimizer", "steps"),
     [
-        (3, "sgd"),
-        pytest.param(2, "sgd", marks=pytest.mark.soak),
-        pytest.param(2, "adamw", marks=pytest.mark.soak),
-        pytest.param(3, "adamw", marks=pytest.mark.soak),
+        (3, "sgd", SHORT),
+        *(
+            pytest.param(ranks, optimizer, STEPS, marks=pytest.mark.soak)
+            for ranks in (2, 3)
+            for optimizer in ("sgd", "adamw")
+        ),
     ],
 )
-def test_training_equals_local_training_on_the_joined_batch(world_size: int, optimizer: str) -> None:
+def test_training_equals_local_training_on_the_joined_batch(world_size: int, optimizer: str, steps: int) -> None:
     cases = [case.name for case in CASES.values() if case.local]
-    complaints = run_world(compare_with_local, world_size, cases, optimizer, STEPS, bounds.IN_FLOAT64, timeout=180)
+    complaints = run_world(compare_with_local, world_size, cases, optimizer, steps, bounds.IN_FLOAT64, timeout=180)
     assert complaints == [[]] * world_size
 
 
