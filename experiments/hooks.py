@@ -10,7 +10,7 @@ import torch
 import commhooks
 from commhooks.language.compressor import Compressor
 from commhooks.making import settings_of
-from commhooks.scheduling.scheduler import POLICIES
+from commhooks.scheduling.policy import POLICIES
 
 from .specs import Spec
 

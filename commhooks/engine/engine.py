@@ -15,10 +15,11 @@ from commhooks.engine.buckets import Bucket, Buckets
 from commhooks.engine.guards import has_joined, keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.replay import Resumed, put_together
 from commhooks.engine.undo import UndoLog
-from commhooks.errors import AttachError, GradientError, SettingsError
+from commhooks.errors import AttachError, CommHooksError, GradientError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange, begin_exchange, judged
-from commhooks.scheduling.ledger import Ledger, Statistics
+from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import Line
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
@@ -48,12 +49,10 @@ class Engine:
         self.compressor = compressor
         self.line = line
         self.policy = policy or line.policy
-        self.name = name
-        """How messages name the engine's lane where there are several on a line."""
+        self.lane = Lane(line.join(), name, self.policy)
+        """The engine's place on its line, and what it counts."""
         self.scheduler: Scheduler | None = None
-        """The engine's lane; None before the first bucket, or `open`."""
-        self.is_closed = False
-        self._lane = line.join()
+        """What runs the lane; None before the first bucket, or `open`."""
         self._leave = weakref.finalize(self, line.leave)
         self._leave.atexit = False
         self.state = StateTable(line.rank, line.world_size, residuals)
@@ -106,7 +105,7 @@ class Engine:
             self.state.end_loading()
         if self._undo is not None:
             self._undo.expect(last=task.is_last)
-        (self.scheduler or self.scheduler_for(memory.device)).submit(task)
+        (self.scheduler or self.scheduler_for(memory.device)).submit(self.lane, task)
         if task.is_last:
             self.end_step()
         return task.future
@@ -155,7 +154,7 @@ class Engine:
         if self.buckets.is_step_under_way:
             self.end_step()
         if self.scheduler is not None:
-            self.scheduler.drain(caller)
+            self.scheduler.drain(self.lane, caller)
 
     def begin_with(self, compressor: Compressor) -> None:
         """Use another compressor before the first step; ranks have not compared it yet."""
@@ -198,20 +197,21 @@ class Engine:
         self._may_be_unused = may_be_unused
 
     def scheduler_for(self, device: torch.device, refusal: Exception | None = None) -> Scheduler:
-        """Return the engine's lane; the first call opens it."""
+        """Return what runs the engine's lane; the first call opens it."""
         if self.scheduler is None:
             fingerprint = self._fingerprint_with(self.compressor, refusal)
-            self.scheduler = self.line.open(self._lane, self.name, self.policy, device, fingerprint)
+            self.scheduler = self.line.open(self.lane, device, fingerprint)
         return self.scheduler
 
     def agree(self, fingerprint: str, caller: str, device: torch.device) -> None:
         """Return once every rank has passed the same fingerprint, between the same two steps; see `Scheduler.agree`."""
-        self.scheduler_for(device).agree(fingerprint, f"{caller} before step {self.step}")
+        self.scheduler_for(device).agree(self.lane, fingerprint, f"{caller} before step {self.step}")
 
     def open(self, device: torch.device, refusal: Exception | None = None) -> None:
         """Connect to the other ranks now rather than at the first bucket; raise the refusal once they know of it."""
         try:
-            self.scheduler_for(device, refusal).wait_until_open()
+            self.scheduler_for(device, refusal)
+            self.lane.opened.result()
         finally:
             if refusal is not None:
                 self.stop()
@@ -219,9 +219,7 @@ class Engine:
 
     def stop(self) -> None:
         """Close the lane; the line stops with its last one."""
-        self.is_closed = True
-        if self.scheduler is not None:
-            self.scheduler.close()
+        self.lane.is_closed = True
         self._leave()
 
     def _fingerprint_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
@@ -230,21 +228,19 @@ class Engine:
             return refusal_as_fingerprint(refusal)
         return (
             f"compressor: {compressor!r}\nunused parameters: {self._may_be_unused}\npolicy: {self.policy!r}\n"
-            f"atomic: {self._undo is not None}\nlane: {self._lane} {self.name}\n"
+            f"atomic: {self._undo is not None}\nlane: {self.lane.number} {self.lane.name}\n"
             f"{self.resumed.fingerprint}\n{self._fingerprint}"
         )
 
+    def failure(self) -> CommHooksError | None:
+        """Return the error that ended the lane's work; None while it continues or if it was stopped deliberately."""
+        return self.scheduler.failure(self.lane) if self.scheduler is not None else None
+
     def statistics(self) -> Statistics:
         """Return the totals so far."""
-        return self.ledger.totals(self.scheduler.traffic() if self.scheduler is not None else None)
-
-    @property
-    def ledger(self) -> Ledger:
-        """The counts for each bucket; empty before the first."""
-        return self.scheduler.ledger if self.scheduler is not None else Ledger()
+        return self.lane.ledger.totals(self.lane.traffic)
 
     def memory_report(self) -> MemoryReport:
         """Return how many bytes are used, and for what."""
         copies = self._undo.tensors() if self._undo is not None else []
-        messages = self.scheduler.working_memory() if self.scheduler is not None else []
-        return memory_report(self.state, self.buckets.views(), copies, messages)
+        return memory_report(self.state, self.buckets.views(), copies, self.lane.working_memory())

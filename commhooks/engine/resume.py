@@ -30,7 +30,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
     failed, whose buckets may have committed in part.
     """
     engine.stand_between_steps("state_dict")
-    failure = engine.scheduler.failure() if engine.scheduler is not None else None
+    failure = engine.failure()
     if failure is not None:
         raise CheckpointError(
             f"state_dict: a step failed, and some of its buckets may have changed their state and others may not; "
@@ -185,7 +185,7 @@ def _agreed(engine: Engine, loaded: Snapshot | CheckpointError) -> str:
         fingerprint = f"loaded state, step: {loaded.step}\nloaded state, digest: {loaded.digest()}"
     if engine.scheduler is not None and engine.state.named():
         try:
-            engine.scheduler.agree(fingerprint, f"load_state_dict before step {engine.step}")
+            engine.scheduler.agree(engine.lane, fingerprint, f"load_state_dict before step {engine.step}")
         except AttachError as error:
             if not isinstance(loaded, CheckpointError):
                 raise CheckpointError(f"load_state_dict: nothing was loaded. {error}") from error

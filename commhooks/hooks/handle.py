@@ -18,7 +18,7 @@ from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.making import make_compressor
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.line import Line, ProcessGroupLine
-from commhooks.scheduling.scheduler import POLICIES
+from commhooks.scheduling.policy import POLICIES
 from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadOptions, LoadRules, Snapshot, merge_state_dicts
 from commhooks.wrappers.hierarchical import is_hierarchical
@@ -56,8 +56,8 @@ class Handle(ABC):
             return f"{type(self).__name__}: there is no process group yet"
         engine = self._engine
         where = f"rank {engine.line.rank} of {engine.line.world_size}, policy {engine.policy!r}"
-        failure = engine.scheduler.failure() if engine.scheduler is not None else None
-        state = f"\nended by: {failure}" if failure is not None else "\nclosed" if engine.is_closed else ""
+        failure = engine.failure()
+        state = f"\nended by: {failure}" if failure is not None else "\nclosed" if engine.lane.is_closed else ""
         return f"{type(self).__name__}: {engine.compressor}\n{where}{state}\n{self.statistics()}"
 
     def checked(self, compressor: Compressor | str) -> Compressor:
@@ -103,7 +103,7 @@ class Handle(ABC):
 
     def _check_open(self, caller: str) -> None:
         """Raise `AttachError` if nothing is averaged any more."""
-        if self._made_engine().is_closed:
+        if self._made_engine().lane.is_closed:
             raise AttachError(f"{caller}: this {type(self).__name__} was closed.")
 
     @property
@@ -117,14 +117,14 @@ class Handle(ABC):
 
     def last_step(self) -> Statistics:
         """Return this rank's counts for the last complete step."""
-        return self._engine.ledger.last_step() if self._engine is not None else Statistics()
+        return self._engine.lane.ledger.last_step() if self._engine is not None else Statistics()
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         """Return each parameter's share of this rank's totals so far, by name.
 
         PyTorch's DDP does not pass parameter names to a hook; `attach` and `PowerSGDState.bind` do.
         """
-        return self._engine.ledger.by_parameter() if self._engine is not None else {}
+        return self._engine.lane.ledger.by_parameter() if self._engine is not None else {}
 
     def memory_report(self) -> MemoryReport:
         """Return how many bytes the hook uses on this rank, and for what."""

@@ -31,7 +31,7 @@ Writer = ScalarWriter | MetricsLogger | Callable[[dict[str, float], int], Any]
 
 def metrics_of(engine: Engine, *, by_parameter: bool) -> dict[str, float]:
     """Return the metrics by tag; `Handle.metrics` describes them."""
-    totals, last = engine.statistics(), engine.ledger.last_step()
+    totals, last = engine.statistics(), engine.lane.ledger.last_step()
     found: dict[str, float] = {
         "bytes_sent_total": totals.moved_bytes,
         "bytes_sent_per_step": last.moved_bytes,
@@ -53,7 +53,7 @@ def metrics_of(engine: Engine, *, by_parameter: bool) -> dict[str, float]:
             ratios |= {f"/{name}": float(ratio) for name, ratio, gradient in each if gradient}
         found |= {f"residual_norm_over_gradient_norm{name}": ratio for name, ratio in ratios.items()}
     if by_parameter:
-        for name, traffic in engine.ledger.by_parameter().items():
+        for name, traffic in engine.lane.ledger.by_parameter().items():
             found[f"bytes_sent_total/{name}"] = traffic.moved_bytes
     return {f"commhooks/{name}": float(value) for name, value in found.items()}
 

@@ -9,7 +9,7 @@ from typing import Any
 from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.making import make_compressor
-from commhooks.scheduling.scheduler import POLICIES
+from commhooks.scheduling.policy import POLICIES
 from commhooks.wrappers.hierarchical import is_hierarchical
 
 NOOP, ALL_REDUCE = "noop", "allreduce"

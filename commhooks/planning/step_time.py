@@ -212,7 +212,7 @@ class _Rank:
                 issuing = None
 
     def run_fused(self) -> None:
-        """Follow `commhooks.scheduling.fused.Fused`."""
+        """Follow `commhooks.scheduling.policy.Fused`."""
         tasks = list(self._left)
         while self._left or self._handed_in:
             self._hand_in()

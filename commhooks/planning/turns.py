@@ -20,7 +20,7 @@ from commhooks.planning.measuring import StepRecord
 from commhooks.planning.phases import Phases, PhaseWatch
 from commhooks.planning.place import free_cores, places_of
 from commhooks.planning.segments import Segments, Watched, WatchedCommunicator
-from commhooks.scheduling.scheduler import POLICIES
+from commhooks.scheduling.policy import POLICIES
 
 PLAIN = "plain"
 """The label of steps under the DDP's own all-reduce."""

@@ -9,12 +9,11 @@ than the collectives of its step.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
+import functools
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -22,10 +21,9 @@ from typing import Protocol
 import torch
 
 from commhooks.communicators import Communicator, Pending
-from commhooks.errors import CollectiveError, CommHooksError
-from commhooks.scheduling.failures import fail_all, failure_of, not_started
-from commhooks.scheduling.lanes import Lane, Lanes
-from commhooks.scheduling.scheduler import POLICIES, Scheduler
+from commhooks.errors import CollectiveError
+from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
 from commhooks.scheduling.worker import JOIN_SECONDS, SLICE_SECONDS
 
@@ -79,117 +77,63 @@ class SideStream:
 
 
 class InlineScheduler(Scheduler):
-    """Issues requests where the hook is called, on a side stream that waits instead of the host (NCCL).
-
-    Lanes beside this one share its stream, its watch and its outcome.
-    """
+    """Issues requests where the hook is called, on a side stream that waits instead of the host (NCCL)."""
 
     def __init__(
         self,
         communicator: Communicator,
         agree: Callable[[str], None],
         stream: SideStream,
-        policy: str,
         hook_timeout: float | None = None,
         board: Board | None = None,
-        number: int = 0,
-        name: str = "",
     ) -> None:
-        super().__init__(number, name, policy)
+        super().__init__(communicator.rank, self._wait)
+        self.stream = stream
         self._communicator = communicator
         self._agree = agree
-        self._stream = stream
-        self._lanes = Lanes(communicator.rank, self._wait)
-        self._outcome = _Outcome(board)
-        self._watch = _Watch(hook_timeout, self._outcome, stream, self._lanes) if hook_timeout is not None else None
-        self._stop_when_collected = weakref.finalize(self, _stop, self._watch, board)
-        self._open(self.lane)
+        self._board = board
+        self._listened = 0.0
+        self._watch = _Watch(hook_timeout, self) if hook_timeout is not None else None
 
-    def beside(self, policy: str, number: int, name: str) -> InlineScheduler:
-        """Return the scheduler of another lane."""
-        other = copy.copy(self)
-        other.lane = Lane(number, name, POLICIES[policy])
-        other._open(other.lane)
-        return other
+    def open(self, lane: Lane, fingerprint: str) -> None:
+        """Open a lane, once every rank has passed the same fingerprint."""
+        self._agree(fingerprint)
+        self._lanes.open(lane, self._communicator, functools.partial(self._complete, lane))
 
     @torch.no_grad()
-    def submit(self, task: BucketTask) -> None:
+    def submit(self, lane: Lane, task: BucketTask) -> None:
         """Run the whole exchange; its computation waits on the side stream for the collectives."""
-        if self._outcome.error is not None or self.lane.is_closed:
-            earlier = self._outcome.error or CollectiveError("the attachment was stopped")
-            task.fail(not_started(earlier, self._lanes.where(self.lane, task)))
+        if self.error is not None or lane.is_closed:
+            self._turn_away(lane, task)
             return
-        self._stream.follow()
-        with self._stream.entered():
+        self.stream.follow()
+        with self.stream.entered():
             try:
-                self._outcome.listen()
-                self._lanes.add(self.lane, task)
+                self.listen()
+                self._lanes.add(lane, task)
                 while self._lanes.turn():
                     pass
             except Exception as error:
-                blamed = self._lanes.touching() or (self.lane, task)
-                waiting = [*self._lanes.unfinished(), task]
-                self._outcome.end(error, self._lanes.where(*blamed), waiting)
+                here = self._here(self.place_of(lane, task))
+                self.end(error, here, [*self._lanes.unfinished(), task])
 
-    def wait_until_open(self) -> None:
-        """Return immediately: the process group is already open."""
-
-    def agree(self, fingerprint: str, caller: str) -> None:
+    def agree(self, lane: Lane, fingerprint: str, caller: str) -> None:
         """Compare with the other ranks from this thread."""
         self._agree(fingerprint)
 
-    def drain(self, caller: str) -> None:
+    def drain(self, lane: Lane, caller: str) -> None:
         """Cut short a step whose last bucket has not come; wait for the watch, without which futures are completed."""
-        assert self.lane.policy is not None, "an inline lane is open from the beginning"
-        self.lane.policy.cut_short(f"{caller} came before its last bucket")
+        assert lane.policy is not None, "an inline lane is open from the beginning"
+        lane.policy.cut_short(f"{caller} came before its last bucket")
         if self._watch is not None:
             self._watch.drain()
 
-    def failure(self) -> CommHooksError | None:
-        """Return the first failure."""
-        return self._outcome.error
-
     def stop(self) -> None:
         """Stop the watch, if there is one, and the calls to the store."""
-        self._stop_when_collected()
-
-    def _open(self, lane: Lane) -> None:
-        lane.open(self._communicator, self._wait, self._complete)
-        self._lanes.open(lane)
-
-    def _wait(self, pending: Pending) -> bool:
-        """Make the stream wait for a collective; the watch sees when the wait begins and when it ends."""
-        touching = self._lanes.touching()
-        if self._watch is None or touching is None:
-            pending.wait()
-            return True
-        asked = self._stream.mark()
-        pending.wait()
-        self._watch.expect(_Stage(*touching, asked, self._stream.mark()))
-        return True
-
-    def _complete(self, task: BucketTask) -> None:
-        if self._watch is None:
-            task.succeed()
-        else:
-            self._watch.expect(_Stage(self.lane, task, None, self._stream.mark()))
-
-
-def _stop(watch: _Watch | None, board: Board | None) -> None:
-    if watch is not None:
-        watch.stop()
-    if board is not None:
-        board.close()
-
-
-class _Outcome:
-    """How the work ended, for the training thread and the watch; exchanges failures with the other ranks."""
-
-    def __init__(self, board: Board | None) -> None:
-        self.error: CommHooksError | None = None
-        self._board = board
-        self._listened = 0.0
-        self._lock = threading.Lock()
+        if self._watch is not None:
+            self._watch.stop()
+        if self._board is not None:
+            self._board.close()
 
     def listen(self) -> None:
         """Raise `CollectiveError` if another rank has reported a failure."""
@@ -202,20 +146,28 @@ class _Outcome:
             raise CollectiveError(f"another rank failed: {cause}")
 
     def end(self, error: Exception, where: str, waiting: Sequence[BucketTask]) -> None:
-        """Fail the tasks, then tell the other ranks, which may take a while. An earlier failure takes precedence."""
-        with self._lock:
-            is_news = self.error is None
-            if self.error is None:
-                self.error = failure_of(error, f"{where}: {type(error).__name__}: {error}")
-            failure = self.error
-        fail_all(waiting, failure)
-        if is_news:
-            self._tell(failure)
+        """Fail the tasks, then tell the other ranks, whose streams may be waiting for a collective of this one."""
+        failure = self._keep(error, where)
+        self._fail_all(waiting, failure)
+        if failure.__cause__ is error and self._board is not None:
+            self._board.post(str(failure))  # last, since it may take a while
 
-    def _tell(self, error: CommHooksError) -> None:
-        """Tell the other ranks, whose streams are waiting for a collective of this one."""
-        if self._board is not None:
-            self._board.post(str(error))
+    def _wait(self, pending: Pending) -> bool:
+        """Make the stream wait for a collective; the watch sees when the wait begins and when it ends."""
+        touching = self._lanes.touching()
+        if self._watch is None or touching is None:
+            pending.wait()
+            return True
+        asked = self.stream.mark()
+        pending.wait()
+        self._watch.expect(_Stage(*touching, asked, self.stream.mark()))
+        return True
+
+    def _complete(self, lane: Lane, task: BucketTask) -> None:
+        if self._watch is None:
+            task.succeed()
+        else:
+            self._watch.expect(_Stage(lane, task, None, self.stream.mark()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,11 +192,9 @@ class _Watch:
     Stages are reached in the order in which they were queued, since they are on one stream.
     """
 
-    def __init__(self, limit: float, outcome: _Outcome, stream: SideStream, lanes: Lanes) -> None:
+    def __init__(self, limit: float, scheduler: InlineScheduler) -> None:
         self._limit = limit
-        self._lanes = lanes
-        self._outcome = outcome
-        self._stream = stream
+        self._scheduler = scheduler
         self._stages: deque[_Stage] = deque()
         self._unreached = 0
         self._changed = threading.Condition()
@@ -295,7 +245,7 @@ class _Watch:
                     self._stages.clear()
                     self._unreached = 0
                     self._changed.notify_all()
-                self._outcome.end(error, self._lanes.where(stage.lane, stage.task), left)
+                self._scheduler.end(error, self._scheduler.place_of(stage.lane, stage.task), left)
 
     def _coming(self) -> Iterator[_Stage]:
         """Yield stages as they come, until told to stop and none is left."""
@@ -310,8 +260,8 @@ class _Watch:
     def _wait_for(self, stage: _Stage) -> None:
         since: float | None = None
         while not stage.reached.query():
-            if self._outcome.error is not None:  # the device may never reach what was queued behind the failed one
-                raise self._outcome.error
+            if self._scheduler.error is not None:  # the device may never reach what was queued behind the failed one
+                raise self._scheduler.error
             now = time.monotonic()
             if since is None and stage.asked is not None and stage.asked.query():
                 since = now  # not before: the inputs of the collective may take time to compute
@@ -319,10 +269,10 @@ class _Watch:
                 raise CollectiveError(f"a collective was not done after hook_timeout={self._limit} s.")
             if self._stopping:
                 raise CollectiveError("the attachment was stopped while a collective was under way.")
-            self._outcome.listen()
+            self._scheduler.listen()
             time.sleep(POLL_SECONDS)
 
     def _deliver(self, task: BucketTask) -> None:
         if not task.future.done():
-            with self._stream.entered():  # where the mean was written, and so where its readers wait
+            with self._scheduler.stream.entered():  # where the mean was written, and so where its readers wait
                 task.succeed()

@@ -9,16 +9,18 @@ which is all that an attachment has, sends nothing besides its requests.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from commhooks.communicators import Collective, Communicator, Pending, RecordingCommunicator
 from commhooks.communicators.collective import Traffic
 from commhooks.errors import CollectiveError, CommHooksError
 from commhooks.scheduling.ledger import Ledger
-from commhooks.scheduling.policy import Finish, Policy, Wait
+from commhooks.scheduling.policy import POLICIES, Finish, Policy, Wait
 from commhooks.scheduling.task import BucketTask
 
 _HEADER_BYTES = 32
@@ -30,17 +32,20 @@ _MAGIC = 0x636F6D6D686F6F6B
 class Lane:
     """One engine's place on a line."""
 
-    def __init__(self, number: int, name: str, policy: type[Policy]) -> None:
+    def __init__(self, number: int = 0, name: str = "", policy: str = "fifo") -> None:
         self.number = number
         self.name = name
         self.ledger = Ledger()
+        self.opened: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Done when the lane is open on every rank; holds the error that prevented it."""
         self.policy: Policy | None = None
         """What orders its collectives; None before the lane is open, and after its end."""
         self.traffic: Traffic | None = None
         self.refusal: CommHooksError | None = None
-        """Why the lane is not open although its turn has come: ranks disagree."""
+        """Why the lane is not open although its turn has come: ranks disagree. All that is handed in fails."""
         self.is_closed = False
-        self._make_policy = policy
+        """Whether it takes nothing more; what was handed in goes on."""
+        self._make_policy = POLICIES[policy]
         self._complete: Finish
 
     @property
@@ -48,19 +53,17 @@ class Lane:
         """How messages name the lane."""
         return f"lane {self.number}" + f" ({self.name})" * bool(self.name)
 
-    def open(self, communicator: Communicator, wait: Wait, complete: Finish) -> None:
-        """Connect the lane, whose collectives are counted apart; `complete` passes a task's mean to its future."""
+    def open(self, communicator: Communicator, wait: Wait, complete: Finish) -> Policy:
+        """Connect the lane, whose collectives are counted apart, and return what orders them; see `Lanes.open`."""
         recording = RecordingCommunicator(communicator)
         self.traffic, self._complete = recording.traffic, complete
         self.policy = self._make_policy(recording, wait, self._finish)
+        self.opened.set_result(None)
+        return self.policy
 
-    def refuse(self, refusal: CommHooksError) -> None:
-        """Let everything that is handed in fail."""
-        self.refusal = refusal
-
-    def close(self) -> None:
-        """Take nothing more; what was handed in goes on."""
-        self.is_closed = True
+    def working_memory(self) -> list[Tensor]:
+        """Return the tensors that are kept between steps."""
+        return [] if self.policy is None else self.policy.working_memory()
 
     def _finish(self, task: BucketTask) -> None:
         assert self.traffic is not None, "a task is finished before its lane is open"
@@ -91,18 +94,18 @@ class Lanes:
         self._issuing: Lane | None = None
         """The lane whose unit was placed last."""
 
-    def open(self, lane: Lane) -> None:
-        """Add a lane, between two units."""
-        assert lane.policy is not None, "it was opened"
+    def open(self, lane: Lane, communicator: Communicator, complete: Finish) -> None:
+        """Open a lane, between two units; `complete` passes a task's mean to its future."""
+        self._policies.append(lane.open(communicator, self._wait, complete))
         self._lanes.append(lane)
-        self._policies.append(lane.policy)
 
     def add(self, lane: Lane, task: BucketTask) -> bool:
         """Take a task, or return False if requests of an earlier unit must be issued first."""
         policy = lane.policy
         assert policy is not None, "the lane is not open"
         if len(self._lanes) > 1 and policy.ends_unit(task):
-            if self._check is not None or (self._issuing is not None and _is_issuing(self._issuing)):
+            issuing = self._issuing.policy if self._issuing is not None else None
+            if self._check is not None or (issuing is not None and issuing.is_issuing):
                 return False
             self._issuing = lane
             header = torch.tensor([_MAGIC, lane.number, task.step, task.bucket.index])
@@ -178,7 +181,3 @@ class Lanes:
         for rank, (magic, number, step, bucket) in enumerate(of_ranks):
             what = f"step {step}, bucket {bucket} of {titles.get(number, f'lane {number}')}"
             yield f"rank {rank}: {what}" if magic == _MAGIC else f"rank {rank}: settings to compare"
-
-
-def _is_issuing(lane: Lane) -> bool:
-    return lane.policy is not None and lane.policy.is_issuing

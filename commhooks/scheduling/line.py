@@ -12,8 +12,8 @@ from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.communicators.connection import Address, Agreements, WrapCommunicator
 from commhooks.communicators.parent_group import backend_of, warn_of_bypass
 from commhooks.scheduling.inline import InlineScheduler, SideStream
+from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.scheduler import Scheduler
-from commhooks.scheduling.thread import ThreadScheduler, run_until_collected
 from commhooks.scheduling.worker import Worker
 
 
@@ -39,7 +39,7 @@ class Line(Protocol):
         """Reserve a lane, and return its number."""
         ...
 
-    def open(self, number: int, name: str, policy: str, device: torch.device, fingerprint: str) -> Scheduler:
+    def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
         """Open a reserved lane; every rank must pass the same fingerprint. The first lane connects the line."""
         ...
 
@@ -103,42 +103,37 @@ class ProcessGroupLine:
     def leave(self) -> None:
         """Give up a lane; the last one to leave stops the thread and drops the private group."""
         self._lanes -= 1
-        running = self._worker or self._inline
-        if self._lanes == 0 and running is not None:
-            running.stop()
+        for running in (self._worker, self._inline):
+            if self._lanes == 0 and running is not None:
+                running.stop()
 
-    def open(self, number: int, name: str, policy: str, device: torch.device, fingerprint: str) -> Scheduler:
+    def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
         """Open a reserved lane; on NCCL every rank has come by then, otherwise the thread waits for them."""
         backend = self._backend(device)
+        running: InlineScheduler | Worker
         if backend == "nccl" or self._inline is not None:
-            return self._open_inline(number, name, policy, device, fingerprint)
-        if self._worker is None:
-            process_group = self._process_group()
-            if process_group is not None and backend != "gloo" and not self._may_bypass:
-                warn_of_bypass(process_group, backend)
-            self._worker = Worker(self._address, self._wrap, self.hook_timeout)
-            run_until_collected(self._worker, self)
-        return ThreadScheduler(self._worker, fingerprint, policy, number, name)
+            running = self._inline = self._inline or self._on_a_stream(device)
+        else:
+            running = self._worker = self._worker or self._on_a_thread(backend)
+        running.open(lane, fingerprint)
+        return running
 
     def _backend(self, device: torch.device) -> str:
         process_group = self._process_group()
         return backend_of(process_group, device) if process_group is not None else "gloo"
 
-    def _open_inline(
-        self, number: int, name: str, policy: str, device: torch.device, fingerprint: str
-    ) -> InlineScheduler:
-        if self._inline is not None:
-            opened = self._inline.beside(policy, number, name)
-        else:
-            process_group = self._process_group()
-            assert process_group is not None, "its backend was just asked for"
-            # A proxy: an engine is found by its group, and must not keep it alive.
-            carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
-            agreements = Agreements(carrier, self._address, device)
-            communicator = self._wrap(carrier) if self._wrap else carrier
-            stream, board = SideStream(device), self._address.noticeboard()
-            opened = self._inline = InlineScheduler(
-                communicator, agreements.agree, stream, policy, self.hook_timeout, board, number, name
-            )
-        opened.agree(fingerprint, "for the first average")
-        return opened
+    def _on_a_stream(self, device: torch.device) -> InlineScheduler:
+        process_group = self._process_group()
+        assert process_group is not None, "its backend was just asked for"
+        # A proxy: an engine is found by its group, and must not keep it alive.
+        carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
+        agreements = Agreements(carrier, self._address, device)
+        communicator = self._wrap(carrier) if self._wrap else carrier
+        board = self._address.noticeboard()
+        return InlineScheduler(communicator, agreements.agree, SideStream(device), self.hook_timeout, board)
+
+    def _on_a_thread(self, backend: str) -> Worker:
+        process_group = self._process_group()
+        if process_group is not None and backend != "gloo" and not self._may_bypass:
+            warn_of_bypass(process_group, backend)
+        return Worker(self._address, self._wrap, self.hook_timeout)

@@ -1,39 +1,46 @@
-"""What an engine hands its buckets to: a lane of a line to the other ranks."""
+"""What an engine hands its buckets to, and the one failure that ends all lanes of a line."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Protocol
 
-from torch import Tensor
-
-from commhooks.communicators.collective import Traffic
-from commhooks.errors import CommHooksError
-from commhooks.scheduling.fused import Fused
-from commhooks.scheduling.lanes import Lane
-from commhooks.scheduling.ledger import Ledger
-from commhooks.scheduling.policy import Fifo, Policy
+from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
+from commhooks.scheduling.lanes import Lane, Lanes
+from commhooks.scheduling.policy import Wait
 from commhooks.scheduling.task import BucketTask
 
-POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "fused": Fused}
-"""Orders of collectives, by the name that `attach` takes."""
+
+class StopOrderError(CommHooksError):
+    """Raised to end a line because it was told to, not because something failed."""
+
+
+class Waits(Protocol):
+    """Whatever waits for the line: a task, or a place in its queue."""
+
+    def fail(self, error: Exception) -> None:
+        """Complete its future with the error."""
+        ...
 
 
 class Scheduler(ABC):
-    """Runs the bucket tasks of one lane, and completes their futures."""
+    """Runs the bucket tasks of a line's lanes, and completes their futures. The first failure ends all lanes."""
 
-    def __init__(self, number: int, name: str, policy: str) -> None:
-        self.lane = Lane(number, name, POLICIES[policy])
+    def __init__(self, rank: int, wait: Wait) -> None:
+        self.error: CommHooksError | None = None
+        """The first failure."""
+        self.rank = rank
+        self._lanes = Lanes(rank, wait)
+        self._keeping = threading.Lock()
 
     @abstractmethod
-    def submit(self, task: BucketTask) -> None:
+    def submit(self, lane: Lane, task: BucketTask) -> None:
         """Take a task; its future is eventually completed with the mean or with an error."""
 
     @abstractmethod
-    def wait_until_open(self) -> None:
-        """Return when the lane is open on every rank; raise the error that prevented it."""
-
-    @abstractmethod
-    def agree(self, fingerprint: str, caller: str) -> None:
+    def agree(self, lane: Lane, fingerprint: str, caller: str) -> None:
         """Return once every rank has passed the same fingerprint; raise `AttachError` or the error that prevented it.
 
         Called by every rank between the same two steps; `caller` says which call, and when, to ranks that do not make
@@ -41,27 +48,47 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
-    def drain(self, caller: str) -> None:
+    def drain(self, lane: Lane, caller: str) -> None:
         """Return when everything handed in has ended, whether or not it succeeded."""
 
-    @abstractmethod
-    def failure(self) -> CommHooksError | None:
-        """Return the error that ended the work; None while it continues or if it was stopped deliberately."""
+    def failure(self, lane: Lane) -> CommHooksError | None:
+        """Return what ended the work, or kept the lane from opening; None while it continues or if it was stopped."""
+        was_stopped = self.error is not None and isinstance(self.error.__cause__, StopOrderError)
+        return lane.refusal if self.error is None or was_stopped else self.error
 
-    def close(self) -> None:
-        """Take no more tasks. The line goes on with those handed in, and with other lanes."""
-        self.lane.close()
+    def place_of(self, lane: Lane, item: Waits) -> str:
+        """Name rank, lane, step and bucket, for messages; of what is not a task, the rank."""
+        return self._lanes.where(lane, item) if isinstance(item, BucketTask) else f"rank {self.rank}"
 
-    @property
-    def ledger(self) -> Ledger:
-        """The lane's counts."""
-        return self.lane.ledger
+    def _here(self, otherwise: str = "") -> str:
+        """Return the place of what is being worked on, to which errors are attributed; `otherwise` if it is nothing."""
+        touching = self._lanes.touching()
+        return self._lanes.where(*touching) if touching is not None else otherwise or f"rank {self.rank}"
 
-    def traffic(self) -> Traffic | None:
-        """Return the counts of the lane's collectives; None before it is open."""
-        return self.lane.traffic
+    def _turn_away(self, lane: Lane, item: Waits) -> None:
+        """Fail what is handed in after a failure or a stop."""
+        earlier = self.error or lane.refusal or CollectiveError("the attachment was stopped")
+        place = self.place_of(lane, item)
+        item.fail(type(earlier)(f"{place}: not started, because of an earlier failure: {earlier}"))
 
-    def working_memory(self) -> list[Tensor]:
-        """Return the tensors that are kept between steps."""
-        policy = self.lane.policy
-        return [] if policy is None else policy.working_memory()
+    def _keep(self, error: BaseException, where: str, why: str = "") -> CommHooksError:
+        """Return the failure that ends the line, of the kind of its cause: this one, or the one that came first."""
+        kind: type[CommHooksError] = CompressorError
+        if isinstance(error, AttachError):
+            kind = AttachError
+        elif isinstance(error, (CollectiveError, StopOrderError)):
+            kind = CollectiveError
+        failure = kind(f"{where}: {why or f'{type(error).__name__}: {error}'}")
+        failure.__cause__ = error
+        with self._keeping:
+            if self.error is None:
+                self.error = failure
+            return self.error
+
+    @staticmethod
+    def _fail_all(waiting: Iterable[Waits], failure: CommHooksError) -> None:
+        """Fail everything that waits; a compressor sees the cause at its `yield`, so that it can clean up."""
+        for one in waiting:
+            if isinstance(one, BucketTask):
+                one.throw(failure.__cause__ or failure)
+            one.fail(failure)

@@ -1,26 +1,35 @@
-"""The worker thread of a line, which issues the collectives of its lanes, waits for them, and reports failures.
+"""The scheduler without NCCL: a worker thread issues collectives and waits, so that the backward pass need not.
 
-Whatever is handed in is served in that order: buckets, and places at which everything before them must have ended. What
-waits when something fails, fails with it.
+Whatever is handed in is served in that order: buckets, and places at which everything before them must have ended. The
+thread completes the futures, owns the connection to the other ranks, and reports its own failures and those of other
+ranks. What waits when something fails, fails with it.
+
+A fork has only the thread that forked. The destructor of a Gloo group joins the group's threads, so a forked process
+that destroyed one, even at its own `sys.exit()`, would hang or crash.
 """
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
+import ctypes
 import dataclasses
 import os
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 
 import torch
+from torch.distributed import distributed_c10d
 
 from commhooks.communicators import Pending
 from commhooks.communicators.connection import Address, Connection, WrapCommunicator, open_connection
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, SilentStoreError
-from commhooks.errors import AttachError, CollectiveError, CommHooksError
-from commhooks.scheduling.failures import StopOrderError, fail_all, failure_of, not_started
-from commhooks.scheduling.lanes import Lane, Lanes
+from commhooks.errors import AttachError, CollectiveError
+from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.scheduler import Scheduler, StopOrderError
 from commhooks.scheduling.task import BucketTask
 
 SLICE_SECONDS = 0.2
@@ -52,17 +61,19 @@ class Halt:
             self.done.set_exception(error)
 
 
-class Worker:
-    """The state shared by the training thread and the worker thread: tasks go in, futures are completed."""
+class Worker(Scheduler):
+    """A line's thread: tasks go in, futures are completed. Stops before the interpreter shuts down.
+
+    The thread is a daemon that is stopped at exit, never a plain thread, since those are joined before `atexit` runs.
+    """
 
     def __init__(self, address: Address, wrap: WrapCommunicator | None, hook_timeout: float | None) -> None:
-        self.error: CommHooksError | None = None
+        super().__init__(address.rank, self._wait_slice)
         self.abandoned: Connection | None = None
         self.connection: Connection | None = None
         self._address = address
         self._board = address.noticeboard()
         self._wrap = wrap
-        self._rank = address.rank
         self._process = os.getpid()
         self._hook_timeout = hook_timeout
         self._queue: deque[tuple[Lane, BucketTask | Halt]] = deque()
@@ -72,26 +83,36 @@ class Worker:
         """How many of those have ended."""
         self._comparisons: set[int] = set()
         """The numbers of this rank's own comparisons."""
-        self._lanes = Lanes(address.rank, self._wait_slice)
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._more_to_come = False
         self._waiting_since: tuple[Pending, float] | None = None
         self._looked_for_failure = 0.0
+        _running.add(self)
 
     @property
     def is_forked(self) -> bool:
         """Whether this is a copy in a forked process: no thread runs there, and its locks may be held."""
         return os.getpid() != self._process
 
-    def hand_in(self, lane: Lane, item: BucketTask | Halt) -> None:
+    def open(self, lane: Lane, fingerprint: str) -> None:
+        """Let the thread open a lane, once every rank has passed the same fingerprint."""
+        caller = f"the first average of {lane.title}" if lane.number else ""  # the first lane connects the line
+        self.submit(lane, Halt(lane.opened, fingerprint, caller, opens=True))
+
+    def submit(self, lane: Lane, item: BucketTask | Halt) -> None:
         """Put a task or a place into the queue, or fail it immediately if the line has failed or stopped.
 
         The first one starts the thread.
         """
         if self.is_forked:
-            item.fail(CollectiveError(f"{self._place_of(lane, item)}: {FORKED}"))
+            item.fail(
+                CollectiveError(
+                    f"{self.place_of(lane, item)}: this process was forked from the one that attached, and has no "
+                    "line to the other ranks; train in the process that attached, or attach in this one."
+                )
+            )
             return
         with self._changed:
             if self.error is None and not self._stopping and not lane.is_closed:
@@ -108,8 +129,13 @@ class Worker:
                     self._handed_in += 1
                 self._changed.notify()
                 return
-        earlier = self.error or CollectiveError("the attachment was stopped")
-        item.fail(not_started(earlier, self._place_of(lane, item)))
+        self._turn_away(lane, item)
+
+    def agree(self, lane: Lane, fingerprint: str, caller: str) -> None:
+        """Let the thread compare with the other ranks, once everything handed in before has ended."""
+        halt = Halt(fingerprint=fingerprint, caller=caller)
+        self.submit(lane, halt)
+        halt.done.result()
 
     def drain(self, lane: Lane, caller: str) -> None:
         """Return when everything handed in has ended, well or not; a step without its last bucket is cut short."""
@@ -117,7 +143,7 @@ class Worker:
             raise AttachError(f"{caller}: it was called where a mean was completed; call it between two steps.")
         if self._thread is not None:
             halt = Halt(caller=caller)
-            self.hand_in(lane, halt)
+            self.submit(lane, halt)
             concurrent.futures.wait([halt.done])
 
     def stop(self) -> None:
@@ -161,7 +187,7 @@ class Worker:
         if isinstance(item, Halt):
             return self._halt(lane, item)
         if lane.refusal is not None:
-            item.fail(not_started(lane.refusal, self._place_of(lane, item)))
+            self._turn_away(lane, item)
             self._ended += 1
             return True
         if item.ready is not None:
@@ -184,14 +210,14 @@ class Worker:
                 if halt.opens and self._lanes.are_none:
                     raise
                 if halt.opens:
-                    lane.refuse(error)
+                    lane.refusal = error
                 halt.fail(error)
                 self._ended += 1
                 return True
             self._ended += 1
             if halt.opens:
-                lane.open(self.connection.communicator, self._wait_slice, self._complete)
-                self._lanes.open(lane)
+                self._lanes.open(lane, self.connection.communicator, self._complete)
+                return True
         halt.done.set_result(None)
         return True
 
@@ -247,45 +273,37 @@ class Worker:
         The order matters: the store, through which they are told, may not answer. The line to them is dropped last, so
         that whoever is woken by that finds the reason.
         """
-        blamed = self._lanes.touching()
         head = self._queue[0][1] if self._queue else None
-        if blamed is not None:
-            here = self._lanes.where(*blamed)
-        elif isinstance(head, Halt) and head.caller:
-            here = f"rank {self._rank}, {head.caller}"
-        else:
-            here = f"rank {self._rank}"
+        here = self._here(f"rank {self.rank}, {head.caller}" if isinstance(head, Halt) and head.caller else "")
         is_news = bool(self._lanes.unfinished() or self._queue) or not isinstance(error, StopOrderError)
-        failure = failure_of(error, self._explained(here, error) if is_news else f"{here}: {error}")
+        why = self._explained(error) if is_news else str(error)
         with self._changed:
-            self.error = failure
+            failure = self._keep(error, here, why)
             waiting = [*self._lanes.unfinished(), *(item for _, item in self._queue)]
             self._queue.clear()
-        if blamed is not None and blamed[1] not in waiting:
-            waiting.append(blamed[1])
-        fail_all(waiting, failure)
+        if (touching := self._lanes.touching()) is not None and touching[1] not in waiting:
+            waiting.append(touching[1])
+        self._fail_all(waiting, failure)
         if is_news:
             self._board.post(str(failure))
 
-    def _explained(self, here: str, error: BaseException) -> str:
+    def _explained(self, error: BaseException) -> str:
         """Return why this rank fails, including what the other ranks report; within a few seconds, whatever they do."""
-        own = f"{here}: {type(error).__name__}: {error}"
+        own = f"{type(error).__name__}: {error}"
         if isinstance(error, (SilentStoreError, AttachError)):  # there is nobody to ask, or all know
             return own
         try:
             first = self._board.failure_now()
             if first is not None:
-                return f"{here}: stopped, because this failed first: {first}"
+                return f"stopped, because this failed first: {first}"
             stray = self._stray()
             if stray and stray not in own:
                 return f"{own} {stray}"
             silent = self._board.silent_ranks() if isinstance(error, CollectiveError) and not stray else []
         except SilentStoreError as silence:
-            return f"{own} {_capitalized(str(silence))}"
+            told = str(silence)
+            return f"{own} {told[:1].upper()}{told[1:]}"
         return f"{own} No answer from rank {', '.join(map(str, silent))}." if silent else own
-
-    def _place_of(self, lane: Lane, item: BucketTask | Halt) -> str:
-        return self._lanes.where(lane, item) if isinstance(item, BucketTask) else f"rank {self._rank}"
 
     def _drop_connection(self) -> None:
         connection, self.connection = self.connection, None
@@ -295,18 +313,40 @@ class Worker:
             self.abandoned = connection
 
 
-FORKED = (
-    "this process was forked from the one that attached, and has no line to the other ranks; "
-    "train in the process that attached, or attach in this one."
-)
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def _use_side_stream(device: torch.device) -> None:
     """Give this thread its own stream, once."""
     if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
+_running: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _keep_groups_of_the_parent() -> None:
+    """Leak torch.distributed's groups, and private ones, so that this forked process never destroys them."""
+    connections = [worker.connection for worker in list(_running)]
+    private = [group for connection in connections if connection is not None for group in connection.groups]
+    for group in (*distributed_c10d._world.pg_map, *private):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups_of_the_parent)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop every thread, and drop every group, before the interpreter shuts down.
+
+    A group with pending work cannot be destroyed, and a process that ends with one may hang or abort; such a process
+    prints a message and exits immediately.
+    """
+    workers = [worker for worker in _running if not worker.is_forked]
+    for worker in workers:
+        worker.stop()
+    left = [worker.abandoned for worker in workers if worker.abandoned is not None]
+    if any(not connection.close(0.0) for connection in left):
+        print("commhooks: a collective is still under way at exit: another rank never came; exiting.", file=sys.stderr)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(1)

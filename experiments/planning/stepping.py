@@ -12,7 +12,7 @@ from torch import nn
 import commhooks
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.planning.candidates import Candidate
-from commhooks.scheduling.scheduler import POLICIES
+from commhooks.scheduling.policy import POLICIES
 
 from ..tasks import LoadedTask
 

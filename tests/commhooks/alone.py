@@ -8,6 +8,7 @@ from unittest import mock
 from torch import Tensor
 
 from commhooks import BucketView, Compressor, Context, Exchange, Slot
+from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.lockstep import lockstep_lines, run_in_turns
 from commhooks.scheduling.task import BucketTask
 from commhooks.state.table import StateTable
@@ -21,7 +22,8 @@ def run_alone(bucket: BucketView, exchange: Exchange) -> Tensor:
     bucket.scratch.turn += 1
     future: Any = mock.Mock()  # a real one wants a real device, and nobody waits for it
     task = BucketTask(exchange, bucket, future, step=0, is_last=True, parameters=lambda: "its own", world_size=1)
-    line.scheduler.submit(task)
+    lane = Lane()
+    line.open(lane, bucket.memory.device, "").submit(lane, task)
     run_in_turns([line])
     return bucket.mean
 

@@ -48,7 +48,7 @@ def memory_beside_the_bucket(workers: Workers, gradient: Tensor) -> float:
     step(workers, gradient)
     with NewMemory() as memory:
         step(workers, gradient)
-    messages = sum(one.nbytes for scheduler in workers.schedulers for one in scheduler.working_memory())
+    messages = sum(one.nbytes for engine in workers.engines for one in engine.lane.working_memory())
     buckets = sum(one.nbytes for one in workers.memories)
     return float(memory.peak_bytes + messages) / float(buckets)
 

@@ -18,6 +18,7 @@ from commhooks import AllReduceMean, BucketView, CollectiveError, Compressor, Co
 from commhooks.language.compressor import Exchange
 from commhooks.language.requests import AllReduce
 from commhooks.scheduling.inline import InlineScheduler
+from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.task import BucketTask
 from tests.commhooks.inline_on_cpu import HostStream
 
@@ -50,7 +51,9 @@ class Harness:
     def __init__(self, policy: str, limit: float | None, *, keeps_up: bool = False) -> None:
         self.stream, self.board = HostStream(keeps_up=keeps_up), Told()
         communicator = LockstepGroup(1).communicators()[0]
-        self.scheduler = InlineScheduler(communicator, _agree, self.stream, policy, limit, self.board)
+        self.scheduler = InlineScheduler(communicator, _agree, self.stream, limit, self.board)
+        self.lane = Lane(policy=policy)
+        self.scheduler.open(self.lane, "")
 
     def submit(self, compressor: Compressor | None = None) -> torch.futures.Future[Tensor]:
         """Hand in a bucket of its own, the only one of its step."""
@@ -64,7 +67,7 @@ class Harness:
             parameters=lambda: "parameters a, b",
             world_size=1,
         )
-        self.scheduler.submit(task)
+        self.scheduler.submit(self.lane, task)
         return task.future
 
 
@@ -123,7 +126,7 @@ def test_with_one_the_future_is_completed_when_the_device_is_done(policy: str) -
     written.reached = True
     assert until(future.done)
     assert torch.equal(future.wait(), torch.ones(3))
-    assert harness.scheduler.failure() is None
+    assert harness.scheduler.error is None
     harness.scheduler.stop()
 
 
@@ -141,7 +144,7 @@ def test_a_collective_that_takes_too_long_is_an_error_that_the_other_ranks_hear_
     assert str(error) == f"rank 0, step 0, bucket 0 (parameters a, b): CollectiveError: {expected}"
     assert until(lambda: bool(harness.board.posted))
     assert harness.board.posted == [(str(error), True)]  # the backward pass hears of it before the store does
-    assert harness.scheduler.failure() is error
+    assert harness.scheduler.error is error
     harness.board.future = torch.futures.Future()
     assert f"not started, because of an earlier failure: {error}" in str(raised_by(harness.submit()))
     harness.scheduler.stop()

@@ -18,7 +18,7 @@ from commhooks.language.compressor import Exchange
 from commhooks.language.requests import AllReduce, Part
 from commhooks.planning.links import Link
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
-from commhooks.scheduling.scheduler import POLICIES
+from commhooks.scheduling.policy import POLICIES
 from commhooks.scheduling.task import BucketTask
 
 RANKS = 4

@@ -21,8 +21,8 @@ from commhooks.communicators.noticeboard import Noticeboard, SilentStoreError, S
 from commhooks.errors import CollectiveError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context
+from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.task import BucketTask
-from commhooks.scheduling.thread import ThreadScheduler
 from commhooks.scheduling.worker import Worker
 from tests.world.launcher import ROOT
 
@@ -173,12 +173,13 @@ def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store
     monkeypatch.setattr(ProcessGroupCommunicator, "is_busy", lambda self: True)
     address = Address(store, 0, 1, timedelta(seconds=30), StoreThread(store))
     worker = Worker(address, NeverDone, None)
-    threaded = ThreadScheduler(worker, "", "fifo")
-    threaded.wait_until_open()
+    lane = Lane()
+    worker.open(lane, "")
+    lane.opened.result()
     bucket = BucketView(0, torch.zeros(4))
     exchange = AllReduceMean().compress(bucket, Context(0, 1, 0))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    threaded.submit(BucketTask(exchange, bucket, future, 0, True, lambda: "p", 1))
+    worker.submit(lane, BucketTask(exchange, bucket, future, 0, True, lambda: "p", 1))
     time.sleep(0.1)
     store.answers.clear()
     worker.stop()

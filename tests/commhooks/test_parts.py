@@ -37,10 +37,9 @@ from commhooks.communicators.collective import CollectiveKind, Traffic
 from commhooks.communicators.lockstep import run_collective
 from commhooks.compressors.powersgd.matrices import form_of
 from commhooks.engine.resume import lay_out
-from commhooks.scheduling.fused import Fused
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.packing import Packer
-from commhooks.scheduling.policy import Fifo
+from commhooks.scheduling.policy import Fifo, Fused
 from commhooks.scheduling.task import BucketTask
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
@@ -450,7 +449,7 @@ def test_a_message_that_is_no_longer_used_is_let_go() -> None:
     kept = []
     for step in range(14):
         workers.step(normal(workers.parameters, 1, seed=step))
-        kept.append(len(workers.schedulers[0].working_memory()))
+        kept.append(len(workers.engines[0].lane.working_memory()))
     assert kept[:5] == [1, 3, 3, 3, 3] and kept[-1] == 2  # the dense one, then P's and Q's too, then these alone
 
 

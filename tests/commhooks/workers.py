@@ -79,7 +79,6 @@ class Workers:
         self.parameters = list(parameters)
         self.lines = lockstep_lines(world_size, policy)
         self.engines = [Engine(compressor, line, residuals=storage, **settings) for line in self.lines]
-        self.schedulers = [line.scheduler for line in self.lines]
         order = list(range(len(self.parameters)))
         self.names = list(names or [f"layer{i}" for i in order])
         for engine in self.engines:
@@ -102,12 +101,12 @@ class Workers:
 
     @property
     def ledger(self) -> Ledger:
-        return self.schedulers[0].ledger
+        return self.engines[0].lane.ledger
 
     @property
     def traffic(self) -> Traffic:
-        traffic = self.schedulers[0].traffic()
-        assert traffic is not None, "lanes of one process are open from the beginning"
+        traffic = self.engines[0].lane.traffic
+        assert traffic is not None, "the lane opens with the first bucket"
         return traffic
 
     @property
