@@ -92,7 +92,8 @@ class Buckets:
 
     def hand_over(self, compressor: Compressor, step: int) -> None:
         """Before a step, hand over what is owed to the compressor, or its phase, if it follows another; see there."""
-        if hand_over(self._table, compressor, step):
+        if self._table.in_phase != (compressor, compressor.phase(step)):
+            hand_over(self._table, compressor, step)
             self._laid_out.clear()
 
     def learn_names(self, bucket: Bucket, parameters: list[Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from commhooks.communicators.disagreement import refusal_as_fingerprint
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.engine.buckets import Bucket, Buckets
-from commhooks.engine.guards import has_joined, keep_what_is_unused, take_part_with_zeros
+from commhooks.engine.guards import are_zeros, keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.replay import Resumed, put_together
 from commhooks.engine.undo import UndoLog
 from commhooks.errors import AttachError, CommHooksError, GradientError, SettingsError
@@ -124,7 +124,8 @@ class Engine:
         exchange = judged(view, begin_exchange(compressor, view, context))
         if view.slots and self._may_be_unused:
             exchange = keep_what_is_unused(view, exchange)
-        if view.slots and self._may_join and has_joined(view.memory):
+        # A DDP passes zeros, outside any backward pass, for a rank that has run out of inputs.
+        if view.slots and self._may_join and torch._C._current_graph_task_id() == -1 and are_zeros(view.memory):
             exchange = take_part_with_zeros(view, exchange)
         # The undo log is outermost: it undoes a step after its last bucket, when the other guards have restored state.
         return exchange if self._undo is None else self._undo.watch(view, exchange)
@@ -144,7 +145,8 @@ class Engine:
     def end_step(self) -> None:
         """End the current step, even if its last bucket never came."""
         self.buckets.end_step(self.step)
-        self.resumed.end_step()
+        if self.resumed.plan:
+            self.resumed.end_step()
         self.step += 1
 
     def stand_between_steps(self, caller: str) -> None:

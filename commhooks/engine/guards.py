@@ -21,12 +21,7 @@ _ELEMENTS_TO_SAMPLE = 1024
 _PART_ELEMENTS = 1 << 18
 
 
-def has_joined(memory: Tensor) -> bool:
-    """Return whether a DDP passed zeros for a rank that has run out of inputs, outside any backward pass."""
-    return torch._C._current_graph_task_id() == -1 and _is_zero(memory)
-
-
-def _is_zero(memory: Tensor) -> bool:
+def are_zeros(memory: Tensor) -> bool:
     """Return whether all elements are zero. A few elements usually rule it out; only zeros are read completely."""
     if memory.is_cuda:  # the host waits for each look, so look only once
         return not bool(memory.count_nonzero())

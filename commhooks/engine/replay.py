@@ -38,7 +38,26 @@ class Resumed:
 
         A part may be the whole bucket, with its parameters in another order: that of their first backward pass.
         """
-        return _parts_of(bucket, self.plan, table) if self.plan else []
+        memory, parameters = bucket.buffer(), bucket.parameters()
+        if (
+            memory.is_sparse
+            or memory.is_cuda
+            or memory.dim() > 1
+            or hasattr(bucket, "output")
+            or sum(p.numel() for p in parameters) != memory.numel()
+        ):
+            return []
+        names = [table.name_of(parameter) for parameter in parameters]
+        within = [names_of_one for names_of_one in self.plan if set(names_of_one) <= set(names)]
+        if within == [names] or sorted(name for one in within for name in one) != sorted(map(str, names)):
+            return []
+        places = memory.detach().split([parameter.numel() for parameter in parameters])
+        found: dict[Any, tuple[Tensor, Tensor]] = dict(zip(names, zip(parameters, places, strict=True), strict=True))
+        parts = []
+        for one in within:
+            members, own = zip(*(found[name] for name in one), strict=True)
+            parts.append(Part(bucket, torch.cat(own), list(members), own, ends=one is within[-1]))
+        return parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,29 +93,6 @@ class Part:
         """Copy the memory back to where it came from."""
         parts = self.memory.split([place.numel() for place in self.places])
         torch._foreach_copy_(list(self.places), list(parts))
-
-
-def _parts_of(bucket: Bucket, plan: Sequence[Sequence[str]], table: StateTable) -> list[Part]:
-    memory, parameters = bucket.buffer(), bucket.parameters()
-    if (
-        memory.is_sparse
-        or memory.is_cuda
-        or memory.dim() > 1
-        or hasattr(bucket, "output")
-        or sum(p.numel() for p in parameters) != memory.numel()
-    ):
-        return []
-    names = [table.name_of(parameter) for parameter in parameters]
-    within = [names_of_one for names_of_one in plan if set(names_of_one) <= set(names)]
-    if within == [names] or sorted(name for one in within for name in one) != sorted(map(str, names)):
-        return []
-    places = memory.detach().split([parameter.numel() for parameter in parameters])
-    found: dict[Any, tuple[Tensor, Tensor]] = dict(zip(names, zip(parameters, places, strict=True), strict=True))
-    parts = []
-    for one in within:
-        members, own = zip(*(found[name] for name in one), strict=True)
-        parts.append(Part(bucket, torch.cat(own), list(members), own, ends=one is within[-1]))
-    return parts
 
 
 def put_together(parts: Sequence[Part], memory: Tensor, done: torch.futures.Future[Any]) -> Tensor:

@@ -94,10 +94,6 @@ class Statistics:
         if traffic.by_group:
             self.by_group = {kind: _copy(counts) for kind, counts in dict(traffic.by_group).items()}
 
-    def copy(self) -> Statistics:
-        """Return a copy; `take` replaces the counts of kinds and groups, so that copies may share them."""
-        return _copy(self)
-
     def since(self, earlier: Statistics) -> Statistics:
         """Return what was added since `earlier` was copied."""
         difference = _subtract(self, earlier)
@@ -207,11 +203,11 @@ class Ledger:
             totals.steps += 1
             totals.seconds_exposed += time.perf_counter() - task.handed_in
             totals.take(traffic)
-            self._ends = totals.copy(), self._ends[0]
+            self._ends = _copy(totals), self._ends[0]
 
     def totals(self, traffic: Traffic | None) -> Statistics:
         """Return a copy of the totals since attaching."""
-        totals = self._totals.copy()
+        totals = _copy(self._totals)
         if traffic is not None:
             totals.take(traffic)
         return totals
@@ -227,7 +223,10 @@ class Ledger:
 
 
 def _copy(counts: Counts) -> Counts:
-    """Return a copy; `copy.copy` and `dataclasses.replace` take several times as long, and this runs in every step."""
+    """Return a copy; `copy.copy` and `dataclasses.replace` take several times as long, and this runs in every step.
+
+    Copies share the counts of kinds and groups, which `Statistics.take` replaces.
+    """
     same = object.__new__(type(counts))
     vars(same).update(vars(counts))
     return same

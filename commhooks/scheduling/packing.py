@@ -211,8 +211,10 @@ class _Pool:
         """Return a message with this layout that no task owns, made if there is none."""
         self._taken += 1
         alike = self._messages.setdefault(layout, [])
-        message = next((one for one in alike if one.is_free), None)
-        if message is None:
+        for message in alike:
+            if message.is_free:
+                break
+        else:
             message = make()
             alike.append(message)
         message.is_free, message.is_needed = False, True

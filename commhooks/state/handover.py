@@ -33,16 +33,13 @@ class _Unsent(NamedTuple):
     norm: float
 
 
-def hand_over(table: StateTable, compressor: Compressor, step: int) -> bool:
+def hand_over(table: StateTable, compressor: Compressor, step: int) -> None:
     """Hand over the content of entries that `compressor` does not use in `step`; warn of what will not be sent.
 
-    Call it between two steps. Returns False, and looks at nothing, if neither the compressor nor its phase has changed
-    and no state was loaded.
+    Call it between two steps, if the compressor or its phase has changed, or state was loaded.
     """
-    now = compressor, compressor.phase(step)
-    if table.in_phase == now:
-        return False
-    table.in_phase = None if table.is_waiting else now  # what waits for its parameter's name is looked at later
+    # What waits for its parameter's name is looked at later.
+    table.in_phase = None if table.is_waiting else (compressor, compressor.phase(step))
     unsent: dict[tuple[str, str, str], dict[str, float]] = {}
     for slot in table.slots():
         for entry, units, fate, norm in _hand_over(table, slot, compressor, step):
@@ -55,7 +52,6 @@ def hand_over(table: StateTable, compressor: Compressor, step: int) -> bool:
             f"units of the {units}), and from step {step} on no residual in use can take it; it is {fate}.",
             stacklevel=2,
         )
-    return True
 
 
 def _hand_over(table: StateTable, slot: Slot, compressor: Compressor, step: int) -> list[_Unsent]:

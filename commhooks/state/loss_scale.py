@@ -71,7 +71,10 @@ class LossScale:
 
         If everything is on a GPU, the host does not wait for it.
         """
-        scale = self._coming(device)
+        scale: float | Tensor = self._of_residuals if self._announced is None else self._announced
+        if self._scaler is not None:  # a tensor if it is on a GPU, for which the host does not wait
+            on_gpu = device.type == "cuda"
+            scale = self._scaler.scale(torch.ones((), device=device)) if on_gpu else self._scaler.get_scale()
         if not isinstance(scale, Tensor) and not self._changes_to(scale):
             return
         local = find()
@@ -89,12 +92,6 @@ class LossScale:
                 wait_for_copies(tensors)
                 torch._foreach_mul_(list(tensors), ratio**power)
         self._of_residuals = scale
-
-    def _coming(self, device: torch.device) -> float | Tensor:
-        """Return the scale of the next gradients: a tensor if it is on a GPU, for which the host does not wait."""
-        if self._scaler is None:
-            return self._of_residuals if self._announced is None else self._announced
-        return self._scaler.scale(torch.ones((), device=device)) if device.type == "cuda" else self._scaler.get_scale()
 
     def _changes_to(self, scale: float) -> bool:
         return 0 < scale < math.inf and scale != self._of_residuals

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import Cast, ErrorFeedback, NoOp, PowerSGD, StartAfter, WireDtype, make_compressor
-from commhooks.engine.guards import has_joined
+from commhooks.engine.guards import are_zeros
 from tests.commhooks import guards_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
 
@@ -37,14 +37,14 @@ def sparse_with(value: float, place: int) -> Tensor:
 @pytest.mark.parametrize("value", [1.0, -1e-45, torch.inf, torch.nan], ids=str)
 @pytest.mark.parametrize("place", [0, 1, 300_000, -1])
 def test_one_element_that_is_not_zero_is_found_wherever_it_lies(value: float, place: int) -> None:
-    assert not has_joined(sparse_with(value, place))
+    assert not are_zeros(sparse_with(value, place))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("size", [0, 1, 5000, 600_000])
-def test_only_zeros_are_taken_for_those_of_a_rank_that_has_joined(dtype: torch.dtype, size: int) -> None:
-    assert has_joined(torch.zeros(size, dtype=dtype))
-    assert not size or not has_joined(torch.ones(size, dtype=dtype))
+def test_only_zeros_are_taken_for_those_of_a_rank_that_are_zeros(dtype: torch.dtype, size: int) -> None:
+    assert are_zeros(torch.zeros(size, dtype=dtype))
+    assert not size or not are_zeros(torch.ones(size, dtype=dtype))
 
 
 def test_a_gradient_is_known_by_a_few_of_its_elements_even_if_it_begins_with_zeros() -> None:
@@ -52,7 +52,7 @@ def test_a_gradient_is_known_by_a_few_of_its_elements_even_if_it_begins_with_zer
     gradient[:900_000] = 0.0
     for memory in (torch.ones(1_000_003), gradient):
         with Looks() as looks:
-            assert not has_joined(memory)
+            assert not are_zeros(memory)
         assert 0 < looks.elements <= 2048
 
 
