@@ -71,7 +71,7 @@ from commhooks.hooks.default import (
 )
 from commhooks.hooks.exchanger import Averaging, Exchanger, average_in_lockstep
 from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from commhooks.hooks.stateless import hook_statistics
+from commhooks.hooks.sockets import hook_statistics
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Entry

@@ -1,35 +1,21 @@
-"""Attach a compressor to a DistributedDataParallel: `attach`, and the `Attachment` that it returns.
+"""Attach a compressor to a DistributedDataParallel: `attach`, and the `Attachment` that it returns."""
 
-PyTorch's contract for a communication hook is `hook(state, bucket) -> Future[Tensor]`, and PyTorch inspects a hook
-before registering it. The second argument must be *named* `bucket`. Annotations, if there are any, must be real objects
-rather than strings, so the files of this package that define hooks have no `from __future__ import annotations`. Except
-with NCCL, PyTorch also rejects any function whose `__name__` is `bf16_compress_hook` or `bf16_compress_wrapper_hook`,
-because its own hooks of those names need NCCL. Ours do not, so the functions behind those public names have different
-names.
-"""
+from __future__ import annotations
 
-import contextlib
-import inspect
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
-from torch._compile import _disable_dynamo
 from torch.nn import Module
 
 from commhooks.communicators.connection import WrapCommunicator
-from commhooks.compressors import AllReduceMean
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
 from commhooks.hooks.facts import check_hook_is_called, check_step_has_an_end, searches_for_unused, sparse_parameters
-from commhooks.hooks.foreign import name_of
 from commhooks.hooks.handle import Handle, check_run_settings, checked_compressor, refusal_of
-from commhooks.hooks.stateless import deliver, group_or_default, run_stateless
+from commhooks.hooks.sockets import Socket, check_is_free, group_or_default, sockets
 from commhooks.hooks.watching import Watch, optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL
@@ -40,8 +26,6 @@ from commhooks.unwrapping import find_ddp, left_out_parameters, trained_paramete
 
 _LITTLE = 1e-4
 """A squared relative error below this costs no accuracy worth a warning: bf16's is 1.5e-5."""
-COLLECTIVES_A_BUCKET = 16
-"""How many collectives one bucket may take before ddp_core gives up on the hook; each may use its whole timeout."""
 
 
 class Attachment(Handle):
@@ -50,7 +34,7 @@ class Attachment(Handle):
     All counts start at zero when the compressor is attached.
     """
 
-    def __init__(self, engine: Engine, socket: "_Socket", named: list[tuple[str, Tensor]], model: Module) -> None:
+    def __init__(self, engine: Engine, socket: Socket, named: list[tuple[str, Tensor]], model: Module) -> None:
         self._engine: Engine = engine
         self._socket = socket
         self._named = named
@@ -74,7 +58,7 @@ class Attachment(Handle):
     @property
     def is_attached(self) -> bool:
         """Whether the model's gradients go through this compressor: until `detach`, or until the model is gone."""
-        return self._socket.attachment is self and self._model() is not None
+        return self._socket.engine is self._engine and self._model() is not None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -125,7 +109,7 @@ class Attachment(Handle):
         try:
             while self._watches:  # they hold parameters
                 self._watches.pop().remove()
-            if self._socket.attachment is self:
+            if self._socket.engine is self._engine:
                 self._socket.release()
         finally:
             self._engine.stop()
@@ -177,7 +161,7 @@ def attach(
         raise AttachError("attach: a backward pass is under way; call attach between two passes.")
     group = group_or_default(process_group if process_group is not None else getattr(ddp, "process_group", None))
     check_is_free("attach", ddp)
-    socket = _sockets.setdefault(ddp, _Socket())
+    socket = sockets.setdefault(ddp, Socket())
     named = trained_parameters(model, ddp)
     if not named:
         raise AttachError("attach: no gradient comes in a bucket: every parameter is ignored or delayed.")
@@ -199,23 +183,8 @@ def attach(
     engine.open(named[0][1].device, refusal_of(compressor, dict(named), line))
     _warn_of_loss(compressor, named)
     attachment = Attachment(engine, socket, named, ddp)
-    socket.plug_in(attachment, ddp, line.timeout if hook_timeout is None else hook_timeout)
+    socket.plug_in(attachment, engine, ddp, line.timeout if hook_timeout is None else hook_timeout)
     return attachment
-
-
-def check_is_free(caller: str, ddp: Module) -> None:
-    """Raise `AttachError` if a hook is attached to a DDP or registered on it."""
-    socket = _sockets.get(ddp)
-    if socket is not None and socket.attachment is not None:
-        raise AttachError(
-            f"{caller}: {socket.attachment.compressor!r} is attached to this model already; detach it first."
-        )
-    registered = [hook for hook, _ in getattr(ddp, "_comm_hooks", []) if hook is not attachment_hook]
-    if registered:
-        raise AttachError(
-            f"{caller}: the hook {name_of(registered[-1])} is registered on this model already; PyTorch's "
-            "DistributedDataParallel never takes another one, ddp_core's does after remove_comm_hook()."
-        )
 
 
 def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> None:
@@ -234,69 +203,3 @@ def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> No
                 stacklevel=3,
             )
             return
-
-
-class _Socket:
-    """The state of the hook that is registered on a model.
-
-    PyTorch's DDP only ever accepts one hook, so the hook stays registered while attachments come and go. With nothing
-    attached, it averages as the model would without a hook.
-    """
-
-    def __init__(self) -> None:
-        self.attachment: Attachment | None = None
-        self.buckets_handed_in = 0
-        self._group: Callable[[], dist.ProcessGroup | None] = lambda: None
-        self._registered = False
-        self._removable: Any = None
-
-    def plug_in(self, attachment: Attachment, model: Module, seconds: float) -> None:
-        """Run `attachment` from now on; register the hook on the model unless it is still registered.
-
-        If a DDP limits its wait for a hook, as ddp_core's does, the limit is raised above the scheduler's `seconds`:
-        those bound one collective, while the DDP's limit covers a whole bucket. Only a scheduler that hangs should
-        reach it.
-        """
-        self._group = weakref.ref(group_or_default(getattr(model, "process_group", None)))
-        self.attachment = attachment
-        if self._registered:
-            return
-        register: Any = model.register_comm_hook
-        has_limit = "hook_timeout" in inspect.signature(register).parameters
-        limit = {"hook_timeout": seconds * COLLECTIVES_A_BUCKET} if has_limit else {}
-        try:
-            self._removable = register(self, attachment_hook, **limit)
-        except Exception:
-            attachment.detach()
-            raise
-        self._registered = True
-
-    def release(self) -> None:
-        """Drop the attachment, and remove the hook if the DDP allows it, as ddp_core's does."""
-        self.attachment = None
-        if self._removable is not None and hasattr(self._removable, "remove"):
-            # After a backward pass that was cut short, ddp_core's raises: the hook stays registered, and runs an
-            # all-reduce.
-            with contextlib.suppress(RuntimeError):
-                self._removable.remove()
-                self._registered = False
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copy and pickle as an empty socket: a copy of a model has nothing attached."""
-        return type(self), ()
-
-    @_disable_dynamo  # as run_stateless
-    def run(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Run the attachment's engine, or a plain all-reduce if nothing is attached."""
-        if self.attachment is None:
-            return run_stateless(AllReduceMean(), self._group(), bucket)
-        self.buckets_handed_in += 1
-        return deliver(self.attachment._engine.run(bucket), bucket)
-
-
-_sockets: weakref.WeakKeyDictionary[Module, _Socket] = weakref.WeakKeyDictionary()
-
-
-def attachment_hook(state: _Socket, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Run whatever is attached to the model."""
-    return state.run(bucket)

@@ -14,7 +14,7 @@ from torch import Tensor
 from commhooks.engine.engine import Engine
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings, checked_compressor
-from commhooks.hooks.stateless import group_or_default
+from commhooks.hooks.sockets import group_or_default
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns

@@ -20,7 +20,7 @@ from commhooks.errors import CheckpointError, HookTypeError, SettingsError
 from commhooks.hooks.default import on_wire
 from commhooks.hooks.facts import check_bucket, check_step_has_an_end, searches_for_unused, sparse_parameters
 from commhooks.hooks.handle import Handle, check_run_settings
-from commhooks.hooks.stateless import deliver, group_or_default
+from commhooks.hooks.sockets import deliver, group_or_default
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import ProcessGroupLine

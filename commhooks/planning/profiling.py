@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from commhooks.errors import SettingsError
-from commhooks.hooks.attach import check_is_free
-from commhooks.hooks.stateless import group_or_default
+from commhooks.hooks.sockets import check_is_free, group_or_default
 from commhooks.language.compressor import Compressor
 from commhooks.planning.candidates import NOOP, Candidate, default_candidates, with_the_two
 from commhooks.planning.keeping import Kept

@@ -18,7 +18,7 @@ import torch
 import commhooks
 import ddp_core
 from commhooks import AllReduce, BucketView, Compressor, Context, Exchange
-from commhooks.hooks.attach import COLLECTIVES_A_BUCKET
+from commhooks.hooks.sockets import COLLECTIVES_A_BUCKET
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 
@@ -148,7 +148,10 @@ def forgotten(rank: int, kind: str) -> bool:
     for step in range(3):
         model(*normal(zeros(*SHAPES), 2, seed=step)[rank]).backward()
     gone = weakref.ref(attachment)
-    del model, attachment
+    del attachment
+    gc.collect()
+    assert gone() is not None, "it lives as long as the model"
+    del model
     deadline = time.monotonic() + 5  # the thread may still be on its way out of the last task
     while time.monotonic() < deadline and (gone() is not None or threading.active_count() > before):
         gc.collect()

@@ -1,0 +1,172 @@
+"""What a DDP calls: the hook of a model's socket, into which `attach` plugs an engine, and hooks that have no state.
+
+PyTorch's contract for a communication hook is `hook(state, bucket) -> Future[Tensor]`, and PyTorch inspects a hook
+before registering it. The second argument must be *named* `bucket`. Annotations, if there are any, must be real objects
+rather than strings, so the files of this package that define hooks have no `from __future__ import annotations`. Except
+with NCCL, PyTorch also rejects any function whose `__name__` is `bf16_compress_hook` or `bf16_compress_wrapper_hook`,
+because its own hooks of those names need NCCL. Ours do not, so the functions behind those public names have different
+names.
+"""
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo
+from torch.nn import Module
+
+from commhooks.compressors import AllReduceMean
+from commhooks.engine.engine import Engine
+from commhooks.errors import AttachError, CommHooksError
+from commhooks.hooks.facts import check_bucket
+from commhooks.hooks.foreign import name_of
+from commhooks.language.compressor import Compressor
+from commhooks.scheduling.ledger import Statistics
+from commhooks.scheduling.line import ProcessGroupLine
+
+COLLECTIVES_A_BUCKET = 16
+"""How many collectives one bucket may take before ddp_core gives up on the hook; each may use its whole timeout."""
+
+_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Compressor, Engine]] = weakref.WeakKeyDictionary()
+"""One engine for each process group and compressor.
+
+These engines keep nothing between steps, so models can share one. The keys are weak: destroying a group drops its
+engines, and a new group gets new ones even if it has the same name.
+"""
+
+
+def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the process group, or the default one if None; raise `CommHooksError` if there is none yet."""
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise CommHooksError("there is no process group; call torch.distributed.init_process_group first.")
+    if not isinstance(group, dist.ProcessGroup):
+        raise CommHooksError(
+            f"expected a process group that this rank belongs to, or None for the default one (got {group!r})."
+        )
+    return group
+
+
+@_disable_dynamo  # a compiled training step, with its backward pass, would trace the engine
+def run_stateless(
+    compressor: Compressor, process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
+    """Average a bucket with a stateless compressor, on the engine of its process group."""
+    check_bucket(bucket)
+    group = group_or_default(process_group)
+    engines = _engines.setdefault(group, {})
+    if compressor not in engines:
+        line = ProcessGroupLine(group, label=repr(compressor))
+        engines[compressor] = Engine(compressor, line, by_parameter=False)
+    return deliver(engines[compressor].run(bucket), bucket)
+
+
+def hook_statistics(process_group: dist.ProcessGroup | None = None) -> dict[str, Statistics]:
+    """Return this rank's totals of the stateless hooks on a process group, by compressor.
+
+    All models that use such a hook on the group are counted together. A hook with state, or an attachment, has its own
+    `statistics()`.
+    """
+    engines = _engines.get(group_or_default(process_group), {})
+    return {repr(compressor): engine.statistics() for compressor, engine in engines.items()}
+
+
+def deliver(future: torch.futures.Future[Tensor], bucket: object) -> torch.futures.Future[Tensor]:
+    """Return a future whose failure reaches the DDP that passed in `bucket`.
+
+    PyTorch's reducer reads an exception set on a future as if it were a value, and crashes; it recognises an error only
+    if a callback of the future raises one.
+    """
+    return future.then(_value_of) if isinstance(bucket, GradBucket) else future
+
+
+def _value_of(future: torch.futures.Future[Tensor]) -> Tensor:
+    return future.value()
+
+
+class Socket:
+    """The state of the hook that is registered on a model.
+
+    PyTorch's DDP only ever accepts one hook, so the hook stays registered while attachments come and go. With nothing
+    attached, it averages as the model would without a hook.
+    """
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.attachment: object = None
+        """Kept for as long as the engine is plugged in, also if nobody else keeps it."""
+        self.buckets_handed_in = 0
+        self._group: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self._registered = False
+        self._removable: Any = None
+
+    def plug_in(self, attachment: object, engine: Engine, model: Module, seconds: float) -> None:
+        """Run `engine` from now on; register the hook on the model unless it is still registered.
+
+        If a DDP limits its wait for a hook, as ddp_core's does, the limit is raised above the scheduler's `seconds`:
+        those bound one collective, while the DDP's limit covers a whole bucket. Only a scheduler that hangs should
+        reach it.
+        """
+        self._group = weakref.ref(group_or_default(getattr(model, "process_group", None)))
+        self.attachment, self.engine = attachment, engine
+        if self._registered:
+            return
+        register: Any = model.register_comm_hook
+        has_limit = "hook_timeout" in inspect.signature(register).parameters
+        limit = {"hook_timeout": seconds * COLLECTIVES_A_BUCKET} if has_limit else {}
+        try:
+            self._removable = register(self, attachment_hook, **limit)
+        except Exception:
+            self.release()
+            engine.stop()
+            raise
+        self._registered = True
+
+    def release(self) -> None:
+        """Drop the engine, and remove the hook if the DDP allows it, as ddp_core's does."""
+        self.attachment = self.engine = None
+        if self._removable is not None and hasattr(self._removable, "remove"):
+            # After a backward pass that was cut short, ddp_core's raises: the hook stays registered, and runs an
+            # all-reduce.
+            with contextlib.suppress(RuntimeError):
+                self._removable.remove()
+                self._registered = False
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Copy and pickle as an empty socket: a copy of a model has nothing attached."""
+        return type(self), ()
+
+    @_disable_dynamo  # as run_stateless
+    def run(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Run the engine, or a plain all-reduce if nothing is attached."""
+        if self.engine is None:
+            return run_stateless(AllReduceMean(), self._group(), bucket)
+        self.buckets_handed_in += 1
+        return deliver(self.engine.run(bucket), bucket)
+
+
+sockets: weakref.WeakKeyDictionary[Module, Socket] = weakref.WeakKeyDictionary()
+
+
+def attachment_hook(state: Socket, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Run whatever is attached to the model."""
+    return state.run(bucket)
+
+
+def check_is_free(caller: str, ddp: Module) -> None:
+    """Raise `AttachError` if a hook is attached to a DDP or registered on it."""
+    socket = sockets.get(ddp)
+    if socket is not None and socket.engine is not None:
+        raise AttachError(f"{caller}: {socket.engine.compressor!r} is attached to this model already; detach it first.")
+    registered = [hook for hook, _ in getattr(ddp, "_comm_hooks", []) if hook is not attachment_hook]
+    if registered:
+        raise AttachError(
+            f"{caller}: the hook {name_of(registered[-1])} is registered on this model already; PyTorch's "
+            "DistributedDataParallel never takes another one, ddp_core's does after remove_comm_hook()."
+        )
