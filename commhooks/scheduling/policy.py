@@ -113,7 +113,7 @@ class Policy(ABC):
         """Give one shared verdict to several tasks that have asked for one."""
         self.touching = tasks[0]
         begun = time.perf_counter()
-        finite = all_finite(tensor for task in tasks if task.judge is not None for tensor in task.judge.tensors)
+        finite = all_finite([tensor for task in tasks if task.judge is not None for tensor in task.judge.tensors])
         tasks[0].seconds_compressing += time.perf_counter() - begun
         for task in tasks:
             self.touching = task

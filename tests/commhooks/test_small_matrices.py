@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
-from commhooks.compressors.powersgd import low_rank, uncompressed
+from commhooks.compressors.powersgd import low_rank
 from commhooks.language.memory import commit_all
 from tests import bounds
 from tests.commhooks.workers import Workers, normal, relative, zeros
@@ -37,7 +37,6 @@ def stacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(low_rank, "STACK_ELEMENTS", 1300)
     if request.param == "none":
         monkeypatch.setattr(low_rank, "SMALL_ELEMENTS", 0)
-        monkeypatch.setattr(uncompressed, "SMALL_ELEMENTS", 0)
 
 
 @pytest.mark.usefixtures("stacks")
@@ -65,7 +64,7 @@ def test_narrow_gradients_and_residuals_are_stacked_too(
 ) -> None:
     parameters = zeros(*[(16, 24), (24,)] * 6, dtype=dtype)
     found = []
-    for small in (uncompressed.SMALL_ELEMENTS, 0):
+    for small in (low_rank.SMALL_ELEMENTS, 0):
         monkeypatch.setattr(low_rank, "SMALL_ELEMENTS", small)
         workers = Workers(commhooks.make_compressor("powersgd", rank=2), 2, parameters, storage=storage)
         means = [workers.step(normal(parameters, 2, seed=step))[0] for step in range(3)][-1]

@@ -22,7 +22,6 @@ from torch import Tensor
 from commhooks.compressors.powersgd.blind_rows import Probe, replace_blind_rows, with_probes
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.compressors.powersgd.precision import in_full
-from commhooks.compressors.powersgd.uncompressed import SMALL_ELEMENTS, Uncompressed
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Context
 from commhooks.language.requests import Layout, Part
@@ -37,6 +36,8 @@ BLOCK_ELEMENTS = 1 << 18
 """Large matrices are processed in blocks of rows, of at most this many elements per thread, but at least one row."""
 STACK_ELEMENTS = 1 << 16
 """Small matrices are copied side by side until they have this many elements."""
+SMALL_ELEMENTS = 1 << 12
+"""Vectors of at most this many elements become one part: copying them takes less time than sending each by itself."""
 TILE_ROWS = 16
 """The number of rows that a BLAS multiplies at once, or a multiple of it."""
 
@@ -233,6 +234,37 @@ class LowRankGroup:
         return Factors(P.mT.contiguous(), Q)
 
 
+class Uncompressed:
+    """What is averaged as it is, beside factors: small tiles side by side as one part, and one for each other tile."""
+
+    def __init__(self, tiles: Sequence[Tile], wire: torch.dtype | None) -> None:
+        small = [tile for tile in tiles if _is_small(tile)]
+        is_worth_it = len(small) > 1
+        self._others = [tile for tile in tiles if not (is_worth_it and _is_small(tile))]
+        self._small = [tile.gradient.view(-1) for tile in small] if is_worth_it else []
+        self._means = [tile.mean.view(-1) for tile in small]
+        self._sizes = [gradient.numel() for gradient in self._small]
+        self._parts = [Part(tile.gradient, tile.layout, wire) for tile in self._others]
+        if self._small:
+            keys = tuple(key for tile in small for key in tile.layout.keys)
+            sizes = tuple(size for tile in small for size in tile.layout.sizes)
+            together = self._small[0].new_empty(sum(self._sizes))
+            self._parts.append(Part(together, Layout(keys, sizes), wire))
+
+    def parts(self) -> Sequence[Part]:
+        """Return this step's parts."""
+        if self._small:
+            torch.cat(self._small, out=self._parts[-1].tensor)
+        return self._parts
+
+    def write(self, means: Sequence[Tensor]) -> None:
+        """Write the mean of each part."""
+        for tile, mean in zip(self._others, means[: len(self._others)], strict=True):
+            tile.write(mean)
+        if self._small:
+            torch._foreach_copy_(self._means, list(means[-1].split(self._sizes)))
+
+
 class LowRankPlan(NamedTuple):
     """A bucket's matrices in groups, and what is sent uncompressed beside them."""
 
@@ -291,6 +323,10 @@ class LowRankPlan(NamedTuple):
             return []
         of_groups = (group.largest(side, mean) for group, mean in zip(self.groups, means, strict=True))
         return self.matrices[0].tile.in_own_range(of_groups)
+
+
+def _is_small(tile: Tile) -> bool:
+    return tile.layout.elements == tile.gradient.numel() <= SMALL_ELEMENTS
 
 
 def _groups(matrices: Sequence[LowRankMatrix]) -> list[LowRankGroup]:
