@@ -61,10 +61,11 @@ class Cast(Compressor):
         # Tiles of a narrow bucket share one scratch buffer, so several tiles are copied out of it.
         formed = [tile.form() if len(bucket.tiles) == 1 else tile.form().clone() for tile in bucket.tiles]
         # The rounding error is computed before sending: the answer overwrites the memory.
-        unsent = [
-            self._rounded_away(M, context.world_size) if tile.keeps else M
-            for tile, M in zip(bucket.tiles, formed, strict=True)
-        ]
+        unsent = list(formed)
+        for number, (tile, M) in enumerate(zip(bucket.tiles, formed, strict=True)):
+            if tile.keeps:
+                share = M / context.world_size
+                unsent[number] = share.sub_(share.to(self.dtype)).mul_(context.world_size)
         parts = [tile.part(M, self.dtype) for tile, M in zip(bucket.tiles, formed, strict=True)]
         means = yield AllReduce(*parts, average=True, last=True)
         for tile, mean in zip(bucket.tiles, means, strict=True):
@@ -101,11 +102,6 @@ class Cast(Compressor):
     def _narrows(self, memory: Tensor) -> bool:
         """Return whether casting a gradient makes it smaller; fp16 for bf16 would not, and could overflow."""
         return memory.element_size() // (2 if memory.is_complex() else 1) > self.dtype.itemsize
-
-    def _rounded_away(self, memory: Tensor, world_size: int) -> Tensor:
-        """Return the difference between the gradient and its value after the cast."""
-        share = memory / world_size
-        return share.sub_(share.to(self.dtype)).mul_(world_size)
 
 
 def check_wire_dtype(owner: str, dtype: torch.dtype) -> None:

@@ -94,13 +94,11 @@ def _with_kinds(engine: Engine, snapshot: Snapshot) -> Snapshot:
     declare, ranks = engine.compressor.state, snapshot.world_size
     named = {name: _as_compressed(parameter) for name, parameter in engine.state.named().items()}
     then = {name: declare(name, parameter, ranks) for name, parameter in named.items()}
-    of_larger = {name: declare(name, _repeated(parameter, ranks), ranks) for name, parameter in named.items()}
+    of_larger = {}  # parameters as many times as large, without memory
+    for name, parameter in named.items():
+        repeated = parameter.detach().to("meta").repeat(ranks, *[1] * (parameter.dim() - 1))
+        of_larger[name] = declare(name, repeated, ranks)
     return snapshot.with_kinds(engine.compressor, then, of_larger)
-
-
-def _repeated(parameter: Tensor, times: int) -> Tensor:
-    """Return a parameter several times as large, without memory."""
-    return parameter.detach().to("meta").repeat(times, *[1] * (parameter.dim() - 1))
 
 
 def _declared(engine: Engine, snapshot: Snapshot) -> dict[str, Declared]:

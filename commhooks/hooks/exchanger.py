@@ -228,13 +228,12 @@ def _misfits(like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, overw
         for name in sorted({*found, *wanted})
         if found.get(name) != wanted.get(name)
     ]
-    shared = [name for name, tensor in tensors.items() if overwritten and _shares_elements(tensor)]
+    shared = [
+        name
+        for name, t in tensors.items()
+        if overwritten and any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True))
+    ]
     return wrong + [f"elements of {name!r} share memory, so no mean can be written into it" for name in shared]
-
-
-def _shares_elements(tensor: Tensor) -> bool:
-    """Return whether several elements have one place in memory, as after `expand`."""
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _described(tensor: Tensor) -> str:

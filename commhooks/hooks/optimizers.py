@@ -90,11 +90,15 @@ def _with_momentum(
             f"an element that is sent stands for {_growth(compressor, feedback):.3g} gradients, which is unstable with "
             f"momentum; set ratio to at least {1 / _MOST:g}{advice}, or {without}."
         )
-    elif isinstance(compressor, UnbiasedPowerSGD) and (needed := _rank_needed(parameters)) > compressor.rank:
-        yield (
-            "its error is many times as large as the gradient, which is unstable with momentum; use powersgd, or a "
-            f"rank of at least {needed}, or {without}."
-        )
+    elif isinstance(compressor, UnbiasedPowerSGD):
+        # With rank r, 1 + ω = 1 + (m + 1)/r; it must be at most `_MOST` for the widest matrix.
+        widths = [p.numel() // len(p) for p in parameters if p.dim() > 1 and len(p)]
+        needed = max((math.ceil((m + 1) / (_MOST - 1)) for m in widths), default=0)
+        if needed > compressor.rank:
+            yield (
+                "its error is many times as large as the gradient, which is unstable with momentum; use powersgd, or a "
+                f"rank of at least {needed}, or {without}."
+            )
 
 
 def _growth(compressor: SharedPlaces, feedback: ErrorFeedback | None) -> float:
@@ -105,9 +109,3 @@ def _growth(compressor: SharedPlaces, feedback: ErrorFeedback | None) -> float:
         return 1.0
     kept = 1 / (1 - feedback.decay) if feedback.decay < 1 else math.inf
     return round(min(1 / compressor.ratio, kept, feedback.reset_every or math.inf), 6)  # 1 / (1 - 0.9) is above 10
-
-
-def _rank_needed(parameters: list[Tensor]) -> int:
-    """Return the rank r with which 1 + ω = 1 + (m + 1)/r is at most `_MOST` for the widest matrix."""
-    widths = [parameter.numel() // len(parameter) for parameter in parameters if parameter.dim() > 1 and len(parameter)]
-    return max((math.ceil((m + 1) / (_MOST - 1)) for m in widths), default=0)

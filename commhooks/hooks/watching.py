@@ -68,7 +68,7 @@ class Watch:
 
     def _is_new(self, parameter: Tensor) -> bool:
         """Return whether the gradient of a parameter in a bucket was made, or changed, after the last step."""
-        gradient, version = self._used.get(parameter, (_nothing, 0))
+        gradient, version = self._used.get(parameter, (lambda: None, 0))
         grad = parameter.grad
         is_same = grad is not None and grad is gradient() and grad._version == version
         return parameter in self._in_buckets and not is_same
@@ -95,10 +95,6 @@ class Watch:
                 "each rank would train them alone. Wrap the model while they require gradients, and freeze them "
                 "afterwards if you want (with find_unused_parameters=True); or wrap it again once they do."
             )
-
-
-def _nothing() -> None:
-    """Return None, as a weak reference to something that is gone does."""
 
 
 def _stepped(optimizer: Optimizer) -> Iterable[Tensor]:

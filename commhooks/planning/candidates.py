@@ -42,7 +42,9 @@ class Candidate:
 
 def named(name: str, *, policy: str = "fifo", label: str = "", **settings: Any) -> Candidate:
     """Return the candidate of a name that `make_compressor` knows, with its settings."""
-    return Candidate(_spelled(name, settings), make_compressor(name, **settings), policy, label)
+    pairs = ",".join(f"{key}={settings[key]}" for key in sorted(settings))
+    hook = f"{name}:{pairs}" if pairs else name
+    return Candidate(hook, make_compressor(name, **settings), policy, label)
 
 
 def candidate_of(hook: Candidate | Compressor | str) -> Candidate:
@@ -78,11 +80,6 @@ def default_candidates() -> tuple[Candidate, ...]:
         *(named("powersgd", policy="fused", rank=r) for r in (1, 2, 4)),
     )
     return (*fifo, *fused)
-
-
-def _spelled(name: str, settings: dict[str, Any]) -> str:
-    pairs = ",".join(f"{key}={settings[key]}" for key in sorted(settings))
-    return f"{name}:{pairs}" if pairs else name
 
 
 def _labelled(hook: str, policy: str) -> str:

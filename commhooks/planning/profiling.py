@@ -147,7 +147,11 @@ def _profile_of(
         bucket_cap_mb=_bucket_cap(ddp),
         link=link,
         hosts=tuple(place.host for place in turns.places),
-        versions=_versions(),
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "commhooks": metadata.version("commhooks"),
+        },
         machine=machine_in_words(),
         events={label: tuple(event for one in events for event in one[label]) for label in own},
     )
@@ -174,7 +178,3 @@ def _bucket_cap(ddp: Any) -> float | None:
     cap: float = ddp.bucket_bytes_cap / _MIB
     is_default = getattr(ddp, "bucket_bytes_cap_default", cap == _DEFAULT_CAP)
     return None if is_default else cap
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__, "commhooks": metadata.version("commhooks")}

@@ -105,7 +105,8 @@ def _fault_of_form(part: _Part, known: Sequence[Entry], parameter: Tensor | None
         return f"expected one whole number of at least 0, found {tensor.dtype} of shape {shape}: {str(tensor)[:80]}"
     if not known:
         return ""
-    if tensor.layout != torch.strided or tensor.is_complex() not in [_is_complex(entry) for entry in known]:
+    complexes = [entry.dtype is not None and entry.dtype.is_complex for entry in known]
+    if tensor.layout != torch.strided or tensor.is_complex() not in complexes:
         return f"expected a dense tensor of real numbers, found {tensor.dtype}, {tensor.layout}"
     if _is_number(tensor) not in [entry.dtype is None or entry.dtype.is_floating_point for entry in known]:
         return f"expected {'whole' if _is_number(tensor) else 'floating-point'} numbers, found {tensor.dtype}"
@@ -123,10 +124,6 @@ def _fits_one_of(part: _Part, parameter: Tensor, declared: Sequence[Declared]) -
     known = [entries[part.entry] for entries in declared if part.entry in entries and entries[part.entry].along]
     shapes = [shape for entry in known for shape in (saved_shape(entry, parameter), entry.shape)]
     return _is_number(part.tensor) and tuple(part.tensor.shape) in shapes
-
-
-def _is_complex(entry: Entry) -> bool:
-    return entry.dtype is not None and entry.dtype.is_complex
 
 
 def _is_number(tensor: Tensor) -> bool:

@@ -77,8 +77,10 @@ def _hand_over(table: StateTable, slot: Slot, compressor: Compressor, step: int)
             continue
         norm = float(torch.linalg.vector_norm(kept, dtype=torch.float64))
         fate = "kept, but not sent" if name in state.tensors else "lost"
-        if taker is not None and _can_take(in_use[taker], owed[name]):
-            table.lay_out_entries(slot, {taker: in_use[taker]})
+        takes = in_use[taker] if taker is not None else None
+        # All ranks that share the residual must hold the same of what is owed, in the same units.
+        if taker and takes and owed[name].holders % takes.holders == 0 and owed[name].power == takes.power:
+            table.lay_out_entries(slot, {taker: takes})
             _add(state.tensors[taker], kept, owed[name], slot.name, table)
             kept.zero_()
             fate = "kept in the residual until a compressor with error feedback takes over" if waits else ""
@@ -110,8 +112,3 @@ def _residual_among(entries: Mapping[str, Entry]) -> str | None:
 def _are_alike(one: Entry, other: Entry | None) -> bool:
     """Return whether both hold the same, of the same ranks; what else is declared is not known of loaded state."""
     return other is not None and (one.kind, one.block, one.holders) == (other.kind, other.block, other.holders)
-
-
-def _can_take(residual: Entry, owed: Entry) -> bool:
-    """Return whether all ranks that share the residual hold the same of what is owed, in the same units."""
-    return owed.holders % residual.holders == 0 and owed.power == residual.power

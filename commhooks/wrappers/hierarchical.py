@@ -134,14 +134,12 @@ class _Carrier:
         if self._machines == 1:
             answers = yield tuple(request.among(self._between, last=request.last) for request in requests)
         else:
-            mine = yield tuple(self._sliced(request).among(self._between, last=False) for request in requests)
+            sliced = [one.with_parts([self._slice(one, part) for part in one.parts]) for one in requests]
+            mine = yield tuple(request.among(self._between, last=False) for request in sliced)
             pairs = list(zip(requests, mine, strict=True))
             every = yield tuple(self._gather(request, slices) for request, slices in pairs)
             answers = [self._whole(request, slices) for request, slices in zip(requests, every, strict=True)]
         return answers if isinstance(asked, tuple) else answers[0]
-
-    def _sliced(self, request: Request) -> Request:
-        return request.with_parts([self._slice(request, part) for part in request.parts])
 
     def _slice(self, request: Request, part: Part) -> Part:
         columns, tensor = _columns(request, part), part.tensor

@@ -143,13 +143,12 @@ class AdaptiveRank(Compressor):
         if self.rule == "accordion":
             changed = {p: abs(now - before) > self.eta * before for p, (_, (before, now)) in measured.items()}
             return {parameter: self.max_rank if has else self.rank for parameter, has in changed.items()}
-        layers = [self._layer(form, [norm / largest for norm in norms]) for form, norms in measured.values()]
+        layers = []
+        for form, norms in measured.values():
+            ranks = (min(form.n, form.m, rank) for rank in (self.min_rank, self.rank))
+            layers.append(Layer([(norm / largest) ** 2 for norm in norms], form.n + form.m, *ranks))
         chosen = least_error(layers, self._budget(layers)) if self.rule == "least-error" else fewest_bytes(layers)
         return dict(zip(measured, chosen, strict=True))
-
-    def _layer(self, form: MatrixForm, norms: Sequence[float]) -> Layer:
-        ranks = (min(form.n, form.m, rank) for rank in (self.min_rank, self.rank))
-        return Layer([norm * norm for norm in norms], form.n + form.m, *ranks)
 
     @property
     def _powersgd(self) -> PowerSGD:

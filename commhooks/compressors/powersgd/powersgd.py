@@ -274,7 +274,9 @@ class PowerSGD(Compressor):
         """Keep the means of the last factors as the bases of the next step."""
         for group, mean in zip(groups, means, strict=True):
             kept = self._kept(group, side)
-            bases = _scaled_rows(mean, torch.stack(kept))
+            # Rows are scaled to a largest magnitude of 1. A row of zeros would never recover, so the old one stays.
+            largest = mean.abs().amax(dim=-1, keepdim=True)  # r×1
+            bases = torch.where(largest > 0, mean / largest, torch.stack(kept))
             if self.alternating:  # the next product is also the last one, and needs an orthonormal basis
                 bases = orthonormal_rows(bases, self.epsilon)
             commit_all(kept, bases, finite)
@@ -300,9 +302,3 @@ def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
         basis = basis * (norms / (norms + epsilon)).unsqueeze(-2)
     rows: Tensor = basis.mT
     return rows
-
-
-def _scaled_rows(Q: Tensor, before: Tensor) -> Tensor:
-    """Scale each row to a largest magnitude of 1; a row of zeros would never recover, so it stays as `before`."""
-    largest = Q.abs().amax(dim=-1, keepdim=True)  # r×1
-    return torch.where(largest > 0, Q / largest, before)

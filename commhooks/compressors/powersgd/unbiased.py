@@ -20,7 +20,7 @@ import math
 
 from torch import Tensor
 
-from commhooks.compressors.powersgd.low_rank import LowRankMatrix, LowRankPlan
+from commhooks.compressors.powersgd.low_rank import LowRankPlan
 from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
@@ -58,7 +58,9 @@ class UnbiasedPowerSGD(Compressor):
         plan = bucket.plan(self, lambda: LowRankPlan.of_slots(bucket, self._form, self._r))
         for group in plan.groups:
             for x, Q in zip(group.matrices, group.Q, strict=True):
-                Q.copy_(self._random(x, Q, context.step))
+                # Uᵀ r×m, with elements of variance 1/r; the same on every rank.
+                seed = stable_seed("unbiased powersgd", self.seed, x.key, context.step)
+                Q.copy_(seeded_normal(tuple(Q.shape), seed, Q) / math.sqrt(x.r))
         plan.multiply("P", turn=0)
         answers = yield AllReduce(
             *(group.parts["P"] for group in plan.groups), *plan.rest.parts(), average=True, last=True
@@ -76,8 +78,3 @@ class UnbiasedPowerSGD(Compressor):
         if form is None or not parameter.is_floating_point():
             return None
         return form if form.is_reduced_by(form.n * self._r(form), self.min_compression_rate) else None
-
-    def _random(self, x: LowRankMatrix, like: Tensor, step: int) -> Tensor:
-        """Return Uᵀ r×m, with elements of variance 1/r; the same on every rank."""
-        seed = stable_seed("unbiased powersgd", self.seed, x.key, step)
-        return seeded_normal(tuple(like.shape), seed, like) / math.sqrt(x.r)
