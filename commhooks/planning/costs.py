@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commhooks.errors import SettingsError
+from commhooks.planning import stored
 from commhooks.planning.links import Link
 from commhooks.planning.sizes import Shape
 
@@ -138,10 +139,7 @@ class Costs:
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
-        beside = path.with_name(path.name + ".new")
-        beside.write_text(text + "\n", encoding="utf-8")
-        beside.replace(path)
+        stored.write(self, path, form=FORMAT)
 
     @classmethod
     def read(cls, path: Path = FILE) -> Costs:

@@ -10,12 +10,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from commhooks.planning.stored import write_text
+
 from ..commands.terminal import errors_in_words
 from ..report.table import plain_table
 from ..specs import unknown
 from .gate import SAME, WORSE, changes, other_places
 from .page import figure, render
-from .results import Results, measured_now, read, replace, write
+from .results import Results, measured_now, read, write
 from .rows import Row
 from .sections import SECTIONS
 
@@ -58,7 +60,7 @@ def main(
                 write(results, known)
         if results:
             # As it was written: figures are rounded there, and the page must be the one of its file.
-            replace(results.with_suffix(".md"), render(read(results)))
+            write_text(results.with_suffix(".md"), render(read(results)))
         if check:
             _report(stored, found)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commhooks.planning.stored import write_text
+
 from ..machine import machine, versions
 from ..results.summary import Spread
 from .rows import Row
@@ -92,14 +94,7 @@ def read(path: Path) -> Results:
 def write(path: Path, results: Results) -> None:
     """Write the file, completely or not at all: a line for each row."""
     text = json.dumps({"format": FORMAT, "sections": {name: _plain(one) for name, one in results.items()}}, indent=1)
-    replace(path, text + "\n")
-
-
-def replace(path: Path, text: str) -> None:
-    """Replace a file's text, completely or not at all."""
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_text(path, text + "\n")
 
 
 def _plain(measured: Measured) -> dict[str, Any]:

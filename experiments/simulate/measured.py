@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from commhooks.planning import stored
 from commhooks.planning.links import Link
 from commhooks.planning.payloads import is_padded
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
@@ -149,9 +149,8 @@ class Measured:
         )
 
     def write(self, path: Path) -> None:
-        """Write the file."""
-        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
-        path.write_text(text + "\n", encoding="utf-8")
+        """Write the file, completely or not at all."""
+        stored.write(self, path, form=FORMAT)
 
     @classmethod
     def read(cls, path: Path) -> Measured:
