@@ -14,10 +14,10 @@ import commhooks
 from commhooks import Adaptive, Attachment, make_compressor
 from commhooks.planning.deciding import Decider, Seen
 from commhooks.planning.links import Link
-from tests.commhooks.disagreement_in_worlds import Told, told_by
-from tests.commhooks.hooks_in_worlds import SHAPES, backward, given
-from tests.commhooks.replicas_in_worlds import digest_of
+from tests.commhooks.mirrored import SHAPES, backward, given
+from tests.commhooks.models import digest_of
 from tests.commhooks.simulated_ladder import FAST, SLOW, Run, ladder
+from tests.commhooks.told import Told, told_by
 from tests.commhooks.workers import normal, zeros
 
 LADDER = ["all-reduce", "fp16", "int8", "powersgd(rank=2)", "powersgd(rank=1)"]

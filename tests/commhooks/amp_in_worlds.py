@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 
 import commhooks
 from commhooks import PowerSGD, PowerSGDState, make_compressor
-from tests.commhooks.hooks_in_worlds import TINY_BUCKETS
+from tests.commhooks.mirrored import TINY_BUCKETS
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 

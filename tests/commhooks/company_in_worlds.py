@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from tests.commhooks.hooks_in_worlds import SHAPES, TINY_BUCKETS, Mirrored, backward, given, largest_error
+from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, given, largest_error
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 

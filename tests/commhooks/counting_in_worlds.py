@@ -12,9 +12,8 @@ import commhooks
 from commhooks import make_compressor
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from tests.cases import LowRankBytes
-from tests.commhooks.hooks_in_worlds import backward
-from tests.commhooks.models import Given, Shape, wrap
-from tests.commhooks.replicas_in_worlds import MODELS
+from tests.commhooks.mirrored import backward
+from tests.commhooks.models import MODELS, Given, Shape, wrap
 from tests.commhooks.workers import normal, zeros
 
 SHAPES: list[Shape] = [(40, 60), (9,), (30, 20), ()]

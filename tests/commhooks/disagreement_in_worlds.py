@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,29 +15,11 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import ErrorFeedback, PowerSGD, SettingsError, make_compressor
 from tests import bounds
-from tests.commhooks.hooks_in_worlds import SHAPES, TINY_BUCKETS, Mirrored, backward, largest_error
 from tests.commhooks.inline_on_cpu import as_on_nccl
+from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, largest_error
 from tests.commhooks.models import Given, wrap
+from tests.commhooks.told import Told, told_by
 from tests.commhooks.workers import largest, normal, zeros
-
-
-@dataclasses.dataclass(frozen=True)
-class Told:
-    """What became of one attempt on one rank."""
-
-    error: str
-    text: str
-    seconds: float
-
-
-def told_by(attempt: Callable[[], Any]) -> Told:
-    """Make an attempt that should raise."""
-    begun = time.monotonic()
-    try:
-        attempt()
-    except Exception as error:
-        return Told(type(error).__name__, str(error), time.monotonic() - begun)
-    return Told("nothing", "", time.monotonic() - begun)
 
 
 class Renamed(Given):

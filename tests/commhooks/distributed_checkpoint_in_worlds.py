@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 import commhooks
 from commhooks import Attachment, Compressor, PowerSGDState, make_compressor
 from tests.cases import CASES
-from tests.commhooks.disagreement_in_worlds import Told, told_by
 from tests.commhooks.models import wrap
+from tests.commhooks.told import Told, told_by
 
 SAVED_AT = (2, 5)
 """Before PowerSGD starts where `start_after` is 3, and after; the second is written while training goes on."""

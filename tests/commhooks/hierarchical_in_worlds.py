@@ -20,8 +20,8 @@ from commhooks.language.compressor import map_requests
 from commhooks.language.requests import Asked
 from commhooks.wrappers.wrapper import Wrapper
 from tests.cases import BY_NAME
-from tests.commhooks.hooks_in_worlds import SHAPES, Mirrored, largest_error
 from tests.commhooks.inline_on_cpu import as_on_nccl
+from tests.commhooks.mirrored import SHAPES, Mirrored, largest_error
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.workers import normal, zeros
 

@@ -17,7 +17,7 @@ from commhooks.communicators import Collective, Communicator, Pending
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.scheduling.line import ProcessGroupLine
-from tests.commhooks.disagreement_in_worlds import Told, told_by
+from tests.commhooks.told import Told, told_by
 
 ELEMENTS = 24
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from commhooks.state.table import StateTable
 from tests.cases import BY_NAME
-from tests.commhooks.hooks_in_worlds import Mirrored, backward, largest_error
-from tests.commhooks.replicas_in_worlds import digest_of
+from tests.commhooks.mirrored import Mirrored, backward, largest_error
+from tests.commhooks.models import digest_of
 from tests.commhooks.workers import largest, normal, relative
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -41,3 +42,27 @@ def lstm_shapes() -> list[Shape]:
     with torch.device("meta"):
         model = LstmModel(650, 3, vocabulary=28869)
     return [tuple(p.shape) for p in (model.symbols, *model.layers.parameters(), model.bias)]
+
+
+def shapes(matrices: int) -> list[Shape]:
+    """Return the shapes of so many matrices, with vectors and scalars in between."""
+    return [
+        shape
+        for i in range(matrices)
+        for shape in ((24 + i % 5, 32) if i % 8 else (6, 5, 5, 5), *[(7,)] * (i % 3 == 0), *[()] * (i % 10 == 0))
+    ]
+
+
+MODELS: dict[int, tuple[list[Shape], float]] = {
+    1: (shapes(14), 100.0),
+    7: (shapes(14), 0.0045),
+    40: (shapes(40), 0.0025),
+}
+"""By the number of buckets that come of them: shapes, and bucket_cap_mb. Every bucket has one matrix at least."""
+
+
+def digest_of(tensors: list[Tensor]) -> bytes:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.numpy().tobytes())
+    return digest.digest()

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import commhooks
 from commhooks import make_compressor
-from tests.commhooks.disagreement_in_worlds import Told, told_by
-from tests.commhooks.hooks_in_worlds import SHAPES, Mirrored, backward, given, largest_error
-from tests.commhooks.replicas_in_worlds import digest_of
+from tests.commhooks.mirrored import SHAPES, Mirrored, backward, given, largest_error
+from tests.commhooks.models import digest_of
+from tests.commhooks.told import Told, told_by
 from tests.commhooks.workers import mean_of, normal, zeros
 
 SEQUENCE = [

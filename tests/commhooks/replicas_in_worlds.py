@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import hashlib
 import math
 import random
 import time
@@ -17,25 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from tests.commhooks.models import Given, Shape, gradients_of, wrap
+from tests.commhooks.models import MODELS, Given, digest_of, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
-
-
-def shapes(matrices: int) -> list[Shape]:
-    """Return the shapes of so many matrices, with vectors and scalars in between."""
-    return [
-        shape
-        for i in range(matrices)
-        for shape in ((24 + i % 5, 32) if i % 8 else (6, 5, 5, 5), *[(7,)] * (i % 3 == 0), *[()] * (i % 10 == 0))
-    ]
-
-
-MODELS: dict[int, tuple[list[Shape], float]] = {
-    1: (shapes(14), 100.0),
-    7: (shapes(14), 0.0045),
-    40: (shapes(40), 0.0025),
-}
-"""By the number of buckets that come of them: shapes, and bucket_cap_mb. Every bucket has one matrix at least."""
 
 Plug = Callable[[nn.Module, str], Any]
 """Let a hook work for a model under a policy; return what tells its statistics."""
@@ -126,10 +108,3 @@ def digests_of(kind: str, run: Run, steps: int, delays: random.Random) -> list[b
 def dawdle(delays: random.Random, probability: float, gradient: Tensor | None = None) -> None:
     if delays.random() < probability:
         time.sleep(delays.random() * 0.01)
-
-
-def digest_of(tensors: list[Tensor]) -> bytes:
-    digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        digest.update(tensor.numpy().tobytes())
-    return digest.digest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import CheckpointError, PowerSGDState, batched_powerSGD_hook, make_compressor, powerSGD_hook
 from tests import bounds
-from tests.commhooks.hooks_in_worlds import SHAPES, TINY_BUCKETS, backward, given
+from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, backward, given
 from tests.commhooks.models import Given, wrap
-from tests.commhooks.resume_in_worlds import Run, distance, network
+from tests.commhooks.resuming import Run, distance, network, roundtrip
 from tests.commhooks.workers import largest, normal, zeros
 
 
@@ -349,14 +348,6 @@ def _total_residual(attachment: commhooks.Attachment, *, of_magnitudes: bool = F
             summed.abs_()
         dist.all_reduce(summed)
     return total
-
-
-def roundtrip(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    read: dict[str, Any] = torch.load(file)
-    return read
 
 
 def merged(rank: int) -> None:

@@ -8,8 +8,8 @@ import commhooks
 from commhooks import ErrorFeedback, PerParameter, PowerSGD, TopK
 from commhooks.communicators.disagreement import describe, refusal_as_fingerprint
 from tests.commhooks import disagreement_in_worlds as on_every_rank
-from tests.commhooks.disagreement_in_worlds import Told
 from tests.commhooks.ranks import run_ranks
+from tests.commhooks.told import Told
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 

@@ -34,7 +34,7 @@ from commhooks.state.settings import settings_of
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
 from tests.commhooks.ranks import run_ranks
-from tests.commhooks.state_dict_in_worlds import roundtrip
+from tests.commhooks.resuming import roundtrip
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
 
 BLOCK = 8

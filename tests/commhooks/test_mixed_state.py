@@ -24,7 +24,7 @@ from commhooks import (
     schedule,
 )
 from commhooks.engine.resume import restore
-from tests.commhooks.state_dict_in_worlds import roundtrip
+from tests.commhooks.resuming import roundtrip
 from tests.commhooks.test_laws_of_state import exchangers, gradients_of
 from tests.commhooks.workers import Workers, largest, normal, zeros
 

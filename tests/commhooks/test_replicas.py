@@ -13,6 +13,7 @@ import time
 import pytest
 
 from tests.commhooks import replicas_in_worlds as on_every_rank
+from tests.commhooks.models import MODELS
 from tests.commhooks.ranks import run_ranks
 
 KINDS, WORLD_SIZES = ["core", "torch"], [2, 3, 4]
@@ -49,7 +50,7 @@ def long_runs(kind: str, world_size: int) -> list[list[on_every_rank.Run]]:
 
 def test_the_long_runs_have_every_hook_under_every_policy_over_every_number_of_buckets() -> None:
     planned = [long_runs(kind, world_size) for kind in KINDS for world_size in WORLD_SIZES]
-    every = itertools.product(on_every_rank.HOOKS, ("fifo", "fused"), on_every_rank.MODELS)
+    every = itertools.product(on_every_rank.HOOKS, ("fifo", "fused"), MODELS)
     assert {run for repetitions in planned for runs in repetitions for run in runs} == {
         on_every_rank.Run(hook=hook, policy=policy, buckets=buckets) for hook, policy, buckets in every
     }
@@ -58,9 +59,7 @@ def test_the_long_runs_have_every_hook_under_every_policy_over_every_number_of_b
 def test_the_ordinary_runs_have_every_hook_and_every_policy_over_every_number_of_buckets() -> None:
     planned = [run for kind, world_size in ORDINARY for run in long_runs(kind, world_size)[0]]
     assert {run.hook for run in planned} == set(on_every_rank.HOOKS)
-    assert {(run.policy, run.buckets) for run in planned} == set(
-        itertools.product(("fifo", "fused"), on_every_rank.MODELS)
-    )
+    assert {(run.policy, run.buckets) for run in planned} == set(itertools.product(("fifo", "fused"), MODELS))
 
 
 @pytest.mark.parametrize(("kind", "world_size"), ORDINARY)

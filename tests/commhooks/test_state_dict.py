@@ -15,7 +15,7 @@ from commhooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from commhooks.state.settings import settings_of, settings_that_differ
 from tests.commhooks import state_dict_in_worlds as on_every_rank
 from tests.commhooks.ranks import run_ranks
-from tests.commhooks.resume_in_worlds import distance
+from tests.commhooks.resuming import distance
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 

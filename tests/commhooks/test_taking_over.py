@@ -16,7 +16,7 @@ from commhooks.compressors.codecs import Sign
 from commhooks.language.entries import blocks_served
 from commhooks.wrappers.start_after import schedule
 from tests import bounds
-from tests.commhooks.state_dict_in_worlds import roundtrip
+from tests.commhooks.resuming import roundtrip
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
 
 SHAPES = ((9, 10), (5, 7), (6,), (40,))

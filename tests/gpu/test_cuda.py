@@ -13,7 +13,7 @@ import commhooks
 from ddp_core.reducer import Usage
 from tests import bounds
 from tests.cases import CASES
-from tests.commhooks.hooks_in_worlds import largest_error
+from tests.commhooks.mirrored import largest_error
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import Workers, largest, normal, zeros
 from tests.gpu.late import LATE, late, very_late
