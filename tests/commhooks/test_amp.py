@@ -1,16 +1,54 @@
-"""Hooks under a gradient scaler. What each rank runs is in amp_in_worlds.py."""
+"""Hooks under a gradient scaler."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import random
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
 
-from tests.commhooks import amp_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks
+import commhooks
+from commhooks import PowerSGD, PowerSGDState, make_compressor
+from tests.commhooks.mirrored import TINY_BUCKETS
+from tests.commhooks.models import Given, gradients_of, wrap
+from tests.commhooks.workers import normal, zeros
+from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+SHAPES = [(30, 50), (50,), (40, 30), (60, 40)]
+STEPS = 12
 
 
+@dataclasses.dataclass
+class Scaled:
+    """A model whose gradients are handed in, its optimiser and its scaler."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: GradScaler
+
+    def step(self, gradients: list[Tensor]) -> float:
+        """Run one step, and return the scale after it."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(*gradients)).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale()
+
+
+def scaled(kind: str, *, growth_interval: int = 4, init_scale: float = 1024.0) -> Scaled:
+    model = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Scaled(model, optimizer, GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval))
+
+
+@on_ranks(2)
 @both_ddps
 @pytest.mark.parametrize(
     ("policy", "atomic", "seeds"),
@@ -24,24 +62,121 @@ both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
         ),
     ],
 )
-def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(kind: str, policy: str, atomic: bool, seeds: int) -> None:
-    first, second = run_ranks(on_every_rank.recovery, 2, kind, policy, atomic, seeds)
-    assert first == second  # the scale is the same on every rank at every step
-    assert len(first) == seeds
-    for without_hook, with_powersgd in first:
+def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
+    rank: int, kind: str, policy: str, atomic: bool, seeds: int
+) -> list[list[float]]:
+    """Put an inf or a NaN into one rank's gradient at random steps; return the scales by step, for each seed.
+
+    A step whose mean is not finite changes no state where steps are atomic, and makes no more collectives than another.
+    """
+    found = []
+    plain, compressed = scaled(kind), scaled(kind)
+    attachment = commhooks.attach(
+        compressed.model, make_compressor("powersgd", rank=2), policy=policy, scaler=compressed.scaler, atomic=atomic
+    )
+    for seed in range(seeds):
+        dice = random.Random(seed)
+        bad_steps = set(dice.sample(range(STEPS), 3))
+        scales: tuple[list[float], list[float]] = ([], [])
+        for step in range(STEPS):
+            gradients = normal(zeros(*SHAPES), 2, seed=1000 * seed + step)
+            if step in bad_steps:
+                victim, where = dice.randrange(2), dice.randrange(len(SHAPES))
+                gradients[victim][where].view(-1)[0] = dice.choice([math.inf, -math.inf, math.nan])
+            before = _state(attachment)
+            for one, kept in zip((plain, compressed), scales, strict=True):
+                kept.append(one.step(gradients[rank]))
+            if step in bad_steps and (policy == "fused" or atomic):
+                assert not all(torch.isfinite(g).all() for g in gradients_of(compressed.model))
+                assert _state(attachment) == before, (seed, step)
+            counted = attachment.last_step()
+            assert counted.collectives == (2 if policy == "fused" else sum(_collectives(attachment)))
+        assert all(torch.isfinite(p).all() for p in compressed.model.parameters())
+        assert all(torch.isfinite(kept).all() for kept in attachment.state.residuals())
+        without_hook, with_powersgd = scales
         assert with_powersgd == without_hook
         assert len(set(without_hook)) > 1
+        found.append(without_hook)
+    attachment.detach()
+    return found
 
 
+def _collectives(attachment: commhooks.Attachment) -> list[int]:
+    """Return what each bucket of the last step costs: two collectives where it holds a matrix to compress."""
+    plan = attachment.state_dict()["bucket_plan"]["handed_in"]
+    big = {f"weights.{i}" for i, shape in enumerate(SHAPES) if PowerSGD(rank=2).compresses(torch.empty(shape))}
+    return [2 if big & set(names) else 1 for names in plan]
+
+
+def _state(attachment: commhooks.Attachment) -> dict[str, Any]:
+    """Return the state as comparable numbers, in units of the unscaled gradients."""
+    state = attachment.state_dict()
+    scale = state["grad_scale"]
+    local = {
+        name: {entry: (tensor / scale).tolist() for entry, tensor in kept.items()}
+        for name, kept in state["local"][f"rank{dist.get_rank()}"].items()
+    }
+    replicated = {
+        name: {entry: tensor.tolist() for entry, tensor in kept.items()} for name, kept in state["replicated"].items()
+    }
+    return {"local": local, "replicated": replicated}
+
+
+@on_ranks(2)
 @pytest.mark.kernels
 @both_ddps
 @pytest.mark.parametrize("how", ["scaler", "announced", "hook"])
-def test_residuals_follow_the_scale_of_the_loss_bit_for_bit(kind: str, how: str) -> None:
-    run_ranks(on_every_rank.a_changing_scale_changes_nothing, 2, kind, how)
+def test_residuals_follow_the_scale_of_the_loss_bit_for_bit(rank: int, kind: str, how: str) -> None:
+    """Train with a scale that goes up and down, and without one: the gradients, unscaled, are the same bits."""
+    scaled_up = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
+    plain = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
+    scaler = GradScaler("cpu", init_scale=65536.0)
+    commhooks.attach(plain, make_compressor("powersgd", rank=2))
+    if how == "hook":
+        state = PowerSGDState(None, 2, start_powerSGD_iter=0)
+        state.bind(scaled_up, scaler=scaler)
+        scaled_up.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]
+        attachment: Any = state
+    else:
+        attachment = commhooks.attach(
+            scaled_up, make_compressor("powersgd", rank=2), scaler=scaler if how == "scaler" else None
+        )
+    for step, scale in enumerate([65536.0, 65536.0, 1.0, 2.0, 2.0**-3, 2.0**10, 1.0]):
+        scaler.scale(torch.ones(()))  # a scaler has no scale to change before it was used
+        if how == "announced":
+            attachment.set_grad_scale(scale)
+        else:
+            scaler.update(scale)
+        gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+        for model, factor in ((scaled_up, scale), (plain, 1.0)):
+            model.zero_grad()
+            (model(*gradients) * factor).backward()
+        for ours, expected in zip(gradients_of(scaled_up), gradients_of(plain), strict=True):
+            assert torch.equal(ours / scale, expected), (step, scale)
 
 
+@on_ranks(2)
 @both_ddps
-def test_gradients_are_accumulated_compressed_averaged_unscaled_and_clipped_in_this_order(kind: str) -> None:
-    for steps, with_scaler, without in run_ranks(on_every_rank.accumulate_unscale_clip_step, 2, kind):
-        assert steps == 6  # the hook runs once for each step of the optimiser
-        assert all(torch.equal(a, b) for a, b in zip(with_scaler, without, strict=True))
+def test_gradients_are_accumulated_compressed_averaged_unscaled_and_clipped_in_this_order(rank: int, kind: str) -> None:
+    """The parameters are the same with and without a scaler."""
+    results = []
+    for with_scaler in (True, False):
+        torch.manual_seed(0)
+        model = wrap(kind, nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30)), **TINY_BUCKETS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=2, enabled=with_scaler)
+        attachment = commhooks.attach(model, make_compressor("powersgd", rank=2), scaler=scaler)
+        for step in range(6):
+            optimizer.zero_grad()
+            inputs = [torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * step + i + rank)) for i in (0, 5)]
+            with model.no_sync():  # type: ignore[operator]
+                scaler.scale(model(inputs[0]).square().mean()).backward()
+            scaler.scale(model(inputs[1]).square().mean()).backward()  # compressed, and averaged
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+        assert attachment.steps == 6  # the hook runs once for each step of the optimiser
+        results.append([p.detach().clone() for p in model.parameters()])
+        attachment.detach()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,7 +1,4 @@
-"""A checkpoint that is damaged, forged or of another run raises a clear error on every rank, and changes nothing.
-
-What each rank runs is in checkpoint_files_in_worlds.py.
-"""
+"""A checkpoint that is damaged, forged or of another run raises a clear error on every rank, and changes nothing."""
 
 from __future__ import annotations
 
@@ -9,17 +6,23 @@ import io
 import json
 import os
 import pickle
+import random
+import shutil
+import zlib
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from commhooks import CheckpointError, PowerSGDState, load_checkpoint, save_checkpoint
-from tests.commhooks import checkpoint_files_in_worlds as on_every_rank
-from tests.commhooks.checkpoint_files_in_worlds import CUTS, FILES, FLIPS, REFUSED, Network, Payload, Told
-from tests.commhooks.ranks import run_ranks
+import commhooks
+from commhooks import CheckpointError, PowerSGDState, load_checkpoint, make_compressor, save_checkpoint
+from tests.commhooks.checkpointed import Network, Renamed, Told, begin, words_of
+from tests.commhooks.models import wrap
+from tests.world import on_ranks
 
 FORGED = {
     "no JSON": ("manifest.json", "cannot be read"),
@@ -52,6 +55,8 @@ MISFITS = {
     "similar optimizer": ("optimizer: saved from Adam, now Adamax",),
     "scaler": ("scaler: checkpoint has no 'scale'",),
 }
+FILES = ["manifest.json", "shared.pt", "rank0.pt", "rank1.pt"]
+CUTS, FLIPS = 5, 15  # which bits does not matter: the whole file has one checksum
 
 
 def check_refused(told: Told, *words: str) -> None:
@@ -61,79 +66,198 @@ def check_refused(told: Told, *words: str) -> None:
         assert word in told.text, told
 
 
+# --- damaged files ----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, timeout=140)
 @pytest.mark.timeout(150)
-def test_a_cut_or_flipped_file_is_refused_by_name_on_every_rank_or_its_content_is_whole(tmp_path: Path) -> None:
-    ranks = run_ranks(on_every_rank.cut_and_flipped, 2, str(tmp_path), timeout=140)
-    for told in ranks[0] + ranks[1]:
+def test_a_cut_or_flipped_file_is_refused_by_name_on_every_rank_or_its_content_is_whole(
+    rank: int, tmp_path: Path
+) -> list[bool]:
+    """Cut every file at many lengths, then flip bytes in it; return which of these were refused."""
+    run = begin(rank, tmp_path)
+    path, saved = run.save(), run.digest()
+    run.train(2)
+    run.directory = tmp_path / "later"
+    later = run.save()
+    run.directory, now, every_one = path, run.digest(), list[Told]()
+    contents = {name: (path / name).read_bytes() for name in FILES}
+    dist.barrier()
+    for name, whole in contents.items():
+        for damage, content in _damages(name, whole):
+            if rank == 0:  # the others read when rank 0 has found the checkpoint
+                _replace(path / name, content)
+            every_one.append(run.told(damage, saved, now))
+            if not every_one[-1].text:
+                run.load(directory=later)
+        if rank == 0:
+            (path / name).write_bytes(whole)
+    every_one.append(run.told("none", saved))
+    assert len(every_one) == len(FILES) * (1 + CUTS + FLIPS) + 1
+    for told in every_one:
         if told.damage.startswith(("cut", "missing")):
             check_refused(told, told.damage.split()[1])
         elif told.damage.startswith("flip") and told.text:
             check_refused(told, "checkpoint-00001-step-3")
         else:
             assert told.restored, told
-    assert [bool(told.text) for told in ranks[0]] == [bool(told.text) for told in ranks[1]]
-    assert len(ranks[0]) == len(FILES) * (1 + CUTS + FLIPS) + 1
-    refused = Counter(told.damage.split()[1] for told in ranks[0] if told.damage.startswith("flip") and told.text)
+    refused = Counter(told.damage.split()[1] for told in every_one if told.damage.startswith("flip") and told.text)
     print(f"of {FLIPS} flips in each file, so many were refused: {dict(refused)}")
     assert all(refused[name] == FLIPS for name in FILES if name != "manifest.json"), refused
+    return [bool(told.text) for told in every_one]
 
 
-def test_a_forged_file_is_refused_and_nothing_in_it_is_executed(tmp_path: Path) -> None:
-    for told in run_ranks(on_every_rank.forged, 2, str(tmp_path)):
-        assert [one.damage for one in told] == list(FORGED)
-        for one in told:
-            check_refused(one, *FORGED[one.damage])
+def _damages(name: str, whole: bytes) -> Iterator[tuple[str, bytes | None]]:
+    chance = random.Random(name)
+    yield f"missing {name}", None
+    for cut in range(CUTS):
+        yield f"cut {name} at {cut}/{CUTS}", whole[: len(whole) * cut // CUTS]
+    for _ in range(FLIPS):
+        place, bits = chance.randrange(len(whole)), chance.randrange(1, 256)
+        yield f"flip {name} at {place}", whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :]
+
+
+def _replace(path: Path, content: bytes | None) -> None:
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+
+
+# --- forged files -----------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Leave a file behind where a pickle of it is executed."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch '{self.mark}'",)
+
+
+@on_ranks(2)
+def test_a_forged_file_is_refused_and_nothing_in_it_is_executed(rank: int, tmp_path: Path) -> None:
+    """A file is rewritten so that sizes and checksums are right."""
+    run = begin(rank, tmp_path)
+    path = run.save()
+    other = run.save(step=17)
+    run.train(1)
+    twin = run.save(step=3, keep=None)
+    run.train(1)
+    forgeries = list(_forgeries(tmp_path / "executed", other, twin))
+    assert [damage for damage, _, _ in forgeries] == list(FORGED)
+    for damage, name, forge in forgeries:
+        run.directory = tmp_path / damage
+        if rank == 0:
+            shutil.copytree(path, run.directory)
+            forge(run.directory / name)
+            if name != "manifest.json":
+                _write_true_sums(run.directory)
+        check_refused(run.told(damage), *FORGED[damage])
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(tmp_path: Path) -> None:
-    for told in run_ranks(on_every_rank.misfits, 2, str(tmp_path)):
-        *refused, world_size = told
-        assert [one.damage for one in refused] == list(MISFITS)
-        for one in refused:
-            check_refused(one, *MISFITS[one.damage])
-        assert world_size.restored  # the manifest's is for its readers; what counts is under a checksum
+def _write_true_sums(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    contents = {name: (path / name).read_bytes() for name in manifest["files"]}
+    manifest["files"] = {name: len(content) for name, content in contents.items()}
+    manifest["crc32"] = {name: f"{zlib.crc32(content):08x}" for name, content in contents.items()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay(tmp_path: Path) -> None:
-    old, new = "checkpoint-00001-step-3", "checkpoint-00002-step-9"
-    causes = {
-        "disk full on rank 1": "could not write the checkpoint. rank 1: OSError: [Errno 28] No space left on device (",
-        "a folder in the way on rank 1": "could not write the checkpoint. rank 1: ",
-        "disk full at the manifest": "could not put the checkpoint in place. rank 0: OSError: [Errno 28] No space left",
-        "under a file": "could not prepare the checkpoint. rank 0: ",
-        "steps that differ": "ranks disagree about the step: by rank 5, 6.",
+def _forgeries(mark: Path, other: Path, twin: Path) -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
+    yield "no JSON", "manifest.json", lambda path: path.write_text("step: 3")
+    yield "no object", "manifest.json", lambda path: path.write_text("[1, 2]")
+    yield "no text", "manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00")
+    yield "version of the manifest", "manifest.json", _other_version
+    yield "version of a file", "rank1.pt", lambda path: _rewrite(path, format_version=2)
+    yield "version of the hook", "shared.pt", lambda path: _rewrite_hooks(path, format_version=4)
+    yield "kind of the hook's entries", "shared.pt", lambda path: _rewrite_hooks(path, replicated=[1])
+    yield "hooks no dictionary", "shared.pt", lambda path: _rewrite(path, hooks=[1])
+    yield "model no dictionary", "shared.pt", lambda path: _rewrite(path, model=1)
+    yield "generator no state", "rank1.pt", lambda path: _rewrite(path, generators={"cpu": torch.zeros(3)})
+    yield "no generators", "rank0.pt", lambda path: _rewrite(path, generators=None)
+    yield (
+        "buffer of another shape",
+        "rank1.pt",
+        lambda path: _rewrite(path, buffers={"norm.running_mean": torch.ones(1)}),
+    )
+    yield "of another checkpoint", "rank1.pt", lambda path: shutil.copy(other / path.name, path)
+    yield "of another save of the same step", "rank1.pt", lambda path: shutil.copy(twin / path.name, path)
+    yield "shared.pt of another save of the same step", "shared.pt", lambda path: shutil.copy(twin / path.name, path)
+    yield "payload in shared.pt", "shared.pt", lambda path: _rewrite(path, extra={"payload": Payload(mark)})
+    yield "payload in rank1.pt", "rank1.pt", lambda path: _rewrite(path, buffers={"payload": Payload(mark)})
+    yield "payload alone", "rank0.pt", lambda path: torch.save(Payload(mark), path)
+    yield (
+        "payload in the old format",
+        "shared.pt",
+        lambda path: torch.save(Payload(mark), path, _use_new_zipfile_serialization=False),
+    )
+
+
+def _other_version(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
+
+
+def _rewrite(path: Path, **changes: Any) -> None:
+    torch.save(torch.load(path) | changes, path)
+
+
+def _rewrite_hooks(path: Path, **changes: Any) -> None:
+    content = torch.load(path)
+    torch.save(content | {"hooks": content["hooks"] | changes}, path)
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int, tmp_path: Path) -> None:
+    """A good checkpoint does not fit; another lacks something that the run wants."""
+    saved = begin(rank, tmp_path)
+    path = saved.save()
+    runs: dict[str, dict[str, Any]] = {
+        "names": {"module": Renamed()},
+        "shapes": {"module": Network(width=10)},
+        "settings": {"compressor": make_compressor("powersgd", rank=2, iterations=2)},
+        "compressor": {"compressor": commhooks.AllReduceMean()},
+        "optimizer": {"optimizer": torch.optim.Adagrad},
     }
-    for told in run_ranks(on_every_rank.cannot_write, 2, str(tmp_path)):
-        *failed, loading, saving = told
-        assert [name for name, _, _ in failed] == list(causes)
-        for name, text, listing in failed:
-            assert causes[name] in text and listing == [old], (name, text, listing)
-            if name.startswith("disk full"):
-                assert f"bytes free): '{tmp_path}/run/.writing-{new.replace('9', '4')}/" in text
-        assert loading == ("loading", "", ["restored"])
-        assert saving == ("saving", "", [old, new])
+    told = [begin(rank, tmp_path, **settings).told(name, directory=path) for name, settings in runs.items()]
+    without = begin(rank, tmp_path, "without", optimizer=torch.optim.Adam, scales=False)
+    without.save(hooks=None)
+    told.append(without.told("hooks", directory=without.directory))
+    similar = begin(rank, tmp_path, optimizer=torch.optim.Adamax)  # has no setting that Adam has not
+    told.append(similar.told("similar optimizer", directory=without.directory, hooks=None))
+    scaled = begin(rank, tmp_path, optimizer=torch.optim.Adam)
+    told.append(scaled.told("scaler", directory=without.directory, hooks=None))
+    assert [one.damage for one in told] == list(MISFITS)
+    for one in told:
+        check_refused(one, *MISFITS[one.damage])
+    if rank == 0:
+        manifest = without.directory / "checkpoint-00001-step-3" / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"world_size": 2', '"world_size": 3'))
+    # The manifest's world size is for its readers; what counts is under a checksum.
+    assert without.told("world size", without.digest(), directory=without.directory, hooks=None).restored
 
 
-def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
-    for found in run_ranks(on_every_rank.kept, 2, str(tmp_path)):
-        every = [f"checkpoint-0000{number}-step-{10 * (number - 1)}" for number in (1, 2, 3, 4)]
-        assert found == {"1": every[3:], "2": every[2:], "None": every}
-
-
-def test_extras_that_could_not_be_loaded_are_refused_when_saving(tmp_path: Path) -> None:
-    for texts, listing, came_back in run_ranks(on_every_rank.extras, 2, str(tmp_path)):
-        assert texts.keys() == REFUSED.keys()
-        for name, text in texts.items():
-            assert f"['extra']['{name}']" in text and "must be plain data" in text, (name, text)
-        assert listing == []
-        assert came_back
-
-
-def test_where_no_whole_checkpoint_is_nothing_is_loaded(tmp_path: Path) -> None:
-    for *loaded, text in run_ranks(on_every_rank.leftovers, 2, str(tmp_path)):
-        assert loaded == [None, None, None, True]
-        assert "ranks see different checkpoints under" in text and "nothing was loaded" in text
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["core", "torch"])
+def test_a_powersgd_state_is_saved_and_loaded_as_an_attachment_is(rank: int, kind: str, tmp_path: Path) -> None:
+    """One like it takes it up, one of another matrix rank does not."""
+    states, models = [PowerSGDState(None, r, start_powerSGD_iter=0) for r in (1, 1, 2)], []
+    for state in states:
+        models.append(wrap(kind, Network(), bucket_cap_mb=0.0002))
+        models[-1].register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]  # '"Tensor" not callable'
+        state.bind(models[-1])
+        models[-1](torch.randn(5, 6)).square().mean().backward()
+    models[0](torch.randn(5, 6)).square().mean().backward()
+    commhooks.save_checkpoint(tmp_path, step=2, model=models[0], hooks=states[0])
+    commhooks.load_checkpoint(tmp_path, model=models[1], hooks=states[1])
+    with pytest.raises(CheckpointError, match="setting inner.inner.rank: saved with 1, now 2"):
+        commhooks.load_checkpoint(tmp_path, model=models[2], hooks=states[2])
+    dicts = [state.state_dict() for state in states[:2]]
+    saved, loaded = ([list(words_of(one[part])) for part in ("step", "replicated", "local")] for one in dicts)
+    assert loaded == saved
 
 
 def test_a_checkpoint_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:
@@ -192,31 +316,6 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_its_steps_are_still_compar
     (path / "rank0.pt").write_bytes((other / "rank0.pt").read_bytes())
     with pytest.raises(CheckpointError, match=r"rank0.pt is of step 4, shared.pt of step 3"):
         load_checkpoint(path, model=torch.nn.Linear(2, 2))
-
-
-def test_buffers_that_are_no_state_may_have_any_shape(tmp_path: Path) -> None:
-    saved, loading = Network(), Network()
-    saved.cache, saved.norm.running_mean = torch.ones(3), torch.ones(8)
-    save_checkpoint(tmp_path, step=1, model=saved)
-    load_checkpoint(tmp_path, model=loading)
-    buffers = dict(loading.named_buffers())
-    assert torch.equal(buffers["cache"], torch.zeros(8))
-    assert torch.equal(buffers["norm.running_mean"], torch.ones(8))
-
-
-@pytest.mark.parametrize("kind", ["core", "torch"])
-def test_a_powersgd_state_is_saved_and_loaded_as_an_attachment_is(kind: str, tmp_path: Path) -> None:
-    for same, text in run_ranks(on_every_rank.of_a_powersgd_state, 2, kind, str(tmp_path)):
-        assert same, text
-        assert "setting inner.inner.rank: saved with 1, now 2" in text
-
-
-@pytest.mark.parametrize("step", [-1, 2.0, True, "3", None])
-def test_a_step_that_is_no_number_of_steps_is_refused(step: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"step must be an int of at least 0"):
-        save_checkpoint(tmp_path, step=step, model=torch.nn.Linear(2, 2))
-    with pytest.raises(CheckpointError, match=r"keep must be at least 1"):
-        save_checkpoint(tmp_path, step=1, model=torch.nn.Linear(2, 2), keep=0)
 
 
 @pytest.mark.parametrize("where", ["alone", "state_dict", "settings", "state"])

@@ -1,14 +1,24 @@
-"""Hooks beside other users of the process group. What each rank runs is in company_in_worlds.py."""
+"""Hooks beside other users of the process group: other models, and the user's own collectives."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from typing import Any
 
-from tests.commhooks import company_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commhooks
+from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, given, largest_error
+from tests.commhooks.models import Given, gradients_of, wrap
+from tests.commhooks.workers import normal, zeros
+from tests.world import on_ranks, run_world
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
+
 WORLDS: dict[str, tuple[int, list[list[int]]]] = {
     "all of 2 ranks": (2, []),
     "two pairs of 4 ranks": (4, [[0, 2], [1, 3]]),
@@ -17,11 +27,153 @@ WORLDS: dict[str, tuple[int, list[list[int]]]] = {
 worlds = pytest.mark.parametrize("world", WORLDS)
 
 
+class AllReducesInBackward(torch.autograd.Function):
+    """Issue a collective on the default group from within the backward pass, as a user's function may."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        sum_over_ranks()
+        return gradient.clone()
+
+
+def sum_over_ranks() -> None:
+    """All-reduce on the default group, and see that nobody else's collective came in between."""
+    witness = torch.full((1000,), float(dist.get_rank()))
+    dist.all_reduce(witness)
+    assert bool((witness == sum(range(dist.get_world_size()))).all())
+
+
+class Talking(Given):
+    """All-reduce once for each parameter in every backward pass."""
+
+    def forward(self, *gradients: Tensor) -> Tensor:
+        terms = [
+            (AllReducesInBackward.apply(weight) * gradient).sum()  # type: ignore[no-untyped-call]
+            for weight, gradient in zip(self.weights, gradients, strict=True)
+        ]
+        return torch.stack(terms).sum()
+
+
+def company(rank: int, kind: str, policy: str, steps: int, groups: Sequence[Sequence[int]]) -> None:
+    """Train two models in one backward pass, each with its PowerSGD, while autograd functions all-reduce too.
+
+    Each of `groups`, pairs of ranks, has its own models; without any, all ranks share theirs. A rank in no group only
+    takes part in the all-reduces. Every gradient is, bit for bit, what it is in lockstep.
+    """
+    made = [dist.new_group(list(members)) for members in groups]
+    mine = next((number for number, members in enumerate(groups) if rank in members), None)
+    if groups and mine is None:
+        for _ in range(steps * 2 * len(SHAPES)):
+            sum_over_ranks()
+        return
+    group = None if mine is None else made[mine]
+    train(kind, policy, steps, group, seed=mine or 0)
+
+
+def train(kind: str, policy: str, steps: int, group: dist.ProcessGroup | None, seed: int) -> None:
+    models = [wrap(kind, Talking(*SHAPES), process_group=group, **TINY_BUCKETS) for _ in range(2)]
+    pairs = [Mirrored(kind, commhooks.make_compressor("powersgd", rank=2), policy, model=model) for model in models]
+    rank = dist.get_rank(group)
+    for step in range(steps):
+        gradients = [normal(zeros(*SHAPES), 2, seed=100 * step + 10 * seed + i) for i in range(2)]
+        backward_of_both(models, [of_ranks[rank] for of_ranks in gradients])
+        for number, both in enumerate(pairs):
+            expected = both.lockstep(gradients[number])[rank]
+            same = all(torch.equal(a, b) for a, b in zip(gradients_of(both.model), expected, strict=True))
+            assert same, f"model {number}, step {step}"
+
+
+def backward_of_both(models: list[nn.Module], gradients: list[list[Tensor]]) -> None:
+    for model in models:
+        model.zero_grad()
+    losses = [model(*own) for model, own in zip(models, gradients, strict=True)]
+    torch.stack(losses).sum().backward()
+
+
+STATELESS_HOOKS = (
+    commhooks.allreduce_hook,
+    commhooks.fp16_compress_hook,
+    commhooks.bf16_compress_hook,
+    commhooks.quantization_pertensor_hook,
+    commhooks.quantization_perchannel_hook,
+    commhooks.fp16_compress_wrapper(commhooks.quantization_pertensor_hook),
+)
+
+
+@on_ranks(2)
+@both_ddps
+def test_models_under_one_stateless_hook_get_the_means_they_get_alone(rank: int, kind: str) -> None:
+    """Models of equal sizes, in one backward pass."""
+    gradients = [normal(zeros(*SHAPES), 2, seed=seed)[rank] for seed in range(2)]
+    for hook in STATELESS_HOOKS:
+        models = [given(kind) for _ in gradients]
+        for model in models:
+            model.register_comm_hook(None, hook)  # type: ignore[operator]
+        for _ in range(2):  # in the second pass, buckets are laid out anew
+            alone = [backward(model, own) for model, own in zip(models, gradients, strict=True)]
+        for _ in range(5):
+            backward_of_both(models, gradients)
+            means = [gradients_of(model) for model in models]
+            pairs = [pair for own in zip(means, alone, strict=True) for pair in zip(*own, strict=True)]
+            assert all(torch.equal(*pair) for pair in pairs), hook
+
+
+class Numbered:
+    """A bucket as PyTorch's DDP passes it, but under index 0 as in the first backward pass of a static graph."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+
+    def index(self) -> int:
+        return 0
+
+    def buffer(self) -> Tensor:
+        return self._memory
+
+    def parameters(self) -> list[Tensor]:
+        return [self._memory]
+
+    def gradients(self) -> list[Tensor]:
+        return [self._memory]
+
+    def set_buffer(self, memory: Tensor) -> None:
+        self._memory = memory
+
+    def is_last(self) -> bool:
+        return False
+
+
+@on_ranks(2)
+def test_buckets_of_one_index_and_size_get_the_means_they_get_alone(rank: int) -> None:
+    gradients = [normal(zeros((4096,)), 2, seed=seed)[rank][0] for seed in range(6)]
+    for hook in STATELESS_HOOKS:
+        alone = [hook(None, Numbered(own.clone())).wait() for own in gradients]  # type: ignore[arg-type]
+        futures = [hook(None, Numbered(own.clone())) for own in gradients]  # type: ignore[arg-type]
+        assert all(torch.equal(future.wait(), mean) for future, mean in zip(futures, alone, strict=True)), hook
+
+
+@on_ranks(4)
+@both_ddps
+def test_stateless_hooks_average_over_their_subgroup(rank: int, kind: str) -> None:
+    """Two pairs of ranks train their own models side by side, with a hook whose state is the process group."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = pairs[rank // 2]
+    gradients = normal(zeros(*SHAPES), 4, seed=0)
+    expected = [(gradients[rank // 2 * 2][i] + gradients[rank // 2 * 2 + 1][i]) / 2 for i in range(len(SHAPES))]
+    model = given(kind, process_group=group)
+    model.register_comm_hook(group, commhooks.allreduce_hook)  # type: ignore[operator]
+    for _ in range(3):
+        assert largest_error(backward(model, gradients[rank]), expected) == 0  # halves lose no bit, at any time
+
+
 def check(kind: str, policy: str, world: str, steps: int) -> None:
     world_size, groups = WORLDS[world]
     timeout = 50.0 + steps
-    for differ in run_ranks(on_every_rank.company, world_size, kind, policy, steps, groups, timeout=timeout):
-        assert differ == []
+    run_world(company, world_size, kind, policy, steps, groups, timeout=timeout)
 
 
 @pytest.mark.parametrize(
@@ -49,17 +201,3 @@ def test_two_models_and_the_users_collectives_in_one_backward_pass_are_right(
 @worlds
 def test_two_models_and_the_users_collectives_are_right_for_100_steps(kind: str, policy: str, world: str) -> None:
     check(kind, policy, world, steps=100)
-
-
-@both_ddps
-def test_stateless_hooks_average_over_their_subgroup(kind: str) -> None:
-    run_ranks(on_every_rank.stateless_hooks_on_subgroups, 4, kind)
-
-
-@both_ddps
-def test_models_under_one_stateless_hook_get_the_means_they_get_alone(kind: str) -> None:
-    assert run_ranks(on_every_rank.two_models_under_one_stateless_hook, 2, kind) == [[], []]
-
-
-def test_buckets_of_one_index_and_size_get_the_means_they_get_alone() -> None:
-    assert run_ranks(on_every_rank.buckets_of_one_index_and_size, 2) == [[], []]

@@ -2,39 +2,112 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 
-from tests.commhooks import compiled_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks
+import commhooks
+from tests.commhooks.models import wrap
+from tests.world import on_ranks, run_world
 
 PARTS = ["ddp", "module", "step"]
 SEVERAL_BUCKETS = {"bucket_cap_mb": 0.0004}  # only ddp_core's: dynamo cuts graphs by PyTorch's, of at least 1 MiB
+STEPS = 4
+
+
+def frames_of(
+    rank: int, kind: str, settings: dict[str, Any], backend: str, ways: Sequence[str], optimize: bool = True
+) -> dict[str, int]:
+    """Train a model of which one part is under `torch.compile`; return how many frames that traced, by part.
+
+    `optimize` lets dynamo cut the graph where PyTorch's DDP has the end of a bucket. Each way must end with the
+    parameters of the run that compiles nothing, with one step of the hook for each of ours. Inductor's kernels round
+    otherwise than eager ones: its parameters must be those of PyTorch's DDP around the compiled module.
+    """
+    compile, found = functools.partial(torch.compile, backend=backend), {}
+    inductor = backend == "inductor"
+    expected = _train("torch" if inductor else kind, settings, {"module": compile} if inductor else {})
+    for what in ways:
+        torch._dynamo.reset()
+        counters.clear()
+        with torch._dynamo.config.patch(optimize_ddp=optimize):
+            got = _train(kind, settings, {what: compile})
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True)), what
+        found[what] = counters["frames"]["total"]
+    return found
+
+
+def _train(kind: str, settings: dict[str, Any], compiled: dict[str, Callable[[Any], Any]]) -> list[Tensor]:
+    """Return the parameters after some steps, every other one of two backward passes."""
+    torch.manual_seed(0)
+    module: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+    ddp = wrap(kind, compiled.get("module", _as_it_is)(module), **settings)
+    hooks = commhooks.attach(ddp, commhooks.make_compressor("powersgd", rank=2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    called = compiled.get("ddp", _as_it_is)(ddp)
+
+    def backward(inputs: Tensor) -> None:
+        called(inputs).square().mean().backward()
+
+    backward = compiled.get("step", _as_it_is)(backward)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        if number % 2:
+            with ddp.no_sync():  # type: ignore[operator]  # 'Tensor not callable'
+                backward(torch.randn(4, 8))
+        backward(torch.randn(4, 8))
+        optimizer.step()
+    assert hooks.steps == STEPS
+    assert hooks.statistics().ratio > 1
+    hooks.detach()
+    return list(module.parameters())
+
+
+def _as_it_is(whatever: Any) -> Any:
+    return whatever
+
+
+@on_ranks(1, check_exit=False)
+def test_a_ddp_that_calls_no_hook_as_hooks_are_called_is_refused(rank: int) -> None:
+    stepping = nn.Linear(8, 8)
+    _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
+    with pytest.raises(commhooks.AttachError, match="_apply_optimizer_in_backward"):
+        commhooks.attach(wrap("torch", stepping), "powersgd")
+    said = 'optimize_ddp was "python_reducer" when this model was wrapped'
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        with pytest.raises(commhooks.AttachError, match=said):
+            commhooks.attach(wrap("torch", nn.Linear(8, 8)), "powersgd")
+        for hook, state in (
+            (commhooks.powerSGD_hook, commhooks.PowerSGDState(None)),
+            (commhooks.fp16_compress_hook, None),
+        ):
+            ddp = wrap("torch", nn.Linear(8, 8))
+            ddp.register_comm_hook(state, hook)  # type: ignore[operator]  # 'Tensor not callable'
+            with pytest.raises(commhooks.AttachError, match=said):
+                ddp(torch.ones(1, 8)).sum().backward()
+    dist.barrier()
 
 
 def test_a_compiled_model_trains_to_the_same_bits_and_traces_neither_reducer_nor_hook() -> None:
-    (frames,) = run_ranks(on_every_rank.frames_of, 1, "core", SEVERAL_BUCKETS, "eager", PARTS)
+    (frames,) = run_world(frames_of, 1, "core", SEVERAL_BUCKETS, "eager", PARTS)
     assert frames["ddp"] <= 6 and frames["module"] == 1 and frames["step"] <= 10, frames
 
 
 @pytest.mark.parametrize("optimize", [True, False])
 def test_pytorchs_compiled_ddp_trains_to_the_same_bits(optimize: bool) -> None:
-    run_ranks(on_every_rank.frames_of, 1, "torch", {}, "eager", ["ddp"], optimize)
+    run_world(frames_of, 1, "torch", {}, "eager", ["ddp"], optimize)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
 def test_a_model_compiled_by_inductor_trains_as_in_pytorchs_ddp(settings: dict[str, Any]) -> None:
-    run_ranks(
-        on_every_rank.frames_of, 2, "core", settings, "inductor", ["ddp", "module"], timeout=280, check_exit=False
-    )
-
-
-def test_a_ddp_that_calls_no_hook_as_hooks_are_called_is_refused() -> None:
-    (texts,) = run_ranks(on_every_rank.refusals, 1, check_exit=False)
-    assert "_apply_optimizer_in_backward" in texts.pop("in backward")
-    assert texts.keys() == {"python_reducer", "powerSGD_hook", "fp16_compress_hook"}
-    for text in texts.values():
-        assert 'optimize_ddp was "python_reducer" when this model was wrapped' in text, texts
+    run_world(frames_of, 2, "core", settings, "inductor", ["ddp", "module"], timeout=280, check_exit=False)

@@ -1,12 +1,21 @@
-"""What hooks count over Gloo is what one counts by hand. What each rank runs is in counting_in_worlds.py."""
+"""What hooks count over Gloo is what one counts by hand."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
+import commhooks
+from commhooks import make_compressor
 from commhooks.communicators.collective import KindTraffic
-from tests.commhooks import counting_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks
+from commhooks.scheduling.ledger import Statistics
+from tests.cases import LowRankBytes
+from tests.commhooks.mirrored import backward
+from tests.commhooks.models import MODELS, Given, Shape, wrap
+from tests.commhooks.workers import normal, zeros
+from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 
@@ -21,32 +30,92 @@ PAYLOADS = {
     "weights.3": (3, 3 * 4, 3 * 4),
 }
 """By parameter: collectives of one dense step and two compressed ones, gradient bytes, payload bytes."""
+SHAPES: list[Shape] = [(40, 60), (9,), (30, 20), ()]
 
 
+@on_ranks("world_size", check_exit=True)
 @both_ddps
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_state_of_powersgd_counts_what_a_pencil_counts(kind: str, world_size: int) -> None:
+def test_a_state_of_powersgd_counts_what_a_pencil_counts(rank: int, kind: str, world_size: int) -> None:
+    """Make a step of all-reduce and two of PowerSGD of rank 2, in one bucket, under each policy."""
     dense, first, second = MOVED[world_size]
-    for of_policies in run_ranks(on_every_rank.powersgd_state, world_size, kind, check_exit=True):
-        for counted in of_policies.values():
-            assert counted.stats == (3010 / 310, 2 * 3010, 2 * 310)  # without the warm-up
-            total, last = counted.total, counted.last
-            assert (total.steps, total.buckets, total.collectives) == (3, 3, 1 + 2 + 2)
-            assert (total.gradient_bytes, total.payload_bytes) == (3 * 12040, 12040 + 2 * 1240)
-            assert total.moved_bytes == dense + 2 * (first + second)
-            assert (last.steps, last.buckets, last.collectives) == (1, 1, 2)
-            assert (last.gradient_elements, last.gradient_bytes) == (3010, 12040)
-            assert (last.payload_elements, last.payload_bytes, last.ratio) == (310, 1240, 12040 / 1240)
-            assert last.moved_bytes == first + second
-            assert last.by_kind == {"all-reduce": KindTraffic(2, 1240, first + second)}
-            assert counted.by_parameter.keys() == PAYLOADS.keys()
-            for name, of in counted.by_parameter.items():
-                assert of.steps == 3
-                assert (of.collectives, of.gradient_bytes, of.payload_bytes) == PAYLOADS[name]
-                # Five messages, each rounded down to whole bytes, and the share in them to the nearest.
-                assert of.moved_bytes == pytest.approx(2 * (world_size - 1) / world_size * of.payload_bytes, abs=6)
+    gradients = normal(zeros(*SHAPES), world_size, seed=0)[rank]
+    for policy in ("fifo", "fused"):
+        state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=1, policy=policy)
+        assert (state.compression_stats(), state.statistics(), state.by_parameter()) == ((0.0, 0, 0), Statistics(), {})
+        model = wrap(kind, Given(*SHAPES))
+        state.bind(model)
+        model.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]  # 'Tensor not callable'
+        for _ in range(3):
+            backward(model, gradients)
+        assert state.compression_stats() == (3010 / 310, 2 * 3010, 2 * 310)  # without the warm-up
+        total, last = state.statistics(), state.last_step()
+        assert (total.steps, total.buckets, total.collectives) == (3, 3, 1 + 2 + 2)
+        assert (total.gradient_bytes, total.payload_bytes) == (3 * 12040, 12040 + 2 * 1240)
+        assert total.moved_bytes == dense + 2 * (first + second)
+        assert (last.steps, last.buckets, last.collectives) == (1, 1, 2)
+        assert (last.gradient_elements, last.gradient_bytes) == (3010, 12040)
+        assert (last.payload_elements, last.payload_bytes, last.ratio) == (310, 1240, 12040 / 1240)
+        assert last.moved_bytes == first + second
+        assert last.by_kind == {"all-reduce": KindTraffic(2, 1240, first + second)}
+        by_parameter = state.by_parameter()
+        assert by_parameter.keys() == PAYLOADS.keys()
+        for name, of in by_parameter.items():
+            assert of.steps == 3
+            assert (of.collectives, of.gradient_bytes, of.payload_bytes) == PAYLOADS[name]
+            # Five messages, each rounded down to whole bytes, and the share in them to the nearest.
+            assert of.moved_bytes == pytest.approx(2 * (world_size - 1) / world_size * of.payload_bytes, abs=6)
 
 
+RUNS: dict[str, tuple[dict[str, Any], int]] = {
+    "rank 1": ({"rank": 1}, 2),
+    "rank 2": ({"rank": 2}, 2),
+    "rank 4": ({"rank": 4}, 2),
+    "alternating": ({"rank": 2, "alternating": True}, 1),
+}
+"""Settings of PowerSGD, and the rounds that it makes."""
+
+
+@on_ranks(2, check_exit=True)
 @pytest.mark.parametrize("kind", ["torch", pytest.param("core", marks=pytest.mark.soak)])
-def test_powersgd_makes_one_collective_of_a_round_fused_and_one_of_a_round_and_bucket_in_fifo(kind: str) -> None:
-    run_ranks(on_every_rank.collectives_of_a_step, 2, kind, check_exit=True)
+def test_powersgd_makes_one_collective_of_a_round_fused_and_one_of_a_round_and_bucket_in_fifo(
+    rank: int, kind: str
+) -> None:
+    """Assert as many collectives as a step ("fused"), or its buckets ("fifo"), have rounds, and no more bytes."""
+    for buckets, (shapes, bucket_cap_mb) in MODELS.items():
+        gradients = normal(zeros(*shapes), 2, seed=0)[rank]
+        elements = sum(math.prod(shape) for shape in shapes)
+        for name, (settings, rounds) in RUNS.items():
+            formula = LowRankBytes(**settings)
+            for policy in ("fifo", "fused"):
+                model = wrap(kind, Given(*shapes), bucket_cap_mb=bucket_cap_mb)
+                attachment = commhooks.attach(model, make_compressor("powersgd", **settings), policy=policy)
+                steps = []
+                for step in range(4):
+                    backward(model, gradients)
+                    steps.append(attachment.last_step())
+                    payload = formula(list(model.parameters()), step, 2)
+                    where = f"{name}, {policy}, {buckets} buckets, step {step}"
+                    assert steps[-1].payload_bytes == steps[-1].moved_bytes == payload, (
+                        where
+                    )  # two ranks: 2(W-1)/W is 1
+                    assert (steps[-1].steps, steps[-1].gradient_elements) == (1, elements), where
+                    of_step = 1 if step == 0 else buckets  # buckets are cut after the first step
+                    assert steps[-1].buckets == of_step, where
+                    most = rounds * (of_step if policy == "fifo" else 1)
+                    # At rank 4 a matrix of 6×125 is not compressed, so a bucket of one alone makes one round.
+                    few = policy == "fifo" and name == "rank 4" and steps[-1].collectives >= of_step
+                    assert steps[-1].collectives == most or few, where
+                _demand_sums(attachment, steps)
+                attachment.detach()
+
+
+def _demand_sums(attachment: commhooks.Attachment, steps: list[Statistics]) -> None:
+    """Assert that the totals, and the parameters' shares together, are the sums of the steps."""
+    total, shares = attachment.statistics(), attachment.by_parameter().values()
+    for field in ("steps", "buckets", "collectives", "gradient_bytes", "payload_elements", "payload_bytes"):
+        assert getattr(total, field) == sum(getattr(step, field) for step in steps), field
+    assert total.seconds_compressing > 0 and total.seconds_exposed > 0
+    assert {share.steps for share in shares} == {len(steps)}
+    assert sum(share.gradient_bytes for share in shares) == total.gradient_bytes
+    assert sum(share.payload_bytes for share in shares) == total.payload_bytes

@@ -1,91 +1,236 @@
-"""Ranks with different settings all get an error. What each rank runs is in disagreement_in_worlds.py."""
+"""Ranks with different settings all get an error."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import commhooks
-from commhooks import ErrorFeedback, PerParameter, PowerSGD, TopK
+from commhooks import ErrorFeedback, PerParameter, PowerSGD, SettingsError, TopK, make_compressor
 from commhooks.communicators.disagreement import describe, refusal_as_fingerprint
-from tests.commhooks import disagreement_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks
-from tests.commhooks.told import Told
+from tests import bounds
+from tests.commhooks.inline_on_cpu import as_on_nccl
+from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, largest_error
+from tests.commhooks.models import Given, wrap
+from tests.commhooks.told import Told, told_by
+from tests.commhooks.workers import largest, normal, zeros
+from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
-
-OTHERS, ODD = "(ranks 0, 2)", "(rank 1)"
+OTHERS, ONE = "(ranks 0, 2)", "(rank 1)"
 WEIGHT = "shape (40, 30), torch.float32"
 DIFFERENCES = {
-    "compressor": f"compressor.dtype: torch.float16 {OTHERS}, torch.bfloat16 {ODD}.",
-    "rank": f"compressor.inner.rank: 1 {OTHERS}, 2 {ODD}.",
-    "seed": f"compressor.inner.seed: 0 {OTHERS}, 1 {ODD}.",
-    "policy": f"policy: 'fifo' {OTHERS}, 'fused' {ODD}.",
-    "name": f"parameter weights.2: {WEIGHT} {OTHERS}, missing {ODD}; parameter head: missing {OTHERS}, {WEIGHT} {ODD}.",
-    "frozen": f"parameter weights.2: {WEIGHT} {OTHERS}, {WEIGHT}, frozen {ODD}.",
-    "shape": f"parameter weights.2: {WEIGHT} {OTHERS}, shape (30, 40), torch.float32 {ODD}.",
-    "dtype": f"parameter weights.2: {WEIGHT} {OTHERS}, shape (40, 30), torch.float64 {ODD}.",
+    "compressor": f"compressor.dtype: torch.float16 {OTHERS}, torch.bfloat16 {ONE}.",
+    "rank": f"compressor.inner.rank: 1 {OTHERS}, 2 {ONE}.",
+    "seed": f"compressor.inner.seed: 0 {OTHERS}, 1 {ONE}.",
+    "policy": f"policy: 'fifo' {OTHERS}, 'fused' {ONE}.",
+    "name": f"parameter weights.2: {WEIGHT} {OTHERS}, missing {ONE}; parameter head: missing {OTHERS}, {WEIGHT} {ONE}.",
+    "frozen": f"parameter weights.2: {WEIGHT} {OTHERS}, {WEIGHT}, frozen {ONE}.",
+    "shape": f"parameter weights.2: {WEIGHT} {OTHERS}, shape (30, 40), torch.float32 {ONE}.",
+    "dtype": f"parameter weights.2: {WEIGHT} {OTHERS}, shape (40, 30), torch.float64 {ONE}.",
 }
 """By what differs: all that the error says of it, on 3 ranks."""
+
+
+class Renamed(Given):
+    """Call the parameters something else."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name.replace("weights.2", "head"), parameter
+
+
+@contextlib.contextmanager
+def frozen(parameter: Tensor) -> Iterator[None]:
+    """Freeze a parameter."""
+    parameter.requires_grad_(False)
+    yield
+    parameter.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def with_data(parameter: Tensor, data: Tensor) -> Iterator[None]:
+    """Put other data into a parameter, as `model.module.double()` or a transposition does after wrapping.
+
+    Neither DDP can train afterwards, whatever is put back.
+    """
+    own, parameter.data = parameter.data, data
+    yield
+    parameter.data = own
+
+
+ODD = 1
+"""The rank that differs, in what rank 0 and the others have."""
+ATTACHED: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
+    "compressor": (("fp16", "fifo"), ("bf16", "fifo")),
+    "rank": (("rank 1", "fifo"), ("rank 2", "fifo")),
+    "seed": (("rank 1", "fused"), ("rank 1, seed 1", "fused")),
+    "policy": (("rank 1", "fifo"), ("rank 1", "fused")),
+}
+COMPRESSORS = {
+    "fp16": make_compressor("fp16"),
+    "bf16": make_compressor("bf16"),
+    "rank 1": make_compressor("powersgd", rank=1),
+    "rank 2": make_compressor("powersgd", rank=2),
+    "rank 1, seed 1": make_compressor("powersgd", rank=1, seed=1),
+}
+
+
+@on_ranks(3, check_exit=True)
+@both_ddps
+def test_attaching_what_differs_on_one_rank_is_refused_on_every_rank_and_can_be_made_good(rank: int, kind: str) -> None:
+    odd = rank == ODD
+    module = (Renamed if odd else Given)(*SHAPES)
+    model = wrap(kind, module, **TINY_BUCKETS)
+    told = {"name": told_by(lambda: commhooks.attach(model, "fp16"))}
+    module.named_parameters = functools.partial(nn.Module.named_parameters, module)  # type: ignore[method-assign]
+    for what, ours in ATTACHED.items():
+        name, policy = ours[odd]
+        attach = functools.partial(commhooks.attach, model, COMPRESSORS[name], policy=policy)
+        told[what] = told_by(attach)
+    spoilt = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
+    weight, other = (list(one.parameters())[2] for one in (model, spoilt))
+    changes: dict[str, tuple[nn.Module, Any]] = {
+        "frozen": (model, frozen(weight)),
+        "shape": (spoilt, with_data(other, other.data.t())),
+        "dtype": (spoilt, with_data(other, other.data.double())),
+    }
+    for what, (changed, change) in changes.items():
+        with change if odd else contextlib.nullcontext():
+            told[what] = told_by(functools.partial(commhooks.attach, changed, "fp16"))
+    attachment = commhooks.attach(model, "all-reduce")
+    for step in range(3):
+        gradients = normal(zeros(*SHAPES), dist.get_world_size(), seed=step)
+        expected = [torch.stack(of_ranks).double().mean(0) for of_ranks in zip(*gradients, strict=True)]
+        rounding = bounds.of_mean(len(gradients), torch.float32) * largest(*(g for own in gradients for g in own))
+        assert largest_error(backward(model, gradients[rank]), expected) <= rounding
+    assert attachment.steps == 3
+    attachment.detach()
+    assert told.keys() == DIFFERENCES.keys()
+    for what, difference in DIFFERENCES.items():
+        check(told[what], difference)
+        assert told[what].error == "AttachError"
+
+
+@on_ranks(2, check_exit=True)
+@both_ddps
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+def test_replacing_by_what_differs_on_one_rank_is_refused_and_the_old_compressor_goes_on(
+    rank: int, kind: str, policy: str
+) -> None:
+    both = Mirrored(kind, make_compressor("powersgd", rank=2), policy)
+    for step, (what, names) in enumerate(
+        {"compressor": ("fp16", "bf16"), "rank": ("rank 1", "rank 2"), "seed": ("rank 1", "rank 1, seed 1")}.items()
+    ):
+        _demand_the_means_of_lockstep(both, step)
+        old = both.attachment.compressor
+        replace = functools.partial(both.attachment.replace, COMPRESSORS[names[rank == ODD]])
+        told = told_by(replace)
+        assert told.error == "AttachError"
+        check(told, DIFFERENCES[what].replace(OTHERS, "(rank 0)"))
+        assert both.attachment.compressor is old
+    for step in (3, 4):
+        _demand_the_means_of_lockstep(both, step)
+    both.replace(make_compressor("powersgd", rank=4))
+    _demand_the_means_of_lockstep(both, 5)
+    both.attachment.detach()
+
+
+def _demand_the_means_of_lockstep(both: Mirrored, step: int) -> None:
+    ours, expected = both.step(normal(zeros(*SHAPES), 2, seed=step))
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)), (step, largest_error(ours, expected))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Particular(PowerSGD):
+    """Have the same settings on every rank, and refuse the model on one of them."""
+
+    def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
+        if dist.get_rank() == ODD:
+            raise SettingsError("Particular: 'head.*' is missing on this rank.")
+
+
+@on_ranks(2, check_exit=True, timeout=12.0)
+@both_ddps
+@pytest.mark.parametrize("when", ["attach", "replace"])
+def test_a_setting_that_fits_no_parameter_and_only_one_rank_has_is_an_error_on_every_rank(
+    rank: int, kind: str, when: str
+) -> None:
+    """It can be made good. Attach also as on NCCL, where the group's own collectives carry what ranks agree on."""
+    model = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
+    compressor = make_compressor("powersgd", rank=2, skip=("head.*",) if rank == ODD else ())
+    gradients = normal(zeros(*SHAPES), 2, seed=0)
+    if when == "attach":
+        attempts = [told_by(functools.partial(commhooks.attach, model, compressor))]
+        with as_on_nccl():
+            attach = functools.partial(commhooks.attach, model, ErrorFeedback(inner=Particular(rank=2)))
+            attempts.append(told_by(attach))
+        attachment = commhooks.attach(model, "all-reduce")
+    else:
+        attachment = commhooks.attach(model, "all-reduce")
+        backward(model, gradients[rank])
+        attempts = [told_by(functools.partial(attachment.replace, compressor))]
+    for told in attempts:
+        assert told.error == ("SettingsError" if rank == ODD else "AttachError")
+        assert "'head.*'" in told.text
+        assert told.seconds < 10
+    expected = [(a + b) / 2 for a, b in zip(*gradients, strict=True)]
+    assert largest_error(backward(model, gradients[rank]), expected) == 0  # halves lose no bit, at any time
+    attachment.detach()
+
+
+BARE_DIFFERENCES = {
+    "rank": f"compressor.inner.inner.rank: 1 {OTHERS}, 2 {ONE}.",
+    "seed": f"compressor.inner.inner.seed: 0 {OTHERS}, 7 {ONE}.",
+    "warm-up": f"compressor.steps: 1000 {OTHERS}, 5 {ONE}.",
+    "policy": DIFFERENCES["policy"],
+    "matrices": f"compressor.inner.inner.matrices: 'first-dimension' {OTHERS}, 'whole-bucket' {ONE}.",
+    "wire": f"compressor: StartAfter {OTHERS}, WireDtype {ONE}.",
+}
+POWERSGD, BATCHED = commhooks.powerSGD_hook, commhooks.batched_powerSGD_hook
+
+BARE: dict[str, tuple[tuple[dict[str, Any], Any], tuple[dict[str, Any], Any]]] = {
+    "rank": (({}, POWERSGD), ({"matrix_approximation_rank": 2}, POWERSGD)),
+    "seed": (({}, POWERSGD), ({"random_seed": 7}, POWERSGD)),
+    "warm-up": (({}, POWERSGD), ({"start_powerSGD_iter": 5}, POWERSGD)),
+    "policy": (({}, POWERSGD), ({"policy": "fused"}, POWERSGD)),
+    "matrices": (({}, POWERSGD), ({}, BATCHED)),
+    "wire": (({}, POWERSGD), ({}, commhooks.fp16_compress_wrapper(POWERSGD))),
+}
+
+
+@on_ranks(3, check_exit=True)
+@both_ddps
+def test_a_bare_state_of_powersgd_that_differs_on_one_rank_is_an_error_of_every_ranks_backward_pass(
+    rank: int, kind: str
+) -> None:
+    assert BARE.keys() == BARE_DIFFERENCES.keys()
+    for what, ours in BARE.items():
+        settings, hook = ours[rank == ODD]
+        model = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
+        state = commhooks.PowerSGDState(None, **settings)
+        model.register_comm_hook(state, hook)  # type: ignore[operator]  # 'Tensor not callable'
+        gradients = normal(zeros(*SHAPES), dist.get_world_size(), seed=0)[rank]
+        step = functools.partial(backward, model, gradients)
+        first, second = told_by(step), told_by(step)
+        for told in (first, second):
+            check(told, BARE_DIFFERENCES[what])
+            assert f"rank {rank}" in told.text
+        assert kind == "torch" or first.error == "AttachError"  # PyTorch's reducer knows RuntimeError only
 
 
 def check(told: Told, difference: str) -> None:
     """Assert that the error came soon, and says which ranks have what, and nothing that is the same on all."""
     assert told.seconds < 10
     assert f"ranks disagree. {difference}" in told.text, told
-
-
-def on_two_ranks(difference: str) -> str:
-    return difference.replace(OTHERS, "(rank 0)")
-
-
-@both_ddps
-def test_attaching_what_differs_on_one_rank_is_refused_on_every_rank_and_can_be_made_good(kind: str) -> None:
-    for told in run_ranks(on_every_rank.refused_attachments, 3, kind, check_exit=True):
-        assert told.keys() == DIFFERENCES.keys()
-        for what, difference in DIFFERENCES.items():
-            check(told[what], difference)
-            assert told[what].error == "AttachError"
-
-
-@both_ddps
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-def test_replacing_by_what_differs_on_one_rank_is_refused_and_the_old_compressor_goes_on(
-    kind: str, policy: str
-) -> None:
-    for told in run_ranks(on_every_rank.refused_replacements, 2, kind, policy, check_exit=True):
-        assert list(told) == ["compressor", "rank", "seed"]
-        for what, one in told.items():
-            assert one.error == "AttachError"
-            check(one, on_two_ranks(DIFFERENCES[what]))
-
-
-@both_ddps
-@pytest.mark.parametrize("when", ["attach", "replace"])
-def test_a_setting_that_fits_no_parameter_and_only_one_rank_has_is_an_error_on_every_rank(kind: str, when: str) -> None:
-    ranks = run_ranks(on_every_rank.refused_by_one, 2, kind, when, check_exit=True, timeout=12.0)
-    for rank, told in [(rank, one) for rank, attempts in enumerate(ranks) for one in attempts]:
-        assert told.error == ("SettingsError" if rank == 1 else "AttachError")
-        assert "'head.*'" in told.text
-        assert told.seconds < 10
-
-
-@both_ddps
-def test_a_bare_state_of_powersgd_that_differs_on_one_rank_is_an_error_of_every_ranks_backward_pass(kind: str) -> None:
-    differences = {
-        "rank": f"compressor.inner.inner.rank: 1 {OTHERS}, 2 {ODD}.",
-        "seed": f"compressor.inner.inner.seed: 0 {OTHERS}, 7 {ODD}.",
-        "warm-up": f"compressor.steps: 1000 {OTHERS}, 5 {ODD}.",
-        "policy": DIFFERENCES["policy"],
-        "matrices": f"compressor.inner.inner.matrices: 'first-dimension' {OTHERS}, 'whole-bucket' {ODD}.",
-        "wire": f"compressor: StartAfter {OTHERS}, WireDtype {ODD}.",
-    }
-    for rank, told in enumerate(run_ranks(on_every_rank.refused_bare_hooks, 3, kind, check_exit=True)):
-        assert told.keys() == differences.keys()
-        for what, difference in differences.items():
-            for one in told[what]:
-                check(one, difference)
-                assert f"rank {rank}" in one.text
-            assert kind == "torch" or told[what][0].error == "AttachError"  # PyTorch's reducer knows RuntimeError only
 
 
 def fingerprint(compressor: commhooks.Compressor, parameters: str = "ab") -> str:

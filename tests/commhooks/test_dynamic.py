@@ -1,11 +1,21 @@
-"""Branches that come and go, ranks that run out of inputs, layers that are unfrozen. See dynamic_in_worlds.py."""
+"""Branches that come and go, ranks that run out of inputs, layers that are unfrozen."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.commhooks import dynamic_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks
+import pytest
+import torch
+from torch import Tensor, nn
+
+import commhooks
+from commhooks import Attachment, PowerSGDState, StartAfter, make_compressor
+from commhooks.language.loss import error_of
+from tests import bounds
+from tests.cases import BY_NAME, LowRankBytes, dense_bytes
+from tests.commhooks.models import wrap
+from tests.commhooks.workers import largest, normal, zeros
+from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 ways = pytest.mark.parametrize(
@@ -19,40 +29,232 @@ ways = pytest.mark.parametrize(
         ("fifo", "fp16-feedback"),
     ],
 )
+SHAPES = [(30, 50), (40, 30), (24, 24), (50,)]
+BRANCHES = {"bucket_cap_mb": 0.004}
 
 
+class Branches(nn.Module):
+    """A model of which each forward pass uses some parameters; their gradients are its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
+
+    def forward(self, gradients: dict[int, Tensor]) -> Tensor:
+        return torch.stack([(self.weights[i] * gradient).sum() for i, gradient in gradients.items()]).sum()
+
+
+@on_ranks(2)
+@both_ddps
+def test_where_unused_parameters_are_counted_messages_are_packed_into_the_same_memory(rank: int, kind: str) -> None:
+    model = wrap(kind, Branches(), find_unused_parameters=True, **BRANCHES)
+    hooks = commhooks.attach(model, "powersgd", policy="fused")
+    kept = []
+    for step in range(12):
+        model.zero_grad()
+        model(dict(enumerate(normal(zeros(*SHAPES), 2, seed=step)[rank]))).backward()
+        kept.append(hooks.memory_report().working)
+    assert kept[1] == kept[-1]
+
+
+def _own(hooks: Attachment | PowerSGDState, rank: int, number: int) -> dict[str, Tensor]:
+    state = hooks.state_dict()
+    name = f"weights.{number}"
+    kept: dict[str, Tensor] = state["local"][f"rank{rank}"].get(name, {}) | state["replicated"].get(name, {})
+    return kept
+
+
+def _hooked(kind: str, how: str, case: str, **settings: Any) -> tuple[nn.Module, Attachment | PowerSGDState]:
+    model = wrap(kind, Branches(), **(BRANCHES | settings))
+    if how != "hook":
+        return model, commhooks.attach(model, BY_NAME[case].make(), policy=how)
+    state = PowerSGDState(None, 2, start_powerSGD_iter=0)
+    state.bind(model)
+    model.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]
+    return model, state
+
+
+@on_ranks(2)
 @both_ddps
 @ways
-def test_a_parameter_that_no_rank_uses_keeps_its_state_and_nothing_is_lost(kind: str, how: str, case: str) -> None:
-    run_ranks(on_every_rank.branches_come_and_go, 2, kind, how, case)
+def test_a_parameter_that_no_rank_uses_keeps_its_state_and_nothing_is_lost(
+    rank: int, kind: str, how: str, case: str
+) -> None:
+    """Use other branches in each step; what no rank uses keeps its state, and no residual is lost."""
+    model, hooks = _hooked(kind, how, case, find_unused_parameters=True)
+    wanted = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]  # the sum of the means of all gradients
+    got = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    rounding = torch.zeros(len(SHAPES), dtype=torch.float64)  # no other rank's, which may be larger
+    for step in range(12):
+        used_by = [{0, 3}, {0, 2, 3}] if step % 3 else [{0, 1, 3}, {0, 1, 3}]
+        gradients = normal(zeros(*SHAPES), 2, seed=step)
+        before = [_own(hooks, rank, number) for number in range(len(SHAPES))]
+        model.zero_grad()
+        model({number: gradients[rank][number] for number in sorted(used_by[rank])}).backward()
+        for number, parameter in enumerate(model.module.weights):  # type: ignore[union-attr, arg-type]
+            contributions = [gradients[r][number] for r in range(2) if number in used_by[r]]
+            if not contributions:
+                assert parameter.grad is None, (step, number)
+                after = _own(hooks, rank, number)
+                assert all(torch.equal(before[number][entry], after[entry]) for entry in before[number]), (step, number)
+                assert before[number].keys() == after.keys() or step == 0
+                continue
+            wanted[number] += torch.stack(contributions).double().sum(0) / 2
+            to_send = gradients[rank][number] + before[number].get("residual", torch.zeros(()))
+            rounding[number] += bounds.of_conservation([to_send] * 2, BY_NAME[case].rank, wire=BY_NAME[case].wire)
+            got[number] += parameter.grad.double()
+    owed = [_own(hooks, rank, number).get("residual", torch.zeros(shape)) for number, shape in enumerate(SHAPES)]
+    mean_owed = [_mean_over_ranks(one.double()) for one in owed]
+    of_both = 2 * _mean_over_ranks(rounding)
+    for number in range(len(SHAPES)):
+        assert largest(wanted[number] - got[number] - mean_owed[number]) <= of_both[number], number
+        loss = BY_NAME[case].make().loss(f"weights.{number}", torch.zeros(SHAPES[number]))
+        least = 0.1 if error_of(loss) > 0.01 else 0.0
+        assert (loss is None) is not bool(mean_owed[number].abs().max() > least), number
 
 
+def _mean_over_ranks(tensor: Tensor) -> Tensor:
+    torch.distributed.all_reduce(tensor)
+    return tensor / 2
+
+
+@on_ranks(2)
 @both_ddps
 @ways
-def test_a_rank_that_has_joined_takes_part_with_zeros_and_keeps_what_it_owes(kind: str, how: str, case: str) -> None:
-    run_ranks(on_every_rank.uneven_inputs, 2, kind, how, case)
+def test_a_rank_that_has_joined_takes_part_with_zeros_and_keeps_what_it_owes(
+    rank: int, kind: str, how: str, case: str
+) -> None:
+    """Let rank 0 run out of inputs; it takes part with zeros, and keeps its residual."""
+    model, hooks = _hooked(kind, how, case)
+    inputs = [4, 9]
+    kept: dict[int, dict[str, Tensor]] = {}
+    trained_on: list[Tensor] = []
+    with model.join():  # type: ignore[operator]
+        for step in range(inputs[rank]):
+            gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+            model.zero_grad()
+            model(dict(enumerate(gradients))).backward()
+            if step == inputs[0] - 1:
+                kept = {number: _own(hooks, rank, number) for number in range(len(SHAPES))}
+            trained_on = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    state = hooks.state_dict()
+    assert state["step"] == inputs[1]
+    moved = 0
+    for number in range(len(SHAPES)):
+        own = _own(hooks, rank, number)
+        if "residual" in own and number != 3:
+            assert torch.equal(own["residual"], kept[number]["residual"]) is (rank == 0), number
+            moved += 1
+    assert moved == 3 and all(torch.isfinite(g).all() for g in trained_on)
+    assert _replicated_digest(state) == _replicated_digest(_of_rank_0(state))
 
 
+@on_ranks(2)
 @both_ddps
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 @pytest.mark.parametrize("matrices", ["first-dimension", "whole-bucket"])
 def test_a_step_that_is_undone_leaves_a_rank_that_has_joined_what_it_owes(
-    kind: str, policy: str, matrices: str
+    rank: int, kind: str, policy: str, matrices: Any
 ) -> None:
-    run_ranks(on_every_rank.spoilt_after_joining, 2, kind, policy, matrices)
+    """Let rank 0 join, then put an inf into a run with atomic steps: no state changes any more."""
+    model = wrap(kind, Branches(), **BRANCHES)
+    hooks = commhooks.attach(
+        model, commhooks.make_compressor("powersgd", rank=2, matrices=matrices), policy=policy, atomic=True
+    )
+    kept: list[dict[str, Tensor]] = []
+    with model.join():  # type: ignore[operator]
+        for step in range(5 if rank else 3):
+            gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+            if step >= 3:
+                gradients[2].view(-1)[0] = torch.inf
+            model.zero_grad()
+            model(dict(enumerate(gradients))).backward()
+            if step == 2:
+                kept = [_own(hooks, rank, number) for number in range(len(SHAPES))]
+    assert hooks.state_dict()["step"] == 5
+    for number, before in enumerate(kept):
+        after = _own(hooks, rank, number)
+        assert before.keys() == after.keys() and (number == 3 or before["residual"].abs().max() > 0)
+        assert all(torch.equal(before[entry], after[entry]) for entry in before), number
 
 
+@on_ranks(2)
 @both_ddps
-def test_a_rank_that_has_joined_keeps_what_it_owes_when_buckets_are_cut(kind: str) -> None:
-    run_ranks(on_every_rank.joined_when_buckets_are_cut, 2, kind)
+def test_a_rank_that_has_joined_keeps_what_it_owes_when_buckets_are_cut(rank: int, kind: str) -> None:
+    """Let rank 0 join after the first step, where residuals are laid out for other buckets: it keeps its residual."""
+    model = wrap(kind, Branches(), **BRANCHES)
+    hooks = commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2, matrices="whole-bucket"))
+    kept: list[Tensor] = []
+    with model.join():  # type: ignore[operator]
+        for step in range(3 if rank else 1):
+            model.zero_grad()
+            model(dict(enumerate(normal(zeros(*SHAPES), 2, seed=step)[rank]))).backward()
+            kept = kept or [residual.clone() for residual in hooks.state.residuals()]
+    assert len(kept) == len(SHAPES)
+    assert all(torch.equal(a, b) for a, b in zip(hooks.state.residuals(), kept, strict=True)) is (rank == 0)
 
 
+def _replicated_digest(state: dict[str, Any]) -> str:
+    return commhooks.Snapshot.from_dict(state).digest()
+
+
+def _of_rank_0(state: dict[str, Any]) -> dict[str, Any]:
+    told: list[Any] = [state]
+    torch.distributed.broadcast_object_list(told, src=0)
+    received: dict[str, Any] = told[0]
+    return received
+
+
+@on_ranks(2)
 @both_ddps
-def test_state_goes_with_names_when_layers_are_unfrozen(kind: str) -> None:
-    run_ranks(on_every_rank.unfreezing, 2, kind)
+def test_state_goes_with_names_when_layers_are_unfrozen(rank: int, kind: str) -> None:
+    """Freeze two matrices, train, unfreeze them, and wrap again: state goes with the names."""
+    module = Branches()
+    for number in (1, 2):
+        module.weights[number].requires_grad_(False)
+    ddp = wrap(kind, module, **BRANCHES)
+    first = commhooks.attach(ddp, "powersgd")
+    for step in range(3):
+        gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+        ddp({0: gradients[0], 3: gradients[3]}).backward()
+    saved = first.state_dict()
+    first.detach()
+    for number in (1, 2):
+        module.weights[number].requires_grad_(True)
+    again = wrap(kind, module, **BRANCHES)
+    second = commhooks.attach(again, "powersgd")
+    with pytest.raises(commhooks.CheckpointError, match="has no parameter 'weights.1'.*pass missing='reset'"):
+        second.load_state_dict(saved)
+    second.load_state_dict(saved, missing="reset")
+    own = _own(second, rank, 0)
+    assert torch.equal(own["residual"], saved["local"][f"rank{rank}"]["weights.0"]["residual"])
+    assert second.steps == 3
+    for step in range(3, 6):
+        again(dict(enumerate(normal(zeros(*SHAPES), 2, seed=step)[rank]))).backward()
+    assert _own(second, rank, 1)["residual"].abs().max() > 0
 
 
-@both_ddps
-def test_where_unused_parameters_are_counted_messages_are_packed_into_the_same_memory(kind: str) -> None:
-    for early, late in run_ranks(on_every_rank.memory_of_messages, 2, kind):
-        assert early == late
+@on_ranks(2, check_exit=False)
+def test_unused_parameters_are_counted_only_in_steps_that_have_state_to_protect(rank: int) -> None:
+    for kind in ("core", "torch"):
+        for policy in ("fifo", "fused"):
+            model = wrap(kind, Branches(), find_unused_parameters=True, **BRANCHES)
+            hooks = commhooks.attach(
+                model, StartAfter(steps=2, inner=make_compressor("powersgd", rank=2)), policy=policy
+            )
+            parameters = list(model.parameters())
+            kept: dict[str, torch.Tensor] = {}
+            for step in range(6):
+                used = {0, 1, 3} if step in (1, 5) else {0, 1, 2, 3}  # first without state, then with it
+                gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+                before = {name: one.clone() for name, one in hooks.state.of(parameters[2]).tensors.items()}
+                model.zero_grad()
+                model({number: gradients[number] for number in sorted(used)}).backward()
+                kept = hooks.state.of(parameters[2]).tensors
+                counts = 4 * len(SHAPES) if step >= 2 else 0
+                expected = (LowRankBytes(rank=2) if step >= 2 else dense_bytes)(parameters, step, 2)
+                assert hooks.last_step().payload_bytes == expected + counts, (kind, policy, step)
+                unchanged = "residual" in before and torch.equal(before["residual"], kept["residual"])
+                assert unchanged is (step == 5), (kind, policy, step)
+            assert kept["residual"].abs().max() > 0.1
+            hooks.detach()

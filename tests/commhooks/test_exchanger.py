@@ -14,7 +14,7 @@ from commhooks import CollectiveError, CompressorError, Exchanger, SettingsError
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
-from tests.commhooks.ranks import run_ranks
+from tests.world import run_world
 
 TENSORS = {
     "a": torch.zeros(24, 40),
@@ -58,7 +58,7 @@ def test_ranks_of_a_process_group_get_what_workers_of_one_process_get(name: str)
     for step in range(3):
         wanted = [drawn(rank, step) for rank in range(2)]
         commhooks.average_in_lockstep(exchangers, wanted)
-    for rank, got in enumerate(run_ranks(average_over_gloo, 2, name)):
+    for rank, got in enumerate(run_world(average_over_gloo, 2, name)):
         assert all(torch.equal(got[tensor], wanted[rank][tensor]) for tensor in TENSORS)
 
 
@@ -109,7 +109,7 @@ def test_other_tensors_are_refused_by_name_and_nothing_is_lost() -> None:
 
 
 def test_ranks_that_name_other_tensors_disagree() -> None:
-    for told in run_ranks(disagree, 2, check_exit=False):
+    for told in run_world(disagree, 2, check_exit=False):
         assert "ranks disagree" in told and "tensor w1: missing (rank 0), shape (3,)" in told
 
 
@@ -123,7 +123,7 @@ def disagree(rank: int) -> str:
 
 
 def test_state_is_saved_whole_also_while_a_round_is_under_way() -> None:
-    for whole in run_ranks(saved_under_way, 2):
+    for whole in run_world(saved_under_way, 2):
         assert whole
 
 
@@ -168,7 +168,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def test_rounds_begun_before_the_first_is_written_have_their_own_means() -> None:
-    for right in run_ranks(several_under_way, 2, "top-k"):
+    for right in run_world(several_under_way, 2, "top-k"):
         assert right
 
 
@@ -193,7 +193,7 @@ def several_under_way(rank: int, name: str) -> bool:
 
 
 def test_means_are_not_written_before_they_are_there_and_every_later_call_tells_the_cause() -> None:
-    prompt, late = run_ranks(a_peer_that_leaves, 2, check_exit=False)
+    prompt, late = run_world(a_peer_that_leaves, 2, check_exit=False)
     assert all("rank 1: Exchanger was made for other tensors: 'a' is" in text for text in late[:1])
     for text in prompt:
         assert "rank 0" in text and "has not ended" not in text
@@ -229,7 +229,7 @@ def test_an_expanded_tensor_is_refused_by_name_before_anything_is_sent() -> None
 
 @pytest.mark.parametrize("order", ["transposed", "channels_last"])
 def test_tensors_in_another_order_of_memory_are_refused(order: str) -> None:
-    for told in run_ranks(in_another_order, 2, order, check_exit=False):
+    for told in run_world(in_another_order, 2, order, check_exit=False):
         assert "ranks disagree" in told and "tensor w: " in told and "strides" in told
 
 

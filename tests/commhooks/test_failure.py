@@ -1,22 +1,34 @@
-"""A failure on one rank soon reaches every rank, in words. What each rank runs is in failures_in_worlds.py."""
+"""A failure on one rank soon reaches every rank, in words."""
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import itertools
+import math
+import os
 import random
 import re
 import signal
+import threading
+import time
+import weakref
+from typing import Any
 
 import pytest
+import torch
 
-from tests.commhooks import failures_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks, survived
-from tests.world import Outcome, run_world_outcomes
+import commhooks
+import ddp_core
+from commhooks import AllReduce, BucketView, Compressor, Context, Exchange
+from commhooks.hooks.sockets import COLLECTIVES_A_BUCKET
+from tests.commhooks.models import Given, Shape, gradients_of, wrap
+from tests.commhooks.ranks import survived
+from tests.commhooks.workers import normal, zeros
+from tests.world import Outcome, on_ranks, run_world, run_world_outcomes
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
-
-
 CAUSES = {
     "raise": "ValueError: a compressor went wrong",
     "raise late": "ValueError: a compressor went wrong",
@@ -24,23 +36,168 @@ CAUSES = {
     "None": "the compressor asked for something that is not a request (got None)",
     "shape": "a mean of shape (3199,) was written for gradients of shape (3200,)",
 }
+GROUP_TIMEOUT = 50.0  # `run_world`'s
+SHAPES: list[Shape] = [(40, 40)] * 6
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failing(Compressor):
+    """Fail on rank 1, in step 2, at bucket 1, in one way or another; ask for a mean once, or twice in a row."""
+
+    how: str
+    rounds: int = 2
+    stall_seconds: float = 3.0
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        fails = (context.rank, context.step, bucket.index) == (1, 2, 1)
+        (tile,) = bucket.tiles
+        if fails:
+            self._fail()
+        if self.rounds == 2:
+            yield AllReduce(tile.part(), average=True)
+        if fails and self.how == "None":
+            yield None  # type: ignore[misc]  # '"yield" has type "None"'
+        (mean,) = yield AllReduce(tile.part(), average=True, last=True)
+        if fails and self.how == "raise late":
+            raise ValueError("a compressor went wrong")
+        tile.write(mean[1:] if fails and self.how == "shape" else mean)
+
+    def _fail(self) -> None:
+        if self.how == "raise":
+            raise ValueError("a compressor went wrong")
+        if self.how == "exit":
+            raise SystemExit(3)
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "stall":
+            time.sleep(self.stall_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What became of one training on one rank."""
+
+    error: str = "nothing"
+    text: str = ""
+    next_text: str = ""
+    """What the step after the one that failed was told."""
+    seconds: float = 0.0
+
+
+def fail(rank: int, kind: str, policy: str, compressor: Failing, hook_timeout: float | None = None) -> Told:
+    """Train until it fails."""
+    model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
+    commhooks.attach(model, compressor, policy=policy, hook_timeout=hook_timeout)
+    if isinstance(model, ddp_core.DistributedDataParallel):
+        registered = model.reducer.hook
+        assert registered is not None
+        assert registered.timeout == (GROUP_TIMEOUT if hook_timeout is None else hook_timeout) * COLLECTIVES_A_BUCKET
+    for step in range(4):
+        begun = time.monotonic()
+        try:
+            model(*normal(zeros(*SHAPES), 4, seed=step)[rank]).backward()
+        except Exception as error:
+            seconds = time.monotonic() - begun
+            return Told(type(error).__name__, str(error), _text_of_another_step(model, rank), seconds)
+    return Told()
+
+
+def _text_of_another_step(model: torch.nn.Module, rank: int) -> str:
+    try:
+        model(*normal(zeros(*SHAPES), 4, seed=9)[rank]).backward()
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+@on_ranks(3, check_exit=True)
 @both_ddps
 @both_policies
-def test_a_compressor_that_fails_on_one_rank_is_named_on_every_rank(kind: str, policy: str) -> None:
-    ways = list(itertools.product(CAUSES, (1, 2)))
-    for rank, told in enumerate(run_ranks(on_every_rank.failures, 3, kind, policy, ways, check_exit=True)):
-        for way, one in zip(ways, told, strict=True):
-            cause = CAUSES[way[0]]
-            assert one.seconds < 10, way
-            # What fails after its last collective kept nobody waiting: the others hear of it when they next wait.
-            step = "2" if rank == 1 or way[0] in ("raise", "exit", "None") else "[23]"
-            assert re.search(f"rank {rank}, step {step}, bucket ", one.text), way
-            assert "rank 1, step 2, bucket 1 (parameters weights." in one.text and cause in one.text, way
-            assert cause in one.next_text, way
-            if kind == "core":  # PyTorch's reducer knows RuntimeError only
-                assert one.error == ("CompressorError" if rank == 1 else "CollectiveError"), way
+def test_a_compressor_that_fails_on_one_rank_is_named_on_every_rank(rank: int, kind: str, policy: str) -> None:
+    """In each way, with compressors of one round or of two, on one model after another."""
+    for how, rounds in itertools.product(CAUSES, (1, 2)):
+        told, cause = fail(rank, kind, policy, Failing(how=how, rounds=rounds)), CAUSES[how]
+        assert told.seconds < 10, (how, rounds)
+        # What fails after its last collective kept nobody waiting: the others hear of it when they next wait.
+        step = "2" if rank == 1 or how in ("raise", "exit", "None") else "[23]"
+        assert re.search(f"rank {rank}, step {step}, bucket ", told.text), (how, rounds)
+        assert "rank 1, step 2, bucket 1 (parameters weights." in told.text and cause in told.text, (how, rounds)
+        assert cause in told.next_text, (how, rounds)
+        if kind == "core":  # PyTorch's reducer knows RuntimeError only
+            assert told.error == ("CompressorError" if rank == 1 else "CollectiveError"), (how, rounds)
+
+
+def killed_at_any_time(rank: int, kind: str, policy: str, delay_seconds: float) -> Told:
+    """Train until a separate thread kills rank 1, this long after the second step."""
+    model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
+    commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2), policy=policy)
+    gradients = normal(zeros(*SHAPES), 4, seed=0)[rank]
+    for step in itertools.count():
+        if (rank, step) == (1, 2):
+            threading.Timer(delay_seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        begun = time.monotonic()
+        try:
+            model(*gradients).backward()
+        except Exception as error:
+            seconds = time.monotonic() - begun
+            return Told(type(error).__name__, str(error), _text_of_another_step(model, rank), seconds)
+    raise AssertionError("steps came to an end")
+
+
+@on_ranks(2)
+@both_ddps
+def test_an_inf_on_one_rank_spoils_that_step_on_every_rank_and_no_other(rank: int, kind: str) -> None:
+    """Of two models, one of which skips that step, the gradients of all others are the same."""
+    models = [wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01) for _ in range(2)]
+    for model in models:
+        commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2))
+    for step in range(5):
+        gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+        if step != 2:
+            models[1](*gradients).backward()
+        elif rank == 1:
+            gradients = [torch.full_like(g, math.inf) for g in gradients]
+        models[0](*gradients).backward()
+        ours, theirs = map(gradients_of, models)
+        assert all(bool(torch.isfinite(g).all()) for g in ours) is (step != 2)
+        if step != 2:
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        for model in models:
+            model.zero_grad()
+
+
+@on_ranks(2)
+@both_ddps
+def test_an_attachment_that_nobody_uses_any_more_is_collected_with_its_thread(rank: int, kind: str) -> None:
+    before = threading.active_count()
+    model = wrap(kind, Given(*SHAPES))
+    attachment: Any = commhooks.attach(model, "powersgd")
+    for step in range(3):
+        model(*normal(zeros(*SHAPES), 2, seed=step)[rank]).backward()
+    gone = weakref.ref(attachment)
+    del attachment
+    gc.collect()
+    assert gone() is not None, "it lives as long as the model"
+    del model
+    deadline = time.monotonic() + 5  # the thread may still be on its way out of the last task
+    while time.monotonic() < deadline and (gone() is not None or threading.active_count() > before):
+        gc.collect()
+        time.sleep(0.01)
+    assert gone() is None and threading.active_count() == before
+
+
+def ends_without_a_word(rank: int, how: str) -> None:
+    """Exit in all the ways in which scripts exit, with a scheduler's thread idle; the world checks the exit code."""
+    model = wrap("core", Given(*SHAPES), bucket_cap_mb=0.01)
+    global _kept
+    _kept = (model, commhooks.attach(model, "powersgd"))
+    for step in range(2):
+        model(*normal(zeros(*SHAPES), 2, seed=step)[rank]).backward()
+    if how == "destroy":
+        torch.distributed.destroy_process_group()
+
+
+_kept: Any = None
 
 
 def check_survivors(outcomes: list[Outcome], where: str) -> None:
@@ -48,7 +205,7 @@ def check_survivors(outcomes: list[Outcome], where: str) -> None:
     assert outcomes[1].exit_code == -signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):
         assert survived(outcome), outcome.describe()
-        told: on_every_rank.Told = outcome.value
+        told: Told = outcome.value
         assert told.seconds < 10
         assert f"rank {outcome.rank}, {where}" in told.text and "parameters weights." in told.text, told.text
         assert "No answer from rank 1." in told.text and "No answer from rank 1." in told.next_text, told
@@ -57,8 +214,8 @@ def check_survivors(outcomes: list[Outcome], where: str) -> None:
 @both_ddps
 @pytest.mark.parametrize(("policy", "rounds"), [("fifo", 1), ("fused", 2)])
 def test_when_a_rank_is_killed_the_others_raise(kind: str, policy: str, rounds: int) -> None:
-    killer = on_every_rank.Failing(how="kill", rounds=rounds)
-    check_survivors(run_world_outcomes(on_every_rank.fail, 3, kind, policy, killer), "step 2, bucket ")
+    killer = Failing(how="kill", rounds=rounds)
+    check_survivors(run_world_outcomes(fail, 3, kind, policy, killer), "step 2, bucket ")
 
 
 @pytest.mark.parametrize(
@@ -68,8 +225,8 @@ def test_when_a_rank_is_killed_the_others_raise(kind: str, policy: str, rounds: 
 def test_a_rank_that_does_not_come_in_time_is_given_up(
     kind: str, policy: str, rounds: int, hook_timeout: float
 ) -> None:
-    stalling = on_every_rank.Failing(how="stall", rounds=rounds, stall_seconds=hook_timeout + 2)
-    prompt, late = run_ranks(on_every_rank.fail, 2, kind, policy, stalling, hook_timeout, check_exit=True)
+    stalling = Failing(how="stall", rounds=rounds, stall_seconds=hook_timeout + 2)
+    prompt, late = run_world(fail, 2, kind, policy, stalling, hook_timeout, check_exit=True)
     assert hook_timeout < prompt.seconds < 10
     for told in (prompt, late):
         for text in (told.text, told.next_text):
@@ -83,25 +240,13 @@ def test_a_rank_that_does_not_come_in_time_is_given_up(
 def test_when_a_rank_is_killed_at_any_time_the_others_raise_10_times(kind: str, policy: str) -> None:
     for repetition in range(10):
         delay = random.Random(f"{kind}, {policy}, {repetition}").random()
-        outcomes = run_world_outcomes(on_every_rank.killed_at_any_time, 3, kind, policy, delay)
+        outcomes = run_world_outcomes(killed_at_any_time, 3, kind, policy, delay)
         check_survivors(outcomes, "step ")
-
-
-@both_ddps
-def test_an_inf_on_one_rank_spoils_that_step_on_every_rank_and_no_other(kind: str) -> None:
-    for finite, distance in run_ranks(on_every_rank.inf_on_one_rank, 2, kind):
-        assert finite == [True, True, False, True, True]
-        assert distance == 0.0
-
-
-@both_ddps
-def test_an_attachment_that_nobody_uses_any_more_is_collected_with_its_thread(kind: str) -> None:
-    assert run_ranks(on_every_rank.forgotten, 2, kind) == [True, True]
 
 
 @pytest.mark.parametrize("how", ["destroy", "leave"])
 def test_processes_with_an_idle_scheduler_end_well(how: str) -> None:
-    run_ranks(on_every_rank.ends_without_a_word, 2, how)
+    run_world(ends_without_a_word, 2, how)
 
 
 @pytest.mark.soak
@@ -109,4 +254,4 @@ def test_processes_with_an_idle_scheduler_end_well(how: str) -> None:
 @pytest.mark.parametrize("how", ["destroy", "leave"])
 def test_a_hundred_worlds_with_an_idle_scheduler_end_well(how: str) -> None:
     for _ in range(100):
-        run_ranks(on_every_rank.ends_without_a_word, 2, how)
+        run_world(ends_without_a_word, 2, how)

@@ -1,4 +1,4 @@
-"""What goes around an exchange runs only if there is something to protect. See guards_in_worlds.py."""
+"""What goes around an exchange runs only if there is something to protect."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import Cast, ErrorFeedback, NoOp, PowerSGD, StartAfter, WireDtype, make_compressor
 from commhooks.engine.guards import are_zeros
-from tests.commhooks import guards_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks
 
 
 class Looks(TorchDispatchMode):
@@ -63,7 +61,3 @@ def test_what_a_compressor_remembers_is_a_function_of_the_step() -> None:
     assert [feeding.remembers(step) for step in range(4)] == [True, True, False, False]
     for name in ("all-reduce", "fp16", "bf16", "noop"):
         assert not make_compressor(name).remembers(0)
-
-
-def test_unused_parameters_are_counted_only_in_steps_that_have_state_to_protect() -> None:
-    run_ranks(on_every_rank.counts_of_unused_parameters, 2, check_exit=False)

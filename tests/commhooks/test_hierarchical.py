@@ -1,13 +1,19 @@
-"""Machines that act as ranks: `Hierarchical`, in lockstep and over Gloo (hierarchical_in_worlds.py)."""
+"""Machines that act as ranks: `Hierarchical`, in lockstep and over Gloo."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
 import re
-from collections.abc import Sequence
+import signal
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
@@ -28,11 +34,16 @@ from commhooks import (
     WireDtype,
     make_compressor,
 )
+from commhooks.language.compressor import map_requests
+from commhooks.language.requests import Asked
+from commhooks.wrappers.wrapper import Wrapper
 from tests.cases import BY_NAME
-from tests.commhooks import hierarchical_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks, survived
+from tests.commhooks.inline_on_cpu import as_on_nccl
+from tests.commhooks.mirrored import Mirrored, largest_error
+from tests.commhooks.models import Given, wrap
+from tests.commhooks.ranks import survived
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
-from tests.world import run_world_outcomes
+from tests.world import on_ranks, run_world_outcomes
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
@@ -337,11 +348,60 @@ def test_what_a_compressor_cannot_ask_for_between_machines_is_an_error_in_words(
 # --- over processes -------------------------------------------------------------------------------------------------
 
 
+@on_ranks(4)
 @both_ddps
 @both_policies
-def test_machines_are_over_gloo_bit_for_bit_what_they_are_in_lockstep(kind: str, policy: str) -> None:
-    for differ in run_ranks(on_every_rank.like_lockstep, 4, kind, policy):
-        assert differ == []
+def test_machines_are_over_gloo_bit_for_bit_what_they_are_in_lockstep(rank: int, kind: str, policy: str) -> None:
+    """Of two ranks, so that every sum has one order; over several buckets, on ranks that are delayed at random."""
+    dawdling = random.Random(rank)
+    for name in ("powersgd-2", "top-k", "two-hop-sign"):
+        both = Mirrored(kind, Hierarchical(inner=BY_NAME[name].make(), size=2), policy, 4)
+        for step in range(3):
+            time.sleep(dawdling.random() * 0.02)
+            ours, expected = both.step(normal(both.workers.parameters, 4, seed=step))
+            same = all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+            assert same, f"{name}, step {step}: {largest_error(ours, expected)}"
+        counted, simulated = both.attachment.statistics(), both.workers.traffic
+        assert counted.by_group == simulated.by_group and counted.by_group.keys() == {"inner", "outer"}
+        both.attachment.detach()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dying(Wrapper):
+    """Kill rank 3 in some step, just before the request of this number in the first bucket."""
+
+    step: int
+    number: int
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        is_time = (dist.get_rank(), context.step, bucket.index) == (3, self.step, 0)
+        yield from map_requests(_Countdown(self.number if is_time else -1).carry, self.inner.compress(bucket, context))
+
+
+class _Countdown:
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+        return (yield asked)
+
+
+def killed(rank: int, kind: str, policy: str, dies_in: int, number: int) -> tuple[float, str]:
+    """Train until rank 3 is killed; return after how many seconds the step raised, and what."""
+    shapes = [(40, 40)] * 6
+    model = wrap(kind, Given(*shapes), bucket_cap_mb=0.01)
+    machines = Hierarchical(inner=make_compressor("powersgd", rank=2), size=2)
+    commhooks.attach(model, Dying(inner=machines, step=dies_in, number=number), policy=policy)
+    for step in range(4):
+        begun = time.monotonic()
+        try:
+            model(*normal(zeros(*shapes), 4, seed=step)[rank]).backward()
+        except Exception as error:
+            return time.monotonic() - begun, str(error)
+    return 0.0, "nothing"
 
 
 @pytest.mark.parametrize(
@@ -352,7 +412,7 @@ def test_when_a_rank_of_a_machine_is_killed_all_others_raise(
     kind: str, policy: str, step: int, request_number: int
 ) -> None:
     """In its machine's sum, between machines, while its machine gathers; and before there are any groups."""
-    outcomes = run_world_outcomes(on_every_rank.killed, 4, kind, policy, step, request_number)
+    outcomes = run_world_outcomes(killed, 4, kind, policy, step, request_number)
     assert outcomes[3].exit_code == -9
     for outcome in outcomes[:3]:
         assert survived(outcome), outcome.describe()
@@ -360,11 +420,33 @@ def test_when_a_rank_of_a_machine_is_killed_all_others_raise(
         assert seconds < 10 and "No answer from rank 3." in text, text
 
 
-def test_machines_are_refused_where_there_are_no_groups_of_ranks() -> None:
-    for text in run_ranks(on_every_rank.refused_on_nccl, 2):
-        assert "needs groups of some of the ranks, which NCCL does not support yet; use a Gloo group" in text
+@on_ranks(2)
+def test_machines_are_refused_where_there_are_no_groups_of_ranks(rank: int) -> None:
+    """As on NCCL; when they are attached, and when they take another's place."""
+    machines = Hierarchical(inner=make_compressor("powersgd"), size=2)
+    model = wrap("core", Given((4, 4)))
+    said = "needs groups of some of the ranks, which NCCL does not support yet; use a Gloo group"
+    with as_on_nccl():
+        with pytest.raises(SettingsError, match=said) as raised:
+            commhooks.attach(model, machines)
+        attachment = commhooks.attach(model, "powersgd")
+        with pytest.raises(SettingsError) as again:
+            attachment.replace(machines)
+        with pytest.raises(SettingsError):
+            commhooks.Exchanger({"a": torch.zeros(3)}, machines)
+        model(torch.ones(4, 4)).backward()
+    assert str(raised.value) == str(again.value)
 
 
-def test_attach_refuses_ranks_that_are_not_whole_machines_on_every_rank() -> None:
-    for text in run_ranks(on_every_rank.refused, 3):
-        assert text == "Hierarchical(size=2): the number of ranks must be a multiple of size (got 3)."
+@on_ranks(3)
+def test_attach_refuses_ranks_that_are_not_whole_machines_on_every_rank(rank: int) -> None:
+    """The model accepts a valid compressor still."""
+    model = wrap("core", Given((4, 4)))
+    fault = re.escape("Hierarchical(size=2): the number of ranks must be a multiple of size (got 3).")
+    with pytest.raises(SettingsError, match=f"^{fault}$"):
+        commhooks.attach(model, Hierarchical(inner=make_compressor("powersgd"), size=2))
+    attachment = commhooks.attach(model, Hierarchical(inner=make_compressor("powersgd"), size=3))
+    model(torch.ones(4, 4)).backward()
+    with pytest.raises(SettingsError, match="must be a multiple of size"):
+        attachment.replace(Hierarchical(inner=make_compressor("powersgd"), size=2))
+    model(torch.ones(4, 4)).backward()

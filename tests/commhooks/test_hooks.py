@@ -1,56 +1,155 @@
-"""The hooks on Gloo, over several buckets, on both DDPs. What each rank runs is in hooks_in_worlds.py."""
+"""The hooks on Gloo, over several buckets, on both DDPs."""
 
 from __future__ import annotations
 
+import gc
 import inspect
+import math
+import random
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock
 
 import commhooks
 from tests import bounds
-from tests.cases import DDP_AND_POLICY, EVERY_FORM_OR_ALL
-from tests.commhooks import hooks_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks
+from tests.cases import BY_NAME, DDP_AND_POLICY, EVERY_FORM_OR_ALL
+from tests.commhooks.mirrored import SHAPES, Mirrored, backward, given, largest_error
+from tests.commhooks.models import Given, gradients_of, wrap
+from tests.commhooks.workers import largest, normal, zeros
+from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 
 
+@on_ranks(2, check_exit=False)
 @pytest.mark.kernels
 @both_ddps
-def test_the_default_hooks_give_pytorchs_mean(kind: str) -> None:
-    for worst in run_ranks(on_every_rank.default_hooks_against_pytorchs, 2, kind, check_exit=False):
-        for name, error in worst.items():
+def test_the_default_hooks_give_pytorchs_mean(rank: int, kind: str) -> None:
+    """But for the rounding of what they send: relative to the largest element of any rank's gradients."""
+    reference = given("torch")
+    reference.register_comm_hook(None, stock.allreduce_hook)  # type: ignore[operator]
+    hooks: dict[str, tuple[Any, Callable[..., Any]]] = {
+        "allreduce": (None, commhooks.allreduce_hook),
+        "fp16": (dist.group.WORLD, commhooks.fp16_compress_hook),
+        "bf16": (None, commhooks.bf16_compress_hook),
+        "fp16 of allreduce": (None, commhooks.fp16_compress_wrapper(commhooks.allreduce_hook)),
+        "bf16 of allreduce": (None, commhooks.bf16_compress_wrapper(commhooks.allreduce_hook)),
+        "fp16 of PyTorch's allreduce": (None, commhooks.fp16_compress_wrapper(stock.allreduce_hook)),
+        "bf16 of PyTorch's allreduce": (None, commhooks.bf16_compress_wrapper(stock.allreduce_hook)),
+        "dense PowerSGD": (commhooks.PowerSGDState(None), commhooks.powerSGD_hook),
+        "fp16 of dense PowerSGD": (
+            commhooks.PowerSGDState(None),
+            commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook),
+        ),
+    }
+    models = {name: given(kind) for name in hooks}
+    for name, (state, hook) in hooks.items():
+        models[name].register_comm_hook(state, hook)  # type: ignore[operator]
+    for step in range(5):
+        of_ranks = normal(zeros(*SHAPES), 2, seed=step)
+        gradients, terms = of_ranks[rank], largest(*of_ranks[0], *of_ranks[1])
+        expected = backward(reference, gradients)
+        for name, model in models.items():
+            assert all(g.dtype == torch.float32 for g in gradients_of(model))
             wire = torch.float16 if "fp16" in name else torch.bfloat16 if "bf16" in name else None
+            error = largest_error(backward(model, gradients), expected) / terms
             assert error <= (bounds.of_mean(2, wire) if wire else 0.0), name
 
 
+@on_ranks(2)
 @both_ddps
-def test_the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(kind: str) -> None:
-    for payload_bytes, dtypes in run_ranks(on_every_rank.powersgd_hook_with_fp16_on_the_wire, 2, kind):
-        assert payload_bytes == 3 * 2 * ((40 + 60) * 2 + 9)
-        assert dtypes == {torch.float32}
+def test_the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(rank: int, kind: str) -> None:
+    state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
+    model = wrap(kind, Given((40, 60), (9,)))
+    hook = commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook)
+    model.register_comm_hook(state, hook)  # type: ignore[operator]
+    for step in range(3):
+        model(*normal(zeros((40, 60), (9,)), 2, seed=step)[rank]).backward()
+    assert state.parameters is not None
+    kept = [state.parameters.of(parameter) for parameter in model.parameters()]
+    assert {tensor.dtype for one in kept for tensor in one.tensors.values()} == {torch.float32}
+    assert state.statistics().payload_bytes == 3 * 2 * ((40 + 60) * 2 + 9)
 
 
+@on_ranks(2)
 @pytest.mark.kernels
 @DDP_AND_POLICY
 @EVERY_FORM_OR_ALL
-def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(kind: str, policy: str, names: list[str]) -> None:
-    for differ in run_ranks(on_every_rank.every_case_like_lockstep, 2, kind, policy, names):
-        assert differ == []
+def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(
+    rank: int, kind: str, policy: str, names: list[str]
+) -> None:
+    """Over several buckets, on ranks that are delayed at random."""
+    dawdling = random.Random(rank)
+    for case in map(BY_NAME.__getitem__, names):
+        both = Mirrored(kind, case.make(), policy)
+        for step in range(4):
+            time.sleep(dawdling.random() * 0.02)
+            ours, expected = both.step(normal(zeros(*SHAPES), 2, seed=step))
+            same = all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+            assert same, (case.name, step, largest_error(ours, expected))
+        counted, simulated = both.attachment.statistics(), both.workers.traffic
+        assert counted.steps == 4 and counted.buckets > 8, counted
+        assert counted.payload_elements == simulated.payload_elements, (case.name, counted, simulated)
+        assert counted.collectives == simulated.collectives, (case.name, counted, simulated)
+        assert counted.gradient_bytes == 4 * 4 * sum(math.prod(shape) for shape in SHAPES)
+        assert sum(kind.payload_bytes for kind in counted.by_kind.values()) == counted.payload_bytes
+        assert both.attachment.last_step().buckets * 4 >= counted.buckets - 3
+        both.attachment.detach()
 
 
+@on_ranks(2)
 @both_ddps
-def test_attachments_come_and_go(kind: str) -> None:
-    run_ranks(on_every_rank.attach_detach_attach, 2, kind)
+def test_attachments_come_and_go(rank: int, kind: str) -> None:
+    model = given(kind)
+    of_ranks = normal(zeros(*SHAPES), 2, seed=0)
+    gradients = of_ranks[rank]
+    dense = backward(model, gradients) if kind == "core" else None
+    first = commhooks.attach(model, "fp16")
+    with_fp16 = backward(model, gradients)
+    _expect(commhooks.AttachError, "attached to this model already; detach it first", commhooks.attach, model, "bf16")
+    first.detach()
+    first.detach()
+    plain = backward(model, gradients)
+    second = commhooks.attach(model, "bf16")
+    with_bf16 = backward(model, gradients)
+    assert first.statistics().steps == 1 and second.statistics().steps == 1
+    assert dense is None or largest_error(dense, plain) == 0
+    terms = largest(*of_ranks[0], *of_ranks[1])
+    fp16, bf16 = (largest_error(compressed, plain) for compressed in (with_fp16, with_bf16))
+    assert 0 < fp16 <= terms * bounds.of_mean(2, torch.float16) < bf16 <= terms * bounds.of_mean(2, torch.bfloat16)
+    second.detach()
 
 
-def test_process_groups_come_and_go() -> None:
-    run_ranks(on_every_rank.groups_come_and_go, 2, check_exit=False)
+def _expect(kind: type[Exception], text: str, function: Callable[..., Any], *arguments: Any) -> None:
+    with pytest.raises(kind, match=text):
+        function(*arguments)
+
+
+@on_ranks(2, check_exit=False)
+def test_process_groups_come_and_go(rank: int) -> None:
+    """Destroy the process group and make another, three times, with the stateless hooks."""
+    store = dist.distributed_c10d._get_default_store()
+    gradients = normal(zeros(*SHAPES), 2, seed=0)
+    expected = [(a + b) / 2 for a, b in zip(gradients[0], gradients[1], strict=True)]
+    for generation in range(3):
+        model = given("torch")
+        model.register_comm_hook(None, commhooks.allreduce_hook)  # type: ignore[operator]
+        for _ in range(2):
+            assert largest_error(backward(model, gradients[rank]), expected) == 0  # halves lose no bit, at any time
+        del model
+        gc.collect()
+        if generation < 2:
+            dist.destroy_process_group()
+            again = PrefixStore(f"generation {generation}", store)
+            dist.init_process_group("gloo", store=again, rank=rank, world_size=2)
 
 
 def test_attach_refuses_what_is_no_distributed_model() -> None:

@@ -2,35 +2,350 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import gc
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 from unittest.mock import Mock, call
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
+import commhooks
 from commhooks import AttachError, ParameterTraffic, SettingsError, Statistics
 from commhooks.hooks.metrics import metrics_of, write_to
 from commhooks.integrations import common
-from tests.commhooks import integrating_in_worlds as ranks
-from tests.world.launcher import run_world
+from commhooks.integrations.common import Compression
+from commhooks.integrations.rank_files import load_rank_files, save_rank_files
+from ddp_core import DistributedDataParallel
+from tests.world import on_ranks
+
+DDPS = (DistributedDataParallel, PyTorchDDP)
 
 
-def test_attach_finds_the_ddp_within_its_wrappers_and_the_parameters_in_its_buckets() -> None:
-    run_world(ranks.finds_what_is_wrapped_and_what_comes_in_buckets, 1, check_exit=False)
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
 
 
-def test_gathered_state_holds_all_ranks_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    run_world(ranks.gathers_or_raises, 2, str(tmp_path), check_exit=False)
+def powersgd() -> commhooks.Compressor:
+    return commhooks.make_compressor("powersgd", rank=1)
 
 
-def test_an_optimizer_that_steps_without_the_hook_raises() -> None:
-    run_world(ranks.notices_that_the_hook_did_not_run, 2, check_exit=False)
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    optimizer.zero_grad()
+    model(torch.randn(4, 16, generator=generator)).square().mean().backward()
+    optimizer.step()
 
 
-def test_metrics_are_what_was_counted_and_the_norms_of_what_is_kept() -> None:
-    run_world(ranks.logs_what_it_costs, 2)
+@on_ranks(1, check_exit=False)
+def test_attach_finds_the_ddp_within_its_wrappers_and_the_parameters_in_its_buckets(rank: int) -> None:
+    finds_what_is_wrapped(rank)
+    knows_which_parameters_come_in_buckets(rank)
+    keeps_nothing_for_sparse_gradients_after_the_model_is_gone(rank)
+
+
+def finds_what_is_wrapped(rank: int) -> None:
+    for ddp_class in DDPS:
+        ddp = ddp_class(build())
+        compiled = torch.compile(ddp, backend="eager")
+        attachment = commhooks.attach(compiled, powersgd())  # type: ignore[arg-type]
+        with pytest.raises(commhooks.AttachError, match="PowerSGD.* is attached to this model already"):
+            commhooks.attach(ddp, powersgd())
+        attachment.detach()
+        checkpointed = build()
+        checkpointed[0] = checkpoint_wrapper(checkpointed[0])  # 'Module not indexable'
+        inside = ddp_class(torch.compile(checkpointed, backend="eager"))  # type: ignore[arg-type]
+        attachment = commhooks.attach(inside, powersgd())
+        assert set(attachment.state.named()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+        attachment.detach()
+        partly = build()
+        partly[0].bias.requires_grad_(False)
+        partly._ddp_params_and_buffers_to_ignore = ["2.bias"]  # type: ignore[assignment]  # "a Tensor or a Module"
+        attachment = commhooks.attach(ddp_class(partly), powersgd())
+        assert set(attachment.state.named()) == {"0.weight", "2.weight"}
+        attachment.detach()
+        with pytest.raises(commhooks.AttachError, match="contains another DistributedDataParallel, 'module'"):
+            commhooks.attach(PyTorchDDP(ddp), powersgd())
+    model = replicate(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = commhooks.attach(model, powersgd())
+    step(model, optimizer, rank, 0)
+    assert attachment.statistics().ratio > 2
+    assert set(attachment.by_parameter()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    attachment.detach()
+    for wrong, named in (
+        (build(), r"got Sequential\); wrap the model first"),
+        (nn.DataParallel(build()), r"got DataParallel around Sequential"),
+        (torch.compile(build(), backend="eager"), r"got OptimizedModule around Sequential"),
+        (FullyShardedDataParallel(build(), device_id=torch.device("cpu")), "FullyShardedDataParallel .*shards its"),
+        (fully_shard(build()), "FSDPSequential shards its parameters, so each rank holds only a part"),
+        ("model", r"got str"),
+    ):
+        with pytest.raises(commhooks.AttachError, match=named):
+            commhooks.attach(wrong, powersgd())  # type: ignore[arg-type]
+
+
+@on_ranks(2, check_exit=False)
+def test_gathered_state_holds_all_ranks_and_resumes_bit_for_bit(rank: int, tmp_path: Path) -> None:
+    gathers_what_every_rank_keeps(rank)
+    takes_no_damaged_file(rank, tmp_path)
+    takes_no_file_of_another_save(rank, tmp_path)
+    gathers_nothing_without_its_group(rank)
+
+
+def gathers_what_every_rank_keeps(rank: int) -> None:
+    for to in (None, 0, 1):
+        whole = _train(rank, steps=2, to=to)
+        assert set(whole["local"]) == ({"rank0", "rank1"} if to in (None, rank) else {f"rank{rank}"})
+    of_both: list[Any] = [None, None]
+    dist.all_gather_object(of_both, _train(rank, steps=2, to=None))
+    assert _equal(of_both[0]["local"], of_both[1]["local"])
+    assert _equal(_train(rank, steps=2, to=None, then=2), _train(rank, steps=4, to=None))
+    attachment = commhooks.attach(DistributedDataParallel(build()), powersgd())
+    with pytest.raises(commhooks.CheckpointError, match=r"gathered\(to=2\): to must be a rank from 0 to 1, or None"):
+        attachment.gathered(to=2)
+    if rank == 1:
+        attachment.state_dict = fails  # type: ignore[method-assign]
+    for to in (None, 0):
+        with pytest.raises(commhooks.CheckpointError, match="no state today"):
+            attachment.gathered(to=to)
+    attachment.detach()
+
+
+def fails() -> NoReturn:
+    raise commhooks.CheckpointError("no state today")
+
+
+def takes_no_damaged_file(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(build())
+    attachment = commhooks.attach(model, powersgd())
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0)
+    save_rank_files(folder, "hook", attachment)
+    file = folder / f"hook-rank{rank}.pt"
+    held = file.read_bytes()
+    residual = attachment.state_dict()["local"][f"rank{rank}"]["0.weight"]["residual"]
+    at = held.index(residual.numpy().tobytes())
+    if rank == 1:  # one bit of a residual
+        file.write_bytes(held[:at] + b"\x01" + held[at + 1 :])
+    with pytest.raises(commhooks.CheckpointError, match=r"hook-rank1\.pt is damaged: the checksum of .* is wrong"):
+        load_rank_files(folder, "hook", attachment, commhooks.LoadRules())
+    attachment.detach()
+
+
+def takes_no_file_of_another_save(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(build())
+    attachment = commhooks.attach(model, "top-k")  # what it keeps differs on every rank: no rank can compare it
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer, rank, 0)
+    save_rank_files(folder / "one", "hook", attachment)
+    before = str(attachment.state_dict())
+    save_rank_files(folder / "other", "hook", attachment)
+    dist.barrier()
+    if rank == 0:
+        (folder / "other" / "hook-rank1.pt").replace(folder / "one" / "hook-rank1.pt")
+    dist.barrier()
+    for rules in (commhooks.LoadRules(), commhooks.LoadRules(settings="change", missing="reset", world_size="spread")):
+        with pytest.raises(commhooks.CheckpointError, match=r"one holds files of different saves \(hook-rank0"):
+            load_rank_files(folder / "one", "hook", attachment, rules)
+    assert str(attachment.state_dict()) == before
+    dist.barrier()
+    file = folder / "one" / f"hook-rank{rank}.pt"  # as earlier versions wrote it
+    content = torch.load(file)
+    del content["save"]
+    torch.save(content, file)
+    load_rank_files(folder / "one", "hook", attachment, commhooks.LoadRules())
+    attachment.detach()
+    wide = folder / "wide"
+    if rank == 0:  # of three ranks, the last of another save
+        wide.mkdir()
+        for number in range(3):
+            local = {"local": {f"rank{number}": content["local"]["rank0"]}, "world_size": 3, "inventory": {}}
+            torch.save(content | local | {"save": str(number // 2)}, wide / f"hook-rank{number}.pt")
+    dist.barrier()
+    attachment = commhooks.attach(DistributedDataParallel(build()), "top-k")
+    with pytest.raises(commhooks.CheckpointError, match=r"wide holds files of different saves"):
+        load_rank_files(wide, "hook", attachment, commhooks.LoadRules(world_size="spread"))
+    attachment.detach()
+
+
+def gathers_nothing_without_its_group(rank: int) -> None:
+    model = DistributedDataParallel(build())
+    attachment = commhooks.attach(model, powersgd())
+    attachment.detach()
+    dist.barrier()
+    del model
+    dist.destroy_process_group()
+    gc.collect()
+    with pytest.raises(commhooks.CheckpointError, match="gathered: the process group was destroyed"):
+        attachment.gathered()
+
+
+def _train(rank: int, steps: int, to: int | None, then: int = 0) -> dict[str, Any]:
+    """Train, and return the gathered state; with `then`, train on in another model that has loaded it."""
+    model = DistributedDataParallel(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = commhooks.attach(model, powersgd())
+    for number in range(steps):
+        step(model, optimizer, rank, number)
+    state = attachment.gathered(to=to)
+    attachment.detach()
+    if not then:
+        return state
+    resumed = DistributedDataParallel(build())
+    resumed.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(resumed.parameters(), lr=0.1)
+    compression = Compression("Compression", powersgd())
+    compression.load_state_dict(state)  # nothing is attached yet
+    compression.begin(resumed, [optimizer])
+    for number in range(steps, steps + then):
+        step(resumed, optimizer, rank, number)
+    assert compression.attachment is not None
+    state = compression.attachment.gathered(to=to)
+    compression.end()
+    return state
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
+
+
+def backward(model: nn.Module) -> float:
+    loss = model(torch.ones(4, 16)).sum()
+    loss.backward()
+    return float(loss.detach())
+
+
+@on_ranks(2, check_exit=False)
+def test_an_optimizer_that_steps_without_the_hook_raises(rank: int) -> None:
+    for ddp_class in DDPS:
+        model = ddp_class(build())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attachment = commhooks.attach(model, powersgd())
+        attachment.watch(SimpleNamespace(optimizer=optimizer))  # as Accelerate and Lightning wrap theirs
+        step(model, optimizer, rank, 0)
+        with model.no_sync():
+            model(torch.ones(4, 16)).sum().backward()
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()  # after an accumulation whose last backward pass was synchronised
+        before = [parameter.clone() for parameter in model.parameters()]
+        with pytest.raises(commhooks.HookDidNotRunError, match="SGD is about to take a step, but no gradient has"):
+            step(model.module, optimizer, rank, 1)
+        assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
+        optimizer.step(functools.partial(backward, model))  # whose backward pass is part of the step
+        optimizer.step(closure=functools.partial(backward, model))
+        with pytest.raises(commhooks.HookDidNotRunError, match="SGD took a step"):
+            optimizer.step(functools.partial(backward, model.module))
+        with model.no_sync(), pytest.raises(commhooks.HookDidNotRunError):
+            step(model, optimizer, rank, 2)
+        with pytest.raises(commhooks.AttachError, match="none of the parameters of SGD belongs to the model"):
+            attachment.watch(torch.optim.SGD(build().parameters(), lr=0.1))
+        with pytest.raises(commhooks.AttachError, match="expected a torch.optim.Optimizer"):
+            attachment.watch("sgd")
+        optimizer.zero_grad()
+        optimizer.step()  # without gradients, which changes nothing: another model's turn
+        step(model, optimizer, rank, 3)
+        optimizer.step()  # with the same mean gradients again
+        model.module(torch.ones(4, 16)).sum().backward()
+        with pytest.raises(commhooks.HookDidNotRunError, match="SGD is about to take a step, but no gradient has"):
+            optimizer.step()
+        attachment.detach()
+        with pytest.raises(commhooks.AttachError, match="watch: this attachment was detached"):
+            attachment.watch(optimizer)
+        step(model.module, optimizer, rank, 3)  # nobody watches any more
+
+        attachment = commhooks.attach(model, "dgc")
+        with_momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        attachment.watch(with_momentum)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            step(model, with_momentum, rank, 4)
+            step(model, with_momentum, rank, 5)
+        assert sum("momentum is applied twice" in str(one.message) for one in heard) == (rank == 0)
+        attachment.detach()
+
+
+def knows_which_parameters_come_in_buckets(rank: int) -> None:
+    for ddp_class in DDPS:
+        module = build()
+        module[0].requires_grad_(False)
+        model = ddp_class(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attachment = commhooks.attach(model, powersgd())
+        attachment.watch(optimizer)
+        step(model, optimizer, rank, 0)
+        module[0].requires_grad_(True)
+        with pytest.raises(commhooks.HookDidNotRunError, match=r"gradient of '0\.weight' and of 1 more parameters, wh"):
+            step(model, optimizer, rank, 1)
+        attachment.detach()
+
+        model = ddp_class(module, find_unused_parameters=True)
+        module[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attachment = commhooks.attach(model, powersgd())
+        attachment.watch(optimizer)
+        step(model, optimizer, rank, 0)
+        module[0].requires_grad_(True)
+        step(model, optimizer, rank, 1)
+        assert set(attachment.state_dict()["shapes"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+        attachment.detach()
+
+
+def keeps_nothing_for_sparse_gradients_after_the_model_is_gone(rank: int) -> None:
+    model = PyTorchDDP(nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 16)))
+    attachment = commhooks.attach(model, powersgd())
+    model(torch.arange(4)).square().mean().backward()
+    saved = attachment.state_dict()
+    attachment.detach()
+    del model
+    gc.collect()
+    assert attachment.state_dict()["local"]["rank0"].keys() == saved["local"]["rank0"].keys() == {"1.weight"}
+
+
+def _norm(tensors: Iterable[Tensor]) -> Tensor:
+    norm: Tensor = torch.cat([tensor.flatten() for tensor in tensors]).double().norm()
+    return norm
+
+
+@on_ranks(2)
+def test_metrics_are_what_was_counted_and_the_norms_of_what_is_kept(rank: int) -> None:
+    model = DistributedDataParallel(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = commhooks.attach(model, powersgd())
+    assert attachment.metrics()["commhooks/bytes_sent_total"] == 0.0
+    for number in range(3):
+        step(model, optimizer, rank, number)
+    metrics = attachment.metrics(by_parameter=True)
+    counted, last = attachment.statistics(), attachment.last_step()
+    assert metrics["commhooks/bytes_sent_total"] == counted.moved_bytes == 3 * last.moved_bytes > 0
+    assert metrics["commhooks/compression_ratio"] == last.ratio
+    residuals = {name: residual for name, _, residual in attachment.state.named_residuals()}
+    gradients = [p.grad for name, p in model.module.named_parameters() if p.grad is not None and name in residuals]
+    ratio = float(_norm(residuals.values()) / _norm(gradients))
+    assert metrics["commhooks/residual_norm_over_gradient_norm"] == pytest.approx(ratio, rel=1e-6) and ratio > 0
+    assert {f"commhooks/residual_norm_over_gradient_norm/{name}" for name in residuals} < set(metrics)
+    assert sum(v for k, v in metrics.items() if "bytes_sent_total/" in k) == pytest.approx(counted.moved_bytes, abs=8)
+    written: list[Any] = []
+    attachment.log_to(lambda metrics, step: written.append((metrics, step)), 3)
+    assert written == [(attachment.metrics(), 3)]
+    with pytest.raises(commhooks.SettingsError, match="log_to: expected a writer"):
+        attachment.log_to("tensorboard", 3)  # type: ignore[arg-type]
+    for set_to_none in (False, True):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert not [name for name in attachment.metrics(by_parameter=True) if "residual_norm" in name]
+    attachment.detach()
 
 
 class Run:

@@ -1,69 +1,168 @@
-"""Engines that share a line: one thread, one group, one order. What each rank runs is in lanes_in_worlds.py."""
+"""Engines that share a line: one thread, one group, one order."""
 
 from __future__ import annotations
 
+import dataclasses
+import random
+import threading
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import commhooks
-from commhooks import CollectiveError, Exchanger, lockstep_lines
-from tests.commhooks import lanes_in_worlds as on_every_rank
-from tests.commhooks.lanes_in_worlds import Ran, values_of
-from tests.commhooks.ranks import run_ranks
+from commhooks import Averaging, CollectiveError, Exchanger, lockstep_lines
+from commhooks.communicators import Collective, Communicator, Pending
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.scheduling.line import ProcessGroupLine
+from tests.commhooks.told import told_by
+from tests.world import on_ranks
+
+ELEMENTS = 24
 
 
-def check(ran: Ran) -> None:
-    assert ran.wrong == [] and ran.threads == 1 and ran.groups == 1
-    assert ran.bytes_by_lane == ran.bytes_of_line > 0
-    print(f"the longest wait for a round behind others: {1000 * ran.longest_wait:.1f} ms")
+class Counted:
+    """A communicator that counts the bytes of everything that a line sends for its lanes."""
+
+    made: Counted
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner, self.bytes = inner, 0
+        self.rank, self.world_size = inner.rank, inner.world_size
+        Counted.made = self
+
+    def start(self, collective: Collective) -> Pending:
+        self.bytes += collective.payload_bytes
+        return self._inner.start(collective)
 
 
-def test_lanes_in_one_order_get_their_own_means_over_one_thread_and_group() -> None:
-    for ran in run_ranks(on_every_rank.in_one_order, 2, 16, 60):
-        check(ran)
+def values_of(rank: int, turn: int) -> dict[str, Tensor]:
+    return {"w": torch.full((ELEMENTS,), float(turn % 100 + rank))}
 
 
-@pytest.mark.soak
-def test_16_lanes_for_1000_rounds() -> None:
-    for ran in run_ranks(on_every_rank.in_one_order, 2, 16, 1000):
-        check(ran)
+def threads_of_lines() -> int:
+    return sum(thread.name == "commhooks" for thread in threading.enumerate())
 
 
+def on_one_line(count: int, compressor: Compressor | str = "all-reduce") -> list[Exchanger]:
+    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), wrap_communicator=Counted, hook_timeout=20.0)
+    return [
+        Exchanger(values_of(0, 0), compressor, line=line, name=f"part {n}", policy="fused" if n % 2 else "fifo")
+        for n in range(count)
+    ]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("turns", [60, pytest.param(1000, marks=pytest.mark.soak)])
+def test_lanes_in_one_order_get_their_own_means_over_one_thread_and_group(rank: int, turns: int) -> None:
+    """Begin rounds on lanes in an order that all ranks share, at times that they do not, several under way."""
+    exchangers = on_one_line(16)
+    order, jitter = random.Random(0), random.Random(rank)
+    under_way: list[tuple[int, float, Averaging]] = []
+    longest = 0.0
+
+    def end_one() -> None:
+        nonlocal longest
+        turn, begun, averaging = under_way.pop(0)
+        into = {"w": torch.zeros(ELEMENTS)}
+        averaging.write(into)
+        longest = max(longest, time.perf_counter() - begun)
+        assert torch.equal(into["w"], (values_of(0, turn)["w"] + values_of(1, turn)["w"]) / 2), turn
+
+    for turn in range(turns):
+        chosen = exchangers[order.randrange(len(exchangers))]
+        begun = time.perf_counter()
+        under_way.append((turn, begun, chosen.begin(values_of(rank, turn))))
+        if jitter.random() < 0.1:
+            time.sleep(0.002)
+        if len(under_way) > 4:
+            end_one()
+    while under_way:
+        end_one()
+    assert threads_of_lines() == 1
+    worker = exchangers[0]._engine.line._worker  # type: ignore[attr-defined]
+    assert len(worker.connection.groups) == 1
+    assert sum(exchanger.statistics().payload_bytes for exchanger in exchangers) == Counted.made.bytes > 0
+    for exchanger in exchangers:
+        exchanger.close()
+    print(f"the longest wait for a round behind others: {1000 * longest:.1f} ms")
+
+
+@on_ranks(2, check_exit=False)
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
-def test_lanes_in_another_order_are_named_on_every_rank_and_never_mixed(policy: str) -> None:
-    one = "lane 0 (part 0)" if policy == "fifo" else "lane 1 (part 1)"
-    for of_rank in run_ranks(on_every_rank.in_another_order, 2, policy, check_exit=False):
-        for told in of_rank:
-            assert told.error == "CollectiveError" and told.seconds < 10
-            assert "ranks hand in different things" in told.text
-            assert f"rank 0: step 1, bucket 0 of {one}" in told.text
-            assert "rank 1: step 1, bucket 0 of lane 2 (part 2)" in told.text
+def test_lanes_in_another_order_are_named_on_every_rank_and_never_mixed(rank: int, policy: str) -> None:
+    """Of equal sizes, so that nothing but the order tells them apart."""
+    exchangers = on_one_line(3)
+    number, other = 0 if policy == "fifo" else 1, exchangers[2]
+    one = exchangers[number]
+    for exchanger in exchangers:
+        exchanger.average(values_of(rank, 0))
+    rounds = [exchanger.begin(values_of(rank, 1)) for exchanger in ((one, other) if rank == 0 else (other, one))]
+    for told in [told_by(averaging.wait) for averaging in rounds]:
+        assert told.error == "CollectiveError" and told.seconds < 10
+        assert "ranks hand in different things" in told.text
+        assert f"rank 0: step 1, bucket 0 of lane {number} (part {number})" in told.text
+        assert "rank 1: step 1, bucket 0 of lane 2 (part 2)" in told.text
 
 
-def test_a_failure_on_one_lane_ends_all_and_names_it() -> None:
-    failing, waiting = run_ranks(on_every_rank.one_fails, 2, check_exit=False)
-    for told in (*failing, *waiting):
-        assert told.error in ("CompressorError", "CollectiveError", "RuntimeError")
-        assert "rank 0, lane 1 (part 1), step 2, bucket 0 (parameters w): ZeroDivisionError: on purpose" in told.text
-    assert failing[-1].text.startswith(
-        "rank 0, lane 2 (part 2), step 3, bucket 0 (parameters w): not started, because of"
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FailsOnce(Compressor):
+    """A sum that raises on rank 0 in its third step."""
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        if context.step == 2 and context.rank == 0:
+            raise ZeroDivisionError("on purpose")
+        yield commhooks.AllReduce(commhooks.Part(bucket.memory, in_place=True), average=True, last=True)
 
 
-def test_closing_a_lane_leaves_the_others_and_closing_the_last_ends_the_thread() -> None:
-    for told, threads in run_ranks(on_every_rank.closed_one_by_one, 2):
-        assert all("the attachment was stopped" in one.text for one in told)
-        assert threads == 0
+@on_ranks(2, check_exit=False)
+def test_a_failure_on_one_lane_ends_all_and_names_it(rank: int) -> None:
+    """First the one that fails, then those under way, then a later round."""
+    exchangers = on_one_line(3, FailsOnce())
+    for _ in range(2):
+        for exchanger in exchangers:
+            exchanger.average(values_of(rank, 0))
+    rounds = [exchanger.begin(values_of(rank, 1)) for exchanger in (exchangers[1], exchangers[0], exchangers[2])]
+    told = [told_by(averaging.wait) for averaging in rounds]
+    told.append(told_by(lambda: exchangers[2].average(values_of(rank, 2))))
+    for one in told:
+        assert one.error in ("CompressorError", "CollectiveError", "RuntimeError")
+        assert "rank 0, lane 1 (part 1), step 2, bucket 0 (parameters w): ZeroDivisionError: on purpose" in one.text
+    later = "rank 0, lane 2 (part 2), step 3, bucket 0 (parameters w): not started, because of"
+    assert rank == 1 or told[-1].text.startswith(later)
 
 
-def test_a_refused_comparison_ends_only_what_it_was_about() -> None:
-    for of_rank in run_ranks(on_every_rank.refused, 2):
-        opening, again, replacing = of_rank
-        for told in (opening, again):
-            assert (
-                "ranks disagree" in told.text and "dtype: torch.bfloat16 (rank 0), torch.float16 (rank 1)" in told.text
-            )
-        assert replacing.error == "AttachError" and "ranks disagree" in replacing.text
+@on_ranks(2)
+def test_closing_a_lane_leaves_the_others_and_closing_the_last_ends_the_thread(rank: int) -> None:
+    exchangers = on_one_line(3)
+    for closed in exchangers:
+        for exchanger in exchangers[exchangers.index(closed) :]:
+            exchanger.average(values_of(rank, 0))
+        closed.close()
+        told = told_by(lambda closed=closed: closed.average(values_of(rank, 0)))  # type: ignore[misc]
+        assert "the attachment was stopped" in told.text
+    assert threads_of_lines() == 0
+
+
+@on_ranks(2)
+def test_a_refused_comparison_ends_only_what_it_was_about(rank: int) -> None:
+    """Disagree about a lane that opens, and about one that replaces."""
+    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
+    first = Exchanger(values_of(0, 0), "all-reduce", line=line)
+    second = Exchanger(values_of(0, 0), "fp16" if rank else "bf16", line=line, name="second")
+    first.average(values_of(rank, 0))
+    for told in [told_by(lambda: second.average(values_of(rank, 0))) for _ in range(2)]:
+        assert "ranks disagree" in told.text and "dtype: torch.bfloat16 (rank 0), torch.float16 (rank 1)" in told.text
+    told = told_by(lambda: first.replace("top-k" if rank else "sign"))
+    assert told.error == "AttachError" and "ranks disagree" in told.text
+    values = values_of(rank, 0)
+    first.average(values)
+    assert torch.equal(values["w"], torch.full((ELEMENTS,), 0.5))
+    first.close()
+    second.close()
 
 
 def test_workers_of_one_process_have_lanes_too() -> None:

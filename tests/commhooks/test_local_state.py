@@ -33,9 +33,9 @@ from commhooks.state.loss_scale import LossScale
 from commhooks.state.settings import settings_of
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
-from tests.commhooks.ranks import run_ranks
 from tests.commhooks.resuming import roundtrip
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+from tests.world import run_world
 
 BLOCK = 8
 SHAPES = ((9, 10), (5, 7), (6,), (40,))
@@ -361,7 +361,7 @@ def test_state_that_nobody_declared_is_named(policy: str, writes: bool) -> None:
 
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 def test_in_training_undeclared_state_is_named_on_every_rank(policy: str) -> None:
-    for told in run_ranks(train_undeclared, 2, policy, check_exit=False):
+    for told in run_world(train_undeclared, 2, policy, check_exit=False):
         assert "rank " in told and "parameter 'weight' has no state 'x': no compressor has declared it" in told
 
 

@@ -43,8 +43,8 @@ from commhooks.scheduling.policy import Fifo, Fused
 from commhooks.scheduling.task import BucketTask
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
-from tests.commhooks.ranks import run_ranks
 from tests.commhooks.workers import Workers, normal, zeros
+from tests.world import run_world
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ def test_parts_of_any_dtype_and_shape_come_back_typed(by_name: bool) -> None:
 
 
 def test_lockstep_and_gloo_answer_alike() -> None:
-    gathered = run_ranks(_ask_everything, 3)
+    gathered = run_world(_ask_everything, 3)
     every_rank = [_requests(rank, 3) for rank in range(3)]
     for name in every_rank[0]:
         for ours, expected in zip(gathered, carried_out([asked[name] for asked in every_rank]), strict=True):
@@ -682,7 +682,7 @@ def test_a_residual_that_would_grow_without_bound_is_refused_unless_it_fades(err
 
 
 def test_what_is_attached_must_not_let_residuals_grow() -> None:
-    run_ranks(_attach_what_expands, 2, check_exit=False)
+    run_world(_attach_what_expands, 2, check_exit=False)
 
 
 def _attach_what_expands(rank: int) -> None:

@@ -19,9 +19,9 @@ from experiments.bench.given import GivenBucket as Bucket
 from experiments.bench.given import Shape, resnet18_shapes
 from tests import bounds
 from tests.commhooks.models import Given, lstm_shapes, wrap
-from tests.commhooks.ranks import run_ranks
 from tests.commhooks.stock import draw_basis, hand_over
 from tests.commhooks.workers import Workers, largest, low_rank, mean_of, normal, relative, zeros
+from tests.world import run_world
 
 pytestmark = pytest.mark.kernels
 
@@ -90,7 +90,7 @@ STEPS = 50
 @pytest.fixture(scope="module")
 def against_stock() -> dict[str, list[float]]:
     """How far the two hooks were apart, on two ranks in one bucket, at the worst of 50 steps, by what was compared."""
-    worlds = run_ranks(_compare_with_stock, 2, check_exit=False)
+    worlds = run_world(_compare_with_stock, 2, check_exit=False)
     return {what: [worst for world in worlds for worst in world[what]] for what in worlds[0]}
 
 
@@ -129,7 +129,7 @@ def _check_distances(from_stock: Sequence[float], one_bit_away: Sequence[float])
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_mean_is_that_of_pytorchs_hook_for_20_seeds() -> None:
-    for distances in run_ranks(_distances_like_training, 2, 20, check_exit=False, timeout=600.0):
+    for distances in run_world(_distances_like_training, 2, 20, check_exit=False, timeout=600.0):
         _check_distances(*distances)
 
 
@@ -323,7 +323,7 @@ def test_another_seed_or_name_gives_another_basis_and_the_same_gives_the_same() 
 
 
 def test_the_hook_state_keeps_pytorchs_arguments_and_counts() -> None:
-    ours, theirs = run_ranks(_compression_stats, 1, check_exit=False)[0]
+    ours, theirs = run_world(_compression_stats, 1, check_exit=False)[0]
     sent = 2 * (60 + 50) + 2 * (50 + 60) + 50 + 4 * 5
     assert ours == theirs == [(0.0, 0, 0)] * 2 + [(6070 / sent, n * 6070, n * sent) for n in (1, 2, 3)]
 

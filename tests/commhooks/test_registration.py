@@ -1,24 +1,31 @@
-"""Hooks registered by name, late, and around third-party hooks. What each rank runs is in registration_in_worlds.py."""
+"""Hooks registered by name, attached late, and by themselves."""
 
 from __future__ import annotations
 
-import gc
+import functools
 import inspect
 import math
+import threading
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms import ddp_comm_hooks as pytorchs
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock
 
 import commhooks
 from commhooks.hooks import default as default_hooks
 from commhooks.hooks.by_name import DDPCommHookType, register_ddp_comm_hook
-from tests.commhooks import registration_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks
+from tests.commhooks.exact import SHAPES, given, hooked, integers, means, same, step
+from tests.commhooks.models import gradients_of, wrap
+from tests.commhooks.told import told_by
+from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
-WRAPPERS = [commhooks.fp16_compress_wrapper, commhooks.bf16_compress_wrapper]
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------
@@ -88,202 +95,253 @@ def test_what_is_of_a_wrong_type_is_refused_in_words(kind_of_hook: Any, model: A
     assert not hasattr(model, "hook")
 
 
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
 @both_ddps
-def test_every_type_averages_over_its_process_group(kind: str) -> None:
-    for errors in run_ranks(on_every_rank.every_type, 2, kind):
-        assert set(errors) == set(DDPCommHookType.__members__)
-        for name in ("ALLREDUCE", "POWER_SGD", "POWER_SGD_RANK2", "BATCHED_POWER_SGD", "BATCHED_POWER_SGD_RANK2"):
-            assert errors[name] == (0.0, 0.0)  # PowerSGD's first 1,000 steps are an all-reduce
-        assert errors["NOOP"][0] > 10 and errors["NOOP"][1] == 0.0
-        for place in (0, 1):  # elements below 64: halves of them are a cast away by 2**-7 (fp16) or 2**-4 (bf16)
-            fp16, bf16 = errors["FP16_COMPRESS"][place], errors["BF16_COMPRESS"][place]
-            assert 0 < fp16 <= 2**-5 < bf16 <= 2**-2
+def test_every_type_averages_over_its_process_group(rank: int, kind: str) -> None:
+    """The errors are those of 3 steps' means, over both ranks and over a group of this rank alone."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    errors = {kind_of_hook.name: _errors(kind, kind_of_hook, rank, alone) for kind_of_hook in DDPCommHookType}
+    for name in ("ALLREDUCE", "POWER_SGD", "POWER_SGD_RANK2", "BATCHED_POWER_SGD", "BATCHED_POWER_SGD_RANK2"):
+        assert errors[name] == (0.0, 0.0)  # PowerSGD's first 1,000 steps are an all-reduce
+    assert errors["NOOP"][0] > 10 and errors["NOOP"][1] == 0.0
+    for place in (0, 1):  # elements below 64: halves of them are a cast away by 2**-7 (fp16) or 2**-4 (bf16)
+        fp16, bf16 = errors["FP16_COMPRESS"][place], errors["BF16_COMPRESS"][place]
+        assert 0 < fp16 <= 2**-5 < bf16 <= 2**-2
 
 
-@both_ddps
-def test_attaching_between_steps_or_after_the_forward_pass_gives_right_means_at_once(kind: str) -> None:
-    assert run_ranks(on_every_rank.late, 2, kind, "all-reduce") == [[], []]
+def _errors(kind: str, kind_of_hook: DDPCommHookType, rank: int, alone: dist.ProcessGroup) -> tuple[float, float]:
+    together, by_itself = given(kind), given(kind)
+    register_ddp_comm_hook(kind_of_hook, together)
+    register_ddp_comm_hook(kind_of_hook, by_itself, alone)
+    errors = [0.0, 0.0]
+    for seed in range(3):
+        gradients = [[g + 2**-4 + 2**-10 for g in one] for one in integers(seed)]
+        for place, (model, expected) in enumerate([(together, means(gradients)), (by_itself, gradients[rank])]):
+            distances = [
+                float((a - b).abs().max()) for a, b in zip(step(model, gradients[rank]), expected, strict=True)
+            ]
+            errors[place] = max(errors[place], *distances)
+    return errors[0], errors[1]
 
 
-@both_ddps
-def test_attaching_over_another_hook_or_inside_a_backward_pass_is_refused(kind: str) -> None:
-    run_ranks(on_every_rank.refused, 2, kind)
-
-
-@both_ddps
-def test_complex_partly_ignored_and_static_models_of_two_dtypes_get_right_means(kind: str) -> None:
-    for right in run_ranks(on_every_rank.unusual_models, 2, kind):
-        assert len(right) == 5 and all(right.values()), right
-
-
-@both_ddps
-def test_detaching_after_an_error_ends_the_thread_and_leaves_the_users_error_alone(kind: str) -> None:
-    broken, waiting = run_ranks(on_every_rank.a_detach_after_an_error, 2, kind, check_exit=False)
-    assert "the user's own" in broken
-    assert "Error" in waiting and waiting != "nothing"
-
-
-def test_attaching_alone_names_the_rank_that_does_not_come() -> None:
-    outside, absent = run_ranks(on_every_rank.attach_alone, 2, check_exit=False)[0]
-    assert "expected a process group that this rank belongs to" in outside
-    assert absent.startswith("CollectiveError: rank 0: ") and "Missing: rank 1." in absent
-
-
-@both_ddps
-@pytest.mark.parametrize("how", ["in turns", "at once"])
-def test_one_state_for_two_models_is_refused(kind: str, how: str) -> None:
-    for told in run_ranks(on_every_rank.one_state_for_two_models, 2, kind, how, check_exit=False):
-        assert "make one state for each model" in told
-
-
-@both_ddps
-def test_hooks_without_a_state_tell_what_they_sent(kind: str) -> None:
-    elements = sum(math.prod(shape) for shape in on_every_rank.SHAPES)
-    for counted in run_ranks(on_every_rank.what_stateless_hooks_count, 2, kind):
-        assert counted == {
-            "AllReduceMean()": (4, 4 * 4 * elements),
-            "Cast(dtype=torch.float16)": (2, 2 * 2 * elements),
-        }
-
-
-# --- wrappers around third-party hooks ------------------------------------------------------------------------------
-
-
-@both_ddps
-def test_a_wrapper_takes_every_kind_of_hook_and_result(kind: str) -> None:
-    assert run_ranks(on_every_rank.foreign_hooks, 2, kind) == [[], []]
-
-
-@both_ddps
-def test_pytorchs_noop_in_a_wrapper_gives_the_gradient_back(kind: str) -> None:
-    assert run_ranks(on_every_rank.noop_of_pytorchs, 2, kind) == [True, True]
-
-
-@both_ddps
-def test_pytorchs_powersgd_in_our_wrapper_is_bit_for_bit_what_it_is_in_theirs(kind: str) -> None:
-    # PyTorch's hook leaves callbacks that hold the process group; where a Gloo thread lets go of it last, that thread
-    # waits for itself, and the process aborts ("Resource deadlock avoided"), so how it ends does not count.
-    assert run_ranks(on_every_rank.powersgd_of_pytorchs, 2, kind, check_exit=False) == [True, True]
-
-
-@both_ddps
-def test_the_wire_has_the_outer_wrappers_dtype_and_a_sum_beyond_it_does_no_harm(kind: str) -> None:
-    for survived in run_ranks(on_every_rank.what_survives_the_wire, 2, kind):
-        for whose in ("ours", "theirs"):
-            for wrapper in ("fp16", "fp16 of bf16"):
-                assert survived[f"{wrapper} of {whose}"] == [1 + 2**-10, 2048.0, 49152.0, math.inf]
-            for wrapper in ("bf16", "bf16 of fp16"):
-                assert survived[f"{wrapper} of {whose}"] == [1.0, 2048.0, 49152.0, 2.0**17]
-
-
-@both_ddps
-def test_wide_narrow_complex_and_sparse_gradients_keep_their_dtype_and_their_mean(kind: str) -> None:
-    for exact in run_ranks(on_every_rank.odd_dtypes, 2, kind):
-        assert len(exact) == 30
-        assert [name for name, right in exact.items() if not right] == []
-
-
-FAILURES = {
-    "None": "expected a torch.futures.Future, a Tensor or a torch.distributed.Work to be returned (got NoneType)",
-    "number": "(got int)",
-    "buckets": "(got list)",
-    "raises": "OSError: no such luck",
-    "exception set": "OSError: no such luck",
-    "callback raises": "ZeroDivisionError: division by zero",
-    "None held": "shape (6358,), torch.float32, torch.strided on cpu (got NoneType)",
-    "one element": "(got shape (1,), torch.float32",
-    "two tensors": "(got list)",
-    "complex": "(got shape (6358,), torch.complex64",
-    "sparse": "torch.sparse_coo on cpu)",
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "one bucket": {"bucket_cap_mb": 25},
+    "view": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "static, view": {"static_graph": True, "gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "unused, view": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
 }
 
 
+@on_ranks(2)
 @both_ddps
-def test_a_hook_that_goes_wrong_in_a_wrapper_is_named_and_the_bucket_gets_its_buffer_back(kind: str) -> None:
-    for rank, told in enumerate(run_ranks(on_every_rank.failing_hooks, 2, kind, list(FAILURES))):
-        assert list(told) == list(FAILURES)
-        for how, cause in FAILURES.items():
-            error, text, restored = told[how]
-            parameters = "weights.0, weights.1" if kind == "core" else "one of shape (30, 50), one of shape (50,)"
-            assert f"rank {rank}, bucket 0 (parameters {parameters}, " in text, how
-            assert "hook Failing.hook failed: " in text and cause in text, how
-            assert restored, how
-            at_once = how in ("None", "number", "buckets", "raises")
-            assert error == ("CompressorError" if at_once else "RuntimeError"), how
+def test_attaching_between_steps_or_after_the_forward_pass_gives_right_means_at_once(rank: int, kind: str) -> None:
+    """After 1 step and after 2."""
+    for label, settings in SETTINGS.items():
+        for steps_before in (1, 2):
+            for after_forward in (False, True):
+                model = given(kind, **settings)
+                for number in range(steps_before + 3):
+                    now = "all-reduce" if number == steps_before else None
+                    gradients = integers(number)
+                    found = _step_attaching(model, gradients[rank], now, after_forward)
+                    assert same(found, means(gradients)), (label, steps_before, after_forward, number)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", [None, "allreduce_hook", torch.float16], ids=repr)
-def test_a_wrapper_round_what_is_not_callable_is_refused_at_once(wrapper: Any, hook: Any) -> None:
-    with pytest.raises(TypeError, match="6_compress_wrapper: expected a hook, a callable that takes") as refusal:
-        wrapper(hook)
-    assert isinstance(refusal.value, commhooks.CommHooksError)
+def _step_attaching(model: nn.Module, gradients: list[Tensor], name: str | None, after_forward: bool) -> list[Tensor]:
+    model.zero_grad()
+    if name and not after_forward:
+        commhooks.attach(model, name)
+    loss = model(*gradients)
+    if name and after_forward:
+        commhooks.attach(model, name)
+    loss.backward()
+    return gradients_of(model)
 
 
-@pytest.mark.parametrize("hook", [commhooks.PowerSGD, commhooks.PowerSGD(rank=4)], ids=["class", "compressor"])
-def test_a_wrapper_round_a_compressor_says_what_to_write(hook: Any) -> None:
-    with pytest.raises(commhooks.HookTypeError, match=r"a compressor\); write commhooks.attach\(model, .*PowerSGD\("):
-        commhooks.fp16_compress_wrapper(hook)
-
-
-def test_a_class_of_compressors_has_the_signature_of_its_settings() -> None:
-    """Compressors themselves have none, so that a DDP to which one is registered meets an error that helps."""
-    assert "matrices" in inspect.signature(commhooks.PowerSGD).parameters
-    with pytest.raises(commhooks.HookTypeError, match="expected a hook"):
-        commhooks.PowerSGD()(None, None)
-
-
+@on_ranks(2)
 @both_ddps
-def test_a_state_or_a_compressor_in_the_wrong_place_is_told_what_to_write(kind: str) -> None:
-    (told,) = run_ranks(on_every_rank.misused, 1, kind)
-    attach = "write commhooks.attach(model, PowerSGD(rank=4)) in place of"
-    state = "write model.register_comm_hook(commhooks.PowerSGDState(process_group=None, matrix_approximation_rank=4), "
-    expected = {
-        "compressor": ("register", attach),
-        # All that PyTorch says of a class: it has no argument of this name.
-        "class": ("register", "attach a compressor with commhooks.attach" if kind == "core" else "'bucket'"),
-        "no state": ("backward", f"{state}powerSGD_hook)"),
-        "compressor as state": ("backward", f"(got PowerSGD(rank=4)); {state}batched_powerSGD_hook)"),
-        "no state in a wrapper": ("backward", f"(got None); {state}powerSGD_hook)"),
+def test_attaching_over_another_hook_or_inside_a_backward_pass_is_refused(rank: int, kind: str) -> None:
+    """What was attached before keeps working."""
+    gradients = integers(0)
+    hooked_already = hooked(kind, stock.allreduce_hook)
+    with pytest.raises(commhooks.AttachError, match=r"the hook allreduce_hook is registered on this model already"):
+        commhooks.attach(hooked_already, "fp16")
+    assert same(step(hooked_already, gradients[rank]), means(gradients))
+
+    model = given(kind)
+    told: list[str] = []
+    handle = next(model.parameters()).register_hook(functools.partial(_attach_inside, model, told))
+    step(model, gradients[rank])
+    handle.remove()
+    assert told == ["attach: a backward pass is under way; call attach between two passes."]
+    commhooks.attach(model, "all-reduce")
+    assert same(step(model, gradients[rank]), means(gradients))
+
+
+def _attach_inside(model: nn.Module, told: list[str], _gradient: Tensor) -> None:
+    try:
+        commhooks.attach(model, "fp16")
+    except commhooks.AttachError as error:
+        told.append(str(error))
+
+
+class Expert(nn.Module):
+    """A model with a part that differs between ranks, which the DDP must ignore."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+        self.own = nn.Linear(4, 3 + rank)
+        self._ddp_params_and_buffers_to_ignore = ["own.weight", "own.bias"]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.as_tensor(self.own(self.shared(inputs)).sum())
+
+
+@on_ranks(2)
+@both_ddps
+def test_complex_partly_ignored_and_static_models_of_two_dtypes_get_right_means(rank: int, kind: str) -> None:
+    for policy in ("fifo", "fused"):
+        complex_model = given(kind, dtype=torch.complex64)
+        commhooks.attach(complex_model, commhooks.make_compressor("powersgd", rank=2), policy=policy)
+        gradients = integers(0, torch.complex64)
+        assert same(step(complex_model, gradients[rank]), means(gradients)), policy
+
+    expert = wrap(kind, Expert(rank))
+    commhooks.attach(expert, "all-reduce")
+    expert(torch.ones(2, 4)).backward()
+    assert expert.module.own.weight.grad is not None  # type: ignore[union-attr]  # 'Tensor'
+
+    alone = [dist.new_group([r]) for r in range(2)]  # every rank makes every group
+    model = given(kind)
+    commhooks.attach(model, "all-reduce", process_group=alone[rank]).detach()
+    gradients = integers(0)
+    assert same(step(model, gradients[rank]), means(gradients)), "detached from another group"
+    _two_dtypes_in_a_static_graph(rank, kind)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.zeros(5, dtype=torch.float16))
+        self.wide = nn.Parameter(torch.zeros(5))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return torch.as_tensor((self.narrow * gradient.half()).sum().float() + (self.wide * gradient).sum())
+
+
+class WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return torch.as_tensor(self.head(self.table(words)).sum())
+
+
+@on_ranks(2, check_exit=False)
+def test_a_run_that_would_wait_for_a_steps_last_bucket_for_ever_is_refused(rank: int) -> None:
+    """On a DDP that has several buckets at first and marks none as the last."""
+    dense = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    for module, settings in ((WithTable(), {}), (TwoDtypes(), {}), (dense, {"bucket_cap_mb_list": [1]})):
+        model = wrap("torch", module, static_graph=True, **settings)
+        ways: list[Callable[[], Any]] = [
+            functools.partial(commhooks.attach, model, "powersgd", policy="fused"),
+            functools.partial(commhooks.attach, model, "powersgd", atomic=True),
+            functools.partial(commhooks.PowerSGDState(None, policy="fused").bind, model),
+        ]
+        for way in ways:
+            with pytest.raises(commhooks.AttachError, match="policy must be 'fifo' and atomic False for PyTorch's"):
+                way()
+
+
+def _two_dtypes_in_a_static_graph(rank: int, kind: str) -> None:
+    model = wrap(kind, TwoDtypes(), static_graph=True)
+    if kind == "torch":
+        with pytest.raises(commhooks.AttachError, match="policy must be 'fifo'.* for PyTorch's.*several dtypes"):
+            commhooks.attach(model, "all-reduce", policy="fused")
+    attachment = commhooks.attach(model, "all-reduce", policy="fifo" if kind == "torch" else "fused")
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.full((5,), 2.0 * rank)).backward()
+        narrow, wide = gradients_of(model)
+        assert bool((narrow == 1).all()) and bool((wide == 1).all())
+    assert attachment.steps == 3
+
+
+@on_ranks(2, check_exit=False)
+@both_ddps
+def test_detaching_after_an_error_ends_the_thread_and_leaves_the_users_error_alone(rank: int, kind: str) -> None:
+    """Detach in a `finally`, from a backward pass that rank 0's own function broke."""
+    model = given(kind)
+    attachment = commhooks.attach(model, "all-reduce", policy="fused", hook_timeout=5.0)
+    if rank == 0:
+        next(model.parameters()).register_hook(_break)
+    told = told_by(functools.partial(_step_and_detach, model, attachment, rank))
+    assert told.error not in ("nothing", "AssertionError") and (rank or "the user's own" in told.text), told
+
+
+def _step_and_detach(model: nn.Module, attachment: commhooks.Attachment, rank: int) -> None:
+    try:
+        step(model, integers(0)[rank])
+    finally:
+        attachment.detach()
+        assert "commhooks" not in [thread.name for thread in threading.enumerate()]
+
+
+def _break(_gradient: Tensor) -> None:
+    raise ArithmeticError("the user's own")
+
+
+@on_ranks(2, check_exit=False)
+def test_attaching_alone_names_the_rank_that_does_not_come(rank: int) -> None:
+    """And a group that this rank does not belong to."""
+    model = given("torch")
+    foreign, impatient = dist.new_group([1]), dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    if rank == 0:
+        with pytest.raises(commhooks.CommHooksError, match="expected a process group that this rank belongs to"):
+            commhooks.attach(model, "fp16", process_group=foreign)
+        with pytest.raises(commhooks.CollectiveError, match="(?s)^rank 0: .*Missing: rank 1."):
+            commhooks.attach(model, "fp16", process_group=impatient)
+
+
+@on_ranks(2, check_exit=False)
+@both_ddps
+@pytest.mark.parametrize("how", ["in turns", "at once"])
+def test_one_state_for_two_models_is_refused(rank: int, kind: str, how: str) -> None:
+    state = commhooks.PowerSGDState(None, start_powerSGD_iter=0)
+    models = [hooked(kind, commhooks.powerSGD_hook, state) for _ in range(2)]
+    told = told_by(functools.partial(_train_together, models, rank, how))
+    assert "make one state for each model" in told.text
+
+
+def _train_together(models: list[nn.Module], rank: int, how: str) -> None:
+    for number in range(3):
+        losses = [model(*integers(number)[rank]) for model in models]
+        for loss in losses if how == "in turns" else [torch.stack(losses).sum()]:
+            loss.backward()
+
+
+@on_ranks(2)
+@both_ddps
+def test_hooks_without_a_state_tell_what_they_sent(rank: int, kind: str) -> None:
+    """In two steps of two hooks on three models."""
+    models = [
+        hooked(kind, hook, bucket_cap_mb=100) for hook in (commhooks.allreduce_hook, commhooks.fp16_compress_hook)
+    ]
+    models.append(hooked(kind, commhooks.allreduce_hook, bucket_cap_mb=100))
+    for model in models * 2:
+        step(model, integers(0)[rank])
+    elements = sum(math.prod(shape) for shape in SHAPES)
+    counted = {name: (one.steps, one.payload_bytes) for name, one in commhooks.hook_statistics().items()}
+    assert counted == {
+        "AllReduceMean()": (4, 4 * 4 * elements),
+        "Cast(dtype=torch.float16)": (2, 2 * 2 * elements),
     }
-    assert told.keys() == expected.keys()
-    for what, (when, words) in expected.items():
-        assert told[what][0] == when, what
-        assert words in told[what][1], what
-
-
-class IntegerBucket:
-    """Be a bucket that neither DDP makes."""
-
-    def index(self) -> int:
-        return 3
-
-    def buffer(self) -> torch.Tensor:
-        return torch.arange(4)
-
-    def parameters(self) -> list[torch.Tensor]:
-        return [torch.arange(4)] * 10
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_wrapper_refuses_integer_gradients(wrapper: Any) -> None:
-    bucket: Any = IntegerBucket()
-    with pytest.raises(commhooks.GradientError, match=r"bucket 3 .* and 2 more\): hook plain: .* torch\.int64; a"):
-        wrapper(on_every_rank.plain)(None, bucket)
-
-
-def test_a_wrapped_hook_is_forgotten_with_its_last_reference() -> None:
-    before = len(default_hooks.on_wire)
-    wrapped = commhooks.fp16_compress_wrapper(commhooks.allreduce_hook)
-    assert len(default_hooks.on_wire) == before + 1
-    assert wrapped.__qualname__ == "fp16_compress_wrapper(allreduce_hook)"
-    del wrapped
-    gc.collect()
-    assert len(default_hooks.on_wire) == before
-
-
-def test_a_run_that_would_wait_for_a_steps_last_bucket_for_ever_is_refused() -> None:
-    for errors in run_ranks(on_every_rank.no_end_of_a_step, 2, check_exit=False):
-        assert len(errors) == 9
-        for error in errors:
-            assert "policy must be 'fifo' and atomic False for PyTorch's" in error, errors

@@ -1,66 +1,152 @@
-"""One compressor takes over from another between steps. What each rank runs is in replacement_in_worlds.py."""
+"""One compressor takes over from another between steps."""
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
+import time
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from tests.commhooks import replacement_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks, survived
-from tests.world import run_world_outcomes
+import commhooks
+from commhooks import make_compressor
+from tests.commhooks.mirrored import SHAPES, Mirrored, backward, given, largest_error
+from tests.commhooks.models import digest_of
+from tests.commhooks.ranks import survived
+from tests.commhooks.told import Told, told_by
+from tests.commhooks.workers import mean_of, normal, zeros
+from tests.world import on_ranks, run_world, run_world_outcomes
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
-
 LOSS_OF_A_STEP = 8 * 2**-24 * 32
 """What a step may lose in fp32: means and residuals come of sums of at most 4 + 2 terms, none of them larger than the
 norm of a column of gradient and residual, which is below 32."""
 LOSS_OF_FP16 = 2**-9
 """What a step of fp16 may lose besides: half of the last digit of the sum on the wire, which is below 8. It is in no
 rank's own cast, so in no residual. (Without error feedback nothing is lost: these gradients are whole 64ths.)"""
+SEQUENCE = [
+    make_compressor("fp16"),
+    make_compressor("powersgd", rank=2),
+    make_compressor("powersgd", rank=4),
+    make_compressor("all-reduce"),
+    make_compressor("fp16", error_feedback=True),
+]
+STEPS_OF_EACH = 3
 
 
+@on_ranks(2, check_exit=True)
 @pytest.mark.kernels
 @both_ddps
 @both_policies
 def test_compressors_that_take_over_from_each_other_are_what_they_are_in_lockstep_and_lose_nothing(
-    kind: str, policy: str
-) -> None:
-    first, second = run_ranks(on_every_rank.sequence, 2, kind, policy, check_exit=True)
-    assert first.digests == second.digests
-    for rank in (first, second):
-        assert rank.not_lockstep == []
-        for step, loss in enumerate(rank.losses):
-            assert loss <= (step + 1) * LOSS_OF_A_STEP + max(step - 11, 0) * LOSS_OF_FP16, step
-        sent_dense, powersgd, waiting, last = rank.owed[:3], rank.owed[3:9], rank.owed[9:12], rank.owed[-1]
-        assert sent_dense == [0.0] * 3 and min(powersgd) > 1
-        assert waiting == powersgd[-1:] * 3  # nobody sends it, and nobody forgets it
-        assert last < 2**-10  # the residual of a cast: of all that PowerSGD owed, nothing is left
+    rank: int, kind: str, policy: str
+) -> list[bytes]:
+    """Of one after another; return the digest of each step's means."""
+    both = Mirrored(kind, SEQUENCE[0], policy)
+    ledger = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    digests: list[bytes] = []
+    owed_by_step: list[float] = []  # the mean residual's largest element
+    for step in range(STEPS_OF_EACH * len(SEQUENCE)):
+        if step and step % STEPS_OF_EACH == 0:
+            both.replace(SEQUENCE[step // STEPS_OF_EACH])
+        gradients = [[g.mul(64).round().div(64) for g in one] for one in normal(zeros(*SHAPES), 2, seed=step)]
+        ours, expected = both.step(gradients)
+        same = all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+        assert same, f"step {step}: {largest_error(ours, expected)}"
+        for index, sent in enumerate(ours):
+            ledger[index] += mean_of(gradients, index) - sent
+        owed = [_mean_residual(both, parameter) for parameter in both.model.parameters()]
+        digests.append(digest_of(ours))
+        loss = largest_error(ledger, owed)  # of what was to be sent so far, less what was sent
+        assert loss <= (step + 1) * LOSS_OF_A_STEP + max(step - 11, 0) * LOSS_OF_FP16, step
+        owed_by_step.append(max(float(one.abs().max()) for one in owed))
+    sent_dense, powersgd, waiting, last = owed_by_step[:3], owed_by_step[3:9], owed_by_step[9:12], owed_by_step[-1]
+    assert sent_dense == [0.0] * 3 and min(powersgd) > 1
+    assert waiting == powersgd[-1:] * 3  # nobody sends it, and nobody forgets it
+    assert last < 2**-10  # the residual of a cast: of all that PowerSGD owed, nothing is left
+    assert both.attachment.steps == STEPS_OF_EACH * len(SEQUENCE)
+    both.attachment.detach()
+    return digests
 
 
+def _mean_residual(both: Mirrored, parameter: Tensor) -> Tensor:
+    kept = both.attachment.state.of(parameter).tensors.get("residual")
+    total = torch.zeros(parameter.shape, dtype=torch.float64) if kept is None else kept.double().view(parameter.shape)
+    dist.all_reduce(total)
+    return total / 2
+
+
+@on_ranks(2, check_exit=True)
 @both_ddps
 @both_policies
-def test_a_replacement_that_cannot_be_is_refused_and_the_old_compressor_goes_on(kind: str, policy: str) -> None:
-    for told in run_ranks(on_every_rank.refusals, 2, kind, policy, check_exit=True):
-        assert {what: one.error for what, one in told.items()} == {
-            "skip": "SettingsError",
-            "name": "SettingsError",
-            "type": "SettingsError",
-            "in mid-step": "AttachError",
-            "detached": "AttachError",
-        }
-        assert "'head.*' must match a parameter's name; there are weights.0, weights.1" in told["skip"].text
-        assert "Did you mean 'powersgd'" in told["name"].text
-        assert "expected a Compressor or a name (got 3)" in told["type"].text
-        assert "replace: step 4 is under way; call it between two steps" in told["in mid-step"].text
-        assert told["detached"].text.startswith("replace: this attachment was detached")
+def test_a_replacement_that_cannot_be_is_refused_and_the_old_compressor_goes_on(
+    rank: int, kind: str, policy: str
+) -> None:
+    both = Mirrored(kind, make_compressor("powersgd", rank=2), policy)
+    replace, told = both.attachment.replace, dict[str, Told]()
+    step = iter(range(20))
+
+    def demand_lockstep() -> None:
+        ours, expected = both.step(normal(zeros(*SHAPES), 2, seed=next(step)))
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+    demand_lockstep()
+    told["skip"] = told_by(lambda: replace(make_compressor("powersgd", rank=2, skip=("head.*",))))
+    demand_lockstep()
+    told["name"] = told_by(lambda: replace("powersdg"))
+    demand_lockstep()
+    told["type"] = told_by(lambda: replace(3))  # type: ignore[arg-type]  # 'expected "Compressor | str"'
+    demand_lockstep()
+    last = next(both.model.parameters())  # its gradient comes last, when all buckets but one were handed in
+    handle = last.register_hook(lambda _: told.__setitem__("in mid-step", told_by(lambda: replace("fp16"))))
+    demand_lockstep()
+    handle.remove()
+    demand_lockstep()
+    both.replace(make_compressor("bf16", error_feedback=True))
+    demand_lockstep()
+    both.attachment.detach()
+    told["detached"] = told_by(lambda: replace("fp16"))
+    assert {what: one.error for what, one in told.items()} == {
+        "skip": "SettingsError",
+        "name": "SettingsError",
+        "type": "SettingsError",
+        "in mid-step": "AttachError",
+        "detached": "AttachError",
+    }
+    assert "'head.*' must match a parameter's name; there are weights.0, weights.1" in told["skip"].text
+    assert "Did you mean 'powersgd'" in told["name"].text
+    assert "expected a Compressor or a name (got 3)" in told["type"].text
+    assert "replace: step 4 is under way; call it between two steps" in told["in mid-step"].text
+    assert told["detached"].text.startswith("replace: this attachment was detached")
+
+
+def without_a_peer(rank: int, kind: str, how: str) -> tuple[Told, Told] | None:
+    """Replace when rank 1 does not: it was killed, detached, or is late; return what this and the next step raise."""
+    model = given(kind)
+    attachment = commhooks.attach(model, "powersgd", hook_timeout=1.0 if how == "late" else None)
+    gradients = normal(zeros(*SHAPES), dist.get_world_size(), seed=0)[rank]
+    backward(model, gradients)
+    backward(model, gradients)
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "detached":
+            attachment.detach()
+            return None
+        time.sleep(4.0)
+    told = told_by(functools.partial(attachment.replace, "fp16"))
+    return told, told_by(functools.partial(backward, model, gradients))
 
 
 @both_ddps
 @pytest.mark.parametrize("how", ["killed", "detached"])
 def test_replacing_when_a_peer_is_gone_raises_at_once_and_so_does_the_next_step(kind: str, how: str) -> None:
-    outcomes = run_world_outcomes(on_every_rank.without_a_peer, 3, kind, how)
+    outcomes = run_world_outcomes(without_a_peer, 3, kind, how)
     assert outcomes[1].exit_code == (-signal.SIGKILL if how == "killed" else 0)
     for outcome in (outcomes[0], outcomes[2]):
         assert survived(outcome), outcome.describe()
@@ -71,20 +157,33 @@ def test_replacing_when_a_peer_is_gone_raises_at_once_and_so_does_the_next_step(
 
 
 def test_replacing_is_given_up_when_a_peer_does_not_come_within_hook_timeout() -> None:
-    prompt, _ = run_ranks(on_every_rank.without_a_peer, 2, "core", "late", check_exit=True)
+    prompt, _ = run_world(without_a_peer, 2, "core", "late", check_exit=True)
     replacing, _ = prompt
     assert replacing.seconds < 3.5 and "hook_timeout=1.0 s. No answer from rank 1." in replacing.text
 
 
+@on_ranks(2, check_exit=False, timeout=20.0)
 @both_ddps
 @both_policies
-def test_replacing_on_one_rank_only_is_named_on_every_rank_at_once(kind: str, policy: str) -> None:
-    for told in run_ranks(on_every_rank.alone, 2, kind, policy, "one rank", check_exit=False, timeout=20.0):
-        assert "rank 1 calls replace before step 2, and this rank does not" in told.text
-        assert told.seconds < 5.0
+def test_replacing_on_one_rank_only_is_named_on_every_rank_at_once(rank: int, kind: str, policy: str) -> None:
+    model = given(kind)
+    attachment = commhooks.attach(model, "top-k", policy=policy)
+    gradients = normal(zeros(*SHAPES), 2, seed=0)[rank]
+    for _ in range(2):  # the second iteration begins with a collective of the DDP's own
+        backward(model, gradients)
+    told = told_by(lambda: attachment.replace("fp16") if rank else backward(model, gradients))
+    assert "rank 1 calls replace before step 2, and this rank does not" in told.text
+    assert told.seconds < 5.0
 
 
-def test_a_name_that_exists_on_one_rank_only_is_refused_on_every_rank() -> None:
-    other, here = run_ranks(on_every_rank.alone, 2, "torch", "fifo", "unknown name")
-    assert (other.error, here.error) == ("AttachError", "SettingsError")
-    assert "rank 1 cannot take part: " in other.text and "fp17" in other.text and "fp17" in here.text
+@on_ranks(2, check_exit=False)
+def test_a_name_that_exists_on_one_rank_only_is_refused_on_every_rank(rank: int) -> None:
+    model = given("torch")
+    attachment = commhooks.attach(model, "top-k")
+    gradients = normal(zeros(*SHAPES), 2, seed=0)[rank]
+    backward(model, gradients)
+    told = told_by(lambda: attachment.replace("fp17" if rank else "fp16"))
+    assert told.error == ("SettingsError" if rank else "AttachError") and "fp17" in told.text
+    assert rank or "rank 1 cannot take part: " in told.text
+    assert attachment.compressor == make_compressor("top-k")
+    backward(model, gradients)  # refused by both: the old compressor goes on

@@ -29,12 +29,11 @@ from commhooks import (
 )
 from commhooks.language.entries import Declared
 from tests.commhooks.models import Given, wrap
-from tests.commhooks.ranks import run_ranks
 from tests.commhooks.workers import Workers, normal, zeros
+from tests.world import run_world
 
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
 both_ways = pytest.mark.parametrize("way", ["lockstep", "gloo"])
-
 Script = Callable[[BucketView, Context], Generator[Any, Any, Any]]
 
 
@@ -66,7 +65,7 @@ def over_gloo(rank: int, script: Script, policy: str, steps: int) -> list[Any]:
 def answers(way: str, script: Script, world_size: int, policy: str, steps: int = 1) -> list[list[Any]]:
     """Run a script on every rank, in one bucket; return what it returned by rank and step."""
     if way == "gloo":
-        return run_ranks(over_gloo, world_size, script, policy, steps)
+        return run_world(over_gloo, world_size, script, policy, steps)
     scripted = Scripted(script=script)
     workers = Workers(scripted, world_size, zeros((4,), (6,)), policy=policy)
     for _ in range(steps):
@@ -374,7 +373,7 @@ def refused_over_gloo(rank: int, policy: str) -> list[str]:
 def test_what_cannot_be_carried_over_gloo_is_an_error_that_names_rank_and_bucket(policy: str) -> None:
     not_whole = "Group(kind='outer', size=2): 3 ranks cannot be divided into machines of 2."
     expected = [not_whole, r"all-to-all: a part must have one row for each of 3 ranks (got shape (2, 2))."]
-    for rank, told in enumerate(run_ranks(refused_over_gloo, 3, policy)):
+    for rank, told in enumerate(run_world(refused_over_gloo, 3, policy)):
         for text, cause in zip(told, expected, strict=True):
             assert f"rank {rank}, step 1, bucket 1 (parameters weights." in text and cause in text
 

@@ -10,9 +10,9 @@ from commhooks import make_compressor
 from tests import bounds
 from tests.cases import CASES, Case, forms_first
 from tests.commhooks.models import Given, wrap
-from tests.commhooks.ranks import run_ranks
 from tests.commhooks.test_laws import losses_of_a_step, odd_parameters
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+from tests.world import run_world
 
 FEEDING_BACK = [case for case in CASES if case.error_feedback and not case.owes_as]
 pytestmark = pytest.mark.kernels
@@ -84,7 +84,7 @@ def test_with_residuals_in_bf16_the_running_mean_still_converges(case: Case) -> 
 
 
 def test_a_report_adds_up_what_is_there() -> None:
-    for figures in run_ranks(reported, 2):
+    for figures in run_world(reported, 2):
         for storage, report in figures.items():
             bytes_each = 2 if storage == "bf16" else 4
             owed = 2 * 60 * 40 * bytes_each

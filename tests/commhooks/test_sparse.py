@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import Collective, ProcessGroupCommunicator
 from tests.commhooks.models import wrap
-from tests.commhooks.ranks import run_ranks
+from tests.world import run_world
 
 
 class Counting:
@@ -91,11 +91,11 @@ def late_for_the_first_sparse_sum(rank: int, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["core", pytest.param("torch", marks=pytest.mark.soak)])
 def test_a_rank_that_is_late_for_the_first_sparse_sum_is_named_after_hook_timeout(kind: str) -> None:
-    heard, _ = run_ranks(late_for_the_first_sparse_sum, 2, kind, check_exit=False)
+    heard, _ = run_world(late_for_the_first_sparse_sum, 2, kind, check_exit=False)
     assert "could not connect to every rank within 1 s. Missing: rank 1" in heard
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 @pytest.mark.parametrize("kind", ["core", "torch"])
 def test_many_sparse_gradients_are_averaged_in_one_step(kind: str, policy: str) -> None:
-    assert run_ranks(many_tables, 2, kind, policy) == [True, True]
+    assert run_world(many_tables, 2, kind, policy) == [True, True]

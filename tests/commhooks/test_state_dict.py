@@ -1,56 +1,395 @@
-"""state_dict, load_state_dict, pickles, other world sizes. What each rank runs is in state_dict_in_worlds.py."""
+"""state_dict, load_state_dict, pickles, other world sizes."""
 
 from __future__ import annotations
 
 import copy
-import math
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import commhooks
-from commhooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from commhooks.state.settings import settings_of, settings_that_differ
-from tests.commhooks import state_dict_in_worlds as on_every_rank
-from tests.commhooks.ranks import run_ranks
-from tests.commhooks.resuming import distance
+from commhooks import CheckpointError, PowerSGDState, batched_powerSGD_hook, make_compressor, powerSGD_hook
+from tests import bounds
+from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, backward, given
+from tests.commhooks.models import Given, wrap
+from tests.commhooks.resuming import Run, distance, network, roundtrip
+from tests.commhooks.workers import largest, normal, zeros
+from tests.world import on_ranks, run_world
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 
 
+def _trained(kind: str, rank: int, steps: int, **settings: Any) -> tuple[nn.Module, commhooks.Attachment]:
+    model = given(kind)
+    attachment = commhooks.attach(model, make_compressor("powersgd", rank=2, **settings))
+    for step in range(steps):
+        backward(model, normal(zeros(*SHAPES), 2, seed=step)[rank])
+    return model, attachment
+
+
+@on_ranks(2)
 @both_ddps
-def test_a_state_dict_holds_plain_data_and_is_a_copy(kind: str, tmp_path: Path) -> None:
-    run_ranks(on_every_rank.holds_plain_data_and_is_a_copy, 2, kind, str(tmp_path))
+def test_a_state_dict_holds_plain_data_and_is_a_copy(rank: int, kind: str, tmp_path: Path) -> None:
+    model, attachment = _trained(kind, rank, 3)
+    state = attachment.state_dict()
+    torch.save(state, tmp_path / f"{rank}.pt")
+    backward(model, normal(zeros(*SHAPES), 2, seed=7)[rank])
+    read = torch.load(tmp_path / f"{rank}.pt")
+    _require_plain(read)
+    assert distance(read, state) == 0.0
+    assert (read["step"], read["world_size"], read["format_version"], list(read["local"])) == (3, 2, 3, [f"rank{rank}"])
+    assert read["settings"]["inner.rank"] == "2" and read["settings"]["inner.compressor"] == "PowerSGD"
+    assert read["local"][f"rank{rank}"]["weights.0"]["residual"].shape == (30, 50)
+    attachment.load_state_dict(read)  # back to the third step: what is done again comes out the same
+    again = backward(model, normal(zeros(*SHAPES), 2, seed=8)[rank])
+    other = given(kind)
+    second = commhooks.attach(other, make_compressor("powersgd", rank=2))
+    second.load_state_dict(state)
+    if kind == "torch":  # its buckets are cut after its first step
+        assert second.steps == 3
+    for ours, theirs in zip(again, backward(other, normal(zeros(*SHAPES), 2, seed=8)[rank]), strict=True):
+        assert torch.equal(ours, theirs)
+    attachment.detach()
+    second.detach()
+    assert distance(attachment.state_dict()["replicated"], second.state_dict()["replicated"]) == 0.0
 
 
+def _require_plain(value: object) -> None:
+    assert type(value) in (dict, list, str, int, float, bool, Tensor), type(value)
+    for held in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _require_plain(held)
+
+
+@on_ranks(2)
 @both_ddps
-def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(kind: str) -> None:
-    run_ranks(on_every_rank.refuses_what_does_not_fit, 2, kind)
+def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(rank: int, kind: str) -> None:
+    """Load wrong states, the same on both ranks or on one only: both raise, and nothing is loaded."""
+    model, attachment = _trained(kind, rank, 3)
+    before = attachment.state_dict()
+    backward(model, normal(zeros(*SHAPES), 2, seed=4)[rank])
+    now = attachment.state_dict()
+
+    def altered(**fields: Any) -> dict[str, Any]:
+        return copy.deepcopy(before) | fields
+
+    own = f"rank{rank}"
+    shapes = {name: list(shape) for name, shape in before["shapes"].items()}
+    other_settings = before["settings"] | {"inner.rank": "4", "inner.seed": "1"}
+    reshaped = {"shapes": shapes | {"weights.0": [50, 30]}}
+    renamed = {"shapes": {name.replace("weights.0", "w.0"): shape for name, shape in shapes.items()}}
+    damaged = copy.deepcopy(before["local"])
+    damaged[own]["weights.0"]["residual"] = torch.zeros(3)
+    undescribed = copy.deepcopy(before["local"])
+    undescribed[own]["weights.0"]["momentum"] = torch.zeros(30, 50)
+    cases: list[tuple[dict[str, Any], str]] = [
+        (
+            altered(settings=other_settings),
+            "setting inner.rank: saved with 4, now 2; setting inner.seed: saved with 1, now 0",
+        ),
+        (altered(**reshaped), r"parameter 'weights.0': saved with shape \(50, 30\), now \(30, 50\)"),
+        (
+            _without_weights_0(altered(**renamed), own),
+            "checkpoint has no parameter 'weights.0'.*checkpoint has parameter 'w.0', which the model does not have",
+        ),
+        (altered(format_version=4), "saved in format 4; this version of commhooks reads formats 2 and 3"),
+        (altered(format_version=1), "saved in format 1; this version of commhooks reads formats 2 and 3"),
+        (altered(world_size=3), "saved by 3 ranks, loaded by 2; pass world_size='spread'"),
+        (
+            altered(kinds={"weights.0": {"residual": {"kind": "rest"}}}),
+            r"kinds\['weights.0'\]\['residual'\]: Entry\(kind='rest'\): kind must be one of replicated, residual, priv",
+        ),
+        (altered(kinds={"weights.0": {"residual": 5}}), r"kinds\['weights.0'\]\['residual'\]: "),
+        (altered(kinds={"weights.0": 5}), r"kinds\['weights.0'\]\[''\]: "),
+        (altered(kinds={"weights.0": {"residual": {"kind": "share"}}}), "a share has a block, and nothing else has"),
+        (altered(local={own: {}}), r"local\['rank.'\]\['weights.0'\]: 'residual' is missing"),
+        (altered(local=undescribed), r"weights.0'\]: the kind of 'momentum' is not given"),
+        (altered(local=damaged), r"weights.0'\]: a residual of shape \(3,\)"),
+        (altered(inventory=5), "the hook's state is damaged"),
+        (altered(bucket_plan={"handed_in": 3}), r"bucket_plan\['handed_in'\]: expected lists of names"),
+        (altered(bucket_plan={"ddp_core": {"rebuilt": True}}), r"bucket_plan\['ddp_core'\]: expected"),
+        (altered(grad_scale=0.0), "grad_scale: expected"),
+        (altered(step="three"), "step: expected int, got str 'three'"),
+        ({"model": 1}, r"expected the state_dict\(\) of a hook's state"),
+        (
+            altered(local={f"rank{1 - rank}": before["local"][own]}),
+            f"residuals of rank {1 - rank} and this is rank {rank}",
+        ),
+    ]
+    for state, text in cases:
+        with pytest.raises(CheckpointError, match=text):
+            attachment.load_state_dict(state)
+        assert distance(attachment.state_dict(), now) == 0.0
+    for state, text in cases:
+        if rank == 1:
+            with pytest.raises(CheckpointError, match=text):
+                attachment.load_state_dict(state)
+        else:
+            with pytest.raises(CheckpointError, match="nothing was loaded. ranks disagree. rank 1 cannot take part: "):
+                attachment.load_state_dict(before)
+        assert distance(attachment.state_dict(), now) == 0.0
+    with pytest.raises(CheckpointError, match=r"loaded state, step: 3 \(ranks? 0.*\), 4 \(rank 1"):
+        attachment.load_state_dict(before if rank == 0 else now)
+    assert distance(attachment.state_dict(), now) == 0.0
+    with pytest.raises(commhooks.SettingsError, match="missing='keep': missing must be one of refuse, reset"):
+        attachment.load_state_dict(before, missing="keep")
+    attachment.load_state_dict(before)
+    assert attachment.steps == 3
+    attachment.load_state_dict(altered(settings=other_settings), settings="change")
 
 
+def _without_weights_0(state: dict[str, Any], own: str) -> dict[str, Any]:
+    for part in (state["local"][own], state["replicated"], state["kinds"]):
+        del part["weights.0"]
+    state["inventory"][own] = [part for part in state["inventory"][own] if "weights.0" not in part]
+    return state
+
+
+@on_ranks(2)
 @both_ddps
-def test_to_read_the_state_changes_nothing_in_the_run(kind: str) -> None:
-    run_ranks(on_every_rank.reading_changes_nothing, 2, kind)
+def test_to_read_the_state_changes_nothing_in_the_run(rank: int, kind: str) -> None:
+    """Read the state of one of two like runs, before and after another compressor's turn: they continue identically."""
+    turns = commhooks.StartAfter(
+        inner=make_compressor("powersgd", rank=2), before=make_compressor("powersgd", rank=1), steps=3
+    )
+    models = [given(kind), given(kind)]
+    hooks = [commhooks.attach(model, turns) for model in models]
+    for step in range(6):
+        gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+        ours, theirs = (backward(model, gradients) for model in models)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
+        hooks[0].state_dict()
 
 
+@on_ranks(2)
 @both_ddps
-def test_after_a_refused_state_a_compressor_can_be_replaced(kind: str) -> None:
-    run_ranks(on_every_rank.replaced_after_a_refusal, 2, kind)
+def test_after_a_refused_state_a_compressor_can_be_replaced(rank: int, kind: str) -> None:
+    """Load a mismatched state on one rank, then replace the compressor: nothing is left of the rejected state."""
+    model, attachment = _trained(kind, rank, 2)
+    saved = attachment.state_dict()
+    with pytest.raises(CheckpointError, match="nothing was loaded|damaged"):
+        attachment.load_state_dict(saved | {"step": "two"} if rank else saved)
+    attachment.replace(make_compressor("powersgd", rank=1))
+    backward(model, normal(zeros(*SHAPES), 2, seed=2)[rank])
+    assert attachment.steps == 3
 
 
+@on_ranks(2)
 @both_ddps
-def test_state_is_not_saved_in_the_middle_of_a_step(kind: str) -> None:
-    run_ranks(on_every_rank.not_in_the_middle_of_a_step, 2, kind)
+def test_state_is_not_saved_in_the_middle_of_a_step(rank: int, kind: str) -> None:
+    model, attachment = _trained(kind, rank, 2)
+    told: list[str] = []
+
+    def save(_: Tensor) -> None:
+        try:
+            attachment.state_dict()
+        except commhooks.AttachError as error:
+            told.append(str(error))
+
+    handle = next(model.parameters()).register_hook(save)
+    backward(model, normal(zeros(*SHAPES), 2, seed=2)[rank])
+    handle.remove()
+    assert told == ["state_dict: step 2 is under way; call it between two steps."], told
+
+
+def as_the_documentation_of_pytorch_shows(rank: int, kind: str, folder: str, batched: bool, part: str) -> Any:
+    """Save hook and state together by torch.save, in one process, and go on in another."""
+    path = Path(folder) / f"{rank}.pt"
+    ddp: Any = wrap(kind, network(), bucket_cap_mb=0.004)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    if part == "resumed":
+        checkpoint = torch.load(path)
+        ddp.module.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        hook, state = checkpoint["comm_hook"], checkpoint["comm_hook_state"]
+    else:
+        hook = batched_powerSGD_hook if batched else powerSGD_hook
+        state = PowerSGDState(None, 2, start_powerSGD_iter=2, wire=torch.float16)
+    if kind == "torch":
+        state.bind(ddp)
+    ddp.register_comm_hook(state, hook)
+    run = Run(ddp, optimizer, state)
+    torch.manual_seed(0)  # dropout
+    run.train(rank, 6 if part == "resumed" else 0, 6)
+    if part == "first":
+        torch.save(
+            {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "comm_hook": hook,
+             "comm_hook_state": state}, path,
+        )  # fmt: skip
+    torch.manual_seed(1)
+    run.train(rank, 6, 12)
+    result = run.result()
+    state_dict = result["hooks"]
+    assert state_dict["step"] == 12 and len(state_dict["replicated"]) > 0
+    return result
+
+
+@on_ranks(2, check_exit=False)
+def test_without_names_saving_and_loading_say_what_to_do(rank: int) -> None:
+    """PyTorch's DDP does not pass names to a hook: training works, saving and loading say what to do."""
+    model = given("torch")
+    state = PowerSGDState(None, 2, start_powerSGD_iter=0)
+    model.register_comm_hook(state, powerSGD_hook)  # type: ignore[operator]
+    gradients = normal(zeros(*SHAPES), 2, seed=0)[rank]
+    backward(model, gradients)
+    for save in (state.state_dict, lambda: pickle.dumps(state)):
+        with pytest.raises(CheckpointError, match=r"its name is not known; call bind\(model\)"):
+            save()
+    state.bind(model)
+    saved = state.state_dict()
+    other = given("torch")
+    loaded = PowerSGDState(None, 2, start_powerSGD_iter=0)
+    loaded.load_state_dict(saved)
+    other.register_comm_hook(loaded, powerSGD_hook)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"the name of a parameter of shape .* is not known; call bind\(model\)"):
+        backward(other, gradients)
+
+
+@on_ranks(2)
+def test_ranks_that_load_different_states_hear_of_it_at_the_first_bucket(rank: int) -> None:
+    """Raise at the first bucket, if nothing was exchanged before."""
+    _, attachment = _trained("core", rank, 2)
+    saved = attachment.state_dict()
+    state = PowerSGDState(None, 2, start_powerSGD_iter=0)
+    model = given("core")
+    state.bind(model)
+    settings = state.state_dict()["settings"]
+    state.load_state_dict(saved | {"settings": settings, "inventory": {}, "step": 2 + rank})
+    model.register_comm_hook(state, powerSGD_hook)  # type: ignore[operator]
+    with pytest.raises(commhooks.AttachError, match=r"ranks disagree. loaded state, step: 2 \(rank 0\), 3 \(rank 1\)"):
+        backward(model, normal(zeros(*SHAPES), 2, seed=0)[rank])
+
+
+@on_ranks(2)
+@both_ddps
+def test_copies_of_a_model_have_nothing_attached(rank: int, kind: str) -> None:
+    model, attachment = _trained(kind, rank, 2)
+    copied = copy.deepcopy(model)
+    unpickled = pickle.loads(pickle.dumps(model))
+    gradients = normal(zeros(*SHAPES), 2, seed=5)
+    mean = [(a + b) / 2 for a, b in zip(*gradients, strict=True)]
+    for one in (copied, unpickled):
+        assert all(
+            torch.equal(ours, theirs)  # halves lose no bit, at any time
+            for ours, theirs in zip(backward(one, gradients[rank]), mean, strict=True)
+        )
+        again = commhooks.attach(one, "powersgd")
+        backward(one, gradients[rank])
+        assert again.statistics().steps == 1
+        again.detach()
+    assert attachment.steps == 2
+
+
+@on_ranks(2)
+def test_after_a_step_that_failed_nothing_is_saved(rank: int) -> None:
+    model = wrap("core", Given((30, 50), (40, 30)), **TINY_BUCKETS)
+    attachment = commhooks.attach(model, make_compressor("powersgd", rank=2), wrap_communicator=_Failing)
+    gradients = normal(zeros((30, 50), (40, 30)), 2, seed=0)[rank]
+    model(*gradients).backward()
+    with pytest.raises(commhooks.CollectiveError):
+        model(*gradients).backward()
+    with pytest.raises(CheckpointError, match="a step failed.*resume from the last checkpoint.*broken on purpose"):
+        attachment.state_dict()
+
+
+class _Failing:
+    def __init__(self, inner: commhooks.Communicator) -> None:
+        self._inner, self._started = inner, 0
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._inner.world_size
+
+    def start(self, collective: commhooks.Collective) -> commhooks.Pending:
+        self._started += 1
+        if self._started > 4:
+            raise commhooks.CollectiveError("broken on purpose")
+        return self._inner.start(collective)
+
+
+def resized(rank: int, world_size: int, folder: str, first: int, last: int, how: str) -> list[list[float]]:
+    """Train on from whatever is in the folder, and save; return three seeds' losses over all ranks' batches by step."""
+    return [_resized(rank, world_size, seed, f"{folder}/{seed}", first, last, how) for seed in range(3)]
+
+
+def _resized(rank: int, world_size: int, seed: int, folder: str, first: int, last: int, how: str) -> list[float]:
+    torch.manual_seed(seed)
+    ddp: Any = wrap(
+        "core", nn.Sequential(nn.Linear(36, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    attachment = commhooks.attach(ddp, make_compressor("powersgd", rank=1))
+    loaded = commhooks.load_checkpoint(folder, model=ddp, optimizer=optimizer, hooks=attachment, world_size=how)
+    assert (loaded is None) == (first == 0) and (loaded is None or loaded.step == first)
+    if loaded is not None:
+        total, shares = _total_residual(attachment), _total_residual(attachment, of_magnitudes=True)
+        for name, kept in loaded.extra["total"].items():
+            expected = torch.zeros_like(kept) if how == "reset" else kept
+            # Shares are computed in float64, and each is rounded once, to the residual's dtype.
+            assert largest(total[name] - expected) <= bounds.unit_roundoff(torch.float32) * largest(shares[name]), name
+    losses = []
+    teacher = torch.randn(36, 10, generator=torch.Generator().manual_seed(seed))
+    for step in range(first, last):
+        # 16 samples a step whatever the world size, so that the gradient's mean is over the same ones
+        inputs = torch.randn(16, 36, generator=torch.Generator().manual_seed(1000 * seed + step))
+        targets = (inputs @ teacher).argmax(1)
+        part = slice(rank * 16 // world_size, (rank + 1) * 16 // world_size)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(ddp(inputs[part]), targets[part])
+        loss.backward()
+        optimizer.step()
+        shared = loss.detach() / world_size
+        dist.all_reduce(shared)
+        losses.append(float(shared))
+    total = _total_residual(attachment)
+    commhooks.save_checkpoint(
+        folder, step=last, model=ddp, optimizer=optimizer, hooks=attachment, extra={"total": total}
+    )
+    attachment.detach()
+    return losses
+
+
+def _total_residual(attachment: commhooks.Attachment, *, of_magnitudes: bool = False) -> dict[str, Tensor]:
+    state = attachment.state_dict()
+    (own,) = state["local"].values()
+    total = {name: kept["residual"].double() for name, kept in sorted(own.items()) if "residual" in kept}
+    for summed in total.values():
+        if of_magnitudes:
+            summed.abs_()
+        dist.all_reduce(summed)
+    return total
+
+
+@on_ranks(2)
+def test_the_states_of_all_ranks_can_be_put_together(rank: int) -> None:
+    model, attachment = _trained("core", rank, 3)
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, attachment.state_dict())
+    whole = roundtrip(commhooks.merge_state_dicts(states))
+    assert sorted(whole["local"]) == ["rank0", "rank1"]
+    attachment.load_state_dict(whole)
+    assert distance(attachment.state_dict()["local"], states[rank]["local"]) == 0.0
+    with pytest.raises(CheckpointError, match="rank 0 occurs twice"):
+        commhooks.merge_state_dicts([states[0], states[0]])
+    backward(model, normal(zeros(*SHAPES), 2, seed=3)[rank])
+    with pytest.raises(CheckpointError, match="not from the same step of one run"):
+        commhooks.merge_state_dicts([states[1 - rank], attachment.state_dict()])
 
 
 @both_ddps
 @pytest.mark.parametrize("batched", [False, True], ids=["matrices", "batched"])
 def test_hook_and_state_are_pickled_as_pytorchs_documentation_shows(kind: str, batched: bool, tmp_path: Path) -> None:
     given = (kind, str(tmp_path), batched)
-    whole = run_ranks(on_every_rank.as_the_documentation_of_pytorch_shows, 2, *given, "first")
-    resumed = run_ranks(on_every_rank.as_the_documentation_of_pytorch_shows, 2, *given, "resumed")
+    whole = run_world(as_the_documentation_of_pytorch_shows, 2, *given, "first")
+    resumed = run_world(as_the_documentation_of_pytorch_shows, 2, *given, "resumed")
     for ours, theirs in zip(resumed, whole, strict=True):
         assert distance(ours, theirs) == 0.0
 
@@ -72,30 +411,9 @@ def test_torch_load_takes_hook_and_state_under_the_names_of_every_version(
     assert type(state) is PowerSGDState and (state.matrix_approximation_rank, state.wire) == (3, torch.float16)
 
 
-def test_without_names_saving_and_loading_say_what_to_do() -> None:
-    run_ranks(on_every_rank.names_are_needed, 2, check_exit=False)
-
-
-def test_ranks_that_load_different_states_hear_of_it_at_the_first_bucket() -> None:
-    run_ranks(on_every_rank.ranks_that_unpickle_different_states, 2)
-
-
-@both_ddps
-def test_copies_of_a_model_have_nothing_attached(kind: str) -> None:
-    run_ranks(on_every_rank.copies_of_a_model_have_nothing_attached, 2, kind)
-
-
-def test_after_a_step_that_failed_nothing_is_saved() -> None:
-    run_ranks(on_every_rank.a_failed_step_cannot_be_saved, 2)
-
-
-def test_the_states_of_all_ranks_can_be_put_together() -> None:
-    run_ranks(on_every_rank.merged, 2)
-
-
 def test_other_numbers_of_ranks_take_over_the_sum_of_the_residuals(tmp_path: Path) -> None:
     for world_size, first, last, how in ((3, 0, 4, "refuse"), (2, 4, 8, "spread"), (1, 8, 9, "reset")):
-        run_ranks(on_every_rank.resized, world_size, world_size, str(tmp_path), first, last, how)
+        run_world(resized, world_size, world_size, str(tmp_path), first, last, how)
 
 
 @pytest.mark.soak
@@ -105,227 +423,14 @@ def test_four_ranks_become_two_and_four_again_without_a_jump_of_the_loss(tmp_pat
     for first, last, fewer in ((0, 24, 4), (24, 36, 2), (36, 48, 4)):
         for name, world_size, how in (("steady", 4, "refuse"), ("changed", fewer, "spread")):
             given = (world_size, str(tmp_path / name), first, last, how)
-            found = run_ranks(on_every_rank.resized, world_size, *given)[0]
+            found = run_world(resized, world_size, *given)[0]
             for seed in range(3):
                 losses[name][seed] += found[seed]
     steady, changed = losses["steady"], losses["changed"]
     for first in (24, 36):
         level = [sum(losses[first : first + 10]) / 10 for losses in steady]
         noise = max(level) - min(level)
-        for kept, resized in zip(steady, changed, strict=True):
-            jump = sum(resized[first : first + 10]) / 10 - sum(kept[first : first + 10]) / 10
+        for kept, after in zip(steady, changed, strict=True):
+            jump = sum(after[first : first + 10]) / 10 - sum(kept[first : first + 10]) / 10
             print(f"from step {first}: jump {jump:+.4f}, seeds differ by {noise:.4f}")
             assert jump <= noise, (first, jump, noise)
-
-
-def alone(compressor: str, **settings: Any) -> commhooks.Exchanger:
-    """Return a worker that is alone, and has taken a step."""
-    tensors = {"weight": torch.zeros(24, 20), "bias": torch.zeros(20)}
-    (line,) = commhooks.lockstep_lines(1)
-    exchanger = commhooks.Exchanger(tensors, commhooks.make_compressor(compressor, **settings), line=line)
-    torch.manual_seed(0)
-    commhooks.average_in_lockstep([exchanger], [{name: torch.randn(one.shape) for name, one in tensors.items()}])
-    return exchanger
-
-
-def edited(state: dict[str, Any], entry: str, value: torch.Tensor) -> dict[str, Any]:
-    state = copy.deepcopy(state)
-    for part in (state["replicated"], state["local"]["rank0"]):
-        if entry in part.get("weight", {}):
-            part["weight"][entry] = value
-    return state
-
-
-@pytest.mark.parametrize(
-    ("compressor", "entry", "value", "text"),
-    [
-        ("powersgd", "Q", torch.zeros(4, 3), r"'Q': expected shape \(1, 20\), found \(4, 3\); pass settings='change'"),
-        ("powersgd", "Q", torch.zeros(1, 20, dtype=torch.int8), "'Q': expected floating-point numbers, found"),
-        ("powersgd", "Q", torch.full((1, 20), math.inf), "'Q': expected finite numbers, found inf or NaN in 20 of 20"),
-        ("top-k", "residual", torch.zeros(24, 20).to_sparse(), "'residual' of rank 0: expected a dense tensor of real"),
-        ("top-k", "residual", torch.zeros(24, 20) * 1j, "'residual' of rank 0: expected a dense tensor of real"),
-        ("adaptive-rank", "choice", torch.tensor([1, 2]), r"'choice': expected one whole number .*of shape \(2,\)"),
-        ("adaptive-rank", "choice", torch.tensor(-3), r"'choice': expected one whole number of at least 0.*\(-3\)"),
-        ("adaptive-rank", "choice", torch.tensor(math.nan), "'choice': expected one whole number of at least 0"),
-    ],
-)  # fmt: skip
-def test_an_entry_that_was_edited_is_refused_by_name(
-    compressor: str, entry: str, value: torch.Tensor, text: str
-) -> None:
-    state, loading = alone(compressor).state_dict(), alone(compressor)
-    before = str(loading.state_dict())
-    with pytest.raises(commhooks.CheckpointError, match=rf"nothing was loaded. parameter 'weight', entry {text}"):
-        loading.load_state_dict(edited(state, entry, value))
-    assert str(loading.state_dict()) == before
-    loading.load_state_dict(state)
-
-
-def test_an_entry_with_one_element_more_is_refused_by_name_with_what_is_expected() -> None:
-    state, loading = alone("dgc").state_dict(), alone("dgc")
-    before = str(loading.state_dict())
-    expected = r"local\['rank0'\]\['weight'\]: a velocity of shape \(481,\), expected \(24, 20\)"
-    with pytest.raises(commhooks.CheckpointError, match=expected):
-        loading.load_state_dict(edited(state, "velocity", torch.zeros(481)))
-    older = dict(state, format_version=2, kinds=state["kinds"]["weight"])  # which did not check it
-    with pytest.raises(commhooks.CheckpointError, match=r"a velocity of shape \(481,\), expected \(24, 20\)"):
-        loading.load_state_dict(edited(older, "velocity", torch.zeros(481)))
-    assert str(loading.state_dict()) == before
-
-
-def test_a_state_without_the_compressors_name_is_refused_even_if_settings_may_change() -> None:
-    state = alone("top-k").state_dict() | {"inventory": {}}
-    del state["settings"]["compressor"]
-    with pytest.raises(commhooks.CheckpointError, match="settings: expected the name of a 'compressor', found none"):
-        alone("top-k").load_state_dict(state, settings="change")
-
-
-def test_with_other_settings_a_basis_of_another_size_starts_from_scratch_and_is_named() -> None:
-    state, loading = alone("powersgd", rank=2).state_dict(), alone("powersgd", rank=1)
-    with pytest.warns(UserWarning, match=r"'Q' of 'weight' \(saved with shape \(2, 20\), now \(1, 20\)\) starts from"):
-        loading.load_state_dict(state, settings="change")
-    kept, residual = state["local"]["rank0"]["weight"], loading.state_dict()["local"]["rank0"]["weight"]
-    assert torch.equal(kept["residual"], residual["residual"])
-
-
-def trained(compressor: commhooks.Compressor, gradient: torch.Tensor, state: Any = None) -> commhooks.Exchanger:
-    """Return a worker that has taken two steps, or one from a state, in the gradient's memory format."""
-    (line,) = commhooks.lockstep_lines(1)
-    exchanger = commhooks.Exchanger({"weight": torch.empty_like(gradient)}, compressor, line=line)
-    if state is not None:
-        exchanger.load_state_dict(state)
-    for _ in range(2 if state is None else 1):
-        commhooks.average_in_lockstep([exchanger], [{"weight": gradient.clone()}])
-    return exchanger
-
-
-@pytest.mark.parametrize("settings", [{}, {"alternating": True}, {"rank": 2}], ids=str)
-@pytest.mark.parametrize("shape", [(16, 8, 3, 3), (16, 8, 1, 3), (6, 5, 4, 3, 2)], ids=str)
-def test_a_basis_fits_a_run_with_another_memory_format(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    gradient = torch.randn(shape, dtype=torch.float64)
-    last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-    formats = [gradient, gradient.to(memory_format=last)]
-    compressor = commhooks.ErrorFeedback(inner=commhooks.PowerSGD(**settings))
-    for one, other in (formats, formats[::-1]):
-        state = trained(compressor, one).state_dict()
-        same, elsewhere = (trained(compressor, again, state).state_dict() for again in (one, other))
-        pairs = [(same["local"]["rank0"]["weight"]["residual"], elsewhere["local"]["rank0"]["weight"]["residual"])]
-        pairs += [(kept, elsewhere["replicated"]["weight"][e]) for e, kept in same["replicated"]["weight"].items()]
-        for ours, theirs in pairs:  # sums of at most 720 terms in float64, with products conditioned below 1e4
-            assert (ours - theirs).norm() <= 720 * 1e4 * torch.finfo(torch.float64).eps * ours.norm()
-        loaded = commhooks.Exchanger(
-            {"weight": torch.empty_like(other)}, compressor, line=commhooks.lockstep_lines(1)[0]
-        )
-        loaded.load_state_dict(state)
-        assert str(loaded.state_dict()["replicated"]) == str(state["replicated"])
-
-
-def test_a_basis_that_waits_for_its_compressor_fits_another_memory_format_too() -> None:
-    torch.manual_seed(0)
-    gradient = torch.randn(16, 8, 3, 3, dtype=torch.float64)
-    powersgd = commhooks.ErrorFeedback(inner=commhooks.PowerSGD())
-    told = []
-    for formats in (torch.contiguous_format, torch.channels_last):
-        exchanger = trained(powersgd, gradient)
-        for compressor in (commhooks.make_compressor("top-k"), powersgd):
-            exchanger._engine.compressor = compressor  # as `Attachment.replace` does
-            exchanger = trained(compressor, gradient.to(memory_format=formats), exchanger.state_dict())
-        told.append(exchanger.state_dict()["replicated"]["weight"]["Q"])
-    assert (told[0] - told[1]).norm() <= 288 * 1e4 * torch.finfo(torch.float64).eps * told[0].norm()
-
-
-def test_a_basis_of_an_earlier_version_is_taken_as_it_lies_in_memory() -> None:
-    torch.manual_seed(0)
-    gradient = torch.randn(16, 8, 3, 3).to(memory_format=torch.channels_last)
-    compressor = commhooks.ErrorFeedback(inner=commhooks.PowerSGD())
-    state = trained(compressor, gradient).state_dict()
-    older = copy.deepcopy(state)
-    basis = state["replicated"]["weight"]["Q"]
-    assert basis.shape == (1, 8, 3, 3)
-    older["replicated"]["weight"]["Q"] = basis.permute(0, 2, 3, 1).reshape(1, 72)
-    one, other = (trained(compressor, gradient, saved).state_dict() for saved in (state, older))
-    assert str(one) == str(other)
-
-
-def test_a_basis_that_does_not_fit_another_memory_format_starts_from_scratch_and_is_named() -> None:
-    torch.manual_seed(0)
-    gradient = torch.randn(4, 32, 3, 2)
-    compressor = commhooks.ErrorFeedback(inner=commhooks.PowerSGD(matrices="most-square"))
-    for one, other in ((torch.contiguous_format, torch.channels_last), (torch.channels_last, torch.contiguous_format)):
-        state = trained(compressor, gradient.to(memory_format=one)).state_dict()
-        with pytest.warns(
-            UserWarning, match=r"memory format, 'Q' of 'weight' \(saved with shape .*starts from scratch"
-        ):
-            trained(compressor, gradient.to(memory_format=other), state)
-
-
-def test_what_is_reset_may_be_anything() -> None:
-    state = edited(alone("dgc").state_dict(), "velocity", torch.full((24, 20), math.nan))
-    state["local"]["rank0"]["weight"]["residual"] = torch.full((24, 20), math.nan)
-    alone("dgc").load_state_dict(state | {"world_size": 2}, world_size="reset")
-    state = edited(alone("dgc").state_dict(), "velocity", torch.full((24, 20), math.nan))
-    alone("top-k").load_state_dict(state, settings="change", missing="reset")
-
-
-def test_a_basis_that_a_replacement_will_start_from_scratch_is_saved_with_its_new_size() -> None:
-    exchanger = alone("powersgd", rank=2)
-    exchanger._engine.compressor = commhooks.make_compressor("powersgd", rank=1)  # as `Attachment.replace` does
-    saved = exchanger.snapshot()
-    assert saved.replicated["weight"]["Q"].shape == (1, 20)
-    alone("powersgd", rank=1).load_state_dict(saved.as_dict())
-
-
-def test_a_setting_that_a_file_does_not_know_had_its_default_when_that_was_saved() -> None:
-    """So a release that gives a compressor one setting more reads the files of the one before."""
-    tensors = {"weight": torch.zeros(12, 10)}
-    (line,) = commhooks.lockstep_lines(1)
-    state = commhooks.Exchanger(tensors, commhooks.make_compressor("top-k"), line=line).state_dict()
-    without = copy.deepcopy(state)
-    del without["settings"]["inner.ratio"]
-    with pytest.raises(commhooks.CheckpointError, match=r"read without settings.inner.ratio, which it held when it"):
-        commhooks.Exchanger(
-            tensors, commhooks.make_compressor("top-k"), line=commhooks.lockstep_lines(1)[0]
-        ).load_state_dict(without)
-    del state["settings"]["reset_every"], state["settings"]["inner.indices"]
-    state["inventory"] = {}  # a file that does not know a setting does not list it
-    commhooks.Exchanger(
-        tensors, commhooks.make_compressor("top-k"), line=commhooks.lockstep_lines(1)[0]
-    ).load_state_dict(state)
-    changed = commhooks.make_compressor("top-k", indices="int32")
-    other = commhooks.Exchanger(tensors, changed, line=commhooks.lockstep_lines(1)[0])
-    with pytest.raises(commhooks.CheckpointError, match="setting inner.indices: saved with 'auto', now 'int32'"):
-        other.load_state_dict(state)
-
-
-DEMO = "ErrorFeedback(inner=DeMo(k=32, chunk=64, one_bit=False, sign=False), decay=0.999, reset_every=0)"
-"""As it was written before DeMo had the setting `mean_over`."""
-
-
-@pytest.mark.parametrize(
-    ("compressor", "setting", "text"),
-    [
-        ("demo", "rules", f"(('layer0', {DEMO}),)"),
-        ("demo", "rules", f"(('layer0', {DEMO}), (Match(name='head.*'), {DEMO}))"),
-        ("demo", "before.rules", f"(('layer0', {DEMO}),)"),
-        ("distro", "rules", f"(('layer0', {DEMO.replace('32', '4').replace('False', 'True')}),)"),
-    ],
-)
-def test_a_setting_inside_a_rule_that_a_file_does_not_know_had_its_default(
-    compressor: str, setting: str, text: str
-) -> None:
-    def made(**settings: Any) -> commhooks.Compressor:
-        one = commhooks.make_compressor(compressor, **settings)
-        head = ((commhooks.Match(name="head.*"), one),) if "head" in text else ()
-        mixed = commhooks.PerParameter(rules=(("layer0", one), *head))
-        top_k = commhooks.make_compressor("top-k")
-        return commhooks.schedule((0, mixed), (9, top_k)) if setting.startswith("before") else mixed
-
-    saved = settings_of(made())
-    assert saved[setting] != text
-    older = saved | {setting: text}
-    assert settings_that_differ(older, made()) == settings_that_differ(saved, made()) == []
-    for other in (made(mean_over="senders"), made(k=3)):
-        (found,) = settings_that_differ(older, other)
-        assert found.startswith(f"setting {setting}: saved with (('layer0', ")
-    for wrong in (text.replace("64", "32"), "no expression (", ""):
-        assert len(settings_that_differ(saved | {setting: wrong}, made())) == 1

@@ -13,7 +13,7 @@ import torch
 import commhooks
 from commhooks.communicators.unhurried import unhurried
 from tests.commhooks.models import Given, gradients_of, wrap
-from tests.commhooks.ranks import run_ranks
+from tests.world import run_world
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER,
@@ -92,7 +92,7 @@ def threads() -> set[int]:
 
 @pytest.mark.parametrize("kind", ["core", "torch"])
 def test_the_event_loops_of_a_private_group_are_unhurried_and_no_other_thread(kind: str) -> None:
-    for found, of_python in run_ranks(threads_of_attaching, 2, kind):
+    for found, of_python in run_world(threads_of_attaching, 2, kind):
         assert found.pop("gloo_tcp_loop") == [os.SCHED_BATCH]  # one, for the groups of some of the ranks too
         assert len(found["pt_gloo_runloop"]) >= 4
         assert {policy for policies in found.values() for policy in policies} == {os.SCHED_OTHER}
@@ -116,5 +116,5 @@ def _name_of(thread: int) -> str:
 
 
 def test_a_group_uses_the_interfaces_that_the_environment_names() -> None:
-    for loops in run_ranks(devices_of_interfaces, 2):
+    for loops in run_world(devices_of_interfaces, 2):
         assert len(loops) >= 3  # the default group's, and two

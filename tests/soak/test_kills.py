@@ -27,9 +27,9 @@ from torch import Tensor
 from commhooks import CheckpointError, LoadRules
 from commhooks.checkpoints.contents import read_contents
 from commhooks.checkpoints.folder import checkpoints_in
-from tests.commhooks.ranks import run_ranks
 from tests.soak.places import PLACES
 from tests.soak.train_and_resume import read_arguments, train
+from tests.world import run_world
 from tests.world.launcher import ROOT
 
 WORLD_SIZE = 2
@@ -177,7 +177,7 @@ def check_same_ending(job: Job, folder: Path) -> None:
     """Demand parameters, optimiser and the hook's state of every rank as in a run that was never killed."""
     alone = folder / "never-killed"
     alone.mkdir()
-    run_ranks(never_killed, WORLD_SIZE, job.ddp, job.arguments(alone, save_every=job.steps + 1))
+    run_world(never_killed, WORLD_SIZE, job.ddp, job.arguments(alone, save_every=job.steps + 1))
     for rank in range(WORLD_SIZE):
         ours, theirs = (torch.load(where / f"rank{rank}.pt") for where in (folder, alone))
         for part in ("model", "optimizer"):

@@ -123,6 +123,12 @@ def test_a_decorated_function_runs_on_every_rank_with_the_arguments_of_the_test(
     return total
 
 
+@on_ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_may_be_the_number_of_ranks(rank: int, ranks: int) -> None:
+    assert dist.get_world_size() == ranks
+
+
 def test_a_decorated_function_fails_where_an_assertion_does_and_shows_its_values() -> None:
     with pytest.raises(WorldError, match="wrong_on_the_second on 2 ranks failed\n(.|\n)*rank 1: raised") as caught:
         wrong_on_the_second(text="rank 0")

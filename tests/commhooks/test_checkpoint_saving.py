@@ -1,0 +1,163 @@
+"""What a checkpoint may hold, where it may lie, and which ones are kept; a save that fails leaves the older ones."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import errno
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from commhooks import CheckpointError, load_checkpoint, save_checkpoint
+from commhooks.checkpoints import files as checkpoint
+from commhooks.checkpoints.contents import read_contents
+from commhooks.checkpoints.folder import prepare
+from tests.commhooks.checkpointed import Network, begin, listing_of, text_of, words_of
+from tests.world import on_ranks
+
+
+@on_ranks(2)
+def test_when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay(rank: int, tmp_path: Path) -> None:
+    """Then they can be loaded, and others saved."""
+    old, new = "checkpoint-00001-step-3", "checkpoint-00002-step-9"
+    run = begin(rank, tmp_path)
+    run.save()
+    saved = run.digest()
+    run.train(1)
+    told = {}
+    for name, obstacle in _obstacles(rank).items():
+        with obstacle:
+            told[name] = text_of(run.save)
+        assert listing_of(run) == [old], name
+    told["under a file"] = text_of(lambda: run.save(directory=__file__))
+    assert listing_of(run) == [old]
+    told["steps that differ"] = text_of(lambda: run.save(step=5 + rank))
+    assert listing_of(run) == [old] and told.keys() == CANNOT_BE_WRITTEN.keys()
+    for name, text in told.items():
+        assert CANNOT_BE_WRITTEN[name] in text, (name, text)
+        if name.startswith("disk full"):
+            assert f"bytes free): '{tmp_path}/run/.writing-{new.replace('9', '4')}/" in text
+    run.load()
+    assert run.digest() == saved
+    run.save(step=9)
+    assert listing_of(run) == [old, new]
+
+
+CANNOT_BE_WRITTEN = {
+    "disk full on rank 1": "could not write the checkpoint. rank 1: OSError: [Errno 28] No space left on device (",
+    "a folder in the way on rank 1": "could not write the checkpoint. rank 1: ",
+    "disk full at the manifest": "could not put the checkpoint in place. rank 0: OSError: [Errno 28] No space left",
+    "under a file": "could not prepare the checkpoint. rank 0: ",
+    "steps that differ": "ranks disagree about the step: by rank 5, 6.",
+}
+
+
+def _obstacles(rank: int) -> dict[str, Any]:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    nowhere = contextlib.nullcontext()
+    return {
+        "disk full on rank 1": mock.patch.object(torch, "save", side_effect=full) if rank == 1 else nowhere,
+        "a folder in the way on rank 1": mock.patch.object(checkpoint, "prepare", _prepare_with_a_folder),
+        "disk full at the manifest": mock.patch.object(Path, "write_text", side_effect=full) if rank == 0 else nowhere,
+    }
+
+
+def _prepare_with_a_folder(root: Path, step: int) -> tuple[str, str]:
+    name, writing = prepare(root, step)
+    (root / writing / "rank1.pt").mkdir()
+    return name, writing
+
+
+@on_ranks(2)
+def test_the_newest_checkpoints_are_kept(rank: int, tmp_path: Path) -> None:
+    every = [f"checkpoint-0000{number}-step-{10 * (number - 1)}" for number in (1, 2, 3, 4)]
+    for keep, left in ((1, every[3:]), (2, every[2:]), (None, every)):
+        run = begin(rank, tmp_path, f"keep-{keep}")
+        for step in range(4):
+            run.save(step=10 * step, keep=keep)
+        assert listing_of(run) == left, keep
+
+
+class Fruit(enum.IntEnum):
+    APPLE = 1
+
+
+class Marked(Tensor):
+    """A tensor subclass."""
+
+
+Point = collections.namedtuple("Point", ["x", "y"])
+
+REFUSED: dict[str, Any] = {
+    "loss": np.float64(0.5), "name": np.str_("a"), "fruit": Fruit.APPLE, "point": Point(1, 2), "path": Path("/tmp"),
+    "counts": collections.defaultdict(int), "function": print, "nested": [{"deep": {np.int64(1): 2}}],
+    "tensor": torch.ones(1).as_subclass(Marked), "frozen": frozenset([1]),
+}  # fmt: skip
+
+TAKEN: dict[Any, Any] = {
+    "numbers": [1, 2.5, 1 + 2j, True, None], "texts": ("a", b"b", bytearray(b"c")), "set": {1, 2}, 3: torch.float16,
+    "shape": torch.Size([2, 3]), "device": torch.device("cpu"), "counts": collections.Counter("aab"),
+    "tensors": {"a": torch.arange(3), "b": nn.Parameter(torch.ones(2))}, "order": collections.OrderedDict(a=1),
+}  # fmt: skip
+
+
+@on_ranks(2)
+def test_extras_that_could_not_be_loaded_are_refused_when_saving(rank: int, tmp_path: Path) -> None:
+    """And all others come back."""
+    run = begin(rank, tmp_path)
+    for name, value in REFUSED.items():
+        text = text_of(functools.partial(run.save, extra={name: value}))
+        assert f"['extra']['{name}']" in text and "must be plain data" in text, (name, text)
+    assert listing_of(run) == []
+    run.save(extra=TAKEN)
+    loaded = run.load()
+    assert loaded is not None and list(words_of(loaded.extra)) == list(words_of(TAKEN))
+
+
+@on_ranks(2)
+def test_where_no_whole_checkpoint_is_nothing_is_loaded(rank: int, tmp_path: Path) -> None:
+    """Nor where there is another one for each rank."""
+    run = begin(rank, tmp_path)
+    path = run.save()
+    empty, killed = tmp_path / "empty", tmp_path / "killed"
+    if rank == 0:
+        empty.mkdir()
+        shutil.copytree(path, killed / f".writing-{path.name}")
+        shutil.copytree(path, killed / f".removing-{path.name}")
+    dist.barrier()
+    before = run.digest()
+    assert [run.load(directory=place) for place in (empty, killed, tmp_path / "nowhere")] == [None, None, None]
+    twin = run.save(keep=None)
+    seen = path if rank == 0 else twin  # as on hosts that each have a disk of their own under this path
+    with mock.patch.object(checkpoint, "read_contents", lambda _, *given: read_contents(seen, *given)):
+        text = text_of(functools.partial(run.load, directory=path))
+    assert "ranks see different checkpoints under" in text and "nothing was loaded" in text
+    assert run.digest() == before
+
+
+@pytest.mark.parametrize("step", [-1, 2.0, True, "3", None])
+def test_a_step_that_is_no_number_of_steps_is_refused(step: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"step must be an int of at least 0"):
+        save_checkpoint(tmp_path, step=step, model=torch.nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"keep must be at least 1"):
+        save_checkpoint(tmp_path, step=1, model=torch.nn.Linear(2, 2), keep=0)
+
+
+def test_buffers_that_are_no_state_may_have_any_shape(tmp_path: Path) -> None:
+    saved, loading = Network(), Network()
+    saved.cache, saved.norm.running_mean = torch.ones(3), torch.ones(8)
+    save_checkpoint(tmp_path, step=1, model=saved)
+    load_checkpoint(tmp_path, model=loading)
+    buffers = dict(loading.named_buffers())
+    assert torch.equal(buffers["cache"], torch.zeros(8))
+    assert torch.equal(buffers["norm.running_mean"], torch.ones(8))
