@@ -23,7 +23,6 @@ from commhooks import (
     Compressor,
     CompressorError,
     Context,
-    ErrorFeedback,
     Exchange,
     Exchanger,
     Group,
@@ -31,7 +30,6 @@ from commhooks import (
     PerParameter,
     SettingsError,
     StartAfter,
-    WireDtype,
     make_compressor,
 )
 from commhooks.language.compressor import map_requests
@@ -298,20 +296,6 @@ def test_machines_for_some_parameters_and_ranks_for_others_go_side_by_side() -> 
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
-
-
-def test_settings_that_cannot_work_are_refused_when_built() -> None:
-    inner = make_compressor("top-k")
-    for size in (0, -2, True, 2.0):
-        with pytest.raises(SettingsError, match=re.escape(f"Hierarchical(size={size!r}): size must be an integer of")):
-            Hierarchical(inner=inner, size=size)  # type: ignore[arg-type]  # "float": what is tested
-    nested = StartAfter(inner=Hierarchical(inner=inner, size=2), steps=3)
-    with pytest.raises(SettingsError, match="inner must not hold another Hierarchical"):
-        Hierarchical(inner=nested, size=2)
-    with pytest.raises(SettingsError, match=r"write Hierarchical\(inner=ErrorFeedback\(...\)\) instead"):
-        ErrorFeedback(inner=nested)
-    with pytest.raises(SettingsError, match="inner must request sums only"):
-        WireDtype(inner=Hierarchical(inner=make_compressor("powersgd"), size=2), dtype=torch.float16)
 
 
 def test_ranks_that_are_not_whole_machines_are_refused_before_the_first_step() -> None:

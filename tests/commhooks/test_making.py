@@ -39,35 +39,7 @@ def test_only_what_differs_from_the_defaults_is_printed() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("topk", "known are adaptive-rank, .* Did you mean 'top-k'?"),
-        ("top-k(ratoi=1)", "has no setting 'ratoi'; .* Did you mean 'ratio'?"),
-        ("TopK(ratio='a')", "'TopK': ratio must be of type float .got 'a' of type str"),
-        ("TopK(ratio=True)", "ratio must be of type float"),
-        ("top-k(", "does not parse"),
-        ("TopK(0.1)", "does not parse"),
-        ("TopK(ratio=0.1, ratio=0.2)", "a setting of TopK is given twice"),
-        ("top-k(error_feedback='no')", "error_feedback must be of type"),
-        ("__import__('os').getcwd()", "does not parse"),
-        ("TopK(ratio=open('x').read())", "is not a setting"),
-        ("Match()", "expected a compressor"),
-        ("no_such_package:TopK", "cannot be imported: No module named"),
-        ("commhooks:NoSuch", "cannot be imported"),
-        ("pathlib:Path", "Path'> is not a dataclass, as compressors must be"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_in_words(text: str, complaint: str) -> None:
-    with pytest.raises(SettingsError, match=complaint):
-        make_compressor(text)
-
-
 def test_settings_stand_inside_of_a_text_or_beside_a_name() -> None:
-    with pytest.raises(SettingsError, match="write the settings inside"):
-        make_compressor("TopK(ratio=0.1)", ratio=0.2)
-    with pytest.raises(SettingsError, match="'rank' of type str|rank must be of type int .got '4' of type str"):
-        make_compressor("powersgd", rank="4")
     assert make_compressor("top-k(ratio=0.1)", start_after=3) == make_compressor("top-k", ratio=0.1, start_after=3)
     assert {"ratio", "start_after", "wire", "error_feedback"} <= set(settings_of("top-k"))
     assert {"block", "server_feedback", "damping"} <= set(settings_of("sign"))
@@ -103,5 +75,3 @@ def test_wires_are_dtypes() -> None:
     wired = make_compressor("powersgd", rank=2, wire=torch.bfloat16)
     assert make_compressor("powersgd(rank=2, wire=torch.bfloat16)") == wired
     assert make_compressor(str(wired)) == wired
-    with pytest.raises(SettingsError, match="is not a setting"):
-        make_compressor("powersgd(wire=torch.load)")

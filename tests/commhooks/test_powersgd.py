@@ -253,36 +253,6 @@ def test_epsilon_damps_directions_of_its_own_size() -> None:
     assert basis.norm(dim=1).tolist() == pytest.approx([1 / 1.001, 0.5], rel=bounds.IN_FLOAT64)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rank": 0},
-        {"rank": 1.5},
-        {"rank": True},
-        {"min_compression_rate": 0},
-        {"epsilon": -1e-8},
-        {"min_compression_rate": math.nan},
-        {"epsilon": math.nan},
-        {"matrices": "x"},
-        {"iterations": 0},
-        {"iterations": 2.0},
-        {"skip": "a"},
-        {"skip": ["a"]},
-        {"skip": (1,)},
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any]) -> None:
-    (name,) = settings
-    with pytest.raises(ValueError, match=rf"PowerSGD\({name}=.*\): {name} must"):
-        commhooks.PowerSGD(**settings)
-
-
-def test_whole_bucket_has_no_room_for_exceptions() -> None:
-    with pytest.raises(ValueError, match=r"PowerSGD\(skip=\('a',\)\): skip must be empty if matrices='whole-bucket'"):
-        commhooks.PowerSGD(skip=("a",), matrices="whole-bucket")
-
-
 def test_a_pattern_that_fits_no_parameter_is_refused_with_the_names_there_are() -> None:
     compressor = commhooks.PowerSGD(skip=("head.*", "boddy.?"))
     with pytest.raises(ValueError, match=r"PowerSGD\(skip=.*'boddy.\?' must match a parameter's name.*body.0, head.a"):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from commhooks import ErrorFeedback, SettingsError, UnbiasedPowerSGD
+from commhooks import UnbiasedPowerSGD
 from commhooks.language.randomness import seeded_normal, stable_seed
 from tests import bounds
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
@@ -61,21 +60,3 @@ def test_the_variance_is_what_the_card_says(draws: tuple[Tensor, Tensor]) -> Non
     matrix, means = draws
     errors = (means - matrix).square().sum(dim=(1, 2)) / matrix.square().sum()
     assert abs(errors.mean() - (12 + 1) / 2) <= 6 * errors.std() / math.sqrt(len(errors))
-
-
-def test_error_feedback_around_it_is_refused() -> None:
-    with pytest.raises(SettingsError, match="this one's mean is right on average, or it remembers by itself"):
-        ErrorFeedback(inner=UnbiasedPowerSGD())
-
-
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"rank": 0}, r"UnbiasedPowerSGD\(rank=0\): rank must be an integer of at least 1."),
-        ({"min_compression_rate": -1.0}, "min_compression_rate must be above 0"),
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(SettingsError, match=complaint):
-        UnbiasedPowerSGD(**settings)
