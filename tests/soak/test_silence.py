@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
-from experiments.cluster import Cluster, why_not
-from tests.soak import silence_in_worlds
-from tests.soak.silence_in_worlds import Fault, Told
+import commhooks
+from experiments.cluster import INTERFACE, Cluster, why_not
+from tests.commhooks.models import Given, Shape, gradients_of, wrap
+from tests.commhooks.workers import normal, zeros
 from tests.world import Outcome, run_world, run_world_outcomes
 
 HOOK_TIMEOUT = 1.5
@@ -18,6 +30,102 @@ GRACE_SECONDS = 5.0
 """How much later than its limit a rank may raise."""
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
+SHAPES: list[Shape] = [(40, 40)] * 6
+STEP = 10
+"""The step that begins with a fault."""
+STEPS = 40
+PORT = 29500
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What befalls a rank as a step begins: its process is stopped or killed, or its cable is pulled."""
+
+    rank: int
+    how: str
+    seconds: float | None = None
+    """How long; None: for ever."""
+
+    def strike(self, cluster: Cluster | None) -> None:
+        """Begin it; a process that is stopped returns when it runs again."""
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "stop":
+            again = f"kill -CONT {os.getpid()}"
+            if self.seconds is not None:
+                subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; {again}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        assert cluster is not None, "only a host has a cable"
+        cluster.unplug(self.rank)
+        if self.seconds is not None:
+            threading.Timer(self.seconds, cluster.plug_in, [self.rank]).start()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Told:
+    """What became of one rank's training."""
+
+    error: str = ""
+    seconds: float = 0.0
+    steps: int = 0
+    gradients: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+def train_on_a_host(
+    rank: int,
+    cluster: Cluster,
+    kind: str,
+    policy: str,
+    fault: Fault,
+    hook_timeout: float | None,
+    group_timeout: float,
+) -> Told:
+    """Join a group from a host of this rank's own, and train; rank 0's process holds the store."""
+    cluster.enter(rank)
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    store = TCPStore(cluster.address(0), PORT, cluster.hosts, is_master=rank == 0)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=cluster.hosts, timeout=timedelta(seconds=group_timeout)
+    )
+    return train(rank, kind, policy, fault, hook_timeout, cluster)
+
+
+def train_and_end_what_is_stopped(rank: int, kind: str, policy: str, fault: Fault, hook_timeout: float) -> Told:
+    """Train until the other one of two ranks falls silent, then kill it, so that the world need not wait for it."""
+    processes: list[int] = [0, 0]
+    dist.all_gather_object(processes, os.getpid())
+    told = train(rank, kind, policy, fault, hook_timeout)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(processes[fault.rank], signal.SIGKILL)
+    return told
+
+
+def train(
+    rank: int,
+    kind: str,
+    policy: str,
+    fault: Fault,
+    hook_timeout: float | None = None,
+    cluster: Cluster | None = None,
+) -> Told:
+    """Train to the end, or until something fails."""
+    model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
+    commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2), policy=policy, hook_timeout=hook_timeout)
+    world_size = dist.get_world_size()
+    for step in range(STEPS):
+        if step >= STEP:
+            time.sleep(0.1)  # a fault that passes must not find the training over
+        begun = time.monotonic()
+        if (rank, step) == (fault.rank, STEP):
+            fault.strike(cluster)
+        try:
+            model(*normal(zeros(*SHAPES), world_size, seed=step)[rank]).backward()
+        except Exception as error:
+            return Told(error=str(error), seconds=time.monotonic() - begun, steps=step)
+        if step < STEPS - 1:
+            model.zero_grad()
+    return Told(steps=STEPS, gradients=gradients_of(model))
 
 
 def check_survivor(outcome: Outcome, limit: float, named: str) -> None:
@@ -33,7 +141,7 @@ def silence_the_host_of_the_store(case: tuple[str, str, str]) -> Outcome:
     """Return what became of rank 1 when rank 0, whose process holds the store, fell silent."""
     how, kind, policy = case
     silent, survivor = run_world_outcomes(
-        silence_in_worlds.train_and_end_what_is_stopped,
+        train_and_end_what_is_stopped,
         2,
         kind,
         policy,
@@ -85,7 +193,7 @@ def test_every_running_rank_raises_in_time_and_ends(
     hook_timeout, group_timeout = (5.0, 1800.0) if limited_by == "hook_timeout" else (None, 15.0)
     limit = hook_timeout or group_timeout
     outcomes = run_world_outcomes(
-        silence_in_worlds.train_on_a_host,
+        train_on_a_host,
         3,
         cluster,
         kind,
@@ -96,7 +204,7 @@ def test_every_running_rank_raises_in_time_and_ends(
         backend=None,
         timeout=limit + 25,
     )
-    store = f"the store at {cluster.address(0)}:{silence_in_worlds.PORT}"
+    store = f"the store at {cluster.address(0)}:{PORT}"
     for outcome in outcomes:
         if how == "stop" and outcome.rank == rank:
             continue
@@ -117,7 +225,7 @@ def test_training_goes_on_after_two_seconds_of_silence(
 ) -> None:
     plug_everything_in(cluster)
     told: list[Told] = run_world(
-        silence_in_worlds.train_on_a_host,
+        train_on_a_host,
         3,
         cluster,
         kind,
@@ -129,6 +237,6 @@ def test_training_goes_on_after_two_seconds_of_silence(
         timeout=60.0,
         check_exit=kind == "core",
     )
-    assert [one.steps for one in told] == [silence_in_worlds.STEPS] * 3, [one.error for one in told]
+    assert [one.steps for one in told] == [STEPS] * 3, [one.error for one in told]
     for one in told[1:]:
         assert all(torch.equal(a, b) for a, b in zip(one.gradients, told[0].gradients, strict=True))
