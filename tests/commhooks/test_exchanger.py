@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks import CollectiveError, CompressorError, Exchanger, SettingsError, lockstep_lines
+from commhooks import CompressorError, Exchanger, SettingsError, lockstep_lines
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
-from tests.world import run_world
+from tests.commhooks.told import told_by
+from tests.world import on_ranks, run_world
 
 TENSORS = {
     "a": torch.zeros(24, 40),
@@ -108,27 +109,16 @@ def test_other_tensors_are_refused_by_name_and_nothing_is_lost() -> None:
     assert exchanger.steps == 0
 
 
-def test_ranks_that_name_other_tensors_disagree() -> None:
-    for told in run_world(disagree, 2, check_exit=False):
-        assert "ranks disagree" in told and "tensor w1: missing (rank 0), shape (3,)" in told
-
-
-def disagree(rank: int) -> str:
+@on_ranks(2, check_exit=False)
+def test_ranks_that_name_other_tensors_disagree(rank: int) -> None:
     exchanger = Exchanger({f"w{rank}": torch.zeros(3)}, "all-reduce")
-    try:
-        exchanger.average({f"w{rank}": torch.zeros(3)})
-    except (CollectiveError, commhooks.AttachError, RuntimeError) as error:
-        return str(error)
-    return "nothing"
+    told = told_by(lambda: exchanger.average({f"w{rank}": torch.zeros(3)}))
+    assert "ranks disagree" in told.text and "tensor w1: missing (rank 0), shape (3,)" in told.text
 
 
-def test_state_is_saved_whole_also_while_a_round_is_under_way() -> None:
-    for whole in run_world(saved_under_way, 2):
-        assert whole
-
-
-def saved_under_way(rank: int) -> bool:
-    """Return whether the state of a round under way is the one after it, on three exchangers at once."""
+@on_ranks(2)
+def test_state_is_saved_whole_also_while_a_round_is_under_way(rank: int) -> None:
+    """It is the state after the round, on three exchangers at once."""
     line = ProcessGroupLine(dist.distributed_c10d._get_default_group())
     names = ("top-k", "powersgd", "sign")
     fragments = [Exchanger(TENSORS, name, line=line, name=name) for name in names]
@@ -142,7 +132,7 @@ def saved_under_way(rank: int) -> bool:
     resumed = [Exchanger(TENSORS, name) for name in names]
     for fragment, state in zip(resumed, saved, strict=True):
         fragment.load_state_dict(state)
-    same = all(equal(one, other) for one, other in zip(saved, after, strict=True))
+    assert all(equal(one, other) for one, other in zip(saved, after, strict=True))
     for step in range(2, 5):  # all under way at once, those of the resumed ones too
         of_both = [[fragment.begin(drawn(rank, step)) for fragment in both] for both in (fragments, resumed)]
         means = []
@@ -150,10 +140,9 @@ def saved_under_way(rank: int) -> bool:
             means.append([drawn(rank, step) for _ in of_one])
             for averaging, into in zip(of_one, means[-1], strict=True):
                 averaging.write(into)
-        same &= equal(*means)
+        assert equal(*means)
     for fragment in (*fragments, *resumed):
         fragment.close()
-    return same
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -167,14 +156,10 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_rounds_begun_before_the_first_is_written_have_their_own_means() -> None:
-    for right in run_world(several_under_way, 2, "top-k"):
-        assert right
-
-
-def several_under_way(rank: int, name: str) -> bool:
-    """Return whether three rounds under way have the means, and leave the state, of three that are awaited."""
-    awaited, overlapping = (Exchanger(TENSORS, name) for _ in range(2))
+@on_ranks(2)
+def test_rounds_begun_before_the_first_is_written_have_their_own_means(rank: int) -> None:
+    """And leave the state of three that are awaited."""
+    awaited, overlapping = (Exchanger(TENSORS, "top-k") for _ in range(2))
     expected = []
     for step in range(3):
         expected.append(drawn(rank, step))
@@ -184,33 +169,25 @@ def several_under_way(rank: int, name: str) -> bool:
     for averaging, into in zip(reversed(rounds), reversed(got), strict=True):
         averaging.write(into)
     assert all(averaging.done() for averaging in rounds)
-    same = equal(got, expected) and equal(awaited.state_dict()["local"], overlapping.state_dict()["local"])
+    assert equal(got, expected) and equal(awaited.state_dict()["local"], overlapping.state_dict()["local"])
     with pytest.raises(CompressorError, match="were written before"):
         rounds[0].write(got[0])
     awaited.close()
     overlapping.close()
-    return same
 
 
-def test_means_are_not_written_before_they_are_there_and_every_later_call_tells_the_cause() -> None:
-    prompt, late = run_world(a_peer_that_leaves, 2, check_exit=False)
-    assert all("rank 1: Exchanger was made for other tensors: 'a' is" in text for text in late[:1])
-    for text in prompt:
-        assert "rank 0" in text and "has not ended" not in text
-    assert late[1].startswith("rank 1, step 1") and "the attachment was stopped" in late[1]
-
-
-def a_peer_that_leaves(rank: int) -> list[str]:
-    """Average once; then rank 1 passes other tensors, which closes its exchanger. Return what each call says."""
+@on_ranks(2, check_exit=False)
+def test_means_are_not_written_before_they_are_there_and_every_later_call_tells_the_cause(rank: int) -> None:
+    """Rank 1 passes other tensors, which closes its exchanger."""
     exchanger = Exchanger(TENSORS, "all-reduce")
     exchanger.average(drawn(rank))
-    told = []
-    for wrong in (rank == 1, False):
-        try:
-            exchanger.average({"a": torch.zeros(2)} if wrong else drawn(rank))
-        except (CompressorError, CollectiveError, RuntimeError) as error:
-            told.append(str(error))
-    return told
+    first = told_by(lambda: exchanger.average({"a": torch.zeros(2)} if rank else drawn(rank))).text
+    second = told_by(lambda: exchanger.average(drawn(rank))).text
+    if rank:
+        assert "rank 1: Exchanger was made for other tensors: 'a' is" in first
+        assert second.startswith("rank 1, step 1") and "the attachment was stopped" in second
+    else:
+        assert all("rank 0" in text and "has not ended" not in text for text in (first, second)), (first, second)
 
 
 def test_an_expanded_tensor_is_refused_by_name_before_anything_is_sent() -> None:
@@ -227,23 +204,16 @@ def test_an_expanded_tensor_is_refused_by_name_before_anything_is_sent() -> None
     assert bool((into["w"] == 1).all())
 
 
+@on_ranks(2, check_exit=False)
 @pytest.mark.parametrize("order", ["transposed", "channels_last"])
-def test_tensors_in_another_order_of_memory_are_refused(order: str) -> None:
-    for told in run_world(in_another_order, 2, order, check_exit=False):
-        assert "ranks disagree" in told and "tensor w: " in told and "strides" in told
-
-
-def in_another_order(rank: int, order: str) -> str:
+def test_tensors_in_another_order_of_memory_are_refused(rank: int, order: str) -> None:
     tensor = torch.arange(24.0).view(2, 3, 2, 2) if order == "channels_last" else torch.arange(24.0).view(4, 6)
     if rank:
         last = torch.channels_last
         tensor = tensor.contiguous(memory_format=last) if order == "channels_last" else tensor.t().contiguous().t()
     exchanger = Exchanger({"w": tensor}, "top-k")
-    try:
-        exchanger.average({"w": tensor})
-    except (CollectiveError, commhooks.AttachError, RuntimeError) as error:
-        return str(error)
-    return "nothing"
+    told = told_by(lambda: exchanger.average({"w": tensor}))
+    assert "ranks disagree" in told.text and "tensor w: " in told.text and "strides" in told.text
 
 
 def test_an_exchanger_has_what_an_attachment_has() -> None:

@@ -44,7 +44,7 @@ from commhooks.scheduling.task import BucketTask
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
 from tests.commhooks.workers import Workers, normal, zeros
-from tests.world import run_world
+from tests.world import on_ranks, run_world
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -656,11 +656,8 @@ def test_a_residual_that_would_grow_without_bound_is_refused_unless_it_fades(err
     commhooks.ErrorFeedback(inner=Expanding(error=0.999)).check(named, 2)
 
 
-def test_what_is_attached_must_not_let_residuals_grow() -> None:
-    run_world(_attach_what_expands, 2, check_exit=False)
-
-
-def _attach_what_expands(rank: int) -> None:
+@on_ranks(2, check_exit=False)
+def test_what_is_attached_must_not_let_residuals_grow(rank: int) -> None:
     model = wrap("core", torch.nn.Linear(3, 2))
     growing = commhooks.ErrorFeedback(inner=Expanding(error=1.0))
     with pytest.raises(commhooks.SettingsError, match="of parameter 'weight', inner may lose 1 times"):

@@ -12,7 +12,7 @@ from tests.cases import CASES, Case, forms_first
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.test_laws import losses_of_a_step, odd_parameters
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
-from tests.world import run_world
+from tests.world import on_ranks
 
 FEEDING_BACK = [case for case in CASES if case.error_feedback and not case.owes_as]
 pytestmark = pytest.mark.kernels
@@ -83,25 +83,8 @@ def test_with_residuals_in_bf16_the_running_mean_still_converges(case: Case) -> 
     assert owed_at_most["bf16"] < 2 * owed_at_most["fp32"]
 
 
-def test_a_report_adds_up_what_is_there() -> None:
-    for figures in run_world(reported, 2):
-        for storage, report in figures.items():
-            bytes_each = 2 if storage == "bf16" else 4
-            owed = 2 * 60 * 40 * bytes_each
-            assert (report.residuals, report.residuals_on_host) == ((0, owed) if storage == "host" else (owed, 0))
-            assert report.gradients == (2 * 60 * 40 + 40) * 4
-            assert report.bases == 2 * 40 * 2 * 4
-            assert report.copies == (report.bases + owed if storage == "fp32" else 0)
-            factors_and_messages = 2 * (60 + 40) * 2 * 4 * 2 + 2 * 40 * 4
-            side_by_side = 2 * 60 * 40 * 4  # matrices as small as these are copied
-            expected = factors_and_messages + side_by_side
-            assert 0.95 * expected <= report.working <= 1.05 * expected, report
-            assert report.by_parameter["weights.0"] == owed // 2 + 40 * 2 * 4
-            assert report.total == owed + report.bases + report.copies + report.working
-
-
-def reported(rank: int) -> dict[str, commhooks.MemoryReport]:
-    found = {}
+@on_ranks(2)
+def test_a_report_adds_up_what_is_there(rank: int) -> None:
     for storage in ("fp32", "bf16", "host"):
         model = wrap("core", Given((60, 40), (60, 40), (40,)))
         attachment = commhooks.attach(
@@ -109,9 +92,20 @@ def reported(rank: int) -> dict[str, commhooks.MemoryReport]:
         )
         for step in range(16):  # the messages of the first bucket, which is rebuilt, are let go after some
             model(*normal(zeros((60, 40), (60, 40), (40,)), 2, seed=step)[rank]).backward()
-        found[storage] = attachment.memory_report()
+        report = attachment.memory_report()
+        bytes_each = 2 if storage == "bf16" else 4
+        owed = 2 * 60 * 40 * bytes_each
+        assert (report.residuals, report.residuals_on_host) == ((0, owed) if storage == "host" else (owed, 0))
+        assert report.gradients == (2 * 60 * 40 + 40) * 4
+        assert report.bases == 2 * 40 * 2 * 4
+        assert report.copies == (report.bases + owed if storage == "fp32" else 0)
+        factors_and_messages = 2 * (60 + 40) * 2 * 4 * 2 + 2 * 40 * 4
+        side_by_side = 2 * 60 * 40 * 4  # matrices as small as these are copied
+        expected = factors_and_messages + side_by_side
+        assert 0.95 * expected <= report.working <= 1.05 * expected, report
+        assert report.by_parameter["weights.0"] == owed // 2 + 40 * 2 * 4
+        assert report.total == owed + report.bases + report.copies + report.working
         attachment.detach()
-    return found
 
 
 def test_the_models_own_parameters_are_not_counted_as_the_hooks() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import Collective, ProcessGroupCommunicator
 from tests.commhooks.models import wrap
-from tests.world import run_world
+from tests.commhooks.told import told_by
+from tests.world import on_ranks
 
 
 class Counting:
@@ -60,42 +61,31 @@ class Tables(nn.ModuleList):
         return torch.stack([table(words).sum() for table in self]).sum()
 
 
-def many_tables(rank: int, kind: str, policy: str) -> bool:
-    """Train; over one group of two threads, so many sums at a time corrupt the heap of PyTorch 2.13 in seconds."""
+@on_ranks(2)
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize("kind", ["core", "torch"])
+def test_many_sparse_gradients_are_averaged_in_one_step(rank: int, kind: str, policy: str) -> None:
+    """Over one group of two threads, so many sums at a time corrupt the heap of PyTorch 2.13 in seconds."""
     module = Tables()
     model = wrap(kind, module)
     handle = commhooks.attach(model, "all-reduce", policy=policy)
     expected = torch.tensor([0.5, 1.0, 0.5, 0, 0, 0]).unsqueeze(1).expand(6, 2)
-    right = True
     for _ in range(20):
         model.zero_grad()
         model(torch.tensor([rank, rank + 1])).backward()
         gradients = [parameter.grad for parameter in module.parameters()]
-        right &= all(grad is not None and torch.equal(grad.to_dense(), expected) for grad in gradients)
-    return right and handle.statistics().collectives > 0
+        assert all(grad is not None and torch.equal(grad.to_dense(), expected) for grad in gradients)
+    assert handle.statistics().collectives > 0
 
 
-def late_for_the_first_sparse_sum(rank: int, kind: str) -> str:
-    """Keep rank 1 away where the group for sparse sums is opened; return what rank 0 heard."""
+@on_ranks(2, check_exit=False)
+@pytest.mark.parametrize("kind", ["core", pytest.param("torch", marks=pytest.mark.soak)])
+def test_a_rank_that_is_late_for_the_first_sparse_sum_is_named_after_hook_timeout(rank: int, kind: str) -> None:
+    """Rank 1 is kept away where the group for sparse sums is opened."""
     model = wrap(kind, Tables())
     commhooks.attach(model, "powersgd", hook_timeout=1.0)
     loss = model(torch.tensor([rank]))
     if rank == 1:
         time.sleep(4.0)
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize("kind", ["core", pytest.param("torch", marks=pytest.mark.soak)])
-def test_a_rank_that_is_late_for_the_first_sparse_sum_is_named_after_hook_timeout(kind: str) -> None:
-    heard, _ = run_world(late_for_the_first_sparse_sum, 2, kind, check_exit=False)
-    assert "could not connect to every rank within 1 s. Missing: rank 1" in heard
-
-
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-@pytest.mark.parametrize("kind", ["core", "torch"])
-def test_many_sparse_gradients_are_averaged_in_one_step(kind: str, policy: str) -> None:
-    assert run_world(many_tables, 2, kind, policy) == [True, True]
+    told = told_by(loss.backward)
+    assert rank or "could not connect to every rank within 1 s. Missing: rank 1" in told.text

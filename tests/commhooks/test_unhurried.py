@@ -13,7 +13,7 @@ import torch
 import commhooks
 from commhooks.communicators.unhurried import unhurried
 from tests.commhooks.models import Given, gradients_of, wrap
-from tests.world import run_world
+from tests.world import on_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER,
@@ -72,8 +72,10 @@ def test_where_there_is_no_such_policy_nothing_happens(monkeypatch: pytest.Monke
         assert in_a_thread(policy) == os.SCHED_OTHER
 
 
-def threads_of_attaching(rank: int, kind: str) -> tuple[dict[str, list[int]], list[int]]:
-    """Return the policies of the threads that attaching and a step started, by name, and those of Python's threads."""
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["core", "torch"])
+def test_the_event_loops_of_a_private_group_are_unhurried_and_no_other_thread(rank: int, kind: str) -> None:
+    """Of all threads that attaching and a step start."""
     model = wrap(kind, Given((4, 4), (3,)))
     before = threads()
     attachment = commhooks.attach(model, commhooks.Hierarchical(inner=commhooks.make_compressor("fp16"), size=2))
@@ -83,24 +85,19 @@ def threads_of_attaching(rank: int, kind: str) -> tuple[dict[str, list[int]], li
         found.setdefault(_name_of(thread), []).append(os.sched_getscheduler(thread))
     own = [thread.native_id for thread in threading.enumerate() if thread.native_id is not None]
     assert attachment.is_attached
-    return found, [*map(os.sched_getscheduler, own)]
+    assert found.pop("gloo_tcp_loop") == [os.SCHED_BATCH]  # one, for the groups of some of the ranks too
+    assert len(found["pt_gloo_runloop"]) >= 4
+    assert {policy for policies in found.values() for policy in policies} == {os.SCHED_OTHER}
+    assert set(map(os.sched_getscheduler, own)) == {os.SCHED_OTHER}
 
 
 def threads() -> set[int]:
     return {int(thread.name) for thread in Path("/proc/self/task").iterdir()}
 
 
-@pytest.mark.parametrize("kind", ["core", "torch"])
-def test_the_event_loops_of_a_private_group_are_unhurried_and_no_other_thread(kind: str) -> None:
-    for found, of_python in run_world(threads_of_attaching, 2, kind):
-        assert found.pop("gloo_tcp_loop") == [os.SCHED_BATCH]  # one, for the groups of some of the ranks too
-        assert len(found["pt_gloo_runloop"]) >= 4
-        assert {policy for policies in found.values() for policy in policies} == {os.SCHED_OTHER}
-        assert set(of_python) == {os.SCHED_OTHER}
-
-
-def devices_of_interfaces(rank: int) -> list[str]:
-    """Return the event loops' names, one for each."""
+@on_ranks(2)
+def test_a_group_uses_the_interfaces_that_the_environment_names(rank: int) -> None:
+    """There is an event loop for each device: the default group's, and two."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"
     model = wrap("core", Given((4, 4)))
     attachment = commhooks.attach(model, "all-reduce")
@@ -108,13 +105,8 @@ def devices_of_interfaces(rank: int) -> list[str]:
     (mean,) = gradients_of(model)
     assert torch.equal(mean, torch.full((4, 4), 0.5))
     assert attachment.is_attached
-    return [name for name in map(_name_of, threads()) if name == "gloo_tcp_loop"]
+    assert list(map(_name_of, threads())).count("gloo_tcp_loop") >= 3
 
 
 def _name_of(thread: int) -> str:
     return Path(f"/proc/self/task/{thread}/comm").read_text().strip()
-
-
-def test_a_group_uses_the_interfaces_that_the_environment_names() -> None:
-    for loops in run_world(devices_of_interfaces, 2):
-        assert len(loops) >= 3  # the default group's, and two
