@@ -14,6 +14,11 @@ from experiments.launch import RankFunction, WorldError, reason_of, run_world
 from tests.experiments.rank_functions import add_up, die_on_one, fail_on_one, say_nothing
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ranks_are_forked() -> None:
+    """Spawn them, as users' ranks are: the fixture of this name for all other files does not apply here."""
+
+
 def gone(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 

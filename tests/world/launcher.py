@@ -152,7 +152,7 @@ def run_world_outcomes(
 
 
 def _run(call: bytes, world_size: int, options: Options, grace: float) -> list[Outcome]:
-    _ensure_server()
+    ensure_server()
     folder = tempfile.mkdtemp(prefix="world-")
     world = _World(folder, world_size)
     try:
@@ -166,7 +166,7 @@ def _run(call: bytes, world_size: int, options: Options, grace: float) -> list[O
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _ensure_server() -> None:
+def ensure_server() -> None:
     """Start the fork server, once, with torch imported and one thread per rank."""
     context.set_forkserver_preload(["tests.world.preload"])
     with (
