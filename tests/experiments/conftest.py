@@ -14,7 +14,7 @@ from tests.experiments.forked_ranks import ForkingContext
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_are_forked() -> Iterator[None]:
-    """Fork ranks in place of spawning them: each spends 2 to 3 s on imports otherwise. test_launch.py has those of users."""
+    """Fork ranks instead of spawning them, which is 2 to 3 s of imports each. test_launch.py has those of users."""
     forking = SimpleNamespace(**vars(multiprocessing) | {"get_context": lambda _: ForkingContext()})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "multiprocessing", forking)
