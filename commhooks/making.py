@@ -1,15 +1,12 @@
-"""Compressors by name: `make_compressor("top-k", ratio=0.01)`, and parsing what `str(compressor)` prints."""
+"""Compressors from their names: `make_compressor("top-k", ratio=0.01)`, or "top-k:ratio=0.01", as `str` prints it."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import functools
 import importlib
 import inspect
-import math
-import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -18,30 +15,25 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors import COMPRESSORS, Registered, TwoHop
+from commhooks.compressors import COMPRESSORS, Codec, Registered, TwoHop
 from commhooks.errors import SettingsError
-from commhooks.language.compressor import Compressor
+from commhooks.language.compressor import Compressor, takes_feedback
+from commhooks.language.spelling import DTYPES, Spelling, lower_name, parse, value_in
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
-from commhooks.wrappers.error_feedback import takes_feedback
 
 ROOMS = ("commhooks.compressors", "commhooks.compressors.codecs", "commhooks.wrappers")
 """The modules whose classes a specification may name."""
 ENTRY_POINTS = "commhooks.compressors"
 """The entry-point group in which other packages register a class, a function that returns one, or a `Registered`."""
-_NAME = re.compile(
-    r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"  # text is left alone
-    |(?<![\w.])(?:[A-Za-z_][\w.]*:[A-Za-z_]\w*|[a-z][a-z0-9]*(?:-[a-z0-9]+)+)  # package:Class, and names with a dash
-    """,
-    re.VERBOSE,
-)
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_AROUND = ("start_after", "wire")
 
 
 def make_compressor(
     name: str,
     *,
     start_after: int = 0,
-    wire: torch.dtype | None = None,
+    wire: torch.dtype | str | None = None,
     error_feedback: bool | None = None,
     decay: float | None = None,
     **settings: Any,
@@ -50,35 +42,52 @@ def make_compressor(
 
     `name` is a key of `COMPRESSORS`, a name registered by another package under the entry points
     `commhooks.compressors`, a class such as "mypackage.module:TopK", or, without settings, a whole compressor as
-    printed by `str`, such as "ErrorFeedback(inner=TopK(ratio=0.1))". Such a text may also contain names with their
-    settings: "top-k(ratio=0.1)".
+    printed by `str`: "powersgd:rank=4,wire=bf16" or "error-feedback:inner=(top-k:ratio=0.1),reset_every=100".
 
-    `start_after` runs a plain all-reduce for that many steps first; `wire` is the dtype in which messages are sent;
-    `error_feedback` keeps what is not sent for the next step (None: if losing it would cost accuracy), and `decay` is
-    the fraction of it that is kept (None: all, or what the compressor's paper uses). Raises `SettingsError` (a
-    `ValueError`) for a name or a setting that does not exist, or a value that cannot work.
+    `start_after` runs a plain all-reduce for that many steps first; `wire` is the dtype in which messages are sent, or
+    its name; `error_feedback` keeps what is not sent for the next step (None: if losing it would cost accuracy), and
+    `decay` is the fraction of it that is kept (None: all, or what the compressor's paper uses). Raises `SettingsError`
+    (a `ValueError`) for a name or a setting that does not exist, or a value that cannot work.
     """
-    given = {"start_after": start_after, "wire": wire, "error_feedback": error_feedback, "decay": decay}
-    _check_settings(name, make_compressor, given)
-    if "(" in name:
-        if settings or error_feedback is not None or decay is not None:
-            raise SettingsError(f"make_compressor({name!r}): write the settings inside, or give a name without any.")
-        compressor = _read(name)
-    else:
-        compressor = _made(name, error_feedback, decay, settings)
-    if wire is not None:
-        compressor = WireDtype(inner=compressor, dtype=wire)
-    return StartAfter(inner=compressor, steps=start_after) if start_after else compressor
+    spelling = parse(name)
+    common = {"start_after": start_after or None, "wire": wire, "error_feedback": error_feedback, "decay": decay}
+    given = {setting: value for setting, value in common.items() if value is not None} | settings
+    written = dict(spelling.settings)
+    if written and (given.keys() - _AROUND or given.keys() & written):
+        raise SettingsError(f"make_compressor({name!r}): write the settings inside, or give a name without any.")
+    made = _built(spelling.name, written | given)
+    if not isinstance(made, Compressor):
+        raise SettingsError(f"compressor {name!r}: expected a compressor (got {made!r}).")
+    return made
 
 
 def settings_of(name: str) -> list[str]:
     """Return the sorted settings that `make_compressor` takes for a name: its own, and those common to all names."""
-    return sorted({*_types_of(_registered(name).make), *_types_of(make_compressor)} - {"name"})
+    return sorted(_settings_of(_kind_of(name)))
 
 
-def _made(name: str, error_feedback: bool | None, decay: float | None, settings: Mapping[str, Any]) -> Compressor:
-    registered = _registered(name)
-    _check_settings(name, registered.make, settings)
+def _built(name: str, settings: Mapping[str, Any]) -> Any:
+    """Return what a name and its settings stand for: a compressor, or a setting of one, such as a codec."""
+    kind = _kind_of(name)
+    known = _settings_of(kind)
+    values = {
+        setting: _value_of(value, known.get(setting, Any), f"compressor {name!r}: {setting}")
+        for setting, value in settings.items()
+    }
+    _check_settings(name, known, values)
+    if not isinstance(kind, Registered):
+        return _called(name, kind, values)
+    own = _types_of(kind.make)
+    common = {setting: values.pop(setting) for setting in list(values) if setting not in own}
+    compressor = _made(name, kind, values, common.get("error_feedback"), common.get("decay"))
+    if common.get("wire") is not None:
+        compressor = WireDtype(inner=compressor, dtype=common["wire"])
+    return StartAfter(inner=compressor, steps=common["start_after"]) if common.get("start_after") else compressor
+
+
+def _made(
+    name: str, registered: Registered, settings: Mapping[str, Any], error_feedback: bool | None, decay: float | None
+) -> Compressor:
     compressor = _called(name, registered.make, settings)
     if not isinstance(compressor, Compressor):
         raise SettingsError(f"compressor {name!r}: {registered.make} made {compressor!r}, which is not a Compressor.")
@@ -99,8 +108,11 @@ def _called(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) ->
         raise SettingsError(f"compressor {name!r} does not take these settings, {settings}: {error}") from error
 
 
-def _registered(name: str) -> Registered:
-    """Return how to make the compressor of this name; raise `SettingsError`, naming the nearest, if there is none."""
+def _kind_of(name: str) -> Registered | type:
+    """Return how to make the compressor of this name, or the class of another setting, such as a codec's.
+
+    Raises `SettingsError`, naming the nearest, if there is none.
+    """
     if name in COMPRESSORS:
         return COMPRESSORS[name]
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
@@ -108,10 +120,13 @@ def _registered(name: str) -> Registered:
         found = others[name].load()
     elif ":" in name:
         found = _imported(name)
+    elif name in _classes():
+        found = _classes()[name]
     else:
         known = sorted({*COMPRESSORS, *others})
         raise SettingsError(f"compressor {name!r} is not known; known are {', '.join(known)}.{_nearest(name, known)}")
-    return found if isinstance(found, Registered) else Registered(found)
+    is_setting = isinstance(found, Registered) or (isinstance(found, type) and not issubclass(found, Compressor))
+    return found if is_setting else Registered(found)
 
 
 def _imported(name: str) -> Any:
@@ -131,9 +146,17 @@ def _nearest(name: str, known: list[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def _check_settings(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+def _settings_of(kind: Registered | type) -> dict[str, Any]:
+    """Return the types of all settings that a name takes; its own go before those common to all compressors."""
+    if not isinstance(kind, Registered):
+        return _types_of(kind)
+    common = _types_of(make_compressor)
+    del common["name"]
+    return common | _types_of(kind.make)
+
+
+def _check_settings(name: str, known: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise `SettingsError` for a setting that does not exist, or a value of the wrong type."""
-    known = _types_of(make)
     for setting, value in settings.items():
         if setting not in known:
             takes = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
@@ -165,8 +188,8 @@ def _is_of(value: object, kind: Any) -> bool:
     """Return whether a value has an annotated type, as far as a simple check can tell."""
     if kind is Any:
         return True
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return any(_is_of(value, one) for one in typing.get_args(kind))
+    if len(kinds := _kinds_in(kind)) > 1:
+        return any(_is_of(value, one) for one in kinds)
     if kind is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is int:
@@ -174,57 +197,37 @@ def _is_of(value: object, kind: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
-def _read(text: str) -> Compressor:
-    """Parse what `str(compressor)` prints: calls of compressor classes and constants, and nothing else.
-
-    A name with a colon imports its module, which runs that module's code.
-    """
-    names: dict[str, str] = {}
-
-    def stand_in(found: re.Match[str]) -> str:
-        if found[0][0] in "'\"":
-            return found[0]
-        names[name := f"_{len(names)}_"] = found[0]
-        return name
-
-    try:
-        tree = ast.parse(_NAME.sub(stand_in, text.strip()), mode="eval").body
-    except SyntaxError as error:
-        raise SettingsError(f"compressor {text!r} does not parse: {error.msg}.") from error
-    value = _value_of(tree, names, text)
-    if not isinstance(value, Compressor):
-        raise SettingsError(f"compressor {text!r}: expected a compressor (got {value!r}).")
-    return value
-
-
-def _value_of(tree: ast.expr, names: Mapping[str, str], text: str) -> Any:
-    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args:
-        name = names.get(tree.func.id, tree.func.id)
-        settings = {str(one.arg): _value_of(one.value, names, text) for one in tree.keywords}
-        if len(settings) < len(tree.keywords):
-            raise SettingsError(f"compressor {text!r}: a setting of {name} is given twice.")
-        kind = _classes().get(name) or (_imported(name) if ":" in name else None)
-        if kind is None and "name" in settings:
-            raise SettingsError(f"compressor {name!r} has no setting 'name'.")
-        if kind is None:
-            return make_compressor(name, **settings)
-        _check_settings(name, kind, settings)
-        return _called(name, kind, settings)
-    if isinstance(tree, ast.Tuple):
-        return tuple(_value_of(one, names, text) for one in tree.elts)
-    if isinstance(tree, ast.Attribute) and isinstance(tree.value, ast.Name) and tree.value.id == "torch":
-        dtype = getattr(torch, tree.attr, None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
-    if isinstance(tree, ast.Name) and tree.id in ("inf", "nan"):
-        return math.inf if tree.id == "inf" else math.nan
-    try:
-        return ast.literal_eval(tree)
-    except (ValueError, TypeError):  # a list as a key
-        raise SettingsError(f"compressor {text!r} does not parse: {ast.unparse(tree)!r} is not a setting.") from None
+def _value_of(value: Any, kind: Any, where: str) -> Any:
+    """Return what a setting of this type is to be, given what was written; anything else is returned as it is."""
+    if isinstance(value, Spelling):
+        return _built(value.name, dict(value.settings))
+    if isinstance(value, tuple):
+        return tuple(_value_of(one, Any, where) for one in value)
+    kinds = _kinds_in(kind)
+    if isinstance(value, str) and torch.dtype in kinds:
+        dtype = DTYPES.get(value, getattr(torch, value.removeprefix("torch."), None))
+        if not isinstance(dtype, torch.dtype):
+            raise SettingsError(f"{where} must be one of {', '.join(DTYPES)}, or another torch.dtype (got {value!r}).")
+        return dtype
+    if isinstance(value, str) and any(isinstance(one, type) and issubclass(one, Compressor | Codec) for one in kinds):
+        return _built((spelling := parse(value)).name, dict(spelling.settings))
+    if isinstance(value, str | int) and any(
+        typing.get_origin(one) is tuple for one in kinds
+    ):  # a comma would end the setting
+        is_text = any(str in typing.get_args(one) for one in kinds)
+        return tuple(one if is_text else value_in(one) for one in str(value).split("+"))
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if is_whole and float in kinds and int not in kinds else value
 
 
+def _kinds_in(kind: Any) -> tuple[Any, ...]:
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    return typing.get_args(kind) if is_union else (kind,)
+
+
+@functools.cache
 def _classes() -> dict[str, type]:
-    """Return the classes of this package that a compressor's text may name."""
+    """Return the classes of this package that a compressor's text may name, under both of their names."""
     found = [vars(room)[name] for room in map(importlib.import_module, ROOMS) for name in room.__all__]
-    return {one.__name__: one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one)}
+    kinds = [one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one)]
+    return {lower_name(one): one for one in kinds} | {one.__name__: one for one in kinds}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -101,7 +102,7 @@ def compare(
         baseline=baseline,
         target_loss=target_loss,
         go_on=go_on,
-        command=f"python {' '.join(sys.argv)}",
+        command=shlex.join(["python", *sys.argv]),
         quiet=quiet,
     )
     made = make(sweep, Console(quiet=quiet))

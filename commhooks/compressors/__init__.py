@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +22,7 @@ from commhooks.compressors.svd import SVD
 from commhooks.compressors.threshold import Threshold
 from commhooks.compressors.top_k import TopK
 from commhooks.compressors.two_hop import TwoHop
-from commhooks.language.compressor import Compressor
+from commhooks.language.registry import COMPRESSORS, Registered
 
 __all__ = [
     "AdaptiveRank",
@@ -61,31 +59,10 @@ __all__ = [
 ]
 
 
-class Registered(NamedTuple):
-    """How to make the compressor of some name."""
-
-    make: Callable[..., Compressor]
-    feeds_back: bool = False
-    """Whether `make_compressor` wraps it in `ErrorFeedback` by default, if it takes feedback."""
-    decay: float = 1.0
-    """The default decay of that `ErrorFeedback`."""
-
-
-def _two_hop(
-    codec: Callable[..., Codec],
-    *,
-    server_feedback: bool = True,
-    damping: float | None = None,
-    seed: int = 0,
-    **settings: Any,
-) -> Compressor:
-    return TwoHop(codec=codec(**settings), server_feedback=server_feedback, damping=damping, seed=seed)
-
-
-_two_hop_unfed = functools.partial(_two_hop, server_feedback=False)
+_two_hop_unfed = functools.partial(TwoHop.of, server_feedback=False)
 """For codes that are exactly or nearly right on average: error feedback gains little."""
 
-COMPRESSORS: dict[str, Registered] = {
+COMPRESSORS |= {
     "adaptive-rank": Registered(AdaptiveRank, feeds_back=True),
     "affine": Registered(Affine),
     "all-reduce": Registered(AllReduceMean),
@@ -96,11 +73,11 @@ COMPRESSORS: dict[str, Registered] = {
     "distro": Registered(functools.partial(DeMo, k=4, one_bit=True, sign=True), feeds_back=True, decay=0.999),
     "fp16": Registered(functools.partial(Cast, dtype=torch.float16)),
     "fp16-two-hop": Registered(functools.partial(_two_hop_unfed, Half, dtype=torch.float16)),
-    "fp8": Registered(functools.partial(_two_hop, FP8), feeds_back=True),
-    "int4": Registered(functools.partial(_two_hop, Int4), feeds_back=True),
-    "int8": Registered(functools.partial(_two_hop, Int8), feeds_back=True),
-    "mxfp4": Registered(functools.partial(_two_hop, MXFP4), feeds_back=True),
-    "mxfp8": Registered(functools.partial(_two_hop, MXFP8), feeds_back=True),
+    "fp8": Registered(functools.partial(TwoHop.of, FP8), feeds_back=True),
+    "int4": Registered(functools.partial(TwoHop.of, Int4), feeds_back=True),
+    "int8": Registered(functools.partial(TwoHop.of, Int8), feeds_back=True),
+    "mxfp4": Registered(functools.partial(TwoHop.of, MXFP4), feeds_back=True),
+    "mxfp8": Registered(functools.partial(TwoHop.of, MXFP8), feeds_back=True),
     "natural": Registered(functools.partial(_two_hop_unfed, Natural)),
     "noop": Registered(NoOp),
     "powersgd": Registered(PowerSGD, feeds_back=True),
@@ -108,7 +85,7 @@ COMPRESSORS: dict[str, Registered] = {
     "qsgd": Registered(functools.partial(_two_hop_unfed, QSGD)),
     "random-block": Registered(RandomBlock, feeds_back=True),
     "random-k": Registered(RandomK, feeds_back=True),
-    "sign": Registered(functools.partial(_two_hop, Sign), feeds_back=True),
+    "sign": Registered(functools.partial(TwoHop.of, Sign), feeds_back=True),
     "signum": Registered(Signum),
     "sparse-loco": Registered(SparseLoCo, feeds_back=True, decay=0.95),
     "svd": Registered(SVD, feeds_back=True),

@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy
 import torch
@@ -136,6 +136,19 @@ class TwoHop(Compressor):
     1, is accepted."""
     seed: int = 0
     """Seeds what `codec` draws, together with the step, the parameter's name, the rank and the hop."""
+
+    @classmethod
+    def of(
+        cls,
+        codec: Callable[..., Codec],
+        *,
+        server_feedback: bool = True,
+        damping: float | None = None,
+        seed: int = 0,
+        **settings: Any,
+    ) -> Self:
+        """Make one from a codec's class and its settings, side by side with the others."""
+        return cls(codec=codec(**settings), server_feedback=server_feedback, damping=damping, seed=seed)
 
     def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Raise `SettingsError` if the server error of a parameter would grow without bound."""

@@ -19,10 +19,11 @@ from commhooks.errors import CompressorError, HookTypeError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.registry import name_of
 from commhooks.language.requests import AllToAll, Asked, Judge, Request
 from commhooks.language.settings import check_settings
 from commhooks.language.shards import Flags
-from commhooks.language.spelling import spelled
+from commhooks.language.spelling import Spelling, spelled
 
 Exchange = Generator[Asked, Any, None]
 """The generator that `Compressor.compress` returns: it yields requests and receives their answers. The answer to one
@@ -74,7 +75,7 @@ class _NoSignature:
 
 def no_hook(given: object) -> HookTypeError:
     """Return the error for a compressor, or a compressor's class, that was given as a hook."""
-    made = given if isinstance(given, Compressor) else f"commhooks.{getattr(given, '__name__', given)}(...)"
+    made = f'"{given}"' if isinstance(given, Compressor) else f"commhooks.{getattr(given, '__name__', given)}(...)"
     return HookTypeError(
         f"expected a hook, a function hook(state, bucket) (got {given}, a compressor); write "
         f"commhooks.attach(model, {made}) in place of model.register_comm_hook(...)."
@@ -125,8 +126,16 @@ class Compressor(ABC):
         raise no_hook(self)
 
     def __str__(self) -> str:
-        """Return text that `make_compressor` can parse: the class, and the settings that differ from its defaults."""
-        return spelled(self)
+        """Return what `make_compressor` can parse, such as "powersgd:rank=4"."""
+        return str(spelled(self))
+
+    def by_name(self, decay: float | None = None) -> Spelling | None:
+        """Return its spelling by the name under which `make_compressor` makes it; None if none does.
+
+        `decay` is that of an `ErrorFeedback` around it (None: there is none). Wrappers that such a name includes answer
+        for themselves.
+        """
+        return name_of(self, takes_feedback(self), decay)
 
     @property
     def sends(self) -> Sends:
@@ -248,6 +257,18 @@ def compressors_in(value: object) -> list[Compressor]:
     if isinstance(value, tuple):
         return [compressor for item in value for compressor in compressors_in(item)]
     return [value] if isinstance(value, Compressor) else []
+
+
+def takes_feedback(compressor: Compressor) -> bool:
+    """Return whether `ErrorFeedback` may wrap a compressor: whether all that is in it leave what they lose to others.
+
+    They are asked about a large matrix; none is at hand when a compressor is made.
+    """
+    inner = [one for value in vars(compressor).values() for one in compressors_in(value)]
+    if inner:
+        return all(map(takes_feedback, inner))
+    loss = compressor.loss("", torch.empty(4096, 4096, device="meta"))
+    return loss is None or loss.is_kept
 
 
 def begin_exchange(compressor: Compressor, bucket: BucketView, context: Context) -> Exchange:

@@ -1,34 +1,241 @@
-"""Compressors as text: a class's name and its settings, which `make_compressor` can parse."""
+"""How a compressor is written: `name:key=value,…`, in commands, files, tables and `make_compressor` alike.
+
+    spelling = name [":" settings]            powersgd:rank=4,start_after=10
+             | name "(" [settings] ")"        PowerSGD(rank=4), which is read and never written
+    settings = key "=" value {"," key "=" value}
+    value    = "(" spelling ")"               compressor=(powersgd:rank=4)
+             | "(" [value ","] … ")"          dimensions=(2,4), rules=(("head.*",(fp16)),)
+             | text in quotes | a number, True, False, None | other text, such as fp16 or weight+bias
+
+This module knows the grammar only. `commhooks.making` says what a name means, and `commhooks.language.registry` which
+name a compressor has.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-from typing import Any
+import re
+from typing import Any, Self
+
+import torch
+
+from commhooks.errors import SettingsError
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""Dtypes by their short names."""
+
+NAME = re.compile(r"[\w.]+:[A-Z]\w*(?=\s*(?:[:(),]|$))|[\w.-]+")
+"""A name: `top-k`, `torch.none`, or a class of another package, `module:Class`. A class begins with a capital, so that
+`powersgd:rank` is a mistake."""
+_KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*")
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_BARE = re.compile(r"[^,()'\"]+")
+_CONSTANTS = {"true": True, "false": False, "none": None}
 
 
-def spelled(value: object) -> str:
-    """Return a value as text that `make_compressor` can parse; settings that are defaults are left out.
+@dataclasses.dataclass(frozen=True)
+class Spelling:
+    """A name with those settings that differ from its defaults.
 
-    A class from outside this package is written with its module, as in "mypackage.sparse:TopK(ratio=0.1)".
+    Settings are in alphabetical order, and whole numbers are ints, so that what means the same is written alike.
     """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        settings = [(field.name, getattr(value, field.name)) for field in _changed(value)]
-        return f"{_name_of(type(value))}({', '.join(f'{name}={spelled(one)}' for name, one in settings)})"
+
+    name: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Each a number, a bool, None, a text, a `Spelling`, or a tuple of such."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", tuple(sorted((key, _whole(value)) for key, value in self.settings)))
+
+    def __str__(self) -> str:
+        settings = ",".join(f"{key}={_written(value)}" for key, value in self.settings)
+        return f"{self.name}:{settings}" if settings else self.name
+
+    def has(self, *names: str) -> bool:
+        """Return whether any of these settings is among its own."""
+        return not set(names).isdisjoint(dict(self.settings))
+
+    def having(self, **settings: Any) -> Self:
+        """Return it with these settings in place of those of the same names; None removes one."""
+        both = dict(self.settings) | settings
+        return dataclasses.replace(self, settings=tuple(pair for pair in both.items() if pair[1] is not None))
+
+
+def parse(text: str, what: str = "compressor", name: re.Pattern[str] = NAME) -> Spelling:
+    """Return what a text spells; raise `SettingsError` if it does not have the form above.
+
+    Whether there is such a name, and whether it has these settings, is not checked. `what` it is is said in errors, and
+    `name` matches the outermost name.
+    """
+    return _Reader(text, what).whole(name)
+
+
+def spelled(value: object) -> Spelling:
+    """Return how a dataclass is written: as it calls itself (`by_name`), or as its class with its settings.
+
+    A class from outside this package is written with its module, as in "mypackage.sparse:TopK:ratio=0.1".
+    """
+    own = value.by_name() if hasattr(value, "by_name") else None
+    return own or Spelling(_class_name(type(value)), tuple(changed(value).items()))
+
+
+def changed(value: Any, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return those settings of a dataclass that differ from its own defaults, or from these; ready for a `Spelling`."""
+    defaults = defaults or {}
+    found = {}
+    for field in dataclasses.fields(value):
+        one = getattr(value, field.name)
+        if field.init and one != defaults.get(field.name, _default(field)):
+            found[field.name] = _as_setting(one)
+    return found
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in text: "bf16", or "torch.int8" where there is no shorter one."""
+    return next((name for name, one in DTYPES.items() if one == dtype), str(dtype))
+
+
+def lower_name(kind: type) -> str:
+    """Return a class's name as names of compressors are written: ErrorFeedback is "error-feedback"."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", kind.__name__).lower()
+
+
+def value_in(text: str) -> bool | int | float | str | None:
+    """Return the bool, None or number that a text without quotes stands for, otherwise the text."""
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue  # not of this kind
+    return text
+
+
+class _Reader:
+    """A text, and how far it has been read."""
+
+    def __init__(self, text: str, what: str) -> None:
+        self._text, self._what = text.strip(), what
+        self._at = 0
+
+    def whole(self, name: re.Pattern[str]) -> Spelling:
+        found = self._spelling(name)
+        if self._at < len(self._text):
+            raise self._error(f"unexpected {self._text[self._at :]!r}")
+        return found
+
+    def _spelling(self, pattern: re.Pattern[str] = NAME) -> Spelling:
+        name = self._taken(pattern)
+        if not name:
+            raise self._error("expected a name")
+        if self._take("("):
+            settings = {} if self._take(")") else self._settings(")")
+        else:
+            settings = self._settings() if self._take(":") else {}
+        return Spelling(name.strip(), tuple(settings.items()))
+
+    def _settings(self, end: str = "") -> dict[str, Any]:
+        """Read settings, and what ends them."""
+        found: dict[str, Any] = {}
+        while True:
+            match = _KEY.match(self._text, self._at)
+            if not match:
+                raise self._error("expected 'name' or 'name:setting=value,setting=value'")
+            if match[1] in found:
+                raise self._error(f"{match[1]} is given twice")
+            self._at = match.end()
+            found[match[1]] = self._value()
+            if not self._take(","):
+                break
+            if end and self._take(end):
+                return found
+        if end and not self._take(end):
+            raise self._error(f"expected {end!r}")
+        return found
+
+    def _value(self) -> Any:
+        if self._take("("):
+            return self._group()
+        if quoted := self._taken(_QUOTED):
+            return ast.literal_eval(quoted)
+        start = self._at
+        bare = self._taken(_BARE).strip()
+        if not bare:
+            raise self._error("expected a value")
+        if self._text.startswith("(", self._at):  # a call, as `repr` prints it
+            self._at = start
+            return self._spelling()
+        return value_in(bare)
+
+    def _group(self) -> Any:
+        """Read what stands between parentheses: a compressor, or a tuple."""
+        found = []
+        while not self._take(")"):
+            found.append(self._item())
+            if not self._take(","):
+                if not self._take(")"):
+                    raise self._error("expected ')'")
+                if len(found) > 1:
+                    break
+                return Spelling(found[0]) if isinstance(found[0], str) else found[0]
+        return tuple(found)
+
+    def _item(self) -> Any:
+        start = self._at
+        name = self._taken(NAME)
+        is_spelling = name and self._take(":")
+        self._at = start
+        return self._spelling() if is_spelling else self._value()
+
+    def _taken(self, pattern: re.Pattern[str]) -> str:
+        """Read what the pattern matches here, after spaces."""
+        self._skip_spaces()
+        match = pattern.match(self._text, self._at)
+        if match:
+            self._at = match.end()
+        return match[0] if match else ""
+
+    def _take(self, sign: str) -> bool:
+        self._skip_spaces()
+        found = self._text.startswith(sign, self._at)
+        self._at += found
+        return found
+
+    def _skip_spaces(self) -> None:
+        while self._text[self._at : self._at + 1].isspace():
+            self._at += 1
+
+    def _error(self, why: str) -> SettingsError:
+        return SettingsError(f"{self._what} {self._text!r} does not parse: {why}.")
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, Spelling):
+        return f"({value})"
     if isinstance(value, tuple):
-        return f"({', '.join(map(spelled, value))}{',' * (len(value) == 1)})"
-    return repr(value)
+        return f"({','.join(map(_written, value))}{',' * (len(value) == 1)})"
+    is_bare = isinstance(value, str) and re.fullmatch(r"[\w.*+/%-]+", value) and value_in(value) == value
+    return value if is_bare else repr(value)
 
 
-def _changed(value: Any) -> list[dataclasses.Field[Any]]:
-    return [
-        field for field in dataclasses.fields(value) if field.init and getattr(value, field.name) != _default(field)
-    ]
+def _as_setting(value: object) -> Any:
+    if isinstance(value, torch.dtype):
+        return short_name(value)
+    if isinstance(value, tuple):
+        return tuple(map(_as_setting, value))
+    return spelled(value) if dataclasses.is_dataclass(value) else value
+
+
+def _class_name(kind: type) -> str:
+    is_ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return lower_name(kind) if is_ours else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _default(field: dataclasses.Field[Any]) -> object:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _name_of(kind: type) -> str:
-    is_ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
-    return kind.__qualname__ if is_ours else f"{kind.__module__}:{kind.__qualname__}"
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value

@@ -8,6 +8,7 @@ from typing import Any
 
 from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor, check_compressor
+from commhooks.language.spelling import Spelling, parse
 from commhooks.making import make_compressor
 from commhooks.scheduling.policy import POLICIES
 from commhooks.wrappers.hierarchical import is_hierarchical
@@ -21,7 +22,7 @@ class Candidate:
     """A compressor and the order of its collectives."""
 
     hook: str
-    """A name with settings, such as 'powersgd:rank=4', or a compressor as printed by `str`."""
+    """As it is written: 'powersgd:rank=4'."""
     compressor: Compressor
     policy: str = "fifo"
     label: str = ""
@@ -37,23 +38,26 @@ class Candidate:
                 "the compressor inside Hierarchical."
             )
         if not self.label:
-            object.__setattr__(self, "label", _labelled(self.hook, self.policy))
+            policy = None if self.policy == "fifo" else self.policy
+            object.__setattr__(self, "label", str(parse(self.hook).having(policy=policy)))
 
 
 def named(name: str, *, policy: str = "fifo", label: str = "", **settings: Any) -> Candidate:
     """Return the candidate of a name that `make_compressor` knows, with its settings."""
-    pairs = ",".join(f"{key}={settings[key]}" for key in sorted(settings))
-    hook = f"{name}:{pairs}" if pairs else name
-    return Candidate(hook, make_compressor(name, **settings), policy, label)
+    written = str(Spelling(name, tuple(settings.items())))
+    return Candidate(written, make_compressor(written), policy, label)
 
 
 def candidate_of(hook: Candidate | Compressor | str) -> Candidate:
-    """Return the candidate of what a user passes as a hook: also what `attach` takes."""
+    """Return the candidate of what a user passes as a hook: also what `attach` takes, with a policy if it is text."""
     if isinstance(hook, Candidate):
         return hook
-    compressor = make_compressor(hook) if isinstance(hook, str) else hook
-    check_compressor("profile", compressor)
-    return Candidate(hook if isinstance(hook, str) else str(hook), compressor)
+    if isinstance(hook, str):
+        spelling = parse(hook, "hook")
+        plain = str(spelling.having(policy=None))
+        return Candidate(plain, make_compressor(plain), dict(spelling.settings).get("policy", "fifo"))
+    check_compressor("profile", hook)
+    return Candidate(str(hook), hook)
 
 
 def with_the_two(hooks: Iterable[Candidate | Compressor | str]) -> list[Candidate]:
@@ -80,14 +84,3 @@ def default_candidates() -> tuple[Candidate, ...]:
         *(named("powersgd", policy="fused", rank=r) for r in (1, 2, 4)),
     )
     return (*fifo, *fused)
-
-
-def _labelled(hook: str, policy: str) -> str:
-    """Return the hook with the policy among its settings, which are sorted."""
-    if policy == "fifo":
-        return hook
-    if "(" in hook:
-        return f"{hook} {policy}"
-    name, _, settings = hook.partition(":")
-    pairs = sorted([*filter(None, settings.split(",")), f"policy={policy}"])
-    return f"{name}:{','.join(pairs)}"

@@ -183,12 +183,9 @@ def estimate(
     check_backend(backend)
     costs = Costs.read() if costs is None else costs
     accuracy = Accuracy.read() if accuracy is None else accuracy
-    wanted = list(dict.fromkeys([DENSE, *(costs.hooks if hooks is None else hooks)]))
-    if unknown := [hook for hook in wanted if hook not in costs.hooks]:
-        raise SettingsError(
-            f"estimate(hooks=[{unknown[0]!r}]): the costs of this hook were not measured; expected some of "
-            f"{', '.join(costs.hooks)}"
-        )
+    compressors = {hook: make_compressor(own.compressor) for hook, own in costs.hooks.items()}
+    asked = compressors if hooks is None else [_label_of(hook, compressors) for hook in hooks]
+    wanted = list(dict.fromkeys([DENSE, *asked]))
     made_up = not isinstance(parameters, nn.Module)
     shapes = _made_up(parameters, matrix) if not isinstance(parameters, nn.Module) else _shapes_of(parameters)
     places = in_buckets(shapes, bucket_cap_mb)
@@ -201,7 +198,7 @@ def estimate(
     cases, losses = {}, {}
     for hook in wanted:
         own = costs.hooks[hook]
-        compressor = make_compressor(own.compressor)
+        compressor = compressors[hook]
         losses[hook] = accuracy.losses_of(compressor)
         sends = _sends_of(compressor, buckets, ranks, are_alike=made_up)
         exchanges = _exchanges(own, a_round, buckets, sends, compute, ranks, copy)
@@ -216,6 +213,18 @@ def estimate(
         backend=backend,
         copy_rate=4 / copy,
         tasks=tuple((task.task, task.unit) for task in accuracy.tasks),
+    )
+
+
+def _label_of(hook: str, compressors: Mapping[str, Compressor]) -> str:
+    """Return the label of the compressor that this text spells, in whichever way."""
+    wanted = make_compressor(hook) if hook not in compressors else compressors[hook]
+    for label, compressor in compressors.items():
+        if compressor == wanted:
+            return label
+    raise SettingsError(
+        f"estimate(hooks=[{hook!r}]): the costs of this hook were not measured; expected some of "
+        f"{', '.join(compressors)}"
     )
 
 

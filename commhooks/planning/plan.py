@@ -13,7 +13,6 @@ from commhooks.planning.candidates import ALL_REDUCE, NOOP
 from commhooks.planning.ladder import MOST_SECONDS, seconds_to_reach
 from commhooks.planning.predicting import (
     Prediction,
-    named_settings,
     payloads_of,
     predict,
     rate_for,
@@ -153,11 +152,8 @@ def plan(
 
 def code_for(hook: HookProfile) -> str:
     """Return the line that attaches a hook to a model in its DistributedDataParallel."""
-    name, settings = named_settings(hook)
-    given = "".join(f", {key}={value!r}" for key, value in settings.items())
-    made = f"commhooks.make_compressor({name!r}{given})" if settings else repr(name)
-    policy = "" if hook.policy == "fifo" else f", policy={hook.policy!r}"
-    return f"commhooks.attach(model, {made}{policy})".replace("'", '"')
+    policy = "" if hook.policy == "fifo" else f', policy="{hook.policy}"'
+    return f'commhooks.attach(model, "{hook.hook}"{policy})'
 
 
 class _Doubts:

@@ -10,11 +10,9 @@ waiting for transfers, and the processor time that they take, come from the mode
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from commhooks.communicators.collective import ring_bytes
 from commhooks.language.compressor import Compressor
@@ -179,24 +177,6 @@ def rate_for(profile: Profile, hook: HookProfile, probe: Probe, wanted: float) -
     return _SLOWEST if surplus(low) >= 0 else math.exp(brentq(surplus, low, high, xtol=1e-9))
 
 
-def named_settings(hook: HookProfile) -> tuple[str, dict[str, Any]]:
-    """Return the name and the settings of a profiled hook, for `make_compressor`."""
-    if "(" in hook.hook:  # a compressor as printed by str
-        return hook.hook, {}
-    name, _, rest = hook.hook.partition(":")
-    pairs = [pair.partition("=") for pair in rest.split(",")] if rest else []
-    return name, {key: _literal(value) for key, _, value in pairs}
-
-
 def compressor_of(hook: HookProfile) -> Compressor:
     """Return a fresh compressor of a profiled hook."""
-    name, settings = named_settings(hook)
-    return make_compressor(name, **settings)
-
-
-def _literal(text: str) -> Any:
-    """Return the number or truth value that a text stands for, or the text."""
-    try:
-        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
-    except (ValueError, SyntaxError):
-        return text
+    return make_compressor(hook.hook)

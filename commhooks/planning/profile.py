@@ -93,7 +93,7 @@ class HookProfile:
     """
 
     hook: str
-    """A name with settings, such as 'powersgd:rank=4', or a compressor as printed by `str`."""
+    """As it is written: 'powersgd:rank=4'."""
     policy: str
     """"fifo" or "fused"."""
     step: StepParts

@@ -14,15 +14,15 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange, compressors_in
+from commhooks.language.compressor import Context, Exchange, takes_feedback
 from commhooks.language.entries import RESIDUAL, Declared, Entry
 from commhooks.language.loss import Loss
 from commhooks.language.settings import refusal, setting
+from commhooks.language.spelling import Spelling
 from commhooks.wrappers.hierarchical import is_hierarchical
 from commhooks.wrappers.wrapper import Wrapper
 
@@ -54,6 +54,10 @@ class ErrorFeedback(Wrapper):
                 f"ErrorFeedback(inner={self.inner!r}): a machine's residual is its ranks' in common; write "
                 "Hierarchical(inner=ErrorFeedback(...)) instead."
             )
+
+    def by_name(self, decay: float | None = None) -> Spelling | None:
+        """Return the name of `inner`, with what it says about error feedback."""
+        return None if self.reset_every or decay is not None else self.inner.by_name(self.decay)
 
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `inner` takes the gradient and it is dense and real."""
@@ -102,15 +106,3 @@ class ErrorFeedback(Wrapper):
 
     def _is_lossy(self, slot: Slot) -> bool:
         return self.inner.loss(slot.name, slot.parameter) is not None
-
-
-def takes_feedback(compressor: Compressor) -> bool:
-    """Return whether `ErrorFeedback` may wrap a compressor: whether all that is in it leave what they lose to others.
-
-    They are asked about a large matrix; none is at hand when a compressor is made.
-    """
-    inner = [one for value in vars(compressor).values() for one in compressors_in(value)]
-    if inner:
-        return all(map(takes_feedback, inner))
-    loss = compressor.loss("", torch.empty(4096, 4096, device="meta"))
-    return loss is None or loss.is_kept

@@ -50,7 +50,7 @@ class Match:
 
     def __str__(self) -> str:
         """Return text that `make_compressor` can parse inside a compressor."""
-        return spelled(self)
+        return str(spelled(self))
 
     def matches(self, name: str, parameter: Tensor) -> bool:
         """Return whether a parameter meets all conditions."""

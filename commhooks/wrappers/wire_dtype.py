@@ -16,6 +16,7 @@ from commhooks.language.compressor import Context, Exchange, map_requests
 from commhooks.language.loss import Sends
 from commhooks.language.requests import AllReduce, Asked, Judge, Part, Request
 from commhooks.language.settings import refusal
+from commhooks.language.spelling import Spelling, short_name, spelled
 from commhooks.wrappers.wrapper import Wrapper
 
 
@@ -33,6 +34,12 @@ class WireDtype(Wrapper):
             raise refusal(self, "inner", "must request sums only, since nothing else can be cast")
         if self.inner.sends == Sends.FIXED:
             raise refusal(self, "inner", "must not choose its own wire dtype, as this one does")
+
+    def by_name(self, decay: float | None = None) -> Spelling | None:
+        """Return `inner`'s spelling with `wire` among its settings."""
+        inner = spelled(self.inner)
+        is_free = decay is None and not inner.has("wire", "start_after") and not hasattr(self.inner, "wire")
+        return inner.having(wire=short_name(self.dtype)) if is_free else None
 
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `inner` takes the gradient and its values can be cast."""

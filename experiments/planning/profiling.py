@@ -123,7 +123,7 @@ def candidates_of(asked: Asked) -> list[Candidate] | None:
     if asked.hooks is None:
         return None
     own = [(spec, make_hook(spec, asked.seed)) for spec in asked.hooks]
-    return [Candidate(_without_policy(spec), made, policy_of(spec), spec.label) for spec, made in own]
+    return [Candidate(str(spec.having(policy=None)), made, policy_of(spec), spec.label) for spec, made in own]
 
 
 def profile_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
@@ -136,10 +136,6 @@ def profile_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
             return
     if rank == 0:
         send(found)
-
-
-def _without_policy(spec: Spec) -> str:
-    return Spec(spec.name, tuple(pair for pair in spec.settings if pair[0] != "policy")).label
 
 
 def profile_table(found: Profile) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,8 @@ class Request:
     def command(self) -> str:
         """The command that measures the same."""
         options = {"size": None if self.size == "default" else self.size, "seeds": self.seeds, "link": self.link}
-        given = [f"--{name} {value}" for name, value in options.items() if value is not None]
-        return " ".join(["commhooks reproduce", self.name, *given])
+        given = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+        return shlex.join(["commhooks", "reproduce", self.name, *given])
 
     @property
     def folder(self) -> Path:

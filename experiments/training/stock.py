@@ -57,7 +57,7 @@ def check_stock(spec: Spec) -> None:
         kind = type(known[name])
         if type(value) is not kind and not (name in _FRACTIONS and type(value) is float):
             raise ValueError(f"hook {spec.label!r}: {name} must be of type {kind.__name__} (got {value!r})")
-        if name == "matrix_approximation_rank" and value < 1:  # type: ignore[operator]  # '"str" and "int"': it is an int
+        if name == "matrix_approximation_rank" and value < 1:
             raise ValueError(f"hook {spec.label!r}: {name} must be at least 1 (got {value})")
     if spec.name == _POWERSGD:
         try:

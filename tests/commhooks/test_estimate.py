@@ -311,7 +311,7 @@ def test_a_models_shapes_are_used_and_frozen_parameters_are_not() -> None:
         ({"ranks": 1_000_000}, "ranks must be at most 4,096"),
         ({"copy_rate": math.inf}, "copy_rate must be above zero and finite"),
         ({"parameters": 0}, "parameters must be a finite number of at least 1"),
-        ({"hooks": ["topk"]}, "expected some of all-reduce, fp16"),
+        ({"hooks": ["topk"]}, "Did you mean .top-k"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, object], message: str) -> None:

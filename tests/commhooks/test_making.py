@@ -1,8 +1,9 @@
-"""Compressors by name, and by what `str` prints of them."""
+"""Compressors by name, and by what `str` prints of them: one spelling, written and read."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
 import types
 from importlib.metadata import EntryPoint
@@ -13,6 +14,7 @@ import torch
 from commhooks import COMPRESSORS, ErrorFeedback, PerParameter, SettingsError, TopK, make_compressor, making
 from commhooks.making import settings_of
 from tests.cases import CASES, NEEDED, Case
+from tests.commhooks.nestings import SHAPES, drawn
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -20,8 +22,16 @@ def test_what_str_prints_is_read_back(case: Case) -> None:
     compressor = case.make()
     assert make_compressor(str(compressor)) == compressor
     assert make_compressor(repr(compressor)) == compressor
+    assert str(make_compressor(repr(compressor))) == str(compressor)
     inside = PerParameter(rules=(("a-b.*", compressor),)) if not compressor.needs_whole_buckets else compressor
     assert make_compressor(str(inside)) == inside
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_str_prints_of_any_nesting_is_read_back(seed: int) -> None:
+    compressor = drawn(random.Random(seed), {name: torch.empty(shape) for name, shape in SHAPES.items()}, world_size=4)
+    assert make_compressor(str(compressor)) == compressor
+    assert str(make_compressor(str(compressor))) == str(compressor)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -31,16 +41,34 @@ def test_every_name_makes_what_its_text_makes(name: str) -> None:
     assert make_compressor(f"{name}({inside})") == make_compressor(name, **settings)
 
 
-def test_only_what_differs_from_the_defaults_is_printed() -> None:
-    assert str(make_compressor("top-k", ratio=0.02)) == "ErrorFeedback(inner=TopK(ratio=0.02))"
-    assert str(make_compressor("fp16")) == "Cast(dtype=torch.float16)"
-    assert make_compressor("ErrorFeedback(inner=top-k(ratio=1e-05, error_feedback=False), decay=0.5)") == ErrorFeedback(
-        inner=TopK(ratio=1e-05), decay=0.5
-    )
+@pytest.mark.parametrize(
+    ("written", "also"),
+    [
+        ("top-k:ratio=0.02", "ErrorFeedback(inner=TopK(ratio=0.02))"),
+        ("top-k:error_feedback=False", "TopK()"),
+        ("fp16", "Cast(dtype=torch.float16)"),
+        ("bf16:error_feedback=True", "error-feedback:inner=(fp16:dtype=bf16)"),
+        ("distro", "demo:k=4,one_bit=True,sign=True"),
+        ("int8:error_feedback=False,server_feedback=True", "TwoHop(codec=Int8())"),
+        ("int8:error_feedback=False", "two-hop:codec=(Int8),server_feedback=False"),
+        ("powersgd:rank=4,start_after=10,wire=bf16", "powersgd(start_after=10, rank=4, wire=torch.bfloat16)"),
+        ("powersgd:skip=(a.*,b)", "powersgd:skip=a.*+b"),
+        ("top-k:ratio=1", "top-k : ratio = 1.0"),
+        ("hierarchical:inner=(top-k),size=2", "hierarchical:inner=top-k,size=2"),
+        ("start-after:before=(fp16),inner=(sign),steps=3", "StartAfter(inner=sign, steps=3, before=(fp16))"),
+        (
+            "per-parameter:otherwise=(top-k:ratio=0.1,wire=None),rules=((bias,(fp16)),((match:dimensions=(2,)),(sign)))",
+            "PerParameter(rules=(('bias', fp16()), (Match(dimensions=(2,)), sign())), otherwise=top-k(ratio=0.1))",
+        ),
+    ],
+)
+def test_what_means_the_same_is_written_alike(written: str, also: str) -> None:
+    assert make_compressor(also) == make_compressor(written)
+    assert str(make_compressor(also)) == str(make_compressor(written)) == written.replace(",wire=None", "")
 
 
 def test_settings_stand_inside_of_a_text_or_beside_a_name() -> None:
-    assert make_compressor("top-k(ratio=0.1)", start_after=3) == make_compressor("top-k", ratio=0.1, start_after=3)
+    assert make_compressor("top-k:ratio=0.1", start_after=3) == make_compressor("top-k", ratio=0.1, start_after=3)
     assert {"ratio", "start_after", "wire", "error_feedback"} <= set(settings_of("top-k"))
     assert {"block", "server_feedback", "damping"} <= set(settings_of("sign"))
 
@@ -57,7 +85,8 @@ def test_a_class_of_another_package_is_named_with_its_module(monkeypatch: pytest
     monkeypatch.setattr(Foreign, "__module__", "somebodys_package")
     assert make_compressor("somebodys_package:Foreign", ratio=0.5) == Foreign(ratio=0.5)
     around = ErrorFeedback(inner=Foreign(ratio=0.5))
-    assert str(around) == "ErrorFeedback(inner=somebodys_package:Foreign(ratio=0.5))"
+    assert str(around) == "error-feedback:inner=(somebodys_package:Foreign:ratio=0.5)"
+    assert make_compressor("ErrorFeedback(inner=somebodys_package:Foreign(ratio=0.5))") == around
     assert make_compressor(str(around)) == around
     with pytest.raises(SettingsError, match="has no setting 'rate'; .* Did you mean 'ratio'"):
         make_compressor("somebodys_package:Foreign", rate=1)
@@ -75,3 +104,4 @@ def test_wires_are_dtypes() -> None:
     wired = make_compressor("powersgd", rank=2, wire=torch.bfloat16)
     assert make_compressor("powersgd(rank=2, wire=torch.bfloat16)") == wired
     assert make_compressor(str(wired)) == wired
+    assert make_compressor("powersgd", rank=2, wire="bf16") == wired

@@ -127,7 +127,7 @@ def test_the_fastest_hook_is_recommended_with_the_line_that_attaches_it() -> Non
     found = plan(a_profile(hook("fp16", 0.112, 2), hook("powersgd:rank=4", 0.114, 0.1)), a_probe())
     assert [choice.label for choice in found.choices] == ["powersgd:rank=4", "fp16", "allreduce"]
     assert found.pays and found.recommended.label == "powersgd:rank=4"
-    assert found.recommended.code == 'commhooks.attach(model, commhooks.make_compressor("powersgd", rank=4))'
+    assert found.recommended.code == 'commhooks.attach(model, "powersgd:rank=4")'
     assert found.recommended.seconds == pytest.approx(0.114 + 0.00075)
     assert found.recommended.speed_up == pytest.approx(0.140 / 0.11475)
     assert found.recommended.utilisation == pytest.approx(0.110 / 0.11475)
@@ -203,16 +203,13 @@ def test_no_rate_helps_a_hook_that_computes_too_long() -> None:
     ("name", "policy", "line"),
     [
         ("fp16", "fifo", '"fp16"'),
-        ("top-k:ratio=0.01", "fused", 'commhooks.make_compressor("top-k", ratio=0.01), policy="fused"'),
-        ("ErrorFeedback(inner=TopK(ratio=0.1))", "fifo", '"ErrorFeedback(inner=TopK(ratio=0.1))"'),
+        ("top-k:ratio=0.02", "fused", '"top-k:ratio=0.02", policy="fused"'),
     ],
 )
 def test_the_line_makes_the_compressor_that_was_profiled(name: str, policy: str, line: str) -> None:
     made = code_for(dataclasses.replace(hook(name, 0.1, 1), policy=policy))
     assert made == f"commhooks.attach(model, {line})"
-    argument = made.removeprefix("commhooks.attach(model, ").removesuffix(")").removesuffix(', policy="fused"')
-    compressor = eval(argument, {"commhooks": commhooks})
-    assert isinstance(commhooks.make_compressor(str(compressor)), commhooks.Compressor)
+    assert str(commhooks.make_compressor(made.split('"')[1])) == name
 
 
 def test_a_plan_for_a_large_profile_takes_less_than_two_seconds() -> None:

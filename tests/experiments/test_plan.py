@@ -51,7 +51,7 @@ def test_what_takes_turns_stays_together() -> None:
 
 def test_hooks_that_do_not_suit_the_optimizer_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {"hooks": ["all-reduce", "dgc"], "size": "tiny", "optimizers": ["sgd:lr=0.1", None]}
-    told = "digits:size=tiny: DGC.. with SGD: momentum is applied twice, by both; give the optimizer a momentum of 0"
+    told = "digits:size=tiny: dgc with SGD: momentum is applied twice, by both; give the optimizer a momentum of 0"
     with pytest.warns(UserWarning, match=told) as heard:  # digits' own optimizer has momentum
         planned(**asked, seeds=[0, 1])
     assert len(heard) == 1
@@ -77,13 +77,13 @@ def test_ranks_that_share_cores_are_warned_about(monkeypatch: pytest.MonkeyPatch
     ("changes", "words"),
     [
         ({"hooks": ["powersdg"]}, "Did you mean 'powersgd'"),
-        ({"hooks": ["powersgd:rnak=4"]}, r"has no setting 'rnak'; it has .*rank.*Did you mean 'rank'"),
+        ({"hooks": ["powersgd:rnak=4"]}, r"has no setting 'rnak'; it takes .*rank.*Did you mean 'rank'"),
         ({"hooks": ["powersgd:rank=0"]}, "rank must be"),
         ({"hooks": ["powersgd:rank=four"]}, "rank must be"),
         ({"hooks": ["powersgd:wire=fp12"]}, "wire must be one of fp16"),
         ({"hooks": ["fp16:policy=lifo"]}, "policy must be one of fifo, fused"),
         ({"hooks": ["powersgd:skip=haed"]}, "'haed' must match a parameter's name"),
-        ({"hooks": ["sign:blok=64"]}, r"has no setting 'blok'; it has block, .*server_feedback.*Did you mean 'block'"),
+        ({"hooks": ["sign:blok=64"]}, r"has no setting 'blok'; it takes block, .*Did you mean 'block'"),
         ({"hooks": ["int4:block=3"]}, "block must be a multiple of 2"),
         ({"hooks": ["powersgd:matrices=round"]}, "matrices must be one of first-dimension"),
         ({"hooks": ["fp16", "fp16"]}, "fp16 is given twice"),

@@ -109,7 +109,7 @@ def test_the_page_defines_its_terms_and_says_how_to_get_it_again(folder: Path) -
         "2 of 3 seeds",
         NO_DIFFERENCE,
         "commhooks compare &lt;x&gt;",
-        "note=&lt;b&gt;",
+        "note=&#39;&lt;b&gt;&#39;",
     ):
         assert words in text
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from commhooks.language.spelling import Spelling
 from experiments.results.summary import SMOOTHING_STEPS, Spread, Typical, smoothed_losses, steps_to
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
@@ -40,7 +41,8 @@ def test_a_hook_is_read_from_text(text: str, name: str, settings: dict[str, obje
     [
         ("my.package:TopK", "my.package:TopK", ()),
         ("my.package:TopK:ratio=0.1", "my.package:TopK", (("ratio", 0.1),)),
-        ("TopK(ratio=0.1, error_feedback=False)", "TopK(ratio=0.1, error_feedback=False)", ()),
+        ("TopK(ratio=0.1, indices=auto)", "TopK", (("indices", "auto"), ("ratio", 0.1))),
+        ("hierarchical:inner=(sign)", "hierarchical", (("inner", Spelling("sign")),)),
     ],
 )
 def test_other_peoples_compressors_and_whole_ones_are_hooks(text: str, name: str, settings: Any) -> None:
@@ -55,6 +57,16 @@ def test_other_peoples_compressors_and_whole_ones_are_hooks(text: str, name: str
 def test_a_hook_that_does_not_parse_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="does not parse"):
         Spec.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["gpt:size=base,width=64", "my.package:make:width=64", "a folder/my (own).py:make:path=a/b c", "tasks.py:make"],
+)
+def test_a_task_is_read_back_from_its_label(text: str) -> None:
+    spec = Spec.parse(text, "task")
+    assert Spec.parse(spec.label, "task") == spec
+    assert spec.name == text.rpartition(":")[0] if "=" in text else spec.name == text
 
 
 @pytest.mark.parametrize(

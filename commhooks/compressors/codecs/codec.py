@@ -25,7 +25,7 @@ class Codec(ABC):
 
     def __str__(self) -> str:
         """Return text that `make_compressor` can parse inside a compressor."""
-        return spelled(self)
+        return str(spelled(self))
 
     def __post_init__(self) -> None:
         check_settings(self)
