@@ -1,8 +1,9 @@
-"""Numbers in a readable form, as statistics and reports print them."""
+"""Numbers and names in a readable form, as statistics, reports and errors print them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 def three_digits(value: float) -> str:
@@ -34,3 +35,11 @@ def in_columns(rows: Sequence[tuple[str, str, str]]) -> str:
     """Return one aligned line for each row of a label, an amount and a remark."""
     first, second = (max(len(row[place]) for row in rows) for place in (0, 1))
     return "\n".join(f"{what:{first}}  {much:>{second}}  {remark}".rstrip() for what, much, remark in rows)
+
+
+def unknown(what: str, got: str, known: Iterable[str]) -> str:
+    """Return an error message for a name that does not exist, with the names that do and the nearest of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(got, names, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{what} {got!r} is not known: expected one of {', '.join(names)}{hint}"

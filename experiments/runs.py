@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from commhooks.checkpoints.disk import named
+from commhooks.units import unknown
 
 from .links.link import LinkSettings
-from .specs import Spec, unknown
+from .specs import Spec
 
 FORMAT = 2  # of the result files; increased when readers must change
 PARTIAL = ".json.part"  # suffix of a result's name while it is being written

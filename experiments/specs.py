@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterable
 from typing import Self
 
 from commhooks.language.spelling import NAME, Spelling, parse
@@ -55,11 +53,3 @@ class Spec(Spelling):
     def with_default(self, key: str, value: SettingValue) -> Self:
         """Return the spec with this setting, unless it has one of that name."""
         return self if self.has(key) else dataclasses.replace(self, settings=(*self.settings, (key, value)))
-
-
-def unknown(what: str, got: str, known: Iterable[str]) -> str:
-    """Return an error message for a name that does not exist, with the names that do and the nearest of them."""
-    names = sorted(known)
-    near = difflib.get_close_matches(got, names, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{what} {got!r} is not known: expected one of {', '.join(names)}{hint}"

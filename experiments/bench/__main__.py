@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from commhooks.planning.stored import write_text
+from commhooks.units import unknown
 
 from ..commands.terminal import errors_in_words
 from ..report.table import plain_table
-from ..specs import unknown
 from .gate import SAME, WORSE, changes, other_places
 from .page import figure, render
 from .results import Results, measured_now, read, write

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from commhooks import COMPRESSORS, Compressor, ErrorFeedback
 from commhooks.errors import CommHooksError
 from commhooks.language.loss import error_of
+from commhooks.units import unknown
 
 from ..hooks import make_hook
-from ..specs import Spec, unknown
+from ..specs import Spec
 from ..tasks import LoadedTask
 
 DENSE = "all-reduce"

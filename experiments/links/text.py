@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from ..specs import unknown
+from commhooks.units import unknown
 
 Schedule = tuple[tuple[float, float | None], ...]
 

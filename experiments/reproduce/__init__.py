@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from ..specs import unknown
+from commhooks.units import unknown
+
 from .reproduction import Block, Picture, Reproduction, Table
 
 __all__ = ["Block", "MODULES", "Picture", "Reproduction", "Table", "load_reproduction"]

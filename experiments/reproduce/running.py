@@ -11,11 +11,12 @@ from typing import Any
 
 from rich.console import Console
 
+from commhooks.units import unknown
+
 from ..cluster import why_not
 from ..launch import torchrun_world
 from ..machine import machine, versions
 from ..report.plots import LIGHT
-from ..specs import unknown
 from ..sweeps.lock import LOCK, claimed
 from . import load_reproduction, notes, results
 from .notes import PARTS, Notes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from commhooks.units import unknown
+
 from ..links.text import DEFAULT_LINK
 from ..runs import RunSettings
-from ..specs import unknown
 from .plan import plan
 
 DEFAULT_TASKS = ("digits", "gpt")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from commhooks.units import counted
+from commhooks.units import counted, unknown
 
 from ..cluster import ClusterError
 from ..launch import WorldError, reason_of, torchrun_world
@@ -21,7 +21,7 @@ from ..report.writing import write
 from ..results.goals import GoingOn
 from ..results.outcomes import chosen_baseline, took_turns
 from ..runs import RunResult, RunSettings
-from ..specs import Spec, unknown
+from ..specs import Spec
 from .execute import Made, execute
 from .live import Live, listeners
 from .lock import claimed

@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
+from commhooks.units import unknown
+
 from ..runs import RunSettings, read_setting
-from ..specs import unknown
 from .plan import check_number, check_runs, combinations, in_turn
 
 EXAMPLE = """\

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..specs import SettingValue, Spec, unknown
+from commhooks.units import unknown
+
+from ..specs import SettingValue, Spec
 from .batches import place_of
 from .checks import task_of
 from .cifar10 import cifar10

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..specs import SettingValue, Spec, unknown
+from commhooks.units import unknown
+
+from ..specs import SettingValue, Spec
 
 _UNFIT = {"LBFGS": "its step computes the loss again", "SparseAdam": "it needs sparse gradients"}
 _KINDS: dict[str, Any] = {
