@@ -195,7 +195,7 @@ class _World:
 
     def __init__(self, folder: str, world_size: int) -> None:
         self.folder = folder
-        self.began = time.monotonic()
+        self.began = 0.0  # once every rank is started: the first of all ranks waits for the imports of the server
         self.processes: list[ForkServerProcess] = []
         self.connections: list[connection.Connection] = []
         self.outcomes = [Outcome(rank=rank) for rank in range(world_size)]
@@ -211,6 +211,7 @@ class _World:
 
     def listen(self, timeout: float, grace: float) -> None:
         """Receive every rank's report; kill those that have not reported in time."""
+        self.began = time.monotonic()
         deadline = self.began + timeout
         silent = set(range(len(self.processes)))
         while silent and (left := deadline - time.monotonic()) > 0:

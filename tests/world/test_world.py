@@ -82,6 +82,10 @@ def own_rank(rank: int) -> int:
     return rank
 
 
+def own_processor_seconds(rank: int) -> float:
+    return time.process_time()
+
+
 def seen_environment(rank: int) -> str | None:
     return os.environ.get("WORLD_TEST")
 
@@ -153,11 +157,8 @@ def test_exits_are_not_checked_where_an_argument_is_torch() -> None:
         run_world(abort_beside, 1, "torch", check_exit=True)
 
 
-def test_a_second_world_needs_no_import_of_torch() -> None:
-    run_world(sum_of_ranks, 2, 0)
-    began = time.monotonic()
-    run_world(sum_of_ranks, 4, 0)
-    assert time.monotonic() - began < 5.0
+def test_ranks_need_no_import_of_torch() -> None:
+    assert max(run_world(own_processor_seconds, 4, backend=None)) < 1.0  # the import alone is 1.8
 
 
 def test_a_failing_rank_is_named_with_its_traceback_and_the_others_are_not_waited_for() -> None:
@@ -227,6 +228,7 @@ def test_no_temporary_folder_is_left_behind(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, number: signal.Signals) -> None:
     code = (
@@ -235,7 +237,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, number: si
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
     files = [tmp_path / "pid.0", tmp_path / "pid.1"]
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 150
     while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
         time.sleep(0.05)
     children = [int(file.read_text()) for file in files]
