@@ -76,6 +76,7 @@ from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Entry
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.place import Place
 from commhooks.language.requests import (
     AllGather,
     AllReduce,
@@ -169,6 +170,7 @@ __all__ = [
     "Part",
     "Pending",
     "PerParameter",
+    "Place",
     "Plan",
     "PowerSGD",
     "PowerSGDState",

@@ -55,8 +55,7 @@ def _bucket(compressor: Compressor, shapes: Shapes, world_size: int, device: str
     pieces = memory.split([p.numel() for p in parameters.values()])
     slots = [Slot(p, piece, table.of(p)) for p, piece in zip(parameters.values(), pieces, strict=True)]
     bucket = BucketView(0, memory, slots)
-    table.lay_out(slots, compressor)
-    table.lay_out_entries(slots[0], compressor.bucket_state(bucket))
+    table.lay_out(bucket, compressor)
     return bucket
 
 

@@ -27,10 +27,6 @@ class AllReduceMean(Compressor):
         """Return True: sparse and complex gradients are supported too."""
         return True
 
-    def remembers(self, step: int) -> bool:
-        """Return False: no state is kept."""
-        return False
-
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Request the mean of the bucket's memory."""
         means = yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, last=True)

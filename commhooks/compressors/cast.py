@@ -49,10 +49,6 @@ class Cast(Compressor):
         """
         return Loss(float((torch.finfo(self.dtype).eps / 2) ** 2)) if self._narrows(parameter) else None
 
-    def remembers(self, step: int) -> bool:
-        """Return False: no state is kept."""
-        return False
-
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Request the mean of the bucket's memory, cast on the wire."""
         if not self._narrows(bucket.memory):

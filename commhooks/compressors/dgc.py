@@ -27,6 +27,7 @@ from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import RESIDUAL, Declared, Entry
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.memory import add_residuals
+from commhooks.language.place import Place
 from commhooks.language.settings import setting
 
 _FIRST_RATIO = 0.25
@@ -58,7 +59,7 @@ class DGC(Compressor):
         """Return 1 - k/n of the last ratio; what is not sent is kept here."""
         return Loss(largest_error(self.indices, parameter.numel(), self.ratio), is_kept=False)
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+    def state(self, place: Place) -> Declared:
         """Return v, and u if there is a momentum."""
         velocity = {"velocity": Entry(kind="private")} if self.momentum else {}
         return {RESIDUAL: Entry(kind="residual"), **velocity}

@@ -22,10 +22,6 @@ class NoOp(Compressor):
         """Return True: sparse and complex gradients are supported too."""
         return True
 
-    def remembers(self, step: int) -> bool:
-        """Return False: no state is kept."""
-        return False
-
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Request nothing."""
         yield from ()

@@ -29,6 +29,7 @@ from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange, map_requests
 from commhooks.language.entries import Declared, Entry
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.place import Place
 from commhooks.language.requests import Asked, Judge
 from commhooks.language.settings import setting
 
@@ -54,7 +55,7 @@ class Signum(Compressor):
         """Return inf: only signs are sent, and ±1 may be arbitrarily larger than the momentum."""
         return Loss(math.inf)
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+    def state(self, place: Place) -> Declared:
         """Return the momentum."""
         return {"momentum": Entry(kind="private")} if self.beta else {}
 

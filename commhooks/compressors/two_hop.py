@@ -31,6 +31,7 @@ from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
 from commhooks.language.entries import Declared, Entry, first_server
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.place import Place
 from commhooks.language.randomness import seeded_uniform, stable_seed
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part
 from commhooks.language.settings import setting
@@ -159,9 +160,10 @@ class TwoHop(Compressor):
                 "so the server error would grow without bound; set damping, or server_feedback=False."
             )
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+    def state(self, place: Place) -> Declared:
         """Return the entry for the server error of the blocks that this rank serves."""
-        has_error = self.server_feedback and self.pays(parameter.numel(), world_size)
+        serves = self.server_feedback and not place.is_sharded  # of shards, each rank serves itself alone
+        has_error = serves and self.pays(place.parameter.numel(), place.world_size)
         return {SERVER_ERROR: Entry(kind="share", block=self.codec.block)} if has_error else {}
 
     def pays(self, elements: int, world_size: int) -> bool:

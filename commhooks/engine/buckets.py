@@ -15,6 +15,7 @@ from commhooks.language.compressor import Compressor
 from commhooks.language.requests import Layout
 from commhooks.state.handover import hand_over
 from commhooks.state.table import StateTable
+from commhooks.wrappers.phases import Phase, phases_of
 
 Key = tuple[int, ...]
 """A bucket is identified by the identities of its parameters."""
@@ -43,6 +44,8 @@ class Buckets:
     def __init__(self, table: StateTable, *, by_parameter: bool) -> None:
         self.are_one_models = False
         """Whether the names of one model's parameters are known."""
+        self.phase = Phase(0, is_guarded=False)
+        """The current step's, of its compressor."""
         self._table = table
         self._by_parameter = by_parameter
         self._views: dict[Key, BucketView] = {}
@@ -85,15 +88,15 @@ class Buckets:
         if self._laid_out.get(view) is compressor or not view.slots:
             return False
         view.plans.clear()  # made for another compressor, they may refer to memory that the table no longer uses
-        self._table.lay_out(view.slots, compressor)
-        self._table.lay_out_entries(view.slots[0], compressor.bucket_state(view))
+        self._table.lay_out(view, compressor)
         self._laid_out[view] = compressor
         return True
 
     def hand_over(self, compressor: Compressor, step: int) -> None:
         """Before a step, hand over what is owed to the compressor, or its phase, if it follows another; see there."""
-        if self._table.in_phase != (compressor, compressor.phase(step)):
-            hand_over(self._table, compressor, step)
+        self.phase = next(phase for phase in reversed(phases_of(compressor)) if phase.begin <= step)
+        if self._table.in_phase != (compressor, self.phase.begin):
+            hand_over(self._table, compressor, self.phase.begin, step)
             self._laid_out.clear()
 
     def learn_names(self, bucket: Bucket, parameters: list[Tensor]) -> None:

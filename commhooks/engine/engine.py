@@ -116,8 +116,8 @@ class Engine:
         context = Context(self.line.rank, self.line.world_size, self.step, loss_scale=scale)
         if not compressor.takes(view.memory):
             exchange = begin_exchange(AllReduceMean(), view, context)
-            return judged(view, exchange) if compressor.remembers(self.step) else exchange
-        if not compressor.remembers(self.step):  # the same on every rank; state of other compressors stays
+            return judged(view, exchange) if self.buckets.phase.is_guarded else exchange
+        if not self.buckets.phase.is_guarded:  # the same on every rank; state of other compressors stays
             return begin_exchange(compressor, view, context)
         if self.buckets.lay_out(view, compressor) and self._undo is not None:
             self._undo.forget(view)

@@ -16,6 +16,7 @@ from commhooks.engine.replay import Resumed
 from commhooks.errors import AttachError, CheckpointError
 from commhooks.language.bucket import Slot
 from commhooks.language.entries import Declared, Entry
+from commhooks.language.place import Place
 from commhooks.state.fitness import begun_again, misfits
 from commhooks.state.formats import description_of
 from commhooks.state.orders import in_memory_order, in_other_formats, with_an_axis_each
@@ -78,7 +79,7 @@ def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[st
 def _by_each(engine: Engine, name: str, parameter: Tensor) -> list[Declared]:
     """Return what each compressor that may be in use remembers for a parameter, first that of the present one."""
     compressors, compressed = (engine.compressor, *engine.state.successors), _as_compressed(parameter)
-    return [compressor.state(name, compressed, engine.line.world_size) for compressor in compressors]
+    return [compressor.state(Place(name, compressed, engine.line.world_size)) for compressor in compressors]
 
 
 def _in_other_formats(engine: Engine, name: str) -> list[Declared]:
@@ -93,11 +94,11 @@ def _with_kinds(engine: Engine, snapshot: Snapshot) -> Snapshot:
         return snapshot
     declare, ranks = engine.compressor.state, snapshot.world_size
     named = {name: _as_compressed(parameter) for name, parameter in engine.state.named().items()}
-    then = {name: declare(name, parameter, ranks) for name, parameter in named.items()}
+    then = {name: declare(Place(name, parameter, ranks)) for name, parameter in named.items()}
     of_larger = {}  # parameters as many times as large, without memory
     for name, parameter in named.items():
         repeated = parameter.detach().to("meta").repeat(ranks, *[1] * (parameter.dim() - 1))
-        of_larger[name] = declare(name, repeated, ranks)
+        of_larger[name] = declare(Place(name, repeated, ranks))
     return snapshot.with_kinds(engine.compressor, then, of_larger)
 
 
@@ -106,12 +107,12 @@ def _declared(engine: Engine, snapshot: Snapshot) -> dict[str, Declared]:
 
     If several of these use one name, the one whose state was saved may take over.
     """
+    sizes = snapshot.world_size, engine.line.world_size
     declared: dict[str, Declared] = {}
     for name, parameter in engine.state.named().items():
         own: dict[str, Entry] = {}
         for compressor in (*engine.state.successors, engine.compressor):
-            place = name, _as_compressed(parameter)
-            then, now = (compressor.state(*place, size) for size in (snapshot.world_size, engine.line.world_size))
+            then, now = (compressor.state(Place(name, _as_compressed(parameter), size)) for size in sizes)
             for entry, what in {**then, **now}.items():
                 saved = snapshot.kinds.get(name, {}).get(entry)
                 was_saved = saved is not None and description_of(saved) == description_of(what)
@@ -195,8 +196,9 @@ def lay_out(engine: Engine, sparse: Set[Tensor]) -> None:
 
     A checkpoint that is read into existing tensors (`torch.distributed.checkpoint`) thus finds a place for everything.
     """
-    for parameter in engine.state.named().values():
+    for name, parameter in engine.state.named().items():
         gradient = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         if parameter not in sparse and engine.compressor.takes(gradient):
             flat = parameter.detach().reshape(-1)  # for its size: apart from that only dtype and device matter
-            engine.state.lay_out([Slot(parameter, flat, engine.state.of(parameter))], engine.compressor)
+            declared = engine.compressor.state(Place(name, parameter, engine.line.world_size))
+            engine.state.lay_out_entries(Slot(parameter, flat, engine.state.of(parameter)), declared)

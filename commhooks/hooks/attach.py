@@ -19,13 +19,11 @@ from commhooks.hooks.sockets import Socket, check_is_free, group_or_default, soc
 from commhooks.hooks.watching import Watch, optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL
+from commhooks.language.place import Place
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import StateTable
 from commhooks.unwrapping import find_ddp, left_out_parameters, trained_parameters
-
-_LITTLE = 1e-4
-"""A squared relative error below this costs no accuracy worth a warning: bf16's is 1.5e-5."""
 
 
 class Attachment(Handle):
@@ -194,8 +192,8 @@ def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> No
     """
     for name, parameter in named:
         loss = compressor.loss(name, parameter)
-        is_lost = loss is not None and loss.error > _LITTLE and loss.is_kept and not loss.unbiased
-        if is_lost and RESIDUAL not in compressor.state(name, parameter, 1):
+        is_lost = loss is not None and loss.is_worth_keeping and not loss.unbiased
+        if is_lost and RESIDUAL not in compressor.state(Place(name, parameter, 1)):
             warnings.warn(
                 f"commhooks: {compressor!r} loses what it does not send of {name!r} and other parameters. Attach "
                 f"{type(compressor).__name__} by its name, or wrap it in ErrorFeedback(inner=...), unless that loss is "

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from commhooks.compressors import DGC, DeMo, Sign, Signum, TwoHop, UnbiasedPowerSGD
 from commhooks.compressors.sparse.shared_places import SharedPlaces
-from commhooks.language.compressor import Compressor, compressors_in
+from commhooks.language.compressor import Compressor, inner_of
 from commhooks.wrappers import ErrorFeedback
 
 _MOST = 10
@@ -68,9 +68,8 @@ def _reasons(
             "most of them too short. Set error_feedback=False."
         )
     around = compressor if isinstance(compressor, ErrorFeedback) else feedback
-    for value in vars(compressor).values():
-        for inner in compressors_in(value):
-            yield from _reasons(inner, around, steps, parameters)
+    for inner in inner_of(compressor):
+        yield from _reasons(inner, around, steps, parameters)
 
 
 def _with_momentum(

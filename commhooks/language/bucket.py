@@ -12,6 +12,7 @@ from torch import Tensor
 
 from commhooks.language.entries import RESIDUAL, ParameterState
 from commhooks.language.memory import commit
+from commhooks.language.place import Place
 from commhooks.language.requests import Layout, Part
 from commhooks.language.tile import Scratch, Tile
 
@@ -171,10 +172,19 @@ class BucketView:
         """Return a bucket of some of the slots."""
         return self._derived(slots, self.feeds_back, self.decay, is_whole=False)
 
-    def renamed(self, names: Callable[[Slot], Mapping[str, str]]) -> BucketView:
-        """Return the bucket with its slots' state under other names; see `ParameterState.renamed`."""
+    def places(self, world_size: int) -> Sequence[Place]:
+        """Return the places of the slots' state, among so many ranks; the first one leads the bucket if it is whole."""
+        led = [self.layout if self.is_whole else None, *[None] * len(self.slots)]
+        return [
+            Place(slot.name, slot.parameter, world_size, bucket=bucket, is_sharded=self.is_sharded)
+            for slot, bucket in zip(self.slots, led, strict=False)
+        ]
+
+    def renamed(self, names: Sequence[Mapping[str, str]]) -> BucketView:
+        """Return the bucket with its slots' state under other names, for each slot; see `ParameterState.renamed`."""
         slots = [
-            Slot(slot.parameter, slot.gradient, slot.remembered.renamed(names(slot)), slot.mean) for slot in self.slots
+            Slot(slot.parameter, slot.gradient, slot.remembered.renamed(of_slot), slot.mean)
+            for slot, of_slot in zip(self.slots, names, strict=True)
         ]
         return self._derived(slots, self.feeds_back, self.decay, is_whole=self.is_whole)
 

@@ -8,8 +8,9 @@ one process, and its collectives can be counted and reordered.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from commhooks.errors import CompressorError, HookTypeError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.place import Place
 from commhooks.language.registry import name_of
 from commhooks.language.requests import AllToAll, Asked, Judge, Request
 from commhooks.language.settings import check_settings
@@ -83,19 +85,18 @@ def no_hook(given: object) -> HookTypeError:
 
 
 _REMOVED = {
-    "fixes_wire": "sends = Sends.FIXED",
-    "only_sums": "sends = Sends.ANYTHING",
-    "loses": "loss(name, parameter)",
-    "relative_error": "loss(name, parameter)",
-    "contraction": "loss(name, parameter)",
-    "is_unbiased": "loss(name, parameter)",
-    "is_damped": "loss(name, parameter)",
-    "takes_feedback": "loss(name, parameter)",
-    "check_parameters": "check(named, world_size)",
-    "check_ranks": "check(named, world_size)",
-    "chooses": "choose, which returns {} when nothing is to be chosen",
+    "loss(name, parameter)": ("loses", "relative_error", "contraction", "is_unbiased", "is_damped", "takes_feedback"),
+    "loss(name, parameter), which returns Loss(..., of_bucket=True),": ("needs_whole_buckets",),
+    "sends = Sends.FIXED": ("fixes_wire",),
+    "sends = Sends.ANYTHING": ("only_sums",),
+    "check(named, world_size)": ("check_parameters", "check_ranks"),
+    "choose, which returns {} when nothing is to be chosen": ("chooses",),
+    "state(place), which declares all that is remembered,": ("remembers",),
+    "state(place), which adds what the bucket of place.bucket remembers,": ("bucket_state",),
+    "state(place), which leaves out what place.step does not use,": ("resting",),
+    "StartAfter around the compressors of two phases": ("phase",),
 }
-"""Former members, and their successors: whoever still defines one would silently be taken to lose nothing."""
+"""Former members, by their successors: whoever still defines one would silently be taken to lose nothing."""
 
 
 class Compressor(ABC):
@@ -114,12 +115,18 @@ class Compressor(ABC):
     def __init_subclass__(cls, **settings: Any) -> None:
         """Raise `CompressorError` for a member that compressors no longer have, and name what takes its place."""
         super().__init_subclass__(**settings)
-        for name, successor in _REMOVED.items():
-            if name in vars(cls):
+        for successor, names in _REMOVED.items():
+            for name in filter(vars(cls).__contains__, names):
                 raise CompressorError(
                     f"{cls.__name__}.{name}: compressors are no longer asked for {name}; define {successor} in its "
                     "place (docs/guide/compressors.md has a table of the changes)."
                 )
+        given = [one for one in inspect.signature(cls.state).parameters.values() if one.default is one.empty]
+        if len(given) != 2:
+            raise CompressorError(
+                f"{cls.__name__}.state({', '.join(map(str, given))}): state is given one Place; define "
+                "state(self, place), and ask place.name, place.parameter and place.world_size."
+            )
 
     def __call__(self, state: object, bucket: object) -> NoReturn:
         """Raise `HookTypeError`: a compressor is attached, not called. It is callable because DDPs check that first."""
@@ -142,11 +149,6 @@ class Compressor(ABC):
         """What `compress` requests, which decides whether a wrapper may cast it."""
         return Sends.SUMS
 
-    @property
-    def needs_whole_buckets(self) -> bool:
-        """Whether `compress` must be given all slots of a bucket together."""
-        return False
-
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `compress` can handle this kind of gradient; others are averaged by a plain all-reduce."""
         return not gradient.is_sparse and gradient.is_floating_point()
@@ -155,39 +157,22 @@ class Compressor(ABC):
         """Return what may be left unsent of a parameter's gradient; None: nothing.
 
         Unless `Loss.is_kept` is false, `compress` passes it to `slot.keep`. It may depend on the name, and on the
-        parameter's shape, strides and dtype, but not on its values: `ErrorFeedback` asks about a large matrix without
-        a name or memory when it is built.
+        parameter's shape, strides and dtype, but not on its values: wrappers ask about a large matrix without a name or
+        memory when they are built.
         """
         return None
 
     def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:  # noqa: B027 most check nothing
         """Raise `SettingsError` if a setting cannot work for these parameters, or this number of ranks (None: any)."""
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return the entries remembered for a parameter, by name, except the residual (see `ErrorFeedback`)."""
-        return {}
+    def state(self, place: Place) -> Declared:
+        """Return the entries remembered for a parameter, by name, except the residual (see `ErrorFeedback`).
 
-    def bucket_state(self, bucket: BucketView) -> Declared:
-        """Return the entries remembered for the bucket as a whole, by name; they are kept with the first slot."""
-        return {}
-
-    def remembers(self, step: int) -> bool:
-        """Return whether `compress` reads or writes any state in this step; if not, there is nothing to guard.
-
-        It must be the same on every rank, since guards may add to what is sent.
+        If the parameter leads `place.bucket`, they include those of the bucket as a whole. If `place.step` is given,
+        they are those that this step uses: when the next compressor of a schedule takes over, what others owe is handed
+        over to the residual in use. They must depend only on the settings and the place.
         """
-        return True
-
-    def phase(self, step: int) -> int:
-        """Return how often one compressor has taken over from another before this step; the same on every rank.
-
-        Whenever it rises, what the entries in `resting` owe is handed over to the residual in use.
-        """
-        return 0
-
-    def resting(self, name: str, parameter: Tensor, world_size: int, step: int) -> Set[str]:
-        """Return the names of those entries of a parameter that this step does not use, such as another phase's."""
-        return frozenset()
+        return {}
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
         """Return an integer for each of some parameters, such as a rank, given the state of all; {} in most steps.
@@ -200,8 +185,8 @@ class Compressor(ABC):
 
     @property
     def scatters(self) -> bool:
-        """Whether it has `scatter`."""
-        return type(self).scatter is not Compressor.scatter
+        """Whether it has `scatter`, and so have the compressors in its settings."""
+        return type(self).scatter is not Compressor.scatter and all(inner.scatters for inner in inner_of(self))
 
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
         """Yield requests until the mean of this rank's shard of every slot is written; see `BucketView.is_sharded`.
@@ -252,6 +237,16 @@ def check_compressor(caller: str, compressor: object) -> None:
             check_compressor(caller, inner)
 
 
+def inner_of(compressor: Compressor) -> list[Compressor]:
+    """Return the compressors in a compressor's settings."""
+    return compressors_in(tuple(vars(compressor).values()))
+
+
+def loss_of_a_matrix(compressor: Compressor) -> Loss:
+    """Return what may be left unsent of a large matrix, when no parameter is at hand yet; an error of 0 for nothing."""
+    return compressor.loss("", torch.empty(4096, 4096, device="meta")) or Loss(0.0)
+
+
 def compressors_in(value: object) -> list[Compressor]:
     """Return the compressors in a setting: the setting itself, or those in a tuple."""
     if isinstance(value, tuple):
@@ -264,11 +259,8 @@ def takes_feedback(compressor: Compressor) -> bool:
 
     They are asked about a large matrix; none is at hand when a compressor is made.
     """
-    inner = [one for value in vars(compressor).values() for one in compressors_in(value)]
-    if inner:
-        return all(map(takes_feedback, inner))
-    loss = compressor.loss("", torch.empty(4096, 4096, device="meta"))
-    return loss is None or loss.is_kept
+    inner = inner_of(compressor)
+    return all(map(takes_feedback, inner)) if inner else loss_of_a_matrix(compressor).is_kept
 
 
 def begin_exchange(compressor: Compressor, bucket: BucketView, context: Context) -> Exchange:

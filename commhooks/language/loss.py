@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+_LITTLE = 1e-4
+"""A squared relative error below this costs no accuracy worth a residual or a warning: bf16's is 1.5e-5."""
+
 
 class Sends(enum.IntEnum):
     """What a compressor's `compress` may request, which decides whether a wrapper may cast it."""
@@ -32,6 +35,9 @@ class Loss:
     keeps track by itself: `ErrorFeedback` then rejects it."""
     damped: bool = dataclasses.field(default=False, kw_only=True)
     """Whether a damping factor was set explicitly, so that `ErrorFeedback` accepts contractions of 1 or more."""
+    of_bucket: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether a bucket loses it as a whole, so that `compress` must be given all its slots: `PerParameter` then rejects
+    the compressor."""
 
     @property
     def contraction(self) -> float:
@@ -40,6 +46,11 @@ class Loss:
         Below 1, error feedback eventually sends everything; from 1 on, its residual may grow without bound.
         """
         return self.error if self.in_another_norm is None else min(self.error, self.in_another_norm)
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether it is more than the rounding to a narrower dtype, and passed to `slot.keep`."""
+        return self.is_kept and self.error > _LITTLE
 
     @classmethod
     def worst(cls, *losses: Loss | None) -> Loss | None:
@@ -53,6 +64,7 @@ class Loss:
             unbiased=all(loss.unbiased for loss in found),
             is_kept=all(loss.is_kept for loss in found),
             damped=all(loss.damped or loss.contraction < 1 for loss in found),
+            of_bucket=any(loss.of_bucket for loss in found),
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
-from commhooks.language.compressor import Compressor
+from commhooks.language.compressor import Compressor, loss_of_a_matrix
 from commhooks.planning.candidates import ALL_REDUCE, NOOP
 from commhooks.planning.payloads import rounds_of
 from commhooks.planning.predicting import compressor_of
@@ -44,7 +44,7 @@ def per_layer(profile: Profile, probe: Probe, budget: float) -> PerParameter | A
     for label, hook in profile.hooks.items():
         if label not in (NOOP, ALL_REDUCE) and hook.policy == "fifo":
             compressors[label] = compressor_of(hook)
-    compressors = {label: one for label, one in compressors.items() if not one.needs_whole_buckets}
+    compressors = {label: one for label, one in compressors.items() if not loss_of_a_matrix(one).of_bucket}
     options = [_options(gradient, profile, probe, compressors) for gradient in profile.gradients]
     labels = list(compressors)
     chosen = [labels[place] for place in choose(options, budget)]

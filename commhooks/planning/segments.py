@@ -19,7 +19,6 @@ from commhooks.communicators import Collective, Communicator
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange, begin_exchange, map_requests
-from commhooks.language.entries import Declared
 from commhooks.language.requests import Asked, Judge, Request
 from commhooks.planning.links import HALF_SUM
 from commhooks.planning.pretending import Pretended, PretendingCommunicator
@@ -60,7 +59,6 @@ class Segments:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock  # of compression: the processor's if the training thread shares a core with the worker
-        self.entries_of_buckets: set[str] = set()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -156,12 +154,6 @@ class Watched(Wrapper):
     """A compressor whose segments are recorded."""
 
     segments: Segments = dataclasses.field(repr=False, compare=False)
-
-    def bucket_state(self, bucket: BucketView) -> Declared:
-        """Return `inner`'s, and remember the names."""
-        declared = self.inner.bucket_state(bucket)
-        self.segments.entries_of_buckets.update(declared)
-        return declared
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Return `inner`'s exchange. This is called in the hook's own call, so the bucket is ready now."""

@@ -14,6 +14,8 @@ from torch.nn import Module
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import ProfileError, SettingsError
 from commhooks.hooks.attach import Attachment, attach
+from commhooks.language.place import Place
+from commhooks.language.requests import Layout
 from commhooks.planning.candidates import NOOP, Candidate
 from commhooks.planning.keeping import Kept
 from commhooks.planning.measuring import StepRecord
@@ -198,9 +200,10 @@ def _state_bytes(
     attachment: Attachment, compressor: Watched, named: Sequence[tuple[str, Tensor]], world_size: int
 ) -> int:
     """Return the bytes of what one of the compressors that an attachment has had declares."""
+    bucket = Layout(tuple(name for name, _ in named), tuple(parameter.numel() for _, parameter in named))
     total = 0
-    for name, parameter in named:
-        declared = {*compressor.state(name, parameter, world_size), *compressor.segments.entries_of_buckets}
+    for name, parameter in named:  # any may lead a bucket
+        declared = compressor.state(Place(name, parameter, world_size, bucket=bucket))
         tensors = attachment.state.of(parameter).tensors
         total += sum(t.numel() * t.element_size() for entry, t in tensors.items() if entry in declared)
     return total

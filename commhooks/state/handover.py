@@ -20,6 +20,7 @@ from torch import Tensor
 from commhooks.language.bucket import Slot
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL, Entry, blocks_served
+from commhooks.language.place import Place
 from commhooks.state.table import StateTable
 from commhooks.streams import wait_for_copies
 
@@ -33,13 +34,14 @@ class _Unsent(NamedTuple):
     norm: float
 
 
-def hand_over(table: StateTable, compressor: Compressor, step: int) -> None:
+def hand_over(table: StateTable, compressor: Compressor, phase: int, step: int) -> None:
     """Hand over the content of entries that `compressor` does not use in `step`; warn of what will not be sent.
 
-    Call it between two steps, if the compressor or its phase has changed, or state was loaded.
+    Call it between two steps, if the compressor or its phase, of which `phase` is the first step, has changed, or state
+    was loaded.
     """
     # What waits for its parameter's name is looked at later.
-    table.in_phase = None if table.is_waiting else (compressor, compressor.phase(step))
+    table.in_phase = None if table.is_waiting else (compressor, phase)
     unsent: dict[tuple[str, str, str], dict[str, float]] = {}
     for slot in table.slots():
         for entry, units, fate, norm in _hand_over(table, slot, compressor, step):
@@ -56,12 +58,12 @@ def hand_over(table: StateTable, compressor: Compressor, step: int) -> None:
 
 def _hand_over(table: StateTable, slot: Slot, compressor: Compressor, step: int) -> list[_Unsent]:
     """Hand over the content of one parameter's entries; return what will not be sent."""
-    state, place = slot.remembered, (slot.name, slot.parameter, table.world_size)
+    state, place = slot.remembered, Place(slot.name, slot.parameter, table.world_size)
     owed = {name: e for name, e in state.entries.items() if e.kind in ("residual", "share") and name in state.tensors}
     if not owed:
         return []
-    declared, resting = compressor.state(*place), compressor.resting(*place, step)
-    in_use = {name: entry for name, entry in declared.items() if name not in resting}
+    declared = compressor.state(place)
+    in_use = dict(compressor.state(Place(slot.name, slot.parameter, table.world_size, step=step)))
     taker = _residual_among(in_use)
     waits = taker is None and RESIDUAL in owed and _are_alike(owed[RESIDUAL], declared.get(RESIDUAL, owed[RESIDUAL]))
     if waits:  # for a later compressor: nobody sends it now, and nobody forgets it
@@ -84,7 +86,7 @@ def _hand_over(table: StateTable, slot: Slot, compressor: Compressor, step: int)
             _add(state.tensors[taker], kept, owed[name], slot.name, table)
             kept.zero_()
             fate = "kept in the residual until a compressor with error feedback takes over" if waits else ""
-        if fate and not (waits and any(_residual_among(one.state(*place)) for one in table.successors)):
+        if fate and not (waits and any(_residual_among(one.state(place)) for one in table.successors)):
             unsent.append(_Unsent(name, "mean" if owed[name].block else "gradient", fate, norm))
     return unsent
 

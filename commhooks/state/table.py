@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commhooks.errors import CheckpointError, SettingsError
-from commhooks.language.bucket import Slot
+from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import CHOICE, RESIDUAL, Declared, Entry, ParameterState, blocks_served
 from commhooks.streams import keep_until_read, wait_for_copies
@@ -57,7 +57,8 @@ class StateTable:
         self.successors: tuple[Compressor, ...] = ()
         """Compressors that may take over from the one in use: what they remember may be loaded, too."""
         self.in_phase: tuple[Compressor, int] | None = None
-        """The compressor, and its phase, to which state was handed over; None if loaded state is still to be."""
+        """The compressor, and its phase's first step, to which state was handed over; None if loaded state still is to
+        be."""
         self._states: dict[Tensor, ParameterState] = {}
         self._names: dict[Tensor, str] = {}
         self._loaded: dict[str, _Loaded] | None = None
@@ -109,13 +110,10 @@ class StateTable:
                 self._check_loaded(parameter, state.key)
         return state
 
-    def lay_out(self, slots: Iterable[Slot], compressor: Compressor) -> None:
-        """Lay out what a compressor remembers for these slots' parameters."""
-        for slot in slots:
-            declared = compressor.state(slot.name, slot.parameter, self.world_size)
-            if slot.shards:  # each rank serves itself alone
-                declared = {name: entry for name, entry in declared.items() if entry.kind != "share"}
-            self.lay_out_entries(slot, declared)
+    def lay_out(self, bucket: BucketView, compressor: Compressor) -> None:
+        """Lay out what a compressor remembers for a bucket's parameters, and for the bucket."""
+        for slot, place in zip(bucket.slots, bucket.places(self.world_size), strict=True):
+            self.lay_out_entries(slot, compressor.state(place))
 
     def lay_out_entries(self, slot: Slot, declared: Declared) -> None:
         """Lay out entries if needed; those that had another shape, or other holders, are initialised again."""

@@ -21,6 +21,7 @@ from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Context, Exchange, takes_feedback
 from commhooks.language.entries import RESIDUAL, Declared, Entry
 from commhooks.language.loss import Loss
+from commhooks.language.place import Place
 from commhooks.language.settings import refusal, setting
 from commhooks.language.spelling import Spelling
 from commhooks.wrappers.hierarchical import is_hierarchical
@@ -82,14 +83,10 @@ class ErrorFeedback(Wrapper):
                     + (f"; set decay below {limit:g}, or set a damping factor explicitly." if limit else ".")
                 )
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return the entries of `inner`, and the residual if there can be one."""
-        residual = {RESIDUAL: Entry(kind="residual")} if self.inner.loss(name, parameter) else {}
-        return {**residual, **self.inner.state(name, parameter, world_size)}
-
-    def remembers(self, step: int) -> bool:
-        """Return True: a residual is read and written in every step."""
-        return True
+    def state(self, place: Place) -> Declared:
+        """Return the entries of `inner`, and the residual if there can be one: in every step, whatever `inner` does."""
+        residual = {RESIDUAL: Entry(kind="residual")} if self.inner.loss(place.name, place.parameter) else {}
+        return {**residual, **self.inner.state(place)}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run `inner` on the gradient plus the residual."""

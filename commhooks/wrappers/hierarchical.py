@@ -11,7 +11,7 @@ work, and all must compute identical bits, as ranks with identical hardware do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Mapping, Set
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange, compressors_in, map_requests
+from commhooks.language.compressor import Compressor, Context, Exchange, inner_of, map_requests
 from commhooks.language.entries import Declared
 from commhooks.language.loss import Sends
+from commhooks.language.place import Place
 from commhooks.language.requests import (
     AllGather,
     AllReduce,
@@ -66,17 +67,13 @@ class Hierarchical(Wrapper):
             )
         self.inner.check(named, None if world_size is None else world_size // self.size)
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return the entries of `inner`, each shared by a whole machine."""
-        return self._held(self.inner.state(name, parameter, max(1, world_size // self.size)))
-
-    def resting(self, name: str, parameter: Tensor, world_size: int, step: int) -> Set[str]:
-        """Defer to `inner`, whose ranks are machines."""
-        return self.inner.resting(name, parameter, max(1, world_size // self.size), step)
-
-    def bucket_state(self, bucket: BucketView) -> Declared:
-        """Return the entries of `inner`, each shared by a whole machine."""
-        return self._held(self.inner.bucket_state(bucket))
+    def state(self, place: Place) -> Declared:
+        """Return the entries of `inner`, whose ranks are machines, each shared by a whole machine."""
+        declared = self.inner.state(dataclasses.replace(place, world_size=max(1, place.world_size // self.size)))
+        return {
+            name: dataclasses.replace(entry, holders=entry.holders * self.size) if entry.is_own else entry
+            for name, entry in declared.items()
+        }
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Average inside the machine, then run `inner` as one of the machines."""
@@ -90,23 +87,12 @@ class Hierarchical(Wrapper):
         carrier = _Carrier(self.size, place, among_machines.world_size)
         yield from map_requests(carrier.carry, self.inner.compress(bucket, among_machines))
 
-    @property
-    def scatters(self) -> bool:
-        """Return False: a shard belongs to one rank, not to a machine."""
-        return False
-
-    def _held(self, declared: Declared) -> Declared:
-        return {
-            name: dataclasses.replace(entry, holders=entry.holders * self.size) if entry.is_own else entry
-            for name, entry in declared.items()
-        }
+    scatter = Compressor.scatter  # refuses: a shard belongs to one rank, not to a machine
 
 
 def is_hierarchical(compressor: Compressor) -> bool:
     """Return whether a compressor is a `Hierarchical` or holds one in its settings."""
-    if isinstance(compressor, Hierarchical):
-        return True
-    return any(is_hierarchical(one) for value in vars(compressor).values() for one in compressors_in(value))
+    return isinstance(compressor, Hierarchical) or any(map(is_hierarchical, inner_of(compressor)))
 
 
 class _Carrier:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ from commhooks.language.compressor import (
     Exchange,
     begin_exchange,
     judged,
+    loss_of_a_matrix,
     never_chooses,
     side_by_side,
 )
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.place import Place
 from commhooks.language.settings import check_settings, refusal, setting
 from commhooks.language.spelling import spelled
 
@@ -79,7 +81,7 @@ class PerParameter(Compressor):
         if not isinstance(self.rules, tuple) or not self.rules or not all(map(_is_rule, self.rules)):
             raise refusal(self, "rules", "must be a tuple of (pattern or Match, Compressor)")
         for compressor in self._compressors:
-            if compressor.needs_whole_buckets:
+            if loss_of_a_matrix(compressor).of_bucket:
                 raise SettingsError(
                     f"PerParameter: {compressor!r} must be given whole buckets, and not some parameters."
                 )
@@ -110,21 +112,9 @@ class PerParameter(Compressor):
             mine = {name: parameter for name, parameter in named.items() if self._of(name, parameter) is compressor}
             compressor.check(mine, world_size)
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return the entries of the parameter's compressor."""
-        return self._of(name, parameter).state(name, parameter, world_size)
-
-    def remembers(self, step: int) -> bool:
-        """Return whether any of the compressors uses state in this step."""
-        return any(compressor.remembers(step) for compressor in self._compressors)
-
-    def phase(self, step: int) -> int:
-        """Return the sum of the compressors' phases."""
-        return sum(compressor.phase(step) for compressor in self._compressors)
-
-    def resting(self, name: str, parameter: Tensor, world_size: int, step: int) -> Set[str]:
-        """Return the entries that the parameter's compressor does not use in this step."""
-        return self._of(name, parameter).resting(name, parameter, world_size, step)
+    def state(self, place: Place) -> Declared:
+        """Return the entries of the parameter's compressor, which is given no whole bucket."""
+        return self._of(place.name, place.parameter).state(dataclasses.replace(place, bucket=None))
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
         """Let each compressor choose for its own parameters."""
@@ -146,11 +136,6 @@ class PerParameter(Compressor):
             compressor = self._of(alone.name, alone.parameter) if alone else self.otherwise
             return compressor.compress(bucket, context)
         return self._side_by_side(bucket, context)
-
-    @property
-    def scatters(self) -> bool:
-        """Whether all of the compressors do."""
-        return all(compressor.scatters for compressor in self._compressors)
 
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
         """Run the compressors side by side, each on its own slots."""

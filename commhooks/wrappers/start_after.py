@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
-from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange, never_chooses
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.place import Place
 from commhooks.language.settings import setting
 from commhooks.language.spelling import Spelling, spelled
 from commhooks.wrappers.wrapper import Wrapper
@@ -39,11 +40,6 @@ class StartAfter(Wrapper):
         """What either compressor may request."""
         return max(self.inner.sends, self.before.sends)
 
-    @property
-    def needs_whole_buckets(self) -> bool:
-        """Whether either compressor must be given whole buckets."""
-        return self.inner.needs_whole_buckets or self.before.needs_whole_buckets
-
     def takes(self, gradient: Tensor) -> bool:
         """Return whether both compressors take the gradient."""
         return self.inner.takes(gradient) and self.before.takes(gradient)
@@ -57,81 +53,57 @@ class StartAfter(Wrapper):
         self.inner.check(named, world_size)
         self.before.check(named, world_size)
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return the entries of both compressors; those declared identically, such as a residual, are shared."""
-        before, inner = self.before.state(name, parameter, world_size), self.inner.state(name, parameter, world_size)
-        apart = self._names_of_before(name, parameter)
-        return {apart.get(entry, entry): what for entry, what in before.items()} | dict(inner)
+    def state(self, place: Place) -> Declared:
+        """Return the entries of both compressors, or of the one whose turn a step is.
 
-    def bucket_state(self, bucket: BucketView) -> Declared:
-        """Return the entries of both compressors; those that both declare identically are shared."""
-        before, inner = self.before.bucket_state(bucket), self.inner.bucket_state(bucket)
-        apart = _kept_apart(before, inner)
-        return {apart.get(entry, entry): what for entry, what in before.items()} | dict(inner)
-
-    def remembers(self, step: int) -> bool:
-        """Return whether the current compressor uses state in this step."""
-        return self._in_turn(step).remembers(step)
-
-    def phase(self, step: int) -> int:
-        """Return 1 from `steps` on, and 0 before, plus the phases of both compressors."""
-        return self.before.phase(step) + self.inner.phase(step) + (step >= self.steps)
-
-    def resting(self, name: str, parameter: Tensor, world_size: int, step: int) -> Set[str]:
-        """Return all entries but those that the current compressor uses."""
-        where = name, parameter, world_size
-        current, renamed = self._in_turn(step), {} if step >= self.steps else self._names_of_before(name, parameter)
-        in_use = current.state(*where).keys() - current.resting(*where, step)
-        return self.state(*where).keys() - {renamed.get(entry, entry) for entry in in_use}
+        Those that both declare identically, such as a residual, are shared.
+        """
+        apart = self._names_of_before(place)
+        before = {apart.get(entry, entry): what for entry, what in self.before.state(place).items()}
+        if place.step is None:
+            return {**before, **self.inner.state(place)}
+        return before if place.step < self.steps else self.inner.state(place)
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
         """Let the current compressor choose, given the state under its own names."""
         if step >= self.steps or never_chooses(self.before):
-            return self._in_turn(step).choose(states, step)
-        own = {p: state.renamed(self._names_of_before(state.key, p)) for p, state in states.items()}
+            return self.in_turn(step).choose(states, step)
+        own = {p: state.renamed(self._names_of_before(Place(state.key, p, 1))) for p, state in states.items()}
         return self.before.choose(own, step)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass the bucket to the current compressor."""
-        return self._in_turn(context.step).compress(self._in_own_names(bucket, context), context)
-
-    @property
-    def scatters(self) -> bool:
-        """Whether both compressors do."""
-        return self.inner.scatters and self.before.scatters
+        return self.in_turn(context.step).compress(self._in_own_names(bucket, context), context)
 
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass the bucket to the current compressor."""
-        return self._in_turn(context.step).scatter(self._in_own_names(bucket, context), context)
+        return self.in_turn(context.step).scatter(self._in_own_names(bucket, context), context)
+
+    def in_turn(self, step: int) -> Compressor:
+        """Return the compressor whose turn a step is."""
+        return self.before if step < self.steps else self.inner
 
     def _in_own_names(self, bucket: BucketView, context: Context) -> BucketView:
         """Return the bucket with state under the names that the current compressor declared."""
         if context.step >= self.steps:
             return bucket
-        return bucket.plan(self, lambda: self._bucket_of_before(bucket, context)) or bucket
+        return bucket.plan(self, lambda: self._bucket_of_before(bucket)) or bucket
 
-    def _bucket_of_before(self, bucket: BucketView, context: Context) -> BucketView | None:
+    def _bucket_of_before(self, bucket: BucketView) -> BucketView | None:
         """Return the bucket with the state private to `before` under its own names; None if there is none.
 
         None rather than the bucket itself, since this is kept in the bucket's plans and would form a cycle.
         """
-        names: dict[Slot, dict[str, str]] = {}
-        for slot in bucket.slots:
-            names[slot] = self._names_of_before(slot.name, slot.parameter)
-        if bucket.slots:
-            of_bucket = _kept_apart(self.before.bucket_state(bucket), self.inner.bucket_state(bucket))
-            names[bucket.slots[0]] |= of_bucket
-        return bucket.renamed(names.__getitem__) if any(names.values()) else None
+        names = [self._names_of_before(place) for place in bucket.places(1)]
+        return bucket.renamed(names) if any(names) else None
 
-    def _names_of_before(self, name: str, parameter: Tensor) -> dict[str, str]:
-        """Return the names under which a parameter's state private to `before` is kept, with any number of ranks.
+    def _names_of_before(self, place: Place) -> dict[str, str]:
+        """Return the names under which state private to `before` is kept, with any number of ranks and in any step.
 
         One rank declares all that any number of ranks may: two hops drop entries if there are too many for the codes.
         """
-        return _kept_apart(self.before.state(name, parameter, 1), self.inner.state(name, parameter, 1))
-
-    def _in_turn(self, step: int) -> Compressor:
-        return self.before if step < self.steps else self.inner
+        always = dataclasses.replace(place, world_size=1, step=None)
+        return _kept_apart(self.before.state(always), self.inner.state(always))
 
 
 def schedule(*phases: tuple[int, Compressor]) -> Compressor:

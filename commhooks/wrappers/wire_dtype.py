@@ -12,7 +12,7 @@ from torch import Tensor
 from commhooks.compressors.cast import check_wire_dtype
 from commhooks.errors import CompressorError
 from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Context, Exchange, map_requests
+from commhooks.language.compressor import Compressor, Context, Exchange, map_requests
 from commhooks.language.loss import Sends
 from commhooks.language.requests import AllReduce, Asked, Judge, Part, Request
 from commhooks.language.settings import refusal
@@ -50,10 +50,7 @@ class WireDtype(Wrapper):
         narrowed = dataclasses.replace(context, wire=context.wire or self.dtype)  # if nested, the outer one decides
         return map_requests(self._carry, self.inner.compress(bucket, narrowed))
 
-    @property
-    def scatters(self) -> bool:
-        """Return False: `Cast` averages shards in a narrower dtype."""
-        return False
+    scatter = Compressor.scatter  # refuses: `Cast` averages shards in a narrower dtype
 
     def _carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
         if isinstance(asked, Judge):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.place import Place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +25,6 @@ class Wrapper(Compressor):
         """Defer to `inner`."""
         return self.inner.sends
 
-    @property
-    def needs_whole_buckets(self) -> bool:
-        """Defer to `inner`."""
-        return self.inner.needs_whole_buckets
-
     def takes(self, gradient: Tensor) -> bool:
         """Defer to `inner`."""
         return self.inner.takes(gradient)
@@ -41,34 +37,13 @@ class Wrapper(Compressor):
         """Defer to `inner`."""
         self.inner.check(named, world_size)
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+    def state(self, place: Place) -> Declared:
         """Defer to `inner`."""
-        return self.inner.state(name, parameter, world_size)
-
-    def bucket_state(self, bucket: BucketView) -> Declared:
-        """Defer to `inner`."""
-        return self.inner.bucket_state(bucket)
-
-    def remembers(self, step: int) -> bool:
-        """Defer to `inner`."""
-        return self.inner.remembers(step)
-
-    def phase(self, step: int) -> int:
-        """Defer to `inner`."""
-        return self.inner.phase(step)
-
-    def resting(self, name: str, parameter: Tensor, world_size: int, step: int) -> Set[str]:
-        """Defer to `inner`."""
-        return self.inner.resting(name, parameter, world_size, step)
+        return self.inner.state(place)
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
         """Defer to `inner`."""
         return self.inner.choose(states, step)
-
-    @property
-    def scatters(self) -> bool:
-        """Defer to `inner`."""
-        return self.inner.scatters
 
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
         """Defer to `inner`."""

@@ -8,7 +8,7 @@ import math
 
 from torch import Tensor
 
-from commhooks import AllGather, BucketView, Compressor, Context, Entry, Exchange, Judge, Loss, Sends, setting
+from commhooks import AllGather, BucketView, Compressor, Context, Entry, Exchange, Judge, Loss, Place, Sends, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class MomentumTopK(Compressor):
         n = parameter.numel()
         return Loss(1 - math.ceil(self.ratio * n) / n) if n else None
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
+    def state(self, place: Place) -> dict[str, Entry]:
         """Return m."""
         return {"momentum": Entry(kind="private")}
 

@@ -34,6 +34,5 @@ def bucket_of(parameters: list[Tensor], memory: Tensor, table: StateTable, compr
     parts = memory.split([parameter.numel() for parameter in parameters])
     slots = [Slot(parameter, part, table.of(parameter)) for parameter, part in zip(parameters, parts, strict=True)]
     view = BucketView(0, memory, slots)
-    table.lay_out(view.slots, compressor)
-    table.lay_out_entries(view.slots[0], compressor.bucket_state(view))
+    table.lay_out(view, compressor)
     return view

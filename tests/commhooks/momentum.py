@@ -7,14 +7,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commhooks import AllReduce, BucketView, Compressor, Context, Entry, ErrorFeedback, Exchange, Judge, Loss
+from commhooks import AllReduce, BucketView, Compressor, Context, Entry, ErrorFeedback, Exchange, Judge, Loss, Place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Momentum(Compressor):
     """Send half of what is formed of gradient, momentum and residual; for the laws, and no source."""
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
+    def state(self, place: Place) -> dict[str, Entry]:
         return {
             "momentum": Entry(kind="private"),
             "squares": Entry(kind="private", units=2),

@@ -24,9 +24,9 @@ def draw_basis(ours: StateTable, parameters: Sequence[Tensor], rank: int, seed: 
     """Let our hook start from a random Q."""
     generator = torch.Generator().manual_seed(seed)
     matrices = compressed(parameters, rank)
-    slots = [Slot(p, p.detach().reshape(-1), ours.of(p)) for p in matrices]
-    ours.lay_out(slots, commhooks.PowerSGD(rank=rank))
     for parameter in matrices:
+        slot = Slot(parameter, parameter.detach().reshape(-1), ours.of(parameter))
+        ours.lay_out_entries(slot, commhooks.PowerSGD(rank=rank).state(commhooks.Place(slot.name, parameter, 1)))
         n, m = _matrix_shape(parameter)
         Q = torch.randn(min(n, m, rank), m, generator=generator, dtype=parameter.dtype)
         ours.of(parameter)["Q"].copy_(Q)

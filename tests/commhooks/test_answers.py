@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 
 import commhooks
 from commhooks import (
@@ -20,6 +19,7 @@ from commhooks import (
     Exchange,
     Judge,
     Part,
+    Place,
     ReduceScatter,
     Request,
 )
@@ -69,7 +69,7 @@ def test_answers_have_the_promised_shape_also_if_they_are_empty(policy: str, siz
 class LosesInf(Compressor):
     """Exchange shares, and pass them on by way of a code that cannot carry an inf; count the steps committed."""
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
+    def state(self, place: Place) -> dict[str, Entry]:
         return {"commits": Entry(kind="replicated", shape=(1,))}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:

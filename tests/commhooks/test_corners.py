@@ -24,6 +24,7 @@ from commhooks import (
     Judge,
     Part,
     PerParameter,
+    Place,
     PowerSGD,
     StartAfter,
     TopK,
@@ -38,8 +39,8 @@ from tests.commhooks.workers import Workers, normal, zeros
 class Sums(Compressor):
     """Remember the sum of all gradients, in the parameter's own shape."""
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
-        return {"sum": Entry(kind="private", shape=tuple(parameter.shape))}
+    def state(self, place: Place) -> dict[str, Entry]:
+        return {"sum": Entry(kind="private", shape=tuple(place.parameter.shape))}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         (slot,) = bucket.slots

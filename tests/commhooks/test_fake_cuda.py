@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks import BucketView, Context, streams
+from commhooks import BucketView, Context, Place, streams
 from commhooks.communicators.collective import Traffic
 from commhooks.language.randomness import seeded_normal
 from commhooks.scheduling.ledger import Ledger
@@ -97,7 +97,7 @@ def _item(tensor: Tensor, index: Any) -> Tensor:
 def _count_blocks() -> None:
     """Let two-hop compressors count the bytes of a block's code, which they do once, with real numbers."""
     for case, number in itertools.product(CASES, range(len(SHAPES))):
-        case.make().state(f"weights.{number}", torch.empty(10_000), 1)
+        case.make().state(Place(f"weights.{number}", torch.empty(10_000), 1))
 
 
 @pytest.fixture

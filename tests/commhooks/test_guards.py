@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import Cast, ErrorFeedback, NoOp, PowerSGD, StartAfter, WireDtype, make_compressor
 from commhooks.engine.guards import are_zeros
+from commhooks.wrappers.phases import phases_of
 
 
 class Looks(TorchDispatchMode):
@@ -57,7 +58,8 @@ def test_a_gradient_is_known_by_a_few_of_its_elements_even_if_it_begins_with_zer
 def test_what_a_compressor_remembers_is_a_function_of_the_step() -> None:
     started = StartAfter(steps=2, inner=WireDtype(inner=PowerSGD(), dtype=torch.float16))
     feeding = StartAfter(steps=2, before=ErrorFeedback(inner=Cast(dtype=torch.float16)), inner=NoOp())
-    assert [started.remembers(step) for step in range(4)] == [False, False, True, True]
-    assert [feeding.remembers(step) for step in range(4)] == [True, True, False, False]
-    for name in ("all-reduce", "fp16", "bf16", "noop"):
-        assert not make_compressor(name).remembers(0)
+    assert phases_of(started) == ((0, False), (2, True))
+    assert phases_of(feeding) == ((0, True), (2, False))
+    for name in ("all-reduce", "fp16", "bf16", "noop", "powersgd-unbiased"):
+        assert phases_of(make_compressor(name)) == ((0, False),)
+    assert phases_of(make_compressor("top-k", error_feedback=False)) == ((0, True),)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import Compressor
+from commhooks import Compressor, Place
 from commhooks.language.entries import Kind
+from commhooks.wrappers.phases import phases_of
 from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks import momentum
@@ -24,7 +25,7 @@ SHAPES = ((24, 40), (40,), (12, 8, 3), (7,))
 OF_EVERY_KIND = Case(
     name="momentum", make=momentum.make, bytes_on_wire=lambda *_: 0, error_feedback=True, exact_rank=0, roundings=4
 )
-REMEMBERING = [case for case in [*CASES, OF_EVERY_KIND] if case.make().remembers(0)]
+REMEMBERING = [case for case in [*CASES, OF_EVERY_KIND] if phases_of(case.make())[0].is_guarded]
 OWN: tuple[Kind, ...] = ("residual", "private", "share")
 
 every_remembering_case = pytest.mark.parametrize("case", REMEMBERING, ids=str)
@@ -168,7 +169,7 @@ def test_an_entry_with_one_element_more_or_a_nan_is_refused_by_name_and_nothing_
     before, held = str(state), [state["replicated"], state["local"]["rank0"]]
     for part in held:
         for name, kept in part.items():
-            declared = case.make().state(name, tensors[name], 2)
+            declared = case.make().state(Place(name, tensors[name], 2))
             for entry, tensor in kept.items():
                 spoiled = torch.full(tensor.shape, math.nan)
                 longer = torch.cat([tensor.flatten(), tensor.new_zeros(1)])

@@ -20,6 +20,7 @@ from commhooks import (
     Entry,
     Exchange,
     LoadRules,
+    Place,
     Slot,
     Snapshot,
     make_compressor,
@@ -216,7 +217,7 @@ def test_state_that_the_compressor_does_not_keep_is_refused_or_dropped() -> None
     saved = dataclasses.replace(saved, kinds=saved.kinds | {"layer0": of_one | {SERVER_ERROR: Entry(kind="private")}})
     named = dict(zip(workers.names, workers.parameters, strict=True))
     shapes = {name: list(parameter.shape) for name, parameter in named.items()}
-    declared = {name: powersgd.state(name, parameter, 4) for name, parameter in named.items()}
+    declared = {name: powersgd.state(Place(name, parameter, 4)) for name, parameter in named.items()}
     faults = saved.differences(powersgd, shapes, declared, 4, 0, LoadRules(settings="change"))
     assert faults == [
         "checkpoint has local state 'server error', which this compressor does not keep; pass missing='reset' to drop "
@@ -227,7 +228,8 @@ def test_state_that_the_compressor_does_not_keep_is_refused_or_dropped() -> None
     assert dropped.local[2]["layer0"].keys() == dropped.kinds["layer0"].keys() == {"residual"}
     assert dropped.local[2]["layer1"].keys() == {"residual", SERVER_ERROR}  # a share is handed over
     saved, started = snapshot_of(workers), commhooks.StartAfter(inner=sign(), steps=2)
-    assert saved.without_entries_not_in({name: started.state(name, p, 4) for name, p in named.items()}, 4) == saved
+    declared = {name: started.state(Place(name, parameter, 4)) for name, parameter in named.items()}
+    assert saved.without_entries_not_in(declared, 4) == saved
 
 
 def test_the_loss_scale_takes_all_state_along_that_is_in_its_units() -> None:
@@ -339,7 +341,7 @@ class ReadsWhatItDoesNotDeclare(Compressor):
 
     writes: bool = False
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
+    def state(self, place: Place) -> dict[str, Entry]:
         return {"y": Entry(kind="private")}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:

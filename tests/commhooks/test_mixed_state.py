@@ -18,6 +18,7 @@ from commhooks import (
     Hierarchical,
     LoadRules,
     PerParameter,
+    Place,
     Snapshot,
     TwoHop,
     make_compressor,
@@ -263,7 +264,7 @@ def test_no_two_entries_of_nested_schedules_are_kept_under_one_name() -> None:
     one = schedule((0, machines(2)), (1, top_k()))
     other = schedule((0, top_k()), (1, machines(2)))
     twice = schedule((0, one), (2, other))
-    declared = twice.state("0.weight", TENSORS["0.weight"], 4)
+    declared = twice.state(Place("0.weight", TENSORS["0.weight"], 4))
     assert sorted(entry.holders for entry in declared.values()) == [1, 1, 2, 2]
     ran, resumed = trained(twice), exchangers(TENSORS, twice, 4)
     for rank, state in zip(resumed, saved(ran), strict=True):

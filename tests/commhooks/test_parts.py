@@ -677,19 +677,9 @@ def test_state_is_found_by_the_parameter_itself_and_takes_its_name() -> None:
     assert table.of(first).key == "weight" and table.name_of(second) is None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Remembers(commhooks.AllReduceMean):
-    """Declare what the test says."""
-
-    entries: dict[str, Entry] = dataclasses.field(hash=False)
-
-    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
-        return self.entries
-
-
 def _laid_out(table: StateTable, parameter: Tensor, **entries: Entry) -> dict[str, Tensor]:
     slot = Slot(parameter, parameter.reshape(-1), table.of(parameter))
-    table.lay_out([slot], Remembers(entries=entries))
+    table.lay_out_entries(slot, entries)
     return table.of(parameter).tensors
 
 

@@ -13,6 +13,7 @@ from commhooks import (
     ErrorFeedback,
     Match,
     PerParameter,
+    Place,
     SettingsError,
     TernGrad,
     TopK,
@@ -105,7 +106,8 @@ def test_the_first_rule_that_matches_counts_by_name_size_dimensions_or_dtype() -
         "long.bias": (torch.zeros(41), rest),
     }
     for name, (parameter, expected) in found.items():
-        assert rules.state(name, parameter, 2).keys() == expected.state(name, parameter, 2).keys()
+        place = Place(name, parameter, 2)
+        assert rules.state(place).keys() == expected.state(place).keys()
         assert rules._of(name, parameter) is expected
     rules.check({name: parameter for name, (parameter, _) in found.items()}, 2)
     assert make_compressor(str(rules)) == rules

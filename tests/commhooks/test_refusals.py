@@ -25,6 +25,7 @@ from commhooks import (
     Judge,
     Loss,
     Part,
+    Place,
     SettingsError,
     TwoHop,
     lockstep_lines,
@@ -39,7 +40,7 @@ class Mean(Compressor):
     wrong: str = ""
     kept: Any = None
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> dict[str, Entry]:
+    def state(self, place: Place) -> dict[str, Entry]:
         return {"declared": Entry(kind="private")}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
@@ -190,10 +191,20 @@ def test_settings_must_be_hashable() -> None:
 
 
 SUCCESSORS = {
-    "loss": ["loses", "relative_error", "contraction", "is_unbiased", "is_damped", "takes_feedback"],
+    "loss": [
+        "loses",
+        "relative_error",
+        "contraction",
+        "is_unbiased",
+        "is_damped",
+        "takes_feedback",
+        "needs_whole_buckets",
+    ],
     "sends": ["only_sums", "fixes_wire"],
     "check": ["check_parameters", "check_ranks"],
     "choose": ["chooses"],
+    "state": ["bucket_state", "remembers", "resting"],
+    "StartAfter": ["phase"],
 }
 """What compressors define now, in place of what they once did."""
 
@@ -208,6 +219,14 @@ def test_a_compressor_of_an_earlier_version_is_refused_with_the_successor_of_wha
         type("Old", (Mean,), {name: lambda self, *given: True})
     with pytest.raises(CompressorError, match=told):
         type("Old", (ErrorFeedback,), {name: property(lambda self: True)})
+
+
+def test_a_state_that_is_not_given_a_place_is_refused_with_what_a_place_has() -> None:
+    """It would otherwise fail at the first bucket only."""
+    told = r"Old\.state\(.*name.*world_size.*\): state is given one Place; define state\(self, place\), and ask place"
+    with pytest.raises(CompressorError, match=told):
+        type("Old", (Mean,), {"state": lambda self, name, parameter, world_size: {}})
+    assert type("New", (Mean,), {"state": lambda self, where, more=0: {}})().state(Place("", torch.zeros(1), 1)) == {}
 
 
 def test_the_example_of_an_earlier_version_fails_in_words() -> None:

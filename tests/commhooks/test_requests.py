@@ -25,6 +25,7 @@ from commhooks import (
     Group,
     Judge,
     Part,
+    Place,
     ReduceScatter,
 )
 from commhooks.language.entries import Declared
@@ -44,7 +45,7 @@ class Scripted(Compressor):
     script: Script = dataclasses.field(repr=False)
     noted: dict[tuple[int, int, int], Any] = dataclasses.field(default_factory=dict, hash=False, repr=False)
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+    def state(self, place: Place) -> Declared:
         return {"commits": Entry(kind="replicated", shape=(1,))}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import AllReduce, BucketView, Compressor, Context, Entry, Exchange, streams
+from commhooks import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Place, streams
 from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.undo import UndoLog
 from commhooks.language.entries import RESIDUAL, Declared
@@ -71,7 +71,7 @@ class Halving(Compressor):
     dtype: torch.dtype | None = None
     """Of the residual."""
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+    def state(self, place: Place) -> Declared:
         return {RESIDUAL: Entry(kind="residual", dtype=self.dtype)}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
@@ -149,7 +149,7 @@ def test_the_loss_scale_changes_what_was_queued(stream: LateStream) -> None:
 def test_residuals_that_are_laid_out_anew_hold_what_was_queued(stream: LateStream) -> None:
     run = Run(stream)
     run.step(4.0)
-    run.table.lay_out(run.bucket.slots, Halving(stream=stream, dtype=torch.float64))
+    run.table.lay_out(run.bucket, Halving(stream=stream, dtype=torch.float64))
     stream.come_to()
     assert [residual.dtype for residual in run.residuals] == [torch.float64] * 2
     check(run.residuals, 2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +12,19 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import AllReduceMean, Compressor, ErrorFeedback, Hierarchical, PerParameter, TwoHop, make_compressor
+from commhooks import (
+    AllReduceMean,
+    Compressor,
+    ErrorFeedback,
+    Hierarchical,
+    PerParameter,
+    Place,
+    TwoHop,
+    make_compressor,
+)
 from commhooks.compressors.codecs import Sign
 from commhooks.language.entries import blocks_served
+from commhooks.wrappers.phases import phases_of
 from commhooks.wrappers.start_after import schedule
 from tests import bounds
 from tests.commhooks.resuming import roundtrip
@@ -112,8 +123,8 @@ class Run:
         name, parameter = workers.names[index], workers.parameters[index]
         total = torch.zeros(parameter.numel(), dtype=torch.float64)
         for rank, engine in enumerate(workers.engines):
-            state, place = engine.state.of(parameter), (name, parameter, workers.world_size)
-            in_use = engine.compressor.state(*place).keys() - engine.compressor.resting(*place, engine.step - 1)
+            state, place = engine.state.of(parameter), Place(name, parameter, workers.world_size, step=engine.step - 1)
+            in_use = engine.compressor.state(place)
             for entry, kept in state.tensors.items():
                 declared = state.entries[entry]
                 if entry not in in_use:
@@ -346,9 +357,11 @@ def test_what_waits_for_a_compressor_that_was_announced_is_not_warned_of() -> No
 
 
 def test_phases_rest_and_take_over_inside_every_wrapper() -> None:
-    """Of a schedule inside wrappers, those entries rest that the schedule lets rest, under the same names."""
+    """A schedule inside wrappers uses in a step what it uses alone, under the same names."""
     inner = schedule((0, TwoHop(codec=Sign(block=8))), (4, TwoHop(codec=Sign(block=16))))
-    parameter = torch.zeros(64)
+    place = Place("layer0", torch.zeros(64), 2)
     for compressor in (inner, ErrorFeedback(inner=inner), machines(inner), by_layer(inner, AllReduceMean())):
-        found = [(compressor.phase(step), compressor.resting("layer0", parameter, 2, step)) for step in (3, 4)]
-        assert found == [(0, {"server error"}), (1, {"server error before"})]
+        assert [phase.begin for phase in phases_of(compressor)] == [0, 4]
+        always = compressor.state(place).keys()
+        resting = [always - compressor.state(dataclasses.replace(place, step=step)).keys() for step in (3, 4)]
+        assert resting == [{"server error"}, {"server error before"}]

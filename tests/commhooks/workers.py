@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks import Compressor, LoadRules, Snapshot
+from commhooks import Compressor, LoadRules, Place, Snapshot
 from commhooks.communicators.collective import Traffic
 from commhooks.compressors.powersgd.matrices import form_of
 from commhooks.engine.engine import Engine
@@ -145,7 +145,7 @@ class Workers:
     def kinds(self) -> dict[str, Declared]:
         """Return the entries that the compressor declares, by parameter's name."""
         named = zip(self.names, self.parameters, strict=True)
-        return {name: self.compressor.state(name, parameter, self.world_size) for name, parameter in named}
+        return {name: self.compressor.state(Place(name, parameter, self.world_size)) for name, parameter in named}
 
     def deal(self, dealt: list[list[int]]) -> None:
         """Put the parameters of these numbers into one bucket each."""

@@ -35,6 +35,7 @@ from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import CHOICE, Declared, Entry, ParameterState
 from commhooks.language.loss import Loss
+from commhooks.language.place import Place
 from commhooks.language.settings import refusal, setting
 from commhooks.tensors import computing_dtype
 
@@ -81,13 +82,13 @@ class AdaptiveRank(Compressor):
             if getattr(self, high) < getattr(self, low):
                 raise refusal(self, high, f"must be an integer of at least {getattr(self, low)}, which is {low}")
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
+    def state(self, place: Place) -> Declared:
         """Return the entries for the basis of R rows, the chosen rank, and the norms on which the choice is based."""
-        form = self._powersgd.paying_form(parameter, name)
+        form = self._powersgd.paying_form(place.parameter, place.name)
         if form is None:
             return {}
         R = self._highest(form)
-        basis = dataclasses.replace(self._powersgd, rank=R).state(name, parameter, world_size)
+        basis = dataclasses.replace(self._powersgd, rank=R).state(place)
         norms = Entry(kind="replicated", shape=(self._measurements(form),), units=1)
         return {**basis, CHOICE: Entry(kind="replicated", shape=(), dtype=torch.int64), NORMS: norms}
 

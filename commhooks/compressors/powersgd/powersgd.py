@@ -42,8 +42,9 @@ from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import Declared, Entry
 from commhooks.language.loss import Loss
 from commhooks.language.memory import commit_all, surely
+from commhooks.language.place import Place
 from commhooks.language.randomness import seeded_normal, stable_seed
-from commhooks.language.requests import AllReduce, Asked, Judge, Part
+from commhooks.language.requests import AllReduce, Asked, Judge, Layout, Part
 from commhooks.language.settings import refusal, setting
 
 
@@ -99,11 +100,6 @@ class PowerSGD(Compressor):
         if self.skip and self.matrices == "whole-bucket":
             raise refusal(self, "skip", "must be empty if matrices='whole-bucket', which has no room for exceptions")
 
-    @property
-    def needs_whole_buckets(self) -> bool:
-        """Whether a bucket is one matrix."""
-        return self.matrices == "whole-bucket"
-
     def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Raise `SettingsError` for a pattern in `skip` that matches no parameter: it is misspelt."""
         known = list(named)
@@ -115,19 +111,15 @@ class PowerSGD(Compressor):
                     "(A hook learns names from attach, from PowerSGDState.bind, or from ddp_core's DDP.)"
                 )
 
-    def state(self, name: str, parameter: Tensor, world_size: int) -> Declared:
-        """Return the entries for the bases of the next step, r×width, if the parameter's gradient is compressed."""
-        form = self.paying_form(parameter, name)
-        if not self.warm_start or form is None:
+    def state(self, place: Place) -> Declared:
+        """Return the entries for the bases of the next step, r×width, of the parameter's or its bucket's matrix."""
+        if not self.warm_start:
             return {}
-        return self._declared(name, form, *dimensions_of(parameter, form))
-
-    def bucket_state(self, bucket: BucketView) -> Declared:
-        """Return the bases of a whole bucket's matrix."""
-        if self.matrices != "whole-bucket" or not self.warm_start:
-            return {}
-        form = form_of_bucket(bucket.memory.numel(), self.rank)
-        return self._declared(_key_of(bucket), form) if self._pays(form) else {}
+        if self.matrices == "whole-bucket" and place.bucket is not None:
+            whole = form_of_bucket(place.bucket.elements, self.rank)
+            return self._declared(_key_of(place.bucket), whole) if self._pays(whole) else {}
+        form = self.paying_form(place.parameter, place.name)
+        return {} if form is None else self._declared(place.name, form, *dimensions_of(place.parameter, form))
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return the largest error of the best rank-r basis, that of a square matrix, if the gradient is compressed.
@@ -135,8 +127,9 @@ class PowerSGD(Compressor):
         It bounds the error only with a basis that sees the matrix, which a power iteration finds in some steps. Until
         then, up to everything is left: for example, after gradients have moved to other rows and columns.
         """
-        is_compressed = self.matrices == "whole-bucket" or self.compresses(parameter, name)
-        return Loss(error_of_rank(self.rank, parameter.numel())) if is_compressed else None
+        of_bucket = self.matrices == "whole-bucket"
+        is_compressed = of_bucket or self.compresses(parameter, name)
+        return Loss(error_of_rank(self.rank, parameter.numel()), of_bucket=of_bucket) if is_compressed else None
 
     def sides(self, step: int) -> tuple[Side, ...]:
         """Return which factors a step computes and sends, in order."""
@@ -232,7 +225,7 @@ class PowerSGD(Compressor):
             return LowRankPlan.of([], bucket.tiles)
         (whole,) = bucket.tiles
         r = min(form.n, form.m, self.rank)
-        x = LowRankMatrix(_key_of(bucket), form, r, whole, bucket.slots[0], layout=bucket.layout)
+        x = LowRankMatrix(_key_of(bucket.layout), form, r, whole, bucket.slots[0], layout=bucket.layout)
         return LowRankPlan.of([x], whole.rest(form.n * form.m))
 
     def _declared(
@@ -285,9 +278,9 @@ class PowerSGD(Compressor):
         return f"{side} of the bucket" if self.matrices == "whole-bucket" else side
 
 
-def _key_of(bucket: BucketView) -> str:
+def _key_of(bucket: Layout) -> str:
     """Return the text that seeds the bases of a bucket's matrix."""
-    return "+".join(slot.name for slot in bucket.slots)
+    return "+".join(bucket.keys)
 
 
 def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:

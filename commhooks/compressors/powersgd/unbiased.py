@@ -49,10 +49,6 @@ class UnbiasedPowerSGD(Compressor):
         """Return ω = (m + 1)/r for the matrix of so many elements that has most columns: one row, and so r = 1."""
         return Loss(parameter.numel() + 1.0, unbiased=True, is_kept=False)
 
-    def remembers(self, step: int) -> bool:
-        """Return False: no state is kept."""
-        return False
-
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Average M·U, and multiply the answer by Uᵀ."""
         plan = bucket.plan(self, lambda: LowRankPlan.of_slots(bucket, self._form, self._r))

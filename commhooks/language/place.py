@@ -1,0 +1,29 @@
+"""Where state is kept, as `Compressor.state` is asked about it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from commhooks.language.requests import Layout
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """The place of a parameter's state: the parameter, in a bucket, among ranks, in a step."""
+
+    name: str
+    """The parameter's name, or a placeholder for it."""
+    parameter: Tensor
+    """Its shape, strides and dtype may be asked for, but not its values."""
+    world_size: int
+    """The number of ranks."""
+    _: dataclasses.KW_ONLY
+    bucket: Layout | None = None
+    """The whole bucket that this parameter leads, whose own state is kept with it; None: it leads none, or buckets are
+    not known yet."""
+    is_sharded: bool = False
+    """Whether its bucket consists of shards; see `Compressor.scatter`."""
+    step: int | None = None
+    """None: any step, so that what every step may use is to be declared."""

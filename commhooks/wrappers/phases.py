@@ -1,0 +1,52 @@
+"""The phases of a compressor, between which one compressor in a schedule takes over from another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from commhooks.language.compressor import Compressor, inner_of, loss_of_a_matrix
+from commhooks.wrappers.hierarchical import Hierarchical
+from commhooks.wrappers.per_parameter import PerParameter
+from commhooks.wrappers.start_after import StartAfter
+from commhooks.wrappers.wrapper import Wrapper
+
+_PASSED_ON = (Compressor.state, Wrapper.state, Hierarchical.state, PerParameter.state, StartAfter.state)
+"""Those that declare nothing but what the compressors in the settings declare."""
+
+
+class Phase(NamedTuple):
+    """The steps from one switch to the next."""
+
+    begin: int
+    """The first step."""
+    is_guarded: bool
+    """Whether there may be state to guard, the same on every rank, since guards add to what is sent."""
+
+
+@functools.lru_cache(maxsize=64)
+def phases_of(compressor: Compressor) -> tuple[Phase, ...]:
+    """Return a compressor's phases, in order, the first of which begins at step 0."""
+    switches = sorted(one.steps for one in _running(compressor, None) if isinstance(one, StartAfter))
+    return tuple(Phase(step, any(map(_is_guarded, _running(compressor, step)))) for step in (0, *switches))
+
+
+def _running(compressor: Compressor, step: int | None) -> Iterator[Compressor]:
+    """Yield a compressor and those in its settings, at any depth, that run in a step; None: in any step."""
+    yield compressor
+    inner = inner_of(compressor)
+    if step is not None and isinstance(compressor, StartAfter):
+        inner = [compressor.in_turn(step)]
+    for one in inner:
+        yield from _running(one, step)
+
+
+def _is_guarded(compressor: Compressor) -> bool:
+    """Return whether a compressor declares state itself, or would be given some by `ErrorFeedback`.
+
+    So a compressor sends as much without error feedback as with it, and the two can be compared.
+    """
+    if type(compressor).state in _PASSED_ON:
+        return not inner_of(compressor) and loss_of_a_matrix(compressor).is_worth_keeping
+    return True
