@@ -75,23 +75,34 @@ class Address:
 
 
 class Connection:
-    """A private Gloo group that carries requests, and groups of some of its ranks."""
+    """A private Gloo group that carries requests, and groups of some of its ranks.
+
+    To make one blocks until every rank has come to `address`, or its timeout has passed. The first sparse sum opens
+    another group for itself, within `hook_timeout`. So does the first collective among some of the ranks, once `wait`
+    has seen that all ranks have reached it. Raises `CollectiveError`, which names the ranks that have not come, or the
+    store if it does not answer.
+    """
 
     def __init__(
         self,
-        group: ProcessGroupGloo,
         address: Address,
         wrap: WrapCommunicator | None = None,
-        open_for_sparse: Callable[[], ProcessGroupGloo] | None = None,
-        open_some: Callable[[Group], ProcessGroupGloo] | None = None,
+        hook_timeout: float | None = None,
         wait: Callable[[Pending], None] | None = None,
     ) -> None:
+        self.timeout = address.timeout.total_seconds()
+        everyone = range(address.world_size)
+        group = _open_group(address, address.store, everyone, self.timeout)
+        settings: Any = group.options
+        limit, devices = hook_timeout or self.timeout, settings._devices
+        of_sparse = PrefixStore("sparse", address.store)
+        open_for_sparse = functools.partial(_open_group, address, of_sparse, everyone, limit, devices, threads=1)
+        open_some = functools.partial(_open_some, address, limit, devices)
         carrier = ProcessGroupCommunicator(group, open_for_sparse, open_some, wait)
         self._carrier: ProcessGroupCommunicator | None = carrier
         self._agreements: Agreements | None = Agreements(carrier, address)
         wrapped = carrier if wrap is None else wrap(carrier)
         self.communicator: Communicator | None = wrapped
-        self.timeout = address.timeout.total_seconds()
 
     def agree(self, fingerprint: str, wait: Callable[[Pending], None]) -> None:
         """Return if every rank passes the same fingerprint; see `Agreements.agree`."""
@@ -118,29 +129,6 @@ class Connection:
         self._carrier.release()
         self._carrier = self._agreements = self.communicator = None
         return True
-
-
-def open_connection(
-    address: Address,
-    wrap: WrapCommunicator | None = None,
-    hook_timeout: float | None = None,
-    wait: Callable[[Pending], None] | None = None,
-) -> Connection:
-    """Open a private Gloo group at `address`; block until every rank has come, or the address's timeout has passed.
-
-    The first sparse sum opens another group for itself, within `hook_timeout`. So does the first collective among some
-    of the ranks, once `wait` has seen that all ranks have reached it. Raises `CollectiveError`, which names the ranks
-    that have not come, or the store if it does not answer.
-    """
-    patience = address.timeout.total_seconds()
-    everyone = range(address.world_size)
-    group = _open_group(address, address.store, everyone, patience)
-    settings: Any = group.options
-    limit, devices = hook_timeout or patience, settings._devices
-    of_sparse = PrefixStore("sparse", address.store)
-    open_for_sparse = functools.partial(_open_group, address, of_sparse, everyone, limit, devices, threads=1)
-    open_some = functools.partial(_open_some, address, limit, devices)
-    return Connection(group, address, wrap, open_for_sparse, open_some, wait)
 
 
 def _open_some(address: Address, patience: float, devices: list[Any], group: Group) -> ProcessGroupGloo:

@@ -1,5 +1,6 @@
 """Third-party hooks, run on a bucket in another dtype; whatever they do, the bucket keeps its own memory."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ def run_foreign(hook: AnyHook, state: Any, bucket: GradBucket, dtype: torch.dtyp
         raise GradientError(
             f"{_where(hook, bucket)}: gradients are of {own.dtype}; a mean needs a floating-point or complex dtype."
         )
-    write_back = _WriteBack(hook, own, bucket)
+    write_back = functools.partial(_write_back, hook, own, bucket)
     bucket.set_buffer(own.to(dtype) if _narrows(own, dtype) else own)
     try:
         returned = hook(state, bucket)
@@ -56,7 +57,7 @@ def _future_of_work(work: dist.Work, bucket: GradBucket) -> torch.futures.Future
     except RuntimeError:  # "not implemented": a Work written in Python may have no future, but can be waited for
         work.wait()
         return completed(bucket.buffer())
-    return future.then(_BufferOf(bucket))
+    return future.then(functools.partial(_buffer_of, bucket))
 
 
 def completed(value: Tensor) -> torch.futures.Future[Tensor]:
@@ -66,34 +67,22 @@ def completed(value: Tensor) -> torch.futures.Future[Tensor]:
     return future
 
 
-class _BufferOf:
-    """A callback that returns the bucket's buffer once a Work is done."""
-
-    def __init__(self, bucket: GradBucket) -> None:
-        self._bucket = bucket
-
-    def __call__(self, future: torch.futures.Future[Any]) -> Tensor:
-        future.value()  # raises the Work's error, if it failed
-        return self._bucket.buffer()
+def _buffer_of(bucket: GradBucket, future: torch.futures.Future[Any]) -> Tensor:
+    """Return the bucket's buffer once a Work is done."""
+    future.value()  # raises the Work's error, if it failed
+    return bucket.buffer()
 
 
-class _WriteBack:
-    """A callback that writes a future's value into the bucket's own memory, and restores it as the buffer."""
-
-    def __init__(self, hook: AnyHook, own: Tensor, bucket: GradBucket) -> None:
-        self._hook = hook
-        self._own = own
-        self._bucket = bucket
-
-    @torch.no_grad()  # a Gloo thread calls this, and grad mode is on by default in every thread
-    def __call__(self, future: torch.futures.Future[Any]) -> Tensor:
-        try:
-            self._own.copy_(_mean_in(future.value(), self._own))
-        except Exception as error:
-            raise _failure(self._hook, self._bucket, error) from error
-        finally:
-            self._bucket.set_buffer(self._own)
-        return self._own
+@torch.no_grad()  # a Gloo thread calls this, and grad mode is on by default in every thread
+def _write_back(hook: AnyHook, own: Tensor, bucket: GradBucket, future: torch.futures.Future[Any]) -> Tensor:
+    """Write a future's value into the bucket's own memory, and restore that as the buffer."""
+    try:
+        own.copy_(_mean_in(future.value(), own))
+    except Exception as error:
+        raise _failure(hook, bucket, error) from error
+    finally:
+        bucket.set_buffer(own)
+    return own
 
 
 def _mean_in(value: Any, own: Tensor) -> Tensor:

@@ -53,12 +53,11 @@ def free_cores(places: Sequence[Place]) -> int:
 
     Ranks share a processor if they run on one machine and may both use it.
     """
-    return min(_free_cores(place, places) for place in places)
-
-
-def _free_cores(own: Place, places: Sequence[Place]) -> int:
-    sharing = [one for one in places if one.machine == own.machine and one.processors & own.processors]
-    return 2 if len(own.processors) // len(sharing) - own.threads >= 1 else 1
+    for own in places:
+        sharing = [one for one in places if one.machine == own.machine and one.processors & own.processors]
+        if len(own.processors) // len(sharing) <= own.threads:
+            return 1
+    return 2
 
 
 def places_of(ranks: Ranks) -> list[Place]:

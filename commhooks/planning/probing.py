@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator
-from commhooks.communicators.connection import Address, WrapCommunicator, open_connection
+from commhooks.communicators.connection import Address, Connection, WrapCommunicator
 from commhooks.communicators.parent_group import backend_of
 from commhooks.errors import ProbeError
 from commhooks.language.requests import Group, ranks_in
@@ -86,7 +86,7 @@ def probe(
         )
     address = Address.under(group, "probe")
     try:
-        connection = open_connection(address, wrap_communicator)
+        connection = Connection(address, wrap_communicator)
         try:
             assert connection.communicator is not None, "it was just opened"
             machines = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -180,11 +180,6 @@ class _Stage:
     """Reached when the stream begins to wait for the collective; None after the task's last one."""
     reached: Mark
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the task's mean is complete after this stage."""
-        return self.asked is None
-
 
 class _Watch:
     """Completes futures on a thread as the device progresses; fails them when a collective takes too long.
@@ -234,8 +229,9 @@ class _Watch:
         for stage in self._coming():
             try:
                 self._wait_for(stage)
-                if stage.is_last:
-                    self._deliver(stage.task)
+                if stage.asked is None and not stage.task.future.done():
+                    with self._scheduler.stream.entered():  # where the mean was written, and so where its readers wait
+                        stage.task.succeed()
                 with self._changed:
                     self._unreached -= 1
                     self._changed.notify_all()
@@ -271,8 +267,3 @@ class _Watch:
                 raise CollectiveError("the attachment was stopped while a collective was under way.")
             self._scheduler.listen()
             time.sleep(POLL_SECONDS)
-
-    def _deliver(self, task: BucketTask) -> None:
-        if not task.future.done():
-            with self._scheduler.stream.entered():  # where the mean was written, and so where its readers wait
-                task.succeed()

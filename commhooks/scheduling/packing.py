@@ -200,50 +200,17 @@ class _Rows(Message):
         return memory[..., cut[0] : cut[1]].view(dtype)
 
 
-class _Pool:
-    """Messages that tasks take and give back, so that memory and its division are made once, not in every step."""
-
-    def __init__(self) -> None:
-        self._messages: dict[Hashable, list[_Sum | _Rows]] = {}
-        self._taken = 0
-
-    def take(self, layout: Hashable, make: Callable[[], _Sum | _Rows]) -> _Sum | _Rows:
-        """Return a message with this layout that no task owns, made if there is none."""
-        self._taken += 1
-        alike = self._messages.setdefault(layout, [])
-        for message in alike:
-            if message.is_free:
-                break
-        else:
-            message = make()
-            alike.append(message)
-        message.is_free, message.is_needed = False, True
-        if self._taken > _TURNS_UNTIL_UNUSED * len(self._messages):
-            self._drop_unused()
-        return message
-
-    def memories(self) -> list[Tensor]:
-        """Return the messages' memory."""
-        return [message.memory for alike in list(self._messages.values()) for message in alike]
-
-    def _drop_unused(self) -> None:
-        """Drop the messages that nobody has taken since the last look, such as those of another compressor."""
-        for layout, alike in list(self._messages.items()):
-            alike[:] = [message for message in alike if message.is_needed or not message.is_free]
-            for message in alike:
-                message.is_needed = False
-            if not alike:
-                del self._messages[layout]
-        self._taken = 0
-
-
 class Packer:
-    """Packs requests, reusing the memory of finished tasks; `by_name` if requests of many buckets are sent together."""
+    """Packs requests; `by_name` if requests of many buckets are sent together.
+
+    It keeps messages, which tasks take and give back, so that memory and its division are made once, not in every step.
+    """
 
     def __init__(self, world_size: int, *, by_name: bool) -> None:
         self._world_size = world_size
         self._by_name = by_name
-        self._pool = _Pool()
+        self._messages: dict[Hashable, list[_Sum | _Rows]] = {}
+        self._taken = 0
 
     def ship(self, requests: Sequence[Request]) -> list[Shipment]:
         """Return as few collectives as possible for requests made at the same time.
@@ -261,7 +228,7 @@ class Packer:
 
     def memories(self) -> list[Tensor]:
         """Return the messages' memory."""
-        return self._pool.memories()
+        return [message.memory for alike in list(self._messages.values()) for message in alike]
 
     def _kind_of(self, request: Request, place: Place) -> Hashable:
         """Return what must be equal for parts to be sent together."""
@@ -292,8 +259,33 @@ class Packer:
                 return _Sum(parts, by_name=self._by_name)
             return _Rows(parts, type(request), ranks)
 
-        message = self._pool.take((type(request), part.tensor.device, ranks, *of_parts), make)
+        message = self._take((type(request), part.tensor.device, ranks, *of_parts), make)
         return Shipment(places, message.pack(parts, request, ranks), message)
+
+    def _take(self, layout: Hashable, make: Callable[[], _Sum | _Rows]) -> _Sum | _Rows:
+        """Return a message with this layout that no task owns, made if there is none."""
+        self._taken += 1
+        alike = self._messages.setdefault(layout, [])
+        for message in alike:
+            if message.is_free:
+                break
+        else:
+            message = make()
+            alike.append(message)
+        message.is_free, message.is_needed = False, True
+        if self._taken > _TURNS_UNTIL_UNUSED * len(self._messages):
+            self._drop_unused()
+        return message
+
+    def _drop_unused(self) -> None:
+        """Drop the messages that nobody has taken since the last look, such as those of another compressor."""
+        for layout, alike in list(self._messages.items()):
+            alike[:] = [message for message in alike if message.is_needed or not message.is_free]
+            for message in alike:
+                message.is_needed = False
+            if not alike:
+                del self._messages[layout]
+        self._taken = 0
 
 
 def _alone(part: Part, request: AllReduce, world_size: int) -> Collective:

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from commhooks.communicators import Pending
-from commhooks.communicators.connection import Address, Connection, WrapCommunicator, open_connection
+from commhooks.communicators.connection import Address, Connection, WrapCommunicator
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, SilentStoreError
 from commhooks.errors import AttachError, CollectiveError
 from commhooks.scheduling.lanes import Lane
@@ -159,7 +159,7 @@ class Worker(Scheduler):
     @torch.no_grad()  # a gradient may require one itself: double backward
     def _serve(self) -> None:
         try:
-            self.connection = open_connection(self._address, self._wrap, self._hook_timeout, self._wait)
+            self.connection = Connection(self._address, self._wrap, self._hook_timeout, self._wait)
             busy = False
             while not self._stopping:
                 self._admit(block=not busy)

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from commhooks import AllReduceMean
 from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator, connection, noticeboard
-from commhooks.communicators.connection import Address, open_connection
+from commhooks.communicators.connection import Address, Connection
 from commhooks.communicators.noticeboard import Noticeboard, SilentStoreError, StoreThread, address_of
 from commhooks.errors import CollectiveError
 from commhooks.language.bucket import BucketView
@@ -125,7 +125,7 @@ def test_a_line_is_not_waited_for_longer_than_the_group_s_timeout_if_the_store_i
     address = Address(store, 0, 2, timedelta(seconds=0.3), StoreThread(store))
     begun = time.monotonic()
     with pytest.raises(SilentStoreError, match="does not answer"):
-        open_connection(address)
+        Connection(address)
     assert time.monotonic() - begun < 5
 
 
@@ -137,7 +137,7 @@ def test_ranks_that_come_late_are_not_taken_for_a_store_that_is_silent() -> None
     def come(rank: int) -> None:
         time.sleep(rank * 0.7)
         try:
-            open_connection(Address(store, rank, 3, timeout, StoreThread(store)))
+            Connection(Address(store, rank, 3, timeout, StoreThread(store)))
         except CollectiveError as error:
             told[rank] = str(error)
             Noticeboard(store, StoreThread(store), rank, 3).post(f"rank {rank}: {error}")

@@ -31,7 +31,7 @@ from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least
 from commhooks.compressors.powersgd.low_rank import LowRankPlan
 from commhooks.compressors.powersgd.matrices import MatrixForm, error_of_rank
 from commhooks.compressors.powersgd.powersgd import PowerSGD
-from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.entries import CHOICE, Declared, Entry, ParameterState
 from commhooks.language.loss import Loss
@@ -103,7 +103,11 @@ class AdaptiveRank(Compressor):
         plans = bucket.plan(self, lambda: _Plans(bucket, self._powersgd, self._highest))
         matrices = plans.widest.matrices
         measures = self.measures(context.step)
-        riders = [x.home.part(_norm(x.home)) for x in matrices] if measures and self.rule == "accordion" else []
+        riders = []
+        for slot in [x.home for x in matrices] if measures and self.rule == "accordion" else []:
+            # The norm of the gradient alone: the residual would distort it.
+            norm = torch.linalg.vector_norm(slot.gradient, dtype=computing_dtype(slot.gradient.dtype))
+            riders.append(slot.part(norm.reshape(1)))
         widens = self.rule != "accordion" and context.step % self.every < STEPS_TO_MEASURE
         ranks = [x.r if widens else min(x.r, x.home.choice or self.rank) for x in matrices]
         plan = plans.at(ranks)
@@ -187,12 +191,6 @@ class _Plans:
         self._chosen = self.widest  # frees the factors of the choice before
         self._chosen = self.widest.at(ranks)
         return self._chosen
-
-
-def _norm(slot: Slot) -> Tensor:
-    """Return the norm, one element, of the gradient alone, without the residual, which would distort it."""
-    norm: Tensor = torch.linalg.vector_norm(slot.gradient, dtype=computing_dtype(slot.gradient.dtype))
-    return norm.reshape(1)
 
 
 def _norms_of_rows(Q: Tensor) -> Tensor:
