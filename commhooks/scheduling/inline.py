@@ -23,9 +23,9 @@ import torch
 from commhooks.communicators import Communicator, Pending
 from commhooks.errors import CollectiveError
 from commhooks.scheduling.lanes import Lane
-from commhooks.scheduling.scheduler import Scheduler
+from commhooks.scheduling.scheduler import Board, Scheduler
 from commhooks.scheduling.task import BucketTask
-from commhooks.scheduling.worker import JOIN_SECONDS, SLICE_SECONDS
+from commhooks.scheduling.worker import JOIN_SECONDS
 
 POLL_SECONDS = 0.0005
 """How often the watch checks the device while something is under way."""
@@ -36,22 +36,6 @@ class Mark(Protocol):
 
     def query(self) -> bool:
         """Return whether the device has reached it."""
-        ...
-
-
-class Board(Protocol):
-    """The means by which ranks tell each other why one failed. No method waits for the store."""
-
-    def post(self, cause: str) -> None:
-        """Tell the other ranks."""
-        ...
-
-    def failure(self) -> str | None:
-        """Return what some rank reported, if known; raise `CommHooksError` if the store is gone."""
-        ...
-
-    def close(self) -> None:
-        """Close the board; called after all other methods."""
         ...
 
 
@@ -87,12 +71,10 @@ class InlineScheduler(Scheduler):
         hook_timeout: float | None = None,
         board: Board | None = None,
     ) -> None:
-        super().__init__(communicator.rank, self._wait)
+        super().__init__(communicator.rank, self._wait, board)
         self.stream = stream
         self._communicator = communicator
         self._agree = agree
-        self._board = board
-        self._listened = 0.0
         self._watch = _Watch(hook_timeout, self) if hook_timeout is not None else None
 
     def open(self, lane: Lane, fingerprint: str) -> None:
@@ -132,25 +114,15 @@ class InlineScheduler(Scheduler):
         """Stop the watch, if there is one, and the calls to the store."""
         if self._watch is not None:
             self._watch.stop()
-        if self._board is not None:
-            self._board.close()
-
-    def listen(self) -> None:
-        """Raise `CollectiveError` if another rank has reported a failure."""
-        now = time.monotonic()
-        if self._board is None or now - self._listened < SLICE_SECONDS:
-            return
-        self._listened = now
-        cause = self._board.failure()
-        if cause is not None:
-            raise CollectiveError(f"another rank failed: {cause}")
+        if self.board is not None:
+            self.board.close()
 
     def end(self, error: Exception, where: str, waiting: Sequence[BucketTask]) -> None:
         """Fail the tasks, then tell the other ranks, whose streams may be waiting for a collective of this one."""
         failure = self._keep(error, where)
         self._fail_all(waiting, failure)
-        if failure.__cause__ is error and self._board is not None:
-            self._board.post(str(failure))  # last, since it may take a while
+        if failure.__cause__ is error and self.board is not None:
+            self.board.post(str(failure))  # last, since it may take a while
 
     def _wait(self, pending: Pending) -> bool:
         """Make the stream wait for a collective; the watch sees when the wait begins and when it ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Protocol
@@ -11,6 +12,9 @@ from commhooks.errors import AttachError, CollectiveError, CommHooksError, Compr
 from commhooks.scheduling.lanes import Lane, Lanes
 from commhooks.scheduling.policy import Wait
 from commhooks.scheduling.task import BucketTask
+
+SLICE_SECONDS = 0.2
+"""How often a waiting rank checks whether another has reported a failure, or whether it should stop."""
 
 
 class StopOrderError(CommHooksError):
@@ -25,15 +29,33 @@ class Waits(Protocol):
         ...
 
 
+class Board(Protocol):
+    """The means by which ranks tell each other why one failed. No method waits for the store."""
+
+    def post(self, cause: str) -> None:
+        """Tell the other ranks."""
+        ...
+
+    def failure(self) -> str | None:
+        """Return what some rank reported, if known; raise `CommHooksError` if the store is gone."""
+        ...
+
+    def close(self) -> None:
+        """Close the board; called after all other methods."""
+        ...
+
+
 class Scheduler(ABC):
     """Runs the bucket tasks of a line's lanes, and completes their futures. The first failure ends all lanes."""
 
-    def __init__(self, rank: int, wait: Wait) -> None:
+    def __init__(self, rank: int, wait: Wait, board: Board | None = None) -> None:
         self.error: CommHooksError | None = None
         """The first failure."""
         self.rank = rank
+        self.board = board
         self._lanes = Lanes(rank, wait)
         self._keeping = threading.Lock()
+        self._listened = 0.0
 
     @abstractmethod
     def submit(self, lane: Lane, task: BucketTask) -> None:
@@ -55,6 +77,16 @@ class Scheduler(ABC):
         """Return what ended the work, or kept the lane from opening; None while it continues or if it was stopped."""
         was_stopped = self.error is not None and isinstance(self.error.__cause__, StopOrderError)
         return lane.refusal if self.error is None or was_stopped else self.error
+
+    def listen(self) -> None:
+        """Raise `CollectiveError` if another rank has reported a failure, which is looked up every `SLICE_SECONDS`."""
+        now = time.monotonic()
+        if self.board is None or now - self._listened < SLICE_SECONDS:
+            return
+        self._listened = now
+        cause = self.board.failure()
+        if cause is not None:
+            raise CollectiveError(f"another rank failed: {cause}")
 
     def place_of(self, lane: Lane, item: Waits) -> str:
         """Name rank, lane, step and bucket, for messages; of what is not a task, the rank."""

@@ -29,11 +29,9 @@ from commhooks.communicators.connection import Address, Connection, WrapCommunic
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, SilentStoreError
 from commhooks.errors import AttachError, CollectiveError
 from commhooks.scheduling.lanes import Lane
-from commhooks.scheduling.scheduler import Scheduler, StopOrderError
+from commhooks.scheduling.scheduler import SLICE_SECONDS, Scheduler, StopOrderError
 from commhooks.scheduling.task import BucketTask
 
-SLICE_SECONDS = 0.2
-"""How often a waiting rank checks whether another has reported a failure, or whether it should stop."""
 SHORT_SLICE_SECONDS = 0.005
 """How often it checks for the step's next bucket."""
 PATIENCE_SECONDS = 3.0
@@ -68,11 +66,12 @@ class Worker(Scheduler):
     """
 
     def __init__(self, address: Address, wrap: WrapCommunicator | None, hook_timeout: float | None) -> None:
-        super().__init__(address.rank, self._wait_slice)
+        board = address.noticeboard()
+        super().__init__(address.rank, self._wait_slice, board)
         self.abandoned: Connection | None = None
         self.connection: Connection | None = None
         self._address = address
-        self._board = address.noticeboard()
+        self._board = board
         self._wrap = wrap
         self._process = os.getpid()
         self._hook_timeout = hook_timeout
@@ -88,7 +87,6 @@ class Worker(Scheduler):
         self._thread: threading.Thread | None = None
         self._more_to_come = False
         self._waiting_since: tuple[Pending, float] | None = None
-        self._looked_for_failure = 0.0
         _running.add(self)
 
     @property
@@ -251,12 +249,7 @@ class Worker(Scheduler):
         limit = None if self._lanes.are_none else self._hook_timeout  # opening has the group's timeout
         if limit is not None and now - self._waiting_since[1] > limit:
             raise CollectiveError(f"a collective was not done after hook_timeout={limit} s.")
-        if now - self._looked_for_failure < SLICE_SECONDS:
-            return
-        self._looked_for_failure = now
-        cause = self._board.failure()
-        if cause is not None:
-            raise CollectiveError(f"another rank failed: {cause}")
+        self.listen()
         if stray := self._stray():
             raise CollectiveError(stray)
 
