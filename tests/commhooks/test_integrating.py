@@ -352,7 +352,7 @@ class Run:
     """The part of an engine that metrics are read from, with a loss scale of 8, and no two figures alike."""
 
     def __init__(self) -> None:
-        self.ledger = self.loss_scale = self.state = self
+        self.lane = self.ledger = self.loss_scale = self.state = self
         self.has_scaler = True
 
     def value(self) -> float:
