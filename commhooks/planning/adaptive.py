@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from commhooks.compressors.noop import NoOp
 from commhooks.errors import AttachError, CheckpointError, CommHooksError, SettingsError
 from commhooks.language.compressor import Compressor
+from commhooks.making import make_compressor
 from commhooks.planning.deciding import Decider
 from commhooks.planning.link_meter import Counting, LinkMeter
 from commhooks.planning.links import Link
@@ -83,7 +84,7 @@ class Adaptive:
         """Check the ladder; every rank must do so between the same two steps.
 
         - `attachment` is what `attach` returned; its compressor must be one of the rungs.
-        - `ladder`: compressors, or names for `make_compressor`, such as "powersgd(rank=4)"; at least two. Their order
+        - `ladder`: compressors, or names for `make_compressor`, such as "powersgd:rank=4"; at least two. Their order
           is only that in which they are tried at first.
         - `rule`: when to look, and when to move.
         - `on_decision` is called with each decision, on every rank.
@@ -180,10 +181,13 @@ class Adaptive:
     def _read(self, state: dict[str, Any]) -> tuple[Decider, list[Decision]]:
         """Return what a state says; raise `CheckpointError` if it is another controller's, or damaged."""
         try:
+            ladder = [str(make_compressor(rung)) for rung in state["ladder"]]  # earlier versions wrote them as calls
+            compared = {
+                "ladder": (ladder, list(map(str, self._ladder))),
+                "rule": (state["rule"], dataclasses.asdict(self._rule)),
+            }
             differing = [
-                f"{what}: saved {state[what]!r}, now {mine!r}"
-                for what, mine in (("ladder", list(map(str, self._ladder))), ("rule", dataclasses.asdict(self._rule)))
-                if state[what] != mine
+                f"{what}: saved {saved!r}, now {mine!r}" for what, (saved, mine) in compared.items() if saved != mine
             ]
             decisions = [Decision(**each) for each in state["decisions"]]
             saved, ranks = state["decider"], state.get("ranks", self._meter.ranks)

@@ -77,7 +77,7 @@ def test_replicas_are_equal_through_every_move_and_a_resumed_run_is_the_one_that
     state, hooks = first.state_dict(), _attachment_of(first).gathered()
     digests += _steps(rank, model, first, SAVED, END)
     second, again = _controlled(kind)
-    second.load_state_dict(state)
+    second.load_state_dict({**state, "ladder": list(map(repr, first.ladder))})  # as earlier versions wrote it
     _attachment_of(second).load_state_dict(hooks)
     _simulated(second).now = SAVED
     digests_again = _steps(rank, again, second, SAVED, END)
@@ -86,7 +86,7 @@ def test_replicas_are_equal_through_every_move_and_a_resumed_run_is_the_one_that
     assert len(moves) >= 2 and any(line.startswith(f"step {CHANGE + 1}: ") for line in moves)
     assert resumed.digests == whole.digests[SAVED:]
     assert (resumed.compressors, resumed.decisions) == (whole.compressors, whole.decisions)
-    assert "PowerSGD" in resumed.compressors[0]
+    assert resumed.compressors[0].startswith("powersgd")
     return whole
 
 
@@ -214,7 +214,7 @@ def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_s
     assert ("rank 1: " in told["another rank's damaged state"].text) == (rank == 0)
     assert "the state is damaged. decisions[0]: Decision(step=-1" in told["no step"].text
     assert "the state is damaged. ranks: '2'" in told["no ranks"].text
-    assert "in use, Cast(dtype=torch.bfloat16), must be a rung" in told["replaced by another"].text
+    assert "in use, bf16, must be a rung" in told["replaced by another"].text
     assert "at least 2 are needed" in told["one rank"].text
 
 

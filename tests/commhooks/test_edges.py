@@ -63,7 +63,7 @@ def test_a_text_calls_no_function_and_no_class_but_compressors(tmp_path: Path) -
     trace.touch()
     for called in (f"os:remove(path={str(trace)!r})", f"subprocess:Popen(args=('rm', {str(trace)!r}))"):
         for text in (called, f"ErrorFeedback(inner={called})"):
-            with pytest.raises(SettingsError, match="is not a dataclass"):
+            with pytest.raises(SettingsError, match="is not a dataclass|does not parse"):
                 make_compressor(text)
     assert trace.exists()
 
@@ -112,5 +112,5 @@ def test_what_is_right_on_average_says_so_inside_of_wrappers_too() -> None:
 
 @pytest.mark.parametrize("build", [DeMo, SparseLoCo])
 def test_a_mean_is_over_ranks_or_senders(build: Callable[..., Compressor]) -> None:
-    assert str(build()) == f"{build.__name__}()"  # so files that lack the setting mean the default
+    assert "mean_over" not in str(build())  # so files that lack the setting mean the default
     assert make_compressor(str(build(mean_over="senders"))) == build(mean_over="senders")

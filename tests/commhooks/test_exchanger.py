@@ -228,7 +228,7 @@ def test_an_exchanger_has_what_an_attachment_has() -> None:
     exchanger.average(drawn(0, 1))
     assert exchanger.statistics().steps == 2 and exchanger.metrics()["commhooks/bytes_sent_total"] >= 0
     summary = str(exchanger)
-    assert summary.startswith("Exchanger: ") and "PowerSGD" in summary and "2 steps" in summary
+    assert summary.startswith("Exchanger: ") and "powersgd" in summary and "2 steps" in summary
     exchanger.close()
     with pytest.raises(commhooks.AttachError, match="replace: this Exchanger was closed"):
         exchanger.replace("fp16")

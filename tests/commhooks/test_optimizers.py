@@ -123,7 +123,7 @@ def test_the_first_step_of_a_watched_optimizer_warns_once_and_on_rank_0() -> Non
             heard.append([str(one.message) for one in caught])
         watch.remove()
     assert [len(messages) for messages in heard] == [1, 0, 0, 0]
-    assert heard[0][0].startswith("commhooks: DGC() with SGD: momentum is applied twice")
+    assert heard[0][0].startswith("commhooks: dgc with SGD: momentum is applied twice")
 
 
 def test_signs_with_feedback_are_warned_of_where_an_optimizer_has_second_moments() -> None:
