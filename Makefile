@@ -84,10 +84,10 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
-	$(BIN)/python -m experiments.bench $(BENCH) --results docs/benchmarks.json
+	$(BIN)/python -m experiments.studies bench $(BENCH) --results docs/benchmarks.json
 
 bench-check: $(STAMP)
-	$(BIN)/python -m experiments.bench $(BENCH) --check docs/benchmarks.json
+	$(BIN)/python -m experiments.studies bench $(BENCH) --check docs/benchmarks.json
 
 torch-suite: $(STAMP)
 	$(BIN)/python -m tests.torch_suite

@@ -15,7 +15,7 @@ from commhooks import COMPRESSORS, BucketView, Compressor, Context, Judge, Reque
 from commhooks.communicators.collective import Traffic
 from commhooks.scheduling.packing import Packer
 from commhooks.state.table import StateTable
-from experiments.bench.given import resnet18_shapes
+from experiments.studies.bench.given import resnet18_shapes
 from tests.cases import NEEDED
 
 Shapes = Mapping[str, tuple[int, ...]]

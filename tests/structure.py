@@ -20,7 +20,9 @@ from pathlib import Path
 from tests.step_calls import calls_of_a_step, files_of
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("commhooks", "ddp_core", "experiments")
+STUDIES = "experiments.studies"
+PACKAGES = ("commhooks", "ddp_core", "experiments", STUDIES)
+"""One inside another is none of its files."""
 MOST_LINES = 450
 """Of a file, all of them counted."""
 CENTRES = {"commhooks/engine/engine.py": "Engine", "ddp_core/reducer.py": "Reducer"}
@@ -82,9 +84,12 @@ class Source:
 
 
 def sources_of(package: str, root: Path = ROOT) -> list[Source]:
-    """Return every file of a package."""
+    """Return every file of a package, without those of another one inside it."""
     found = []
-    for path in sorted((root / package).rglob("*.py")):
+    inside = [root.joinpath(*other.split(".")) for other in PACKAGES if other.startswith(f"{package}.")]
+    for path in sorted(root.joinpath(*package.split(".")).rglob("*.py")):
+        if any(path.is_relative_to(other) for other in inside):
+            continue
         parts = path.relative_to(root).with_suffix("").parts
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found.append(Source(path.relative_to(root), module, path.read_text(encoding="utf-8")))
@@ -158,7 +163,8 @@ def between_folders(imports: Imports) -> Imports:
 
     A folder counts with all that is inside it; a module that lies beside the folders counts as a folder.
     """
-    folder = {module: ".".join(module.split(".")[:2]) for module in imports}
+    deep = min(module.count(".") for module in imports) + 2
+    folder = {module: ".".join(module.split(".")[:deep]) for module in imports}
     found: Imports = {name: set() for name in folder.values()}
     for module, others in imports.items():
         found[folder[module]] |= {folder[other] for other in others} - {folder[module]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     return {Path(path).relative_to(build.build_lib) for path in outputs}
 
 
-def test_a_wheel_holds_every_module_and_takes_no_name_but_its_own_two(installed: set[Path]) -> None:
+def test_a_wheel_holds_every_module_but_studies_and_takes_no_name_but_its_own_two(installed: set[Path]) -> None:
     """A new folder of modules must be added to `packages` in pyproject.toml."""
     folders = {name: Path(name) for name in ("commhooks", "ddp_core")} | {"experiments": Path("commhooks/experiments")}
     expected = {
@@ -39,6 +40,7 @@ def test_a_wheel_holds_every_module_and_takes_no_name_but_its_own_two(installed:
         for folder, target in folders.items()
         for pattern in ("*.py", "py.typed", "*.j2", "costs.json", "accuracy.json")
         for path in (ROOT / folder).rglob(pattern)
+        if not path.is_relative_to(ROOT / "experiments" / "studies")
     }
     assert installed == expected
     assert {path.parts[0] for path in installed} == {"commhooks", "ddp_core"}
@@ -87,6 +89,14 @@ def test_help_without_the_extra_names_every_command_and_what_to_install(bare: Ba
         assert words in said
     assert bare() == (2, said)
     assert bare("--version") == (0, purpose.version() + "\n")
+
+
+@pytest.mark.parametrize("given", [[], ["powersgd-rank", "--seeds", "20", "--out", "two words"], ["--help"]])
+def test_the_command_that_has_become_a_study_names_it_with_the_same_arguments(bare: Bare, given: list[str]) -> None:
+    code, said = bare("reproduce", *given)
+    assert code == 2
+    assert said.splitlines()[-1].strip() == shlex.join(["python", "-m", "experiments.studies", "reproduce", *given])
+    assert "reproduce" not in bare("--help")[1]
 
 
 @pytest.mark.parametrize("command", purpose.COMMANDS)

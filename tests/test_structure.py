@@ -11,6 +11,7 @@ from tests.step_calls import COMPRESSORS, Calls, calls_of_a_step, files_of
 from tests.structure import (
     MOST_LINES,
     PACKAGES,
+    STUDIES,
     attributes_of,
     between_folders,
     circles,
@@ -26,9 +27,9 @@ from tests.structure import (
 
 MOST_FILES_AND_CALLS = {"all-reduce": (19, 120), "powersgd": (26, 300)}
 """Of a steady-state step."""
-LONGEST_CHAIN = {"commhooks": 8, "ddp_core": 8, "experiments": 8}
+LONGEST_CHAIN = {"commhooks": 8, "ddp_core": 8, "experiments": 8, STUDIES: 8}
 """Folders, each of which imports the next."""
-SHORT_AND_NAMED_ONCE = {"commhooks": 0.06, "experiments": 0.06}
+SHORT_AND_NAMED_ONCE = {"commhooks": 0.06, "experiments": 0.06, STUDIES: 0.06}
 """As a share of all private functions."""
 
 
@@ -42,6 +43,12 @@ def test_folders_import_each_other_in_no_circle_and_in_short_chains(package: str
     folders = between_folders(imports_of(sources_of(package)))
     assert circles(folders) == []
     assert len(longest_chain(folders)) <= LONGEST_CHAIN[package], longest_chain(folders)
+
+
+def test_no_package_imports_studies() -> None:
+    imports = imports_of([source for package in PACKAGES for source in sources_of(package)])
+    studies = {source.module for source in sources_of(STUDIES)}
+    assert not {importer: found for importer in imports.keys() - studies if (found := imports[importer] & studies)}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -7,8 +7,8 @@ grow with the data (handing a bucket to the worker thread, a round trip through 
 A parameter's cost is interpolated between matrices of several sizes, because a small matrix costs more per element than
 a large one. All was measured in real steps of two ranks, beside their backward passes, with collectives answered at
 once: what a hook adds to the step without communication is its cost. What a round adds when it is not answered at once,
-besides its bytes and messages, was measured in such steps too. `python -m experiments.estimate.costs` measures all of
-it, and writes the file `costs.json` beside this one.
+besides its bytes and messages, was measured in such steps too. `commhooks estimate --measure-costs FILE` measures all
+of it; the file `costs.json` beside this one is the one that comes with the package.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Costs:
             return cls(hooks=hooks, **raw)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"costs {path}: expected a file of format {FORMAT} that 'python -m experiments.estimate.costs' wrote "
+                f"costs {path}: expected a file of format {FORMAT} that 'commhooks estimate --measure-costs' wrote "
                 f"({type(error).__name__}: {error}); write it again"
             ) from error
 

@@ -42,7 +42,6 @@ from .plan import plan
 from .probe import probe
 from .profile import profile
 from .purpose import PURPOSE, version
-from .reproduce import reproduce
 from .simulate import simulate
 from .terminal import EachOptionOnce, command_given, errors_in_words
 
@@ -239,7 +238,6 @@ def report(
 app.command(help=help_texts.OVERLAP, cls=EachOptionOnce)(overlap)
 app.command(help=help_texts.PROFILE, cls=EachOptionOnce)(profile)
 app.command(help=help_texts.LEADERBOARD, cls=EachOptionOnce)(leaderboard)
-app.command(help=help_texts.REPRODUCE, cls=EachOptionOnce)(reproduce)
 app.command(help=help_texts.PROBE, cls=EachOptionOnce)(probe)
 app.command(help=help_texts.PLAN, cls=EachOptionOnce)(plan)
 app.command(help=help_texts.ESTIMATE, cls=EachOptionOnce)(estimate)

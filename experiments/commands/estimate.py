@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,13 +34,28 @@ def estimate(
     backend: Annotated[
         str, typer.Option(help="gloo: its processor time for each byte counts; none: it does not.")
     ] = "gloo",
+    costs: Annotated[
+        Path | None, typer.Option(help="What --measure-costs wrote; default: the costs that come with the package.")
+    ] = None,
+    measure_costs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Estimate nothing: measure what compression costs here, in minutes, and write it to this file."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Estimate whether compression pays, without a process or a link."""
     with errors_in_words() as console:
+        from ..estimate.costs import measure_costs as measure
         from ..estimate.request import Request, estimated
         from ..estimate.showing import as_json, show
 
+        if measure_costs is not None:
+            if parameters or task or costs:
+                raise ValueError("--measure-costs estimates nothing: leave out --parameters, --task and --costs")
+            measure(measure_costs)
+            return
         found = estimated(
             Request(
                 parameters=parameters,
@@ -56,9 +72,10 @@ def estimate(
                 matrix=matrix,
                 copy_rate=copy_rate,
                 backend=backend,
+                costs=costs,
             )
         )
         if json:
             typer.echo(as_json(found))
         else:
-            show(found, console)
+            show(found, console, costs)

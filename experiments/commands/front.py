@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shlex
 import sys
+from typing import NoReturn
 
 from .purpose import COMMANDS, PURPOSE, version
 
@@ -24,6 +26,8 @@ NEEDED = {
 
 def main() -> None:
     """Run the command line; if packages that it needs are missing, say what to install and exit with 2."""
+    if sys.argv[1:2] == ["reproduce"]:  # for one release
+        _say_where_it_is(sys.argv[2:])
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         _explain(missing)
@@ -31,6 +35,13 @@ def main() -> None:
         from .cli import app
 
         app()
+
+
+def _say_where_it_is(words: list[str]) -> NoReturn:
+    """Name the command that `commhooks reproduce` has become, with the same arguments, and exit with 2."""
+    command = shlex.join(["python", "-m", "experiments.studies", "reproduce", *words])
+    sys.stderr.write(f"commhooks reproduce is a study now, and is not installed: in a checkout, run\n\n    {command}\n")
+    raise SystemExit(2)
 
 
 def _explain(missing: list[str]) -> None:

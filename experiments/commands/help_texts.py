@@ -134,30 +134,6 @@ differences from dense for each seed, and the effect of error feedback beside th
 grace.csv and plots/*.png. Existing results are replaced only with --overwrite.
 """
 
-REPRODUCE = f"""
-{COMMANDS["reproduce"]}
-
-[bold]A list[/bold] of all reproductions.
-
-    commhooks reproduce
-
-[bold]One of them[/bold], with its usual settings: at most ten minutes on a machine with two cores.
-
-    commhooks reproduce powersgd-error-feedback
-
-[bold]More seeds[/bold], for narrower intervals, in a folder of their own.
-
-    commhooks reproduce powersgd-error-feedback --seeds 20 --out runs/twenty
-
-[bold]Without root[/bold], with emulated links in place of those between hosts (network namespaces).
-
-    commhooks reproduce ddp-figure-10 --link emulated
-
-[bold]The folder[/bold] given by --out receives results.json (all measurements, with settings, versions and machine), \
-measured.md (what the source says, tables and findings) and the pictures. The same command prints a finished \
-one again; after Ctrl-C, it continues. The documentation has a page for each.
-"""
-
 ESTIMATE = f"""
 {COMMANDS["estimate"]}
 

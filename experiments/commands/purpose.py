@@ -16,7 +16,6 @@ COMMANDS = {
     "report": "Write tables and the report again from the results in folders, without training.",
     "overlap": "Measure how much of the communication hides behind the backward pass.",
     "leaderboard": "Train two small tasks under every compressor, and rank them by accuracy, bytes and compute.",
-    "reproduce": "Run an experiment of the DDP paper, of PowerSGD or of others again, and compare the results.",
     "estimate": "Estimate in a second whether compression pays: step time, speed-up and break-even rate of each hook.",
     "simulate": "Compute step time and utilisation for 2 to 1,024 ranks from what is measured on this machine.",
     "profile": "Measure where the time of a training step goes, and what every hook adds to it without a link.",

@@ -1,4 +1,4 @@
-"""Measuring the costs of `commhooks.planning.costs`: `python -m experiments.estimate.costs`.
+"""Measuring the costs of `commhooks.planning.costs`: `commhooks estimate --measure-costs FILE`.
 
 Two ranks take steps of made-up models of equal parameters, in turns with and without a hook. Collectives are answered
 at once, so what the hook adds to a step is its cost, on a core that it shares with the backward pass. The same hook
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 import commhooks
 import ddp_core
 from commhooks import Cast, Collective, Communicator, Compressor, Pending
-from commhooks.planning.costs import FILE, Costs, HookCosts, Sample, copy_seconds
+from commhooks.planning.costs import Costs, HookCosts, Sample, copy_seconds
 from commhooks.planning.payloads import OneOfMany
 
 from ..hooks import make_hook
@@ -145,9 +144,16 @@ def measure(plan: Plan, tell: Callable[[str], None]) -> Costs:
     return found[0]
 
 
-def main(arguments: list[str]) -> None:
-    """Measure, and write the file, by default the one that comes with the package."""
-    path = Path(arguments[0]) if arguments else FILE
+def measure_costs(path: Path) -> None:
+    """Measure all costs, and write them to a file.
+
+    Raises:
+        ValueError: There is no folder for the file.
+        WorldError: A rank failed.
+
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"costs: there is no folder {path.parent}")
     begun = time.perf_counter()
     costs = measure(Plan(), print)
     costs.write(path)
@@ -301,7 +307,3 @@ def _seconds_of(tensor: Tensor) -> float:
         dist.all_reduce(tensor)
         found.append(time.perf_counter() - begun)
     return statistics.median(found)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

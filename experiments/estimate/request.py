@@ -7,9 +7,11 @@ import re
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from commhooks.planning.costs import Costs
 from commhooks.planning.estimate import Estimate, estimate
 
 from ..links.link import parse_latency, parse_rate
@@ -39,6 +41,7 @@ class Request:
     matrix: str = "1M"
     copy_rate: str | None = None
     backend: str = "gloo"
+    costs: Path | None = None  # None: those that come with the package
 
 
 def estimated(request: Request) -> Estimate:
@@ -85,6 +88,7 @@ def estimated(request: Request) -> Estimate:
         matrix=count_in(request.matrix),
         copy_rate=copy_rate,
         backend=request.backend,
+        costs=None if request.costs is None else Costs.read(request.costs),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,8 +22,8 @@ from ..runs import strict
 _LEAST_SLOWER = 1e-3  # of a step; less is not worth a sentence
 
 
-def show(estimate: Estimate, console: Console) -> None:
-    """Print a row for each compressor, the fastest first, and what follows."""
+def show(estimate: Estimate, console: Console, costs: Path | None = None) -> None:
+    """Print a row for each compressor, the fastest first, and what follows; `costs` is the file of their costs."""
     link = estimate.link
     table = plain_table(
         f"{counted(estimate.parameters, 'parameter')} in {counted(estimate.buckets, 'bucket')}, "
@@ -43,9 +44,10 @@ def show(estimate: Estimate, console: Console) -> None:
     for sentence in (conclusion(estimate), safest_in_words(estimate), *slower_in_words(estimate)):
         console.print(sentence, highlight=False, markup=False)
     columns = " and ".join(f"{task} ({unit})" for task, unit in estimate.tasks)
+    measured = "measured for this version" if costs is None else f"in {costs}"
     console.print(
         f"Sent: by each rank. {columns}: the leaderboard's differences from dense all-reduce, on small tasks. The "
-        f"costs are those measured for this version, times the copy of memory of this processor "
+        f"costs are those {measured}, times the copy of memory of this processor "
         f"({bytes_in_words(estimate.copy_rate)}/s).",
         style="dim",
         highlight=False,

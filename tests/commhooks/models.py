@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ddp_core
-from experiments.bench.given import Shape as Shape  # tests import it from here
+from experiments.studies.bench.given import Shape as Shape  # tests import it from here
 from experiments.tasks.lstm import LstmModel
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from commhooks import COMPRESSORS, make_compressor
 from commhooks.scheduling.lockstep import run_in_turns
-from experiments.bench.given import resnet18_shapes
+from experiments.studies.bench.given import resnet18_shapes
 from tests.cases import NEEDED
 from tests.commhooks.test_powersgd_memory import NewMemory
 from tests.commhooks.workers import GivenBucket, Workers, zeros

@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 import commhooks
 from commhooks.compressors.powersgd.powersgd import orthonormal_rows
 from commhooks.language.randomness import stable_seed
-from experiments.bench.given import GivenBucket as Bucket
-from experiments.bench.given import Shape, resnet18_shapes
+from experiments.studies.bench.given import GivenBucket as Bucket
+from experiments.studies.bench.given import Shape, resnet18_shapes
 from tests import bounds
 from tests.commhooks.models import Given, lstm_shapes, wrap
 from tests.commhooks.stock import draw_basis, hand_over

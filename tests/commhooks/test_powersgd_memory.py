@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import commhooks
 from commhooks.scheduling.lockstep import run_in_turns
-from experiments.bench.given import GivenBucket as Bucket
-from experiments.bench.given import Shape, resnet18_shapes
+from experiments.studies.bench.given import GivenBucket as Bucket
+from experiments.studies.bench.given import Shape, resnet18_shapes
 from tests.cases import BY_NAME, CASES, Case, forms_first
 from tests.commhooks.workers import GivenBucket, Workers, normal, zeros
 

@@ -12,11 +12,11 @@ import torch
 
 from experiments.jobs import run_jobs
 from experiments.report.plots import LIGHT
-from experiments.reproduce.ablation import Ablation, Trial, hook_for, train_variants
-from experiments.reproduce.comparing import between, compare, draw_differences, findings, show_ablation, table
-from experiments.reproduce.notes import Notes
-from experiments.reproduce.powersgd.data_sent import HOOKS, bytes_sent
-from experiments.reproduce.reproduction import Table
+from experiments.studies.reproduce.ablation import Ablation, Trial, hook_for, train_variants
+from experiments.studies.reproduce.comparing import between, compare, draw_differences, findings, show_ablation, table
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.powersgd.data_sent import HOOKS, bytes_sent
+from experiments.studies.reproduce.reproduction import Table
 from experiments.tasks import load_task
 from experiments.tasks.images import ResNet18
 from experiments.training.lockstep import ACCURACY, LOSS
@@ -128,7 +128,7 @@ def test_the_runs_of_a_seed_have_the_same_data_and_finished_ones_are_not_made_ag
     made = train_variants(FEW, notes(tmp_path, said))
     assert made["runs"][:2] == first["runs"][:2]
     assert len(said) == 1 + 2 and "half" in said[1] and "half" in said[2]  # the first says that it continues
-    monkeypatch.setattr("experiments.reproduce.ablation.run_jobs", None)  # nothing is left to do
+    monkeypatch.setattr("experiments.studies.reproduce.ablation.run_jobs", None)  # nothing is left to do
     assert train_variants(FEW, notes(tmp_path)) == made
     blocks = show_ablation(FEW, made)
     assert isinstance(blocks[0], Table) and "100" not in str(blocks[0].rows[1][3])

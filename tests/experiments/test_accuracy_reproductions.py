@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.reproduce import Block, Table, load_reproduction
-from experiments.reproduce.ddp.figure_11 import Settings as Skipped
-from experiments.reproduce.ddp.figure_11 import Training
-from experiments.reproduce.powersgd.global_residual import Settings as Residuals
+from experiments.studies.reproduce import Block, Table, load_reproduction
+from experiments.studies.reproduce.ddp.figure_11 import Settings as Skipped
+from experiments.studies.reproduce.ddp.figure_11 import Training
+from experiments.studies.reproduce.powersgd.global_residual import Settings as Residuals
 from experiments.tasks import load_task
 from experiments.training.lockstep import own_gradients
 

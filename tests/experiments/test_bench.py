@@ -7,24 +7,21 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from experiments.bench import powersgd
-from experiments.bench.__main__ import main
-from experiments.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes, other_places
-from experiments.bench.growth import exponent_of
-from experiments.bench.page import render
-from experiments.bench.real_step import LOOPBACK, OURS, PEERS, rows_of
-from experiments.bench.results import Measured, Results, read, write
-from experiments.bench.rows import MET, MISSED, WITHIN, Row, compared, slack_of
-from experiments.bench.sections import SECTIONS
-from experiments.bench.timing import in_turns, pooled
 from experiments.results.summary import Spread
+from experiments.studies.app import app
+from experiments.studies.bench import powersgd
+from experiments.studies.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes, other_places
+from experiments.studies.bench.growth import exponent_of
+from experiments.studies.bench.page import render
+from experiments.studies.bench.real_step import LOOPBACK, OURS, PEERS, rows_of
+from experiments.studies.bench.results import Measured, Results, read, write
+from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row, compared, slack_of
+from experiments.studies.bench.sections import SECTIONS
+from experiments.studies.bench.timing import in_turns, pooled
 
 DOCS = Path(__file__).parents[2] / "docs"
-app = typer.Typer()
-app.command()(main)
 
 
 def row(name: str, median: float, width: float = 0.02, target: float | None = None, slack: float = 0.0) -> Row:
@@ -156,7 +153,7 @@ def test_a_tiny_section_comes_back_from_its_rank_as_rows() -> None:
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_before_anything_is_measured(arguments: list[str], error: str) -> None:
-    outcome = CliRunner().invoke(app, arguments)
+    outcome = CliRunner().invoke(app, ["bench", *arguments])
     assert outcome.exit_code == 2
     assert error in outcome.output
 
@@ -167,7 +164,7 @@ def test_a_check_fails_if_a_ratio_got_worse(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(SECTIONS, "ddp", section)
     for median, code in ((1.0, 1), (1.49, 0)):
         write(path, {"ddp": measured(row("a", median))})
-        assert CliRunner().invoke(app, ["ddp", "--check", str(path)]).exit_code == code
+        assert CliRunner().invoke(app, ["bench", "ddp", "--check", str(path)]).exit_code == code
 
 
 def test_sections_that_are_measured_again_replace_only_themselves(
@@ -177,7 +174,7 @@ def test_sections_that_are_measured_again_replace_only_themselves(
     section = dataclasses.replace(SECTIONS["ddp"], measure=lambda quick, tell: [row("new", 1.5)])
     monkeypatch.setitem(SECTIONS, "ddp", section)
     write(path, {"ddp": measured(row("old", 1.0)), "hooks": measured(row("kept", 1.0))})
-    assert CliRunner().invoke(app, ["ddp", "--results", str(path)]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "ddp", "--results", str(path)]).exit_code == 0
     found = json.loads(path.read_text())["sections"]
     assert [found[name]["rows"][0]["name"] for name in ("ddp", "hooks")] == ["new", "kept"]
     assert path.with_suffix(".md").read_text() == render(read(path))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,12 +12,12 @@ from typer.testing import CliRunner
 from commhooks import COMPRESSORS
 from commhooks.planning.costs import Costs
 from experiments.commands.cli import app
-from experiments.estimate.checking import CONFIGURATIONS, WORLDS, Checked, check, page
 from experiments.estimate.costs import HOOKS, LEFT_OUT
 from experiments.estimate.request import count_in
-from experiments.estimate.steps import Steps
 from experiments.hooks import make_hook
 from experiments.specs import Spec
+from experiments.studies.predictions.estimates import CONFIGURATIONS, WORLDS, Checked, check, page
+from experiments.studies.predictions.steps import Steps
 
 SIZE = ("--parameters", "2M", "--compute", "50ms", "--copy-rate", "10GB/s")
 FEW = ("--hook", "fp16", "--hook", "powersgd:rank=4")
@@ -104,6 +106,9 @@ def test_a_task_gives_shapes_and_its_step_is_timed() -> None:
         ((*SIZE, "--cores", "0"), "cores must be at least 1"),
         ((*SIZE, "--bucket-cap-mb", "0"), "bucket_cap_mb must be above zero"),
         ((*SIZE, "--backend", "mpi"), "backend 'mpi' is not known: expected one of gloo, none"),
+        ((*SIZE, "--costs", "none.json"), "costs none.json: expected a file of format 1"),
+        ((*SIZE, "--measure-costs", "costs.json"), "--measure-costs estimates nothing: leave out --parameters"),
+        (("--measure-costs", "none/costs.json"), "there is no folder none"),
     ],
 )
 def test_bad_input_is_a_sentence(words: tuple[str, ...], message: str) -> None:
@@ -128,6 +133,23 @@ def test_the_file_of_costs_has_the_hooks_that_are_measured() -> None:
     for hook, own in costs.hooks.items():
         assert own.compressor == str(make_hook(Spec.parse(hook)))
     assert {"processor", "cores", "system"} == costs.machine.keys()
+
+
+def test_costs_that_were_measured_here_take_the_place_of_those_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs, file = Costs.read(), tmp_path / "costs.json"
+    slow = dataclasses.replace(costs.hooks["fp16"], bucket_seconds=100.0)
+    monkeypatch.setattr(
+        "experiments.estimate.costs.measure",
+        lambda plan, tell: dataclasses.replace(costs, hooks={**costs.hooks, "fp16": slow}),
+    )
+    code, output = run("--measure-costs", str(file))
+    assert (code, output.split(" hooks")[0]) == (0, f"{file}: the costs of {len(HOOKS)}")
+    _, output = run(*SIZE, "--hook", "fp16", "--costs", str(file))
+    assert f"thosein{file}," in "".join(output.split())
+    _, output = run(*SIZE, "--hook", "fp16", "--json", "--costs", str(file))
+    assert next(one["seconds"] for one in json.loads(output)["hooks"] if one["hook"] == "fp16") > 100
 
 
 def test_twenty_configurations_are_compared() -> None:

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import commhooks
 from commhooks import Probe
 from experiments.commands.cli import app
-from experiments.planning.accuracy import Case, summary
 from experiments.planning.planning import Planned, hooks_to_validate, sentences, validation_table
 from experiments.planning.worlds import check_world
+from experiments.studies.predictions.plans import Case, summary
 from tests.commhooks.test_plan import a_probe, a_profile, hook
 
 

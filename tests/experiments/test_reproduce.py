@@ -18,15 +18,15 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-import experiments.reproduce as registry
-from experiments.commands.cli import app
+import experiments.studies.reproduce as registry
 from experiments.launch import run_world
 from experiments.machine import versions
-from experiments.reproduce import MODULES, Block, Picture, Reproduction, Table, load_reproduction
-from experiments.reproduce.notes import PARTS, Notes
-from experiments.reproduce.page import MEASURED, markdown
-from experiments.reproduce.results import RESULTS, Results
-from experiments.reproduce.running import Request, reproduce
+from experiments.studies.app import app
+from experiments.studies.reproduce import MODULES, Block, Picture, Reproduction, Table, load_reproduction
+from experiments.studies.reproduce.notes import PARTS, Notes
+from experiments.studies.reproduce.page import MEASURED, markdown
+from experiments.studies.reproduce.results import RESULTS, Results
+from experiments.studies.reproduce.running import Request, reproduce
 from tests.experiments.standing_ranks import StandingRanks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -84,7 +84,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     fake = MadeUp()
     known = load_reproduction
     monkeypatch.setitem(MODULES, "made-up", "")
-    for module in (registry, __import__("experiments.reproduce.running", fromlist=["running"])):
+    for module in (registry, __import__("experiments.studies.reproduce.running", fromlist=["running"])):
         monkeypatch.setattr(
             module, "load_reproduction", lambda name: fake.reproduction() if name == "made-up" else known(name)
         )
@@ -246,7 +246,7 @@ def test_every_reproduction_runs_at_its_tiny_size(
 ) -> None:
     load_reproduction(name)
     for module in [module for module in sys.modules.values() if getattr(module, "run_world", None) is run_world]:
-        if module.__name__.startswith(("experiments.reproduce.", "experiments.sweeps.")):
+        if module.__name__.startswith(("experiments.studies.reproduce.", "experiments.sweeps.")):
             monkeypatch.setattr(module, "run_world", standing.run)
     found = reproduce(Request(name=name, size="tiny", out=tmp_path), Console(quiet=True))
     blocks = load_reproduction(name).show(load_reproduction(name).sizes["tiny"], found.measured)
@@ -271,7 +271,8 @@ def test_every_reproduction_has_a_page_with_the_numbers_of_a_run_that_was_made(n
     assert made.size == "default" and made.settings == Results.of_settings(settings)
     # Beside other programs the command had only a part of the processors, and took so much longer.
     share = min(1.0, float(made.machine["cores"]) / float(made.machine["load"]))
-    assert 0 < made.seconds * share < LONGEST_SECONDS and made.command == f"commhooks reproduce {name}"
+    assert 0 < made.seconds * share < LONGEST_SECONDS
+    assert made.command == f"python -m experiments.studies reproduce {name}"
     blocks = reproduction.show(settings, made.measured)
     assert (PAGES / name / MEASURED).read_text(encoding="utf-8") == markdown(reproduction, made, blocks, f"{name}/")
     for block in blocks:

@@ -15,11 +15,11 @@ from torch import nn
 
 from experiments.links.link import LinkSettings
 from experiments.links.linked_group import LinkedGroup
-from experiments.reproduce import Reproduction, load_reproduction
-from experiments.reproduce.ddp import figure_2, figure_7, figure_12, hooks
-from experiments.reproduce.ddp.figure_6 import Settings as Settings6
-from experiments.reproduce.ddp.turns import end_groups, groups_on, of_slowest
 from experiments.results.medians import Ratio, milliseconds
+from experiments.studies.reproduce import Reproduction, load_reproduction
+from experiments.studies.reproduce.ddp import figure_2, figure_7, figure_12, hooks
+from experiments.studies.reproduce.ddp.figure_6 import Settings as Settings6
+from experiments.studies.reproduce.ddp.turns import end_groups, groups_on, of_slowest
 from tests.ddp_core.facts import Facts
 from tests.parity.training import ddp_class
 

@@ -9,9 +9,9 @@ import pytest
 
 from experiments.machine import cores, dilation
 from experiments.report.plots import DARK
-from experiments.reproduce import Block, Table
-from experiments.reproduce.ddp import figure_9, figure_10
-from experiments.reproduce.powersgd import rates
+from experiments.studies.reproduce import Block, Table
+from experiments.studies.reproduce.ddp import figure_9, figure_10
+from experiments.studies.reproduce.powersgd import rates
 
 TURNS = 6
 

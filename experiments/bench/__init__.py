@@ -1,1 +1,0 @@
-"""Benchmarks: each figure is a ratio to a peer, measured in turns within one run (`python -m experiments.bench`)."""

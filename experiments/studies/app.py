@@ -1,0 +1,24 @@
+"""The studies by name: what was published, how fast this package is, and how close its predictions come."""
+
+from __future__ import annotations
+
+import typer
+
+from experiments.commands.terminal import EachOptionOnce
+
+from .bench.command import bench
+from .predictions.estimates import estimates
+from .predictions.plans import plans
+from .reproduce.command import HELP, reproduce
+
+app = typer.Typer(
+    help=__doc__, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
+)
+app.command(help=HELP, cls=EachOptionOnce)(reproduce)
+for study in (bench, estimates, plans):
+    app.command(cls=EachOptionOnce)(study)
+
+
+@app.callback()
+def studies() -> None:
+    """Run before every study; do nothing."""

@@ -1,0 +1,90 @@
+"""The study `bench`: measure sections of the suite, write the page, or compare with it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from commhooks.planning.stored import write_text
+from commhooks.units import unknown
+from experiments.commands.terminal import errors_in_words
+from experiments.report.table import plain_table
+
+from .gate import SAME, WORSE, changes, other_places
+from .page import figure, render
+from .results import Results, measured_now, read, write
+from .rows import Row
+from .sections import SECTIONS
+
+_COMMAND = "python -m experiments.studies bench"
+
+
+def bench(
+    sections: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(SECTIONS)}; none: all.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny models and few rounds: shows that it runs.")] = False,
+    results: Annotated[
+        Path | None, typer.Option(help="Put what was measured into this JSON file, and write the page beside it.")
+    ] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Compare what was measured with this file; exit with 1 if a ratio got worse.")
+    ] = None,
+    render_only: Annotated[
+        bool, typer.Option("--render", help="Measure nothing: write the page of --results again.")
+    ] = False,
+) -> None:
+    """Measure ratios to PyTorch's own DDP and hooks, and to memory copies."""
+    with errors_in_words() as console:
+        chosen = list(dict.fromkeys(sections or SECTIONS))
+        for name in chosen:
+            if name not in SECTIONS:
+                raise ValueError(unknown("section", name, SECTIONS))
+        if quick and (results or check):
+            raise ValueError("--quick shows that the suite runs; it is not comparable: leave out --results and --check")
+        if render_only and results is None:
+            raise ValueError("--render writes the page of a file: name it with --results")
+        stored = read(check) if check else {}
+        known = read(results) if results and results.exists() else {}
+        found: Results = {}
+        for name in [] if render_only else chosen:
+            begun = time.perf_counter()
+            rows = SECTIONS[name].measure(quick, typer.echo)
+            found[name] = measured_now(rows, f"{_COMMAND} {name}", time.perf_counter() - begun)
+            _print(console, name, rows)
+            if results:  # after every section, so that an interruption does not lose what is finished
+                known[name] = found[name]
+                write(results, known)
+        if results:
+            # As it was written: figures are rounded there, and the page must be the one of its file.
+            write_text(results.with_suffix(".md"), render(read(results)))
+        if check:
+            _report(stored, found)
+
+
+def _report(stored: Results, found: Results) -> None:
+    """Print what changed, and exit with 1 if anything got worse."""
+    for sentence in other_places(stored, found):
+        typer.echo(f"note: {sentence}; ratios depend less on that than times do, but they depend on it")
+    compared = changes(stored, found)
+    for change in compared:
+        if change.kind != SAME:
+            typer.echo(change.text)
+    worse = sum(change.kind == WORSE for change in compared)
+    typer.echo(f"{worse} of {len(compared)} ratios got worse by more than the spread")
+    if worse:
+        raise typer.Exit(1)
+
+
+def _print(console: Console, name: str, rows: list[Row]) -> None:
+    table = plain_table(name, ("median (quartiles)", "noise", "target", ""), first="")
+    for row in rows:
+        target = "" if row.target is None else f"{row.target:.2f}"
+        noise = figure(row.noise) if row.noise else ""
+        table.add_row(
+            f"{escape(row.key)}\n[dim]{escape(row.absolute)}[/dim]", figure(row.spread), noise, target, row.verdict
+        )
+    console.print(table)

@@ -1,0 +1,61 @@
+"""What is given to hooks and compressors that are timed by themselves: shapes of gradients, and a bucket of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from experiments.tasks.images import ResNet18
+
+Shape = tuple[int, ...]
+
+GPT_SHAPES: list[Shape] = [
+    (2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,)
+] * 4  # fmt: skip
+"""Four layers of a GPT of width 768: 28.3 million parameters."""
+
+
+def resnet18_shapes() -> list[Shape]:
+    """Return the parameter shapes of the CIFAR form of ResNet-18: 11.2 million parameters."""
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in ResNet18().parameters()]
+
+
+class GivenBucket:
+    """The only bucket of a step, with these parameters, in the form that our hooks and PyTorch's expect."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = [p if isinstance(p, nn.Parameter) else nn.Parameter(p) for p in parameters]
+        self._memory = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+
+    def index(self) -> int:
+        """Return its number in the step."""
+        return 0
+
+    def is_last(self) -> bool:
+        """Return whether the step ends with it."""
+        return True
+
+    def buffer(self) -> Tensor:
+        """Return the memory of all gradients."""
+        return self._memory
+
+    def set_buffer(self, memory: Tensor) -> None:
+        """Replace the memory."""
+        self._memory = memory
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters."""
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        """Return a view of each parameter's gradient."""
+        parts = self._memory.split([p.numel() for p in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+    def fill(self, gradients: Sequence[Tensor]) -> None:
+        """Copy gradients into the memory."""
+        for place, gradient in zip(self.gradients(), gradients, strict=True):
+            place.copy_(gradient)

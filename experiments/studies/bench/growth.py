@@ -1,0 +1,149 @@
+"""How the cost grows with the work: the exponent of each curve, fitted by least squares in logarithms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import commhooks
+from experiments.hooks import make_hook
+from experiments.launch import Send
+from experiments.report.words import seconds_in_words
+from experiments.results.summary import Spread
+from experiments.specs import Spec
+from experiments.training.registration import wrap_in_ddp
+
+from .rows import EXPONENT, Row
+from .timing import Tell, in_turns, on_ranks
+
+SENTENCE = (
+    "The exponent of the cost as the work grows: 1 means that twice the work takes twice the time. Parameters come in "
+    "matrices of 1,000×1,000, compressed by a worker that is alone; buckets of 160 kB each are averaged on a single "
+    "rank by `ddp_core`, whose backward pass is part of it; ranks are workers of one process, each with a gradient of "
+    "a million parameters, of which one worker's compute counts; r is PowerSGD's rank, for four matrices of "
+    "1,024×1,024. Processor time on one thread. What fp16 and int8 allocate anew in every step, the allocator asks of "
+    "the system if it is above 32 MiB, that is beyond 10 million parameters: new pages take up to a quarter of their "
+    "time. And a million parameters fit in the caches."
+)
+TARGET = 1.05
+COPY = "a copy"
+HOOKS = ("all-reduce", "fp16", "int8", "top-k:ratio=0.01", "powersgd:rank=4")
+Curve = Mapping[int, Sequence[float]]
+"""By size: the seconds of each round."""
+
+
+def measure(quick: bool, tell: Tell) -> list[Row]:
+    """Return a row for each curve."""
+    (curves,) = on_ranks(_measure_all, 1, quick, tell)
+    copying = curves.pop(COPY)
+    return [row_of(name, curve, copying if name.startswith("parameters") else None) for name, curve in curves.items()]
+
+
+def row_of(name: str, curve: Curve, copying: Curve | None = None) -> Row:
+    """Return a curve's exponent; with that of a copy over the same sizes, if there is one."""
+    first, *_, last = (Spread.of(seconds).median for seconds in curve.values())
+    noise = None if copying is None else exponent_of(copying)
+    return Row(
+        name=name,
+        quantity=f"from {min(curve):,} to {max(curve):,}",
+        unit=EXPONENT,
+        spread=exponent_of(curve),
+        noise=noise,
+        target=TARGET,
+        absolute=f"{seconds_in_words(first)} to {seconds_in_words(last)}",
+    )
+
+
+def exponent_of(curve: Curve) -> Spread:
+    """Return the slope of log(seconds) over log(size), round by round."""
+    sizes = np.log(np.array(list(curve), dtype=float))
+    return Spread.of([float(np.polyfit(sizes, np.log(seconds), 1)[0]) for seconds in zip(*curve.values(), strict=True)])
+
+
+def _measure_all(rank: int, ranks: int, quick: bool, send: Send) -> None:
+    torch.set_num_threads(1)
+    rounds = 2 if quick else 3
+    millions = (1, 2, 4) if quick else (1, 3, 10, 30, 100, 200)
+    send("growth: parameters")
+    curves: dict[str, Curve] = {}
+    largest = torch.randn(max(millions) * 1_000_000)
+    curves[COPY] = _curve(millions, rounds, partial(_copy_of, largest))
+    for text in HOOKS[-1:] if quick else HOOKS:
+        send(f"growth: parameters, {text}")
+        curves[f"parameters in millions: {text}"] = _curve(millions, rounds, partial(_worker_alone, text, largest))
+    del largest
+    send("growth: buckets")
+    for text in ("all-reduce", "powersgd:rank=4"):
+        sizes = (1, 3) if quick else (1, 4, 16, 64, 200)
+        curves[f"buckets: {text}"] = _curve(sizes, 4 * rounds, partial(_buckets, text))
+    send("growth: ranks")
+    for text in HOOKS[-1:] if quick else HOOKS:
+        curves[f"ranks: {text}"] = _among((2, 3) if quick else (2, 3, 4, 6, 8), 2 * rounds, text)
+    send("growth: PowerSGD's rank")
+    curves["rank r: powersgd"] = _curve((1, 2, 4) if quick else (1, 2, 4, 8, 16, 32), 4 * rounds, _powersgd)
+    send(curves)
+
+
+def _curve(sizes: Sequence[int], rounds: int, make: Callable[[int], Callable[[], object]]) -> Curve:
+    """Time what `make` returns for each size, in turns."""
+    seconds = in_turns({str(size): make(size) for size in sizes}, rounds, warm_up=1, clock=time.process_time)
+    return {int(size): taken for size, taken in seconds.items()}
+
+
+def _copy_of(memory: Tensor, millions: int) -> Callable[[], object]:
+    part = memory[: millions * 1_000_000]
+    return partial(torch.empty_like(part).copy_, part)
+
+
+def _worker_alone(text: str, memory: Tensor, millions: int) -> Callable[[], object]:
+    matrices = memory[: millions * 1_000_000].view(millions, 1000, 1000)
+    return _averaging(text, {f"layer{number}": matrix for number, matrix in enumerate(matrices)})
+
+
+def _powersgd(rank: int) -> Callable[[], object]:
+    generator = torch.Generator().manual_seed(0)
+    like = {f"layer{number}": torch.randn(1024, 1024, generator=generator) for number in range(4)}
+    return _averaging(f"powersgd:rank={rank}", like)
+
+
+def _averaging(text: str, gradients: Mapping[str, Tensor]) -> Callable[[], object]:
+    """Return a function that averages these gradients, in place, among one worker."""
+    (line,) = commhooks.lockstep_lines(1)
+    exchanger = commhooks.Exchanger(gradients, make_hook(Spec.parse(text)), line=line)
+    return partial(commhooks.average_in_lockstep, [exchanger], [dict(gradients)])
+
+
+def _buckets(text: str, count: int) -> Callable[[], object]:
+    """Return a function that runs a backward pass with so many buckets, on a single rank."""
+    model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(count)))
+    ddp = wrap_in_ddp(model, "core", 0.15)
+    commhooks.attach(ddp, make_hook(Spec.parse(text)))
+    return partial(_step, ddp, torch.randn(8, 200))
+
+
+def _step(ddp: nn.Module, inputs: Tensor) -> None:
+    ddp.zero_grad()
+    ddp(inputs).sum().backward()
+
+
+def _among(sizes: Sequence[int], rounds: int, text: str) -> Curve:
+    """Return the seconds that one worker of so many computes."""
+    computed: dict[int, list[float]] = {size: [] for size in sizes}
+    workers = {size: _workers(text, size) for size in sizes}
+    for _ in range(2 + rounds):
+        for size, (exchangers, gradients) in workers.items():
+            commhooks.average_in_lockstep(exchangers, [{"layer": own.clone()} for own in gradients])
+            computed[size].append(sum(one.last_step().seconds_compressing for one in exchangers) / size)
+    return {size: seconds[2:] for size, seconds in computed.items()}
+
+
+def _workers(text: str, count: int) -> tuple[list[commhooks.Exchanger], list[Tensor]]:
+    gradients = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(worker)) for worker in range(count)]
+    lines = commhooks.lockstep_lines(count)
+    hook = make_hook(Spec.parse(text))
+    return [commhooks.Exchanger({"layer": gradients[0]}, hook, line=line) for line in lines], gradients

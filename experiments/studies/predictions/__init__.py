@@ -1,0 +1,1 @@
+"""What `commhooks estimate` and `commhooks plan` predict, beside real steps."""

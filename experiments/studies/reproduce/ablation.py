@@ -1,0 +1,156 @@
+"""The runs of an ablation: variants of a hook, trained on the same tasks, with the same data and initial models.
+
+Every run trains several workers in one process (`experiments.training.lockstep`), so what comes out does not depend
+on time or on a link. Runs with the same seed differ in nothing but the hook.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.hooks import make_hook
+from experiments.jobs import run_jobs
+from experiments.machine import cores
+from experiments.specs import Spec
+from experiments.tasks import load_task
+from experiments.training.lockstep import train_in_lockstep
+
+from .notes import Notes
+
+_SHARE = re.compile(r"(\d+)%")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """What is trained, and how often."""
+
+    tasks: tuple[str, ...]
+    """As on the command line: 'digits:size=small,steps=80', and with another optimizer than the task's own:
+    'gpt:size=tiny under sgd:lr=0.1,momentum=0.9'. Each run takes the task's own number of steps."""
+    variants: Mapping[str, str]
+    """Hooks by label: {"PowerSGD rank 2": "powersgd:rank=2"}, the dense baseline first. '10%' in a hook stands for that
+    share of the task's steps."""
+    against: Mapping[str, str] = field(default_factory=dict)
+    """Which label each label is compared with; missing: with the first one."""
+    seeds: int = 5
+    """Higher: narrower intervals."""
+    workers: int = 4
+    """Higher: more gradients in a mean, each of a batch of the task's size."""
+    processes: int = 0
+    """How many runs are made at a time; 0: one for each core."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("seeds", 2), ("workers", 2), ("processes", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least} (got {getattr(self, name)})")
+        if len(self.variants) < 2 or not self.tasks:
+            raise ValueError("nothing to compare: name at least one task and two variants")
+        for label in (*self.against, *self.against.values()):
+            if label not in self.variants:
+                raise ValueError(f"{label!r} is compared, but is none of the variants {', '.join(self.variants)}")
+
+    @property
+    def baseline(self) -> str:
+        """The label of the first variant."""
+        return next(iter(self.variants))
+
+    def reference(self, label: str) -> str | None:
+        """Return the label that a variant is compared with; None for the baseline."""
+        return None if label == self.baseline else self.against.get(label, self.baseline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run to be made; where it is sent to, it makes its model itself."""
+
+    task: str
+    variant: str
+    hook: str
+    seed: int
+    workers: int
+
+    @property
+    def key(self) -> str:
+        """What tells it apart from all others."""
+        return f"{self.task} · {self.variant} ({self.hook}) · seed {self.seed}"
+
+    def run(self) -> dict[str, Any]:
+        """Train, and return a row of the results; a number that is not finite becomes None."""
+        named, optimizer = task_and_optimizer(self.task)
+        task = load_task(named, self.seed)
+        hook = make_hook(Spec.parse(hook_for(self.hook, task.steps)), self.seed)
+        trained = train_in_lockstep(task, hook, steps=task.steps, workers=self.workers, optimizer=optimizer)
+        row: dict[str, Any] = {
+            "key": self.key,
+            "task": self.task,
+            "variant": self.variant,
+            "seed": self.seed,
+            "steps": task.steps,
+        }
+        for name, value in dataclasses.asdict(trained).items():
+            row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+        return row
+
+
+def task_and_optimizer(text: str) -> tuple[Spec, Spec | None]:
+    """Return the task and the optimizer of 'gpt under sgd:lr=0.1'; None: the task's own."""
+    task, _, optimizer = text.partition(" under ")
+    return Spec.parse(task, "task"), Spec.parse(optimizer, "optimizer") if optimizer else None
+
+
+def hook_for(text: str, steps: int) -> str:
+    """Return a hook's text with each '10%' replaced by that share of the steps."""
+    return _SHARE.sub(lambda found: str(steps * int(found[1]) // 100), text)
+
+
+def train_variants(ablation: Ablation, notes: Notes) -> dict[str, Any]:
+    """Train every variant on every task with every seed, and return a row for each run, in that order, under "runs".
+
+    Runs that an interrupted command finished are not made again.
+
+    Raises:
+        ValueError: A task or a hook cannot be made.
+        WorldError: A run failed.
+
+    """
+    trials = [
+        Trial(
+            task=task,
+            variant=label,
+            hook=hook,
+            seed=seed,
+            workers=ablation.workers,
+        )
+        for task in ablation.tasks
+        for label, hook in ablation.variants.items()
+        for seed in range(ablation.seeds)
+    ]
+    for task in ablation.tasks:  # a mistake is an error before the first run, not after an hour
+        named, optimizer = task_and_optimizer(task)
+        loaded = load_task(named)
+        loaded.optimizer(optimizer)
+        steps = loaded.steps
+        for hook in ablation.variants.values():
+            make_hook(Spec.parse(hook_for(hook, steps)))
+    rows: dict[str, Any] = {trial.key: notes.get(trial.key) for trial in trials}
+    missing = [trial for trial in trials if rows[trial.key] is None]
+
+    def keep(row: Any) -> None:
+        rows[row["key"]] = row
+        notes.keep(row["key"], row, _in_words(row))
+
+    if missing:
+        run_jobs(missing, min(ablation.processes or cores(), len(missing)), keep)
+    return {"runs": list(rows.values())}
+
+
+def _in_words(row: Mapping[str, Any]) -> str:
+    if row["loss"] is None:
+        return "diverged"
+    accuracy = "" if row["accuracy"] is None else f", accuracy {row['accuracy']:.3f}"
+    return f"loss {row['loss']:.3f}{accuracy}"

@@ -1,0 +1,72 @@
+"""The study `reproduce`, as a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.commands.terminal import errors_in_words
+
+from . import MODULES, load_reproduction
+from .running import Request
+from .running import reproduce as run
+
+HELP = """
+Run an experiment of the DDP paper, of PowerSGD or of others again, and compare the results.
+
+[bold]A list[/bold] of all reproductions.
+
+    python -m experiments.studies reproduce
+
+[bold]One of them[/bold], with its usual settings: at most ten minutes on a machine with two cores.
+
+    python -m experiments.studies reproduce powersgd-error-feedback
+
+[bold]More seeds[/bold], for narrower intervals, in a folder of their own.
+
+    python -m experiments.studies reproduce powersgd-error-feedback --seeds 20 --out runs/twenty
+
+[bold]Without root[/bold], with emulated links in place of those between hosts (network namespaces).
+
+    python -m experiments.studies reproduce ddp-figure-10 --link emulated
+
+[bold]The folder[/bold] given by --out receives results.json (all measurements, with settings, versions and machine), \
+measured.md (what the source says, tables and findings) and the pictures. The same command prints a finished \
+one again; after Ctrl-C, it continues. The documentation has a page for each.
+"""
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="Its name; without one, all reproductions are listed.")] = None,
+    size: Annotated[
+        str, typer.Option(help="default, or tiny: a trial that takes seconds and shows little.")
+    ] = "default",
+    seeds: Annotated[int | None, typer.Option(help="Runs of each variant; more: narrower intervals.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="hosts: network namespaces, which need root; emulated: without root.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; default: runs/reproduce/NAME.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Write them here, too: docs/reproductions.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again, even what is finished.")] = False,
+) -> None:
+    """Run a published experiment again."""
+    with errors_in_words() as console:
+        if name is None:
+            width = max(map(len, MODULES))
+            for each in MODULES:
+                console.print(f"{each:{width}}  {load_reproduction(each).title}", highlight=False, markup=False)
+            return
+        run(
+            Request(
+                name=name,
+                out=out,
+                size=size,
+                seeds=seeds,
+                link=link,
+                docs=docs,
+                overwrite=overwrite,
+            ),
+            console,
+        )

@@ -1,0 +1,232 @@
+"""A link that goes from 1 Gbit/s to 100 Mbit/s and back: a controller beside every fixed compressor.
+
+Every run has two ranks, each on a host of its own (a network namespace). The rate of both links changes while a step is
+under way. A fixed compressor needs fewer steps than the controller: its steps are alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from commhooks.units import seconds_in_words, three_digits
+from experiments.cluster import Cluster
+from experiments.launch import run_world
+from experiments.links.link import parse_rate
+from experiments.report.words import percent
+from experiments.results.medians import Ratio, milliseconds
+from experiments.specs import Spec
+
+from .control_drawing import steps_picture
+from .control_ranks import Beside, NewRate, Phases, Ran, Turns, run_phases, run_turns
+from .notes import Notes
+from .reproduction import NONE, Block, Picture, Reproduction, Table
+
+T = TypeVar("T")
+
+_RANKS = 2
+_TIMEOUT_SECONDS = 120.0
+_CONTROLLER = "controller"
+_THROUGHPUT_TARGET, _STEPS_TARGET, _SLOWER_TARGET = 0.90, 10, 0.03
+_MET = {True: "met", False: "missed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is trained, and how the link changes."""
+
+    limited: bool = True  # False: a trial of the code, without hosts whose link could change
+    rates: tuple[str, ...] = ("1Gbit/s", "100Mbit/s", "1Gbit/s")
+    steps: int = 100  # of a phase, with the controller
+    fixed_steps: int = 25  # of a phase, with a fixed compressor
+    runs: int = 2  # of the controller
+    ladder: tuple[str, ...] = ("all-reduce", "fp16", "int8", "top-k:ratio=0.01")
+    task: str = "gpt:size=medium,width=96,heads=4,layers=8,batch_size=20"
+    bucket_cap_mb: float = 0.5
+    turns: int = 10  # of the controller beside a plain all-reduce, without a limit
+    turn_steps: int = 15
+
+
+def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
+    """Return the runs of all compressors and of the controller, and the turns without a limit."""
+    fixed: dict[str, Any] = {}
+    for hook in settings.ladder:
+        fixed[hook] = notes.once(hook, lambda hook=hook: _run(settings, Spec.parse(hook), notes))  # type: ignore[misc]  # 'Cannot infer type of lambda'
+    controlled = [
+        notes.once(f"{_CONTROLLER} {number}", lambda: _run(settings, None, notes)) for number in range(settings.runs)
+    ]
+    return {"fixed": fixed, "controlled": controlled, "beside": notes.once("beside", lambda: _turns(settings, notes))}
+
+
+def _hosts(settings: Settings) -> AbstractContextManager[Cluster | None]:
+    """Return a host for each rank, whose links have no limit yet."""
+    return Cluster.create(_RANKS) if settings.limited else nullcontext()
+
+
+def _ladder(settings: Settings) -> tuple[Spec, ...]:
+    return tuple(map(Spec.parse, settings.ladder))
+
+
+def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]:
+    """Return one run over the changing link."""
+    phases = Phases(
+        task=Spec.parse(settings.task, "task"),
+        ladder=_ladder(settings),
+        fixed=fixed,
+        rates=tuple(map(parse_rate, settings.rates)),
+        steps=settings.steps if fixed is None else settings.fixed_steps,
+        bucket_cap_mb=settings.bucket_cap_mb,
+    )
+    found: list[Ran] = []
+    with _hosts(settings) as cluster:
+
+        def hear(message: object) -> None:
+            if isinstance(message, NewRate) and cluster is not None:
+                cluster.set_rate(message.rate)
+            elif isinstance(message, Ran):
+                found.append(message)
+
+        run_world(run_phases, _RANKS, phases, hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
+    [ran] = found
+    medians = ", ".join(seconds_in_words(statistics.median(phase)) for phase in _by_phase(ran.seconds, settings))
+    notes.tell(f"{_CONTROLLER if fixed is None else fixed.label}: {medians} a step in the phases")
+    return asdict(ran)
+
+
+def _turns(settings: Settings, notes: Notes) -> dict[str, Any]:
+    """Return the controller's turns beside a plain all-reduce's, on links without a limit."""
+    asked = Turns(
+        task=Spec.parse(settings.task, "task"),
+        ladder=_ladder(settings),
+        turns=settings.turns,
+        steps=settings.turn_steps,
+        bucket_cap_mb=settings.bucket_cap_mb,
+    )
+    found: list[Any] = []
+    with _hosts(settings) as cluster:
+        run_world(run_turns, _RANKS, asked, found.append, timeout=_TIMEOUT_SECONDS, cluster=cluster)
+    [beside] = found
+    assert isinstance(beside, Beside), "rank 0 sends nothing else"
+    notes.tell(f"without a limit the controller chose {beside.chosen}")
+    return asdict(beside)
+
+
+def _by_phase(of_steps: list[T], settings: Settings) -> list[list[T]]:
+    each = len(of_steps) // len(settings.rates)
+    return [of_steps[first : first + each] for first in range(0, each * len(settings.rates), each)]
+
+
+def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
+    """Return the phases of all runs, the moves, and what the controller costs."""
+    fixed = {hook: [_mean(p) for p in _by_phase(ran["seconds"], settings)] for hook, ran in measured["fixed"].items()}
+    best = [min(fixed, key=lambda hook: fixed[hook][phase]) for phase in range(len(settings.rates))]
+    controlled = measured["controlled"]
+    columns = ["compressor", *(f"{rate}, ms a step" for rate in settings.rates)]
+    rows = [[hook, *(three_digits(1e3 * seconds) for seconds in phases)] for hook, phases in fixed.items()]
+    shares: list[list[float]] = []
+    for number, ran in enumerate(controlled, 1):
+        means = [_mean(phase) for phase in _by_phase(ran["seconds"], settings)]
+        shares.append([fixed[hook][phase] / means[phase] for phase, hook in enumerate(best)])
+        rows.append([f"controller, run {number}", *(three_digits(1e3 * seconds) for seconds in means)])
+        rows.append(["its throughput over the best's", *map(percent, shares[-1])])
+    moves = [
+        [f"{number}", f"{step}", f"`{source}`", f"`{target}`", reason]
+        for number, ran in enumerate(controlled, 1)
+        for step, source, target, reason in ran["decisions"]
+    ]
+    return [
+        Table("Mean step in each phase", columns, rows),
+        _verdict(settings, fixed, best, shares, controlled),
+        Picture(
+            "steps",
+            "Step time over steps: every fixed compressor's mean in each phase, and each step of the controller",
+            lambda theme: steps_picture(controlled[0], fixed, settings.rates, settings.steps, theme),
+        ),
+        Table("The controller's moves", ["run", "step", "from", "to", "reason"], moves or [[NONE] * 5]),
+        _replacing(controlled),
+        _beside(measured["beside"], settings),
+    ]
+
+
+def _mean(seconds: list[float]) -> float:
+    return sum(seconds) / len(seconds)
+
+
+def _verdict(
+    settings: Settings,
+    fixed: Mapping[str, list[float]],
+    best: list[str],
+    shares: list[list[float]],
+    controlled: list[Any],
+) -> str:
+    lowest = min(min(one) for one in shares)
+    delays = [delay for ran in controlled for delay in _delays(ran, fixed, settings)]
+    slowest = max(delays, default=0)
+    equal = all(ran["equal"] for ran in controlled)
+    bests = ", ".join(f"{hook} at {rate}" for hook, rate in zip(best, settings.rates, strict=True))
+    return (
+        f"Best fixed compressors: {bests}. The controller reaches at least {percent(lowest)} of their throughput in "
+        f"every phase of every run (goal: {percent(_THROUGHPUT_TARGET)}, {_MET[lowest >= _THROUGHPUT_TARGET]}); the "
+        "first phase includes the steps in which it tries its rungs. After a change of the link it used a compressor "
+        f"that, fixed, has {percent(_THROUGHPUT_TARGET)} of the best one's throughput within {slowest} steps (goal: "
+        f"{_STEPS_TARGET}, {_MET[slowest <= _STEPS_TARGET]}). After every phase the replicas "
+        f"were {'equal' if equal else 'not equal'}, bit for bit."
+    )
+
+
+def _delays(ran: Mapping[str, Any], fixed: Mapping[str, list[float]], settings: Settings) -> list[int]:
+    """Return for each change of the link after how many steps a compressor was in use that is good enough on it."""
+    found = []
+    for phase, rungs in list(enumerate(_by_phase(ran["rungs"], settings)))[1:]:
+        best = min(seconds[phase] for seconds in fixed.values())
+        good = [step for step, rung in enumerate(rungs) if _THROUGHPUT_TARGET * fixed[rung][phase] <= best]
+        found.append(good[0] if good else len(rungs))
+    return found
+
+
+def _replacing(controlled: list[Any]) -> str:
+    seconds = [one for ran in controlled for one in ran["replacing"]]
+    return (
+        f"A call of the controller that moves takes {milliseconds(seconds)} ms, with the probe and the ranks' "
+        "agreement (median and quartiles)."
+    )
+
+
+def _beside(beside: Mapping[str, Any], settings: Settings) -> str:
+    ours, itself = Ratio.of(beside["adaptive"], beside["dense"]), Ratio.of(beside["again"], beside["dense"])
+    is_met = ours.median <= 1 + _SLOWER_TARGET + max(0.0, itself.high - 1)
+    at_first = beside["at_first"]
+    as_long_as = sum(at_first) / (_mean(beside["dense"]) / settings.turn_steps)
+    return (
+        f"On links without a limit the controller chose {beside['chosen']}. Its steps took {ours.text} times those of "
+        f"a plain all-reduce, in {settings.turns} turns of {settings.turn_steps} steps (median, 95 % interval); those "
+        f"of a second plain all-reduce {itself.text} times. The goal of at most {percent(_SLOWER_TARGET)} more, plus "
+        f"that spread, is {_MET[is_met]}. Its first {len(at_first)} steps, in which it tries its rungs, are not "
+        f"counted; they took {seconds_in_words(sum(at_first))}, as long as {as_long_as:.0f} steps of a plain "
+        "all-reduce."
+    )
+
+
+REPRODUCTION = Reproduction(
+    name="control-link",
+    title="A controller on a link that changes",
+    source="This project: `commhooks.Adaptive`",
+    said=(
+        "A controller between steps follows a link that goes from 1 Gbit/s to 100 Mbit/s and back (guide, control).",
+        "Its goals: the new setting within 10 steps; at least 90 % of the best fixed compressor's throughput over each "
+        "phase of 100 steps; on a fast link at most 3 % slower than a plain all-reduce; replicas equal bit for bit.",
+    ),
+    sizes={
+        "default": Settings(),
+        "tiny": Settings(
+            limited=False,
+            rates=("100Mbit/s", "10Mbit/s"), steps=5, fixed_steps=2, runs=1, ladder=("all-reduce", "powersgd:rank=1"),
+            task="gpt:size=tiny", bucket_cap_mb=1.0, turns=1, turn_steps=2,
+        ),
+    },
+    measure=measure,
+    show=show,
+)  # fmt: skip

@@ -1,0 +1,293 @@
+"""How the latency of an iteration grows with the number of hosts.
+
+All ranks run all the time. For a world size of W they form groups of W, each of which trains a model of its own: with
+8 hosts, a world size of 2 is four pairs. So while all compute, a rank has the same share of the processor at every
+world size, and the world sizes take turns in the same processes. A group's latency is that of its slowest rank; a
+turn's is the mean over its groups.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import matplotlib
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from commhooks.planning.links import Link
+from commhooks.planning.step_time import Bucket, Stage, Step, step_time
+from commhooks.tensors import tensor_bytes
+from commhooks.units import counted, three_digits
+from ddp_core import GradBucket
+from experiments.launch import Send
+from experiments.links.link import LinkSettings, parse_latency, parse_rate
+from experiments.machine import dilation
+from experiments.report.plots import Theme, canvases, legend, png, style
+from experiments.report.words import listed
+from experiments.results.medians import Ratio, milliseconds
+
+from ..notes import Notes
+from ..reproduction import Block, Picture, Reproduction, Table
+from .iterations import Replica, draw_quartiles, label_axes, measure_in_world
+from .turns import MODELS, TINY_MODELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured, on groups of how many hosts, and on how many it is simulated."""
+
+    models: Mapping[str, str] = field(default_factory=lambda: dict(MODELS))
+    worlds: tuple[int, ...]  # numbers of hosts; each must divide the last one
+    simulated: tuple[int, ...]
+    latencies: tuple[str, ...] = ("0", "0.1ms")  # of the simulated link, for each message that waits for another
+    base: int = 2  # hosts with which the others are compared
+    rate: str = "1 Gbit/s"
+    bucket_mib: float = 5.0  # about what the paper found best with Gloo
+    turns: int  # higher: narrower intervals; from 6 on they are finite
+    kind: str = "hosts"
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the ranks are told."""
+
+    task: str
+    worlds: tuple[int, ...]
+    bucket_mib: float
+    link: LinkSettings
+    turns: int
+    dilation: float
+
+
+def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
+    """Measure every model."""
+    ranks = settings.worlds[-1]
+    slower = dilation(ranks)
+    link = LinkSettings(kind=settings.kind, bits_per_second=parse_rate(settings.rate)).slowed(slower)
+    found = {}
+    for model, task in settings.models.items():
+        work = _Work(task, tuple(settings.worlds), settings.bucket_mib, link, settings.turns, slower)
+        notes.tell(f"{model} on {ranks} ranks")
+        found[model] = notes.once(model, partial(measure_in_world, _rank, ranks, work, link, notes))
+    return {"dilation": slower, "models": found}
+
+
+def _rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
+    """Time iterations of groups in turns on one rank; rank 0 sends their seconds for each world size."""
+    torch.set_num_threads(1)
+    if rank == 0:
+        send("  the ranks have started")
+    replicas, alone = _replicas(work), _Alone()
+    replicas[1].ddp.register_comm_hook(alone, _note_bucket)
+    for world, replica in replicas.items():
+        replica.warm_up()
+        if rank == 0:
+            send(f"  the models of groups of {world} are in place")
+    found: dict[str, list[float]] = {str(world): [] for world in work.worlds}
+    ready, sizes = list[list[float]](), list[int]()
+    for turn in range(work.turns):
+        for world, replica in replicas.items():
+            seconds = _seconds_of_ranks(partial(_step, replica, alone))
+            slowest = [max(seconds[first : first + world]) for first in range(0, ranks, world)]
+            found[str(world)].append(statistics.fmean(slowest) / work.dilation)
+            if world == 1:
+                ready.append([moment / work.dilation for moment in alone.ready])
+                sizes = alone.sizes
+        if rank == 0:
+            send(f"  turn {turn + 1} of {work.turns}")
+    if rank == 0:
+        send({"parameters": replicas[1].parameters, "seconds": found, "ready": ready, "bucket_bytes": sizes})
+    for replica in replicas.values():
+        replica.close()
+
+
+def _replicas(work: _Work) -> dict[int, Replica]:
+    """Return this rank's model for each number of hosts."""
+    replicas = {}
+    for world in work.worlds:
+        group, _ = dist.new_subgroups(world)
+        assert group is not None, "every rank is in a group"
+        replicas[world] = Replica(work.task, "core", work.bucket_mib, work.link, group)
+    return replicas
+
+
+class _Alone:
+    """When the buckets of a model that is alone in its group were ready."""
+
+    def __init__(self) -> None:
+        self.ready: list[float] = []  # seconds since the iteration began
+        self.sizes: list[int] = []  # bytes
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self.ready, self.sizes = [], []
+        self._began = time.perf_counter()
+
+    def note(self, bucket: GradBucket) -> None:
+        """Note that a bucket is ready."""
+        self.ready.append(time.perf_counter() - self._began)
+        self.sizes.append(tensor_bytes(bucket.buffer()))
+
+
+def _note_bucket(alone: _Alone, bucket: Any) -> Future[Tensor]:
+    alone.note(bucket)
+    mean: Future[Tensor] = Future()
+    mean.set_result(bucket.buffer())
+    return mean
+
+
+def _step(replica: Replica, alone: _Alone) -> None:
+    alone.begin()
+    replica.step()
+
+
+def _seconds_of_ranks(action: Callable[[], object]) -> list[float]:
+    """Return the seconds that the action takes on every rank; all begin together."""
+    dist.barrier()
+    begin = time.perf_counter()
+    action()
+    own = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [seconds.item() for seconds in found]
+
+
+def longer(found: Mapping[str, Any], world: int, than: int) -> Ratio:
+    """Return by which factor an iteration takes longer on one number of hosts than on another, in each turn."""
+    return Ratio.of(found["seconds"][str(world)], found["seconds"][str(than)])
+
+
+def simulated(settings: Settings, found: Mapping[str, Any], world: int, latency: str = "0") -> float:
+    """Return an iteration's seconds on so many hosts by the step-time model, from what groups of one measured."""
+    ready = [statistics.median(moments) for moments in zip(*found["ready"], strict=True)]
+    alone = statistics.median(found["seconds"]["1"])
+    buckets = tuple(
+        Bucket(moment, (Stage(0.0, (("all-reduce", size),)),))
+        for moment, size in zip(ready, found["bucket_bytes"], strict=True)
+    )
+    step = Step(compute=ready[-1], optimizer=max(0.0, alone - ready[-1]), buckets=buckets)
+    link = Link(rate=parse_rate(settings.rate) or math.inf, latency=parse_latency(latency))
+    return step_time(step, link, world).seconds
+
+
+def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
+    """Return tables of what was measured and simulated for each model, what was found, and the picture."""
+    models = measured["models"]
+    blocks: list[Block] = []
+    for model, found in models.items():
+        blocks += [_table(settings, model, found), _finding(settings, model, found)]
+    blocks.append(_simulated(settings, models))
+    blocks += [_simulated_finding(settings, model, found) for model, found in models.items()]
+    caption = f"Latency of an iteration against the number of hosts at {settings.rate}, measured and simulated"
+    return [*blocks, Picture("latency", caption, partial(_draw, settings, models))]
+
+
+def _table(settings: Settings, model: str, found: Mapping[str, Any]) -> Table:
+    rows = [
+        [
+            str(world),
+            three_digits(2 * (world - 1) / world * sum(found["bucket_bytes"]) / 1e6),
+            milliseconds(found["seconds"][str(world)]),
+            longer(found, world, settings.base).text if world != settings.base else "1",
+            three_digits(1e3 * simulated(settings, found, world)),
+        ]
+        for world in settings.worlds
+    ]
+    title = f"{model} at {settings.rate}: {found['parameters']:,} parameters, {settings.turns} turns"
+    against = f"times {counted(settings.base, 'host')} (95 %)"
+    return Table(title, ("hosts", "MB sent by each", "ms an iteration (quartiles)", against, "simulated, ms"), rows)
+
+
+def _finding(settings: Settings, model: str, found: Mapping[str, Any]) -> str:
+    most = settings.worlds[-1]
+    errors = {
+        world: simulated(settings, found, world) / statistics.median(found["seconds"][str(world)]) - 1
+        for world in settings.worlds
+        if world > 1
+    }
+    off = listed([f"{100 * error:+.0f} % on {world}" for world, error in errors.items()])
+    ratio = longer(found, most, settings.base)
+    seen = "an iteration takes" if ratio.sign else "no difference seen: an iteration takes"
+    return (
+        f"{model}: {seen} {ratio.text} times as long on {most} hosts as on {settings.base} (95 % interval over turns). "
+        f"The simulated time differs from the measured median by {off}."
+    )
+
+
+def _simulated(settings: Settings, models: Mapping[str, Mapping[str, Any]]) -> Table:
+    pairs = [(model, latency) for model in models for latency in settings.latencies]
+    rows = [
+        [
+            str(world),
+            *(three_digits(1e3 * simulated(settings, models[model], world, latency)) for model, latency in pairs),
+        ]
+        for world in settings.simulated
+    ]
+    columns = ("hosts", *(f"{model}, {latency} latency" for model, latency in pairs))
+    return Table(f"Simulated at {settings.rate}, not measured: ms an iteration", columns, rows)
+
+
+def _simulated_finding(settings: Settings, model: str, found: Mapping[str, Any]) -> str:
+    fewest, most = settings.worlds[-1], settings.simulated[-1]
+    factors = []
+    for latency in settings.latencies:
+        few, many = (simulated(settings, found, world, latency) for world in (fewest, most))
+        factors.append(f"{many / few:.2f} {_latency(latency)}")
+    return f"{model}: from {fewest} to {most} hosts the simulated time grows by a factor of {listed(factors)}."
+
+
+def _latency(latency: str) -> str:
+    seconds = parse_latency(latency)
+    return f"with {1e3 * seconds:g} ms of latency" if seconds else "without latency"
+
+
+def _draw(settings: Settings, models: Mapping[str, Mapping[str, Any]], theme: Theme) -> bytes:
+    """Draw a panel for each model: what was measured as medians and quartiles, what was simulated as lines."""
+    worlds = [*settings.worlds, *settings.simulated]
+    with matplotlib.rc_context(style(theme)):
+        figure, panels = canvases("", "", 9.6, 3.8, columns=len(models))
+        for axes, (model, found) in zip(panels, models.items(), strict=True):
+            for latency, dashes in zip(settings.latencies, ("-", ":"), strict=True):
+                expected = [1e3 * simulated(settings, found, world, latency) for world in worlds]
+                words = _latency(latency)
+                axes.plot(worlds, expected, color=theme.hooks[1], linestyle=dashes, label=f"simulated, {words}")
+            seconds = [found["seconds"][str(world)] for world in settings.worlds]
+            draw_quartiles(
+                axes, settings.worlds, seconds, colour=theme.hooks[0], label="measured, median and quartiles"
+            )
+            label_axes(axes, f"{model} at {settings.rate}", "hosts", worlds)
+        panels[0].set_ylabel("milliseconds an iteration")
+        legend(figure, panels[0], width=9.6)
+        return png(figure)
+
+
+REPRODUCTION = Reproduction(
+    name="ddp-figure-9",
+    title="The latency of an iteration from 1 to 256 hosts",
+    source="PyTorch DDP paper (Li et al., VLDB 2020), figure 9",
+    said=(
+        "From 1 to 256 GPUs the latency of an iteration grows, and mildly: throughput scales near-linearly (recalled).",
+        "With Gloo it grows more than with NCCL (recalled).",
+    ),
+    sizes={
+        "default": Settings(
+            worlds=(1, 2, 4, 8),
+            simulated=(16, 32, 64, 128, 256),
+            turns=7,
+        ),
+        "tiny": Settings(
+            models={"GPT": TINY_MODELS["GPT"]}, worlds=(1, 2), simulated=(4, 8), base=1, turns=2, kind="emulated"
+        ),
+    },
+    measure=measure,
+    show=show,
+)

@@ -1,0 +1,52 @@
+"""What a reproduction consists of: what its source says, how it is measured, and how it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.report.plots import Theme
+
+from .notes import Notes
+
+NONE = "—"  # in a cell that has no value
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; its first column has names, the others numbers with their units in the headings."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, drawn in the colours of a theme as a PNG."""
+
+    name: str  # of its file, without a suffix
+    caption: str  # what it shows, for those who cannot see it
+    draw: Callable[[Theme], bytes]
+
+
+Block = Table | Picture | str
+"""A part of what is shown; a text is a paragraph, mostly a finding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduction:
+    """A published experiment that can be run again.
+
+    Settings are frozen dataclasses whose fields JSON can hold. Two field names have a meaning: `seeds`, the number of
+    seeds, and `kind`, "hosts" or "emulated", the kind of the links between ranks.
+    """
+
+    name: str  # on the command line, and of the page
+    title: str
+    source: str
+    said: tuple[str, ...]  # what the source says, in sentences
+    sizes: Mapping[str, Any]  # settings by name: "default", and "tiny" for a trial of a few seconds
+    measure: Callable[[Any, Notes], dict[str, Any]]  # from settings to whatever was measured, as JSON can hold it
+    show: Callable[[Any, Mapping[str, Any]], list[Block]]  # from settings and measurements; the same for the same
