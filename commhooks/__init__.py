@@ -44,6 +44,8 @@ from commhooks.compressors import (
     UnbiasedPowerSGD,
     Vote,
 )
+from commhooks.control.adaptive import Adaptive
+from commhooks.control.rule import AdaptiveRule
 from commhooks.errors import (
     AttachError,
     CheckpointError,
@@ -91,7 +93,6 @@ from commhooks.language.requests import (
 from commhooks.language.settings import setting
 from commhooks.language.tile import Tile
 from commhooks.making import make_compressor
-from commhooks.planning.adaptive import Adaptive
 from commhooks.planning.candidates import Candidate
 from commhooks.planning.estimate import Estimate, HookEstimate, estimate
 from commhooks.planning.plan import Choice, Plan, plan
@@ -99,7 +100,6 @@ from commhooks.planning.probe import Probe
 from commhooks.planning.probing import probe
 from commhooks.planning.profile import Profile
 from commhooks.planning.profiling import profile
-from commhooks.planning.rule import AdaptiveRule
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.lockstep import lockstep_lines

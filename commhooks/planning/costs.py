@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from commhooks.communicators.links import Link
 from commhooks.errors import SettingsError
 from commhooks.planning import stored
-from commhooks.planning.links import Link
 from commhooks.planning.sizes import Shape
 
 BACKENDS = ("gloo", "none")

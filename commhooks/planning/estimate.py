@@ -7,8 +7,8 @@ The step of W ranks under each compressor is that of `commhooks.planning.step_ti
     payloads       counted: the compressor runs here once on random gradients, as one of W ranks
     compression    of each bucket, before round i:  bucket_seconds / (rounds + 1) + copy · Σ cost_i(parameter),
                    and round_seconds more after each round
-    link           `commhooks.planning.links.Link` with the stated rate, latency + hop_seconds for each message that
-                   waits for another one, and copies_per_byte · copy / 4 seconds of the processor for each byte sent
+    link           `communicators.links.Link` with the stated rate, latency + hop_seconds for each message that waits
+                   for another one, and copies_per_byte · copy / 4 seconds of the processor for each byte sent
 
 `copy` is the time in which this machine copies an element of fp32; bucket_seconds, cost_i, round_seconds, hop_seconds
 and copies_per_byte are the measured costs of `commhooks.planning.costs`. If nothing overlapped, this would be
@@ -35,12 +35,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from commhooks.communicators.links import Link
 from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor
 from commhooks.making import make_compressor
 from commhooks.planning.accuracy import Accuracy, Loss
 from commhooks.planning.costs import Costs, HookCosts, check_backend, copy_seconds
-from commhooks.planning.links import Link
 from commhooks.planning.paying import RATES, Case, Rates, paying_rates
 from commhooks.planning.payloads import is_padded, rounds_of
 from commhooks.planning.profile import Sends

@@ -20,6 +20,7 @@ import torch
 
 from commhooks.communicators import Collective, Communicator
 from commhooks.communicators.collective import CollectiveKind
+from commhooks.communicators.links import HALF_SUM, plain_kind
 from commhooks.errors import ProbeError
 from commhooks.language.requests import Group, ranks_in
 from commhooks.planning.ladder import (
@@ -32,7 +33,6 @@ from commhooks.planning.ladder import (
     SIZES,
     Rungs,
 )
-from commhooks.planning.links import HALF_SUM, plain_kind
 from commhooks.planning.probe import Cost, Timing
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from commhooks.planning.links import Link
+from commhooks.communicators.links import Link
 from commhooks.planning.step_time import Step, StepTime, step_time
 
 Rates = tuple[tuple[float, float], ...]

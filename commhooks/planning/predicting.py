@@ -15,9 +15,9 @@ import math
 from collections.abc import Sequence
 
 from commhooks.communicators.collective import ring_bytes
+from commhooks.communicators.links import Link, Network, Transfer, plain_kind
 from commhooks.language.compressor import Compressor
 from commhooks.making import make_compressor
-from commhooks.planning.links import Link, Network, Transfer, plain_kind
 from commhooks.planning.probe import Probe
 from commhooks.planning.profile import BucketProfile, GradientProfile, HookProfile, Profile, RoundProfile
 from commhooks.planning.sizes import MIB

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import numpy as np
 
 from commhooks.communicators.collective import KINDS, ring_bytes
+from commhooks.communicators.links import HALF_SUM, Transfer, plain_kind
 from commhooks.errors import ProbeError, SettingsError
 from commhooks.planning import stored
-from commhooks.planning.links import HALF_SUM, Transfer, plain_kind
 from commhooks.planning.profile import Seconds
 
 FORMAT = 1
@@ -213,7 +213,7 @@ class Probe:
         if ranks != self.ranks:
             raise SettingsError(
                 f"Probe.transfer(ranks={ranks}): it was measured with {self.ranks} ranks, and is valid for those only; "
-                "probe with as many ranks as you train with, or compute with commhooks.planning.links.Link."
+                "probe with as many ranks as you train with, or compute with commhooks.communicators.links.Link."
             )
         if kind not in self.costs:
             raise SettingsError(

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from commhooks.communicators import Collective, Communicator
+from commhooks.communicators.links import HALF_SUM
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange, begin_exchange, map_requests
 from commhooks.language.requests import Asked, Judge, Request
-from commhooks.planning.links import HALF_SUM
 from commhooks.planning.pretending import Pretended, PretendingCommunicator
 from commhooks.planning.profile import Sends
 from commhooks.wrappers.wrapper import Wrapper

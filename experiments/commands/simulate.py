@@ -44,7 +44,7 @@ def simulate(
 ) -> None:
     """Compute step times on clusters of any size."""
     with errors_in_words() as console:
-        from commhooks.planning.links import Link
+        from commhooks.communicators.links import Link
 
         from ..estimate.request import count_in, rate_in
         from ..links.link import parse_latency, parse_rate

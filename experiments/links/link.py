@@ -1,7 +1,7 @@
 """The link between ranks: what it is, and its emulation on one machine, without root.
 
 Emulated, a real collective runs between the ranks; in addition, the rank waits until a link of the given rate and
-latency could have carried what Gloo sends for it (`commhooks.planning.gloo`), with the headers of its packets. The link
+latency could have carried what Gloo sends for it (`communicators/gloo.py`), with the headers of its packets. The link
 is a serial resource: a transfer starts when the previous one is through. So a transfer may overlap with compute, but
 two transfers never share the rate. Everything that a rank sends passes one `Wire`, whoever starts it.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from commhooks.planning.gloo import MESSAGE_BYTES, NOTHING, Course, course_of
+from commhooks.communicators.gloo import MESSAGE_BYTES, NOTHING, Course, course_of
 
 from .text import LINK_KINDS, Schedule, fields_in, format_rate, parse_latency, parse_rate, text_of
 

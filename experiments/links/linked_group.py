@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.futures import Future
 
 from commhooks.communicators.collective import KindTraffic
-from commhooks.planning.gloo import course_of, moved_bytes
+from commhooks.communicators.gloo import course_of, moved_bytes
 from commhooks.tensors import tensor_bytes
 from ddp_core.collectives import result_of
 

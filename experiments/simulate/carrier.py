@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from commhooks.communicators.links import Link
 from commhooks.planning.costs import Costs, copy_seconds
-from commhooks.planning.links import Link
 from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
 from commhooks.units import bytes_in_words, three_digits
 

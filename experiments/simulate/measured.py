@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from commhooks.communicators.links import Link
 from commhooks.planning import stored
-from commhooks.planning.links import Link
 from commhooks.planning.payloads import is_padded
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 

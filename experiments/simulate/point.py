@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commhooks.planning.links import Link
+from commhooks.communicators.links import Link
 from commhooks.planning.step_time import StepTime
 
 

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from commhooks.communicators.links import Link
 from commhooks.planning.costs import check_backend
-from commhooks.planning.links import Link
 from commhooks.planning.sizes import BYTES_PER_ELEMENT
 from commhooks.planning.step_time import Step
 

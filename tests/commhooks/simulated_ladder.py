@@ -6,9 +6,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from commhooks.planning.deciding import Decider, Move, Seen, link_of
-from commhooks.planning.links import Link
-from commhooks.planning.rule import AdaptiveRule
+from commhooks.communicators.links import Link
+from commhooks.control.deciding import Decider, Move, Seen, link_of
+from commhooks.control.rule import FullRule
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 
 RANKS = 2
@@ -49,7 +49,7 @@ class Run:
         link: Callable[[int], Link],
         *,
         rung: int = 0,
-        rule: AdaptiveRule | None = None,
+        rule: FullRule | None = None,
         noise: float = 0.0,
         late: Callable[[int], float] = lambda step: 0.0,
         late_rank: Callable[[int], float] = lambda step: 0.0,
@@ -58,7 +58,7 @@ class Run:
     ) -> None:
         self.ladder, self.link, self.noise = steps, link, noise
         self.late, self.late_rank = late, late_rank
-        self.decider = Decider(len(steps), RANKS, rung, rule or AdaptiveRule())
+        self.decider = Decider(len(steps), RANKS, rung, rule or FullRule())
         self.ladder_at = ladder_at or (lambda step: steps)
         self.random = random.Random(seed)
         self.now = 0

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import Adaptive, Attachment, make_compressor
-from commhooks.planning.deciding import Decider, Seen
-from commhooks.planning.links import Link
+from commhooks.communicators.links import Link
+from commhooks.control.deciding import Decider, Seen
 from tests.commhooks.mirrored import SHAPES, backward, given
 from tests.commhooks.models import digest_of
 from tests.commhooks.simulated_ladder import FAST, SLOW, Run, ladder
@@ -179,6 +179,8 @@ def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_s
     made = {"step": -1, "source": "a", "target": "b", "reason": "c"}
     told["no step"] = told_by(lambda: controller.load_state_dict({**state, "decisions": [made]}))
     told["no ranks"] = told_by(lambda: controller.load_state_dict({**state, "ranks": "2"}))
+    told["another rule"] = told_by(lambda: controller.load_state_dict({**state, "rule": {**state["rule"], "look": 4}}))
+    told["no rule"] = told_by(lambda: controller.load_state_dict({**state, "rule": {**state["rule"], "urgent": 0}}))
     assert (controller.state_dict(), str(attachment.compressor)) == (state, str(controller.ladder[0]))
     backward(model, _gradients(0)[rank])
     controller.step()
@@ -198,6 +200,8 @@ def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_s
         "no rung": "CheckpointError",
         "no step": "CheckpointError",
         "no ranks": "CheckpointError",
+        "another rule": "CheckpointError",
+        "no rule": "CheckpointError",
         "detached": "AttachError",
     }
     assert "ladder must have at least two compressors" in told["one rung"].text
@@ -214,6 +218,8 @@ def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_s
     assert ("rank 1: " in told["another rank's damaged state"].text) == (rank == 0)
     assert "the state is damaged. decisions[0]: Decision(step=-1" in told["no step"].text
     assert "the state is damaged. ranks: '2'" in told["no ranks"].text
+    assert "saved AdaptiveRule(margin=0.05, look=4), now AdaptiveRule(margin" in told["another rule"].text
+    assert "the state is damaged (SettingsError: AdaptiveRule(urgent=0)" in told["no rule"].text
     assert "in use, bf16, must be a rung" in told["replaced by another"].text
     assert "at least 2 are needed" in told["one rank"].text
 
@@ -251,7 +257,9 @@ def test_what_was_measured_with_another_number_of_ranks_is_measured_anew_on_the_
     _steps(rank, model, controller, 0, 6)
     state = controller.state_dict()
     assert (state["decider"]["rung"], len(state["decisions"])) == (LADDER.index("int8"), 2)
-    controller.load_state_dict({**state, "ranks": 3})
+    rule = state["rule"] | {"regret": 20}  # a setting of earlier versions
+    controller.load_state_dict({**state, "ranks": 3, "rule": rule})
+    assert controller.state_dict()["rule"] == rule
     assert (len(controller.decisions), controller.link) == (2, None)
     assert str(controller.compressor) == str(_attachment_of(controller).compressor) == str(controller.ladder[2])
     _attachment_of(controller).detach()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
 import math
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +16,9 @@ import pytest
 import torch
 
 from commhooks import AdaptiveRule, CheckpointError, SettingsError
-from commhooks.planning.deciding import Decider, link_of
-from commhooks.planning.links import Link
+from commhooks.communicators.links import Link
+from commhooks.control.deciding import Decider, link_of
+from commhooks.control.rule import FullRule
 from commhooks.planning.step_time import Step, step_time
 from tests.commhooks.simulated_ladder import COMPUTE, FAST, RANKS, SLOW, Run, ladder, rung
 
@@ -154,7 +157,7 @@ def test_of_rungs_that_are_equally_fast_the_first_is_used() -> None:
 def test_a_rung_that_never_pays_costs_its_visit_and_no_more() -> None:
     run = Run([rung("all-reduce", 4000, 0.0), rung("all-reduce", 4000, 1.0)], lambda step: FAST)
     run.go_on(400)
-    assert run.rungs.count(1) == AdaptiveRule().visit
+    assert run.rungs.count(1) == FullRule().visit
 
 
 def test_while_nothing_changes_and_nothing_could_be_gained_there_is_hardly_a_probe() -> None:
@@ -162,7 +165,7 @@ def test_while_nothing_changes_and_nothing_could_be_gained_there_is_hardly_a_pro
     run.go_on(30)
     run.probes.clear()
     run.go_on(640)
-    assert run.rungs[-1] == 0 and len(run.probes) == 640 // AdaptiveRule().idle_look
+    assert run.rungs[-1] == 0 and len(run.probes) == 640 // FullRule().idle_look
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 9, 14, 15, 16, 50, 100, 101, 102, 103, 104, 200, 203, 209])
@@ -173,7 +176,7 @@ def test_a_decider_that_is_saved_and_loaded_decides_as_the_one_that_was_not(at: 
     file = io.BytesIO()
     torch.save(resumed.decider.state_dict(), file)
     file.seek(0)
-    resumed.decider = Decider(5, RANKS, 0, AdaptiveRule())
+    resumed.decider = Decider(5, RANKS, 0, FullRule())
     resumed.decider.load_state_dict(torch.load(file))
     resumed.go_on(260 - at)
     assert (resumed.rungs, resumed.moves, resumed.probes) == (whole.rungs, whole.moves, whole.probes)
@@ -222,7 +225,7 @@ def test_every_number_of_a_state_that_could_not_have_been_measured_is_refused_by
     run.go_on(120)
     before = run.decider.state_dict()
     plain = json.loads(json.dumps(before))  # lists in place of tuples, which can be changed
-    Decider(5, RANKS, 0, AdaptiveRule()).load_state_dict(plain)
+    Decider(5, RANKS, 0, FullRule()).load_state_dict(plain)
     names = []
     for name, holder, key in places(plain):
         kept = holder[key]
@@ -276,4 +279,24 @@ def test_a_probe_whose_large_message_was_the_faster_is_a_fast_link_and_no_error(
 )
 def test_a_rule_that_cannot_work_raises(settings: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=rf"AdaptiveRule\({next(iter(settings))}="):
-        AdaptiveRule(**settings)
+        FullRule(**settings)
+
+
+@pytest.mark.parametrize("name", ["tie", "visit", "change", "idle_look", "urgent", "regret"])
+def test_a_setting_that_rules_no_longer_have_is_refused_in_words(name: str) -> None:
+    with pytest.raises(SettingsError, match=rf"AdaptiveRule\({name}=1\): {name} is no longer a setting; leave it out"):
+        AdaptiveRule(**{name: 1})
+    assert [field.name for field in dataclasses.fields(AdaptiveRule)] == ["margin", "look"]
+
+
+@pytest.mark.parametrize(("margin", "tie"), [(0.05, 0.02), (0.3, 0.02), (0.01, 0.004)])
+def test_ties_are_narrower_than_any_margin(margin: float, tie: float) -> None:
+    assert FullRule.of(AdaptiveRule(margin=margin)) == FullRule(margin=margin, tie=tie)
+
+
+def test_a_rule_that_was_pickled_with_all_its_settings_keeps_them() -> None:
+    """Pickles name the module in which a class was, and hold its fields."""
+    rule = FullRule(visit=5, tie=0.0, margin=0.1)
+    pickled = pickle.dumps(rule, protocol=0)
+    read = pickle.loads(pickled.replace(b"commhooks.control.rule\nFullRule", b"commhooks.planning.rule\nAdaptiveRule"))
+    assert type(read) is AdaptiveRule and FullRule.of(read) == rule

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import commhooks
+from commhooks.communicators.links import Link, Transfer
 from commhooks.errors import SettingsError
 from commhooks.planning.costs import FILE, Costs, HookCosts, Sample, copy_seconds
 from commhooks.planning.estimate import DENSE, FASTER
-from commhooks.planning.links import Link, Transfer
 from commhooks.planning.paying import Case, paying_rates
 from commhooks.planning.payloads import rounds_of
 from commhooks.planning.sizes import FORWARD_SHARE, in_buckets, ready_moments, square_matrices

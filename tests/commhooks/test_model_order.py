@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commhooks import Collective, Pending
+from commhooks.communicators.links import Link
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
 from commhooks.language.requests import AllReduce, Part
-from commhooks.planning.links import Link
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from commhooks.scheduling.policy import POLICIES
 from commhooks.scheduling.task import BucketTask

@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import HashStore
 
 from commhooks import Collective
 from commhooks.communicators.collective import KINDS, ring_bytes
+from commhooks.communicators.links import HALF_SUM, Link, Transfer
 from commhooks.errors import ProbeError, SettingsError
 from commhooks.planning.ladder import SIZES, ladders_of
-from commhooks.planning.links import HALF_SUM, Link, Transfer
 from commhooks.planning.probe import MEASURED, Cost, Probe, Timing
 from commhooks.planning.probing import probe, probe_over
 from commhooks.planning.profile import RoundProfile, Seconds

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from commhooks import Collective
 from commhooks.communicators.collective import KINDS
-from commhooks.planning.links import Link, Transfer
+from commhooks.communicators.links import Link, Transfer
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from experiments.links.link import LinkSettings
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commhooks import Collective, Group
-from commhooks.planning.gloo import Course, course_of
+from commhooks.communicators.gloo import Course, course_of
 from experiments.links.link import EmulatedLink, LinkSettings, Wire, format_rate, parse_latency, parse_rate
 
 

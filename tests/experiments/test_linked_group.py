@@ -15,7 +15,7 @@ from torch import nn
 from torch.futures import Future
 
 import commhooks
-from commhooks.planning.gloo import course_of
+from commhooks.communicators.gloo import course_of
 from experiments.links.link import EmulatedLink, LinkSettings, Wire
 from experiments.links.linked_group import LinkedGroup, LinkedWork
 from experiments.links.waits import WaitClock

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import commhooks
+from commhooks.communicators.links import Link
 from commhooks.planning.costs import BACKENDS, Costs, Sample
-from commhooks.planning.links import Link
 from commhooks.planning.sizes import step_of_size
 from commhooks.planning.step_time import Stage
 from experiments.commands.cli import app

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commhooks.planning.gloo import FRAMING
+from commhooks.communicators.gloo import FRAMING
 from experiments.cluster import why_not
 from experiments.links.link import LinkSettings
 from experiments.results.summary import steps_to, target_loss, total_seconds, unprobed

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from commhooks.planning.links import Link
+from commhooks.communicators.links import Link
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from commhooks.tensors import tensor_bytes
 from commhooks.units import counted, three_digits

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from commhooks.planning.links import Link
+from commhooks.communicators.links import Link
 from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
 from commhooks.units import seconds_in_words, three_digits
 from experiments.cluster import hosts_on

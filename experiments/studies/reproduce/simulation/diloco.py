@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from commhooks.planning.links import Link
+from commhooks.communicators.links import Link
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from commhooks.units import three_digits
 from experiments.report.words import percent

@@ -21,10 +21,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from commhooks.planning.gloo import MESSAGE_BYTES, course_of
-from commhooks.planning.links import Link
-from commhooks.planning.remembered import Memory, OnLink, Rung, Sends
-from commhooks.planning.rule import AdaptiveRule
+from commhooks.communicators.gloo import MESSAGE_BYTES, course_of
+from commhooks.communicators.links import Link
+from commhooks.control.remembered import Memory, OnLink, Rung, Sends
+from commhooks.control.rule import FullRule
 from commhooks.units import seconds_in_words, three_digits
 
 _SAME = 1.25  # seconds on the link within this factor of each other count as the same link
@@ -62,7 +62,7 @@ class Move:
 class Decider:
     """Decides for a ladder of so many rungs; on every rank alike."""
 
-    def __init__(self, rungs: int, ranks: int, rung: int, rule: AdaptiveRule) -> None:
+    def __init__(self, rungs: int, ranks: int, rung: int, rule: FullRule) -> None:
         self.ranks, self.rule = ranks, rule
         self._memory = Memory(rung, [Rung() for _ in range(rungs)], change=rule.change)
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from commhooks.communicators.collective import KINDS
 from commhooks.communicators.connection import Address
+from commhooks.communicators.links import Link
 from commhooks.communicators.noticeboard import Noticeboard, SilentStoreError
 from commhooks.communicators.parent_group import backend_of
 from commhooks.communicators.process_group import WorkPending
+from commhooks.control.deciding import Decider, Seen, link_of, sends_of
 from commhooks.errors import AttachError, CollectiveError, SettingsError
-from commhooks.planning.deciding import Decider, Seen, link_of, sends_of
-from commhooks.planning.links import Link
 from commhooks.scheduling.ledger import Statistics
 
 _SLICE_SECONDS = 0.2
