@@ -58,8 +58,9 @@ class Spelling:
 
     def having(self, **settings: Any) -> Self:
         """Return it with these settings in place of those of the same names; None removes one."""
-        both = dict(self.settings) | settings
-        return dataclasses.replace(self, settings=tuple(pair for pair in both.items() if pair[1] is not None))
+        kept = {key: value for key, value in self.settings if key not in settings}
+        given = {key: value for key, value in settings.items() if value is not None}
+        return dataclasses.replace(self, settings=tuple((kept | given).items()))
 
 
 def parse(text: str, what: str = "compressor", name: re.Pattern[str] = NAME) -> Spelling:

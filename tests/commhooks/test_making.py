@@ -11,7 +11,16 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from commhooks import COMPRESSORS, ErrorFeedback, PerParameter, SettingsError, TopK, make_compressor, making
+from commhooks import (
+    COMPRESSORS,
+    ErrorFeedback,
+    PerParameter,
+    SettingsError,
+    StartAfter,
+    TopK,
+    make_compressor,
+    making,
+)
 from commhooks.language.compressor import loss_of_a_matrix
 from commhooks.making import settings_of
 from tests.cases import CASES, NEEDED, Case
@@ -78,6 +87,8 @@ def test_settings_stand_inside_of_a_text_or_beside_a_name() -> None:
 class Foreign(TopK):
     """A compressor of somebody else's."""
 
+    limit: float | None = 1.0
+
 
 def test_a_class_of_another_package_is_named_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     package = types.ModuleType("somebodys_package")
@@ -88,6 +99,9 @@ def test_a_class_of_another_package_is_named_with_its_module(monkeypatch: pytest
     around = ErrorFeedback(inner=Foreign(ratio=0.5))
     assert str(around) == "error-feedback:inner=(somebodys_package:Foreign:ratio=0.5)"
     assert make_compressor("ErrorFeedback(inner=somebodys_package:Foreign(ratio=0.5))") == around
+    started = StartAfter(inner=Foreign(limit=None), steps=3)
+    assert str(started) == "somebodys_package:Foreign:limit=None,start_after=3"
+    assert make_compressor(str(started)) == started
     assert make_compressor(str(around)) == around
     with pytest.raises(SettingsError, match="has no setting 'rate'; .* Did you mean 'ratio'"):
         make_compressor("somebodys_package:Foreign", rate=1)
