@@ -160,7 +160,7 @@ class _Reader:
         if self._take("("):
             return self._group()
         if quoted := self._taken(_QUOTED):
-            return ast.literal_eval(quoted)
+            return self._unquoted(quoted)
         start = self._at
         bare = self._taken(_BARE).strip()
         if not bare:
@@ -169,6 +169,12 @@ class _Reader:
             self._at = start
             return self._spelling()
         return value_in(bare)
+
+    def _unquoted(self, quoted: str) -> Any:
+        try:
+            return ast.literal_eval(quoted)
+        except (SyntaxError, ValueError) as error:  # such as a line break, or a backslash that begins no escape
+            raise self._error(f"{quoted!r} is no text in quotes ({error})") from error
 
     def _group(self) -> Any:
         """Read what stands between parentheses: a compressor, or a tuple."""

@@ -303,6 +303,8 @@ REFUSED: list[tuple[str, str]] = [
     ("make_compressor('hierarchical:inner=(top-k')", r"does not parse: expected '\)'"),
     ("make_compressor('top-k(ratio=0.1')", r"does not parse: expected '\)'"),
     ("make_compressor('TopK(0.1)')", "does not parse"),
+    (r"""make_compressor(r"powersgd:skip='\x'")""", r"does not parse: .* is no text in quotes \("),
+    (r"""make_compressor("powersgd:skip='a\n'")""", r"does not parse: .* is no text in quotes \("),
     ("make_compressor('TopK(ratio=0.1, ratio=0.2)')", "does not parse: ratio is given twice"),
     ("make_compressor(\"top-k(error_feedback='no')\")", "error_feedback must be of type"),
     ("make_compressor(\"__import__('os').getcwd()\")", "does not parse"),
