@@ -66,9 +66,12 @@ def settings_of(name: str) -> list[str]:
     return sorted(_settings_of(_kind_of(name)))
 
 
-def _built(name: str, settings: Mapping[str, Any]) -> Any:
-    """Return what a name and its settings stand for: a compressor, or a setting of one, such as a codec."""
-    kind = _kind_of(name)
+def _built(name: str, settings: Mapping[str, Any], *, as_code: bool = False) -> Any:
+    """Return what a name and its settings stand for: a compressor, or a setting of one, such as a codec.
+
+    Where a codec is expected (`as_code`), "sign" is the codec, and not the compressor that sends it in two hops.
+    """
+    kind = _classes()[name] if as_code and name in _classes() else _kind_of(name)
     known = _settings_of(kind)
     values = {
         setting: _value_of(value, known.get(setting, Any), f"compressor {name!r}: {setting}")
@@ -199,18 +202,20 @@ def _is_of(value: object, kind: Any) -> bool:
 
 def _value_of(value: Any, kind: Any, where: str) -> Any:
     """Return what a setting of this type is to be, given what was written; anything else is returned as it is."""
+    kinds = _kinds_in(kind)
+    classes = [one for one in kinds if isinstance(one, type)]
+    if isinstance(value, str) and any(issubclass(one, Compressor | Codec) for one in classes):
+        value = parse(value)
     if isinstance(value, Spelling):
-        return _built(value.name, dict(value.settings))
+        as_code = any(issubclass(one, Codec) for one in classes)
+        return _built(value.name, dict(value.settings), as_code=as_code)
     if isinstance(value, tuple):
         return tuple(_value_of(one, Any, where) for one in value)
-    kinds = _kinds_in(kind)
     if isinstance(value, str) and torch.dtype in kinds:
         dtype = DTYPES.get(value, getattr(torch, value.removeprefix("torch."), None))
         if not isinstance(dtype, torch.dtype):
             raise SettingsError(f"{where} must be one of {', '.join(DTYPES)}, or another torch.dtype (got {value!r}).")
         return dtype
-    if isinstance(value, str) and any(isinstance(one, type) and issubclass(one, Compressor | Codec) for one in kinds):
-        return _built((spelling := parse(value)).name, dict(spelling.settings))
     if isinstance(value, str | int) and any(
         typing.get_origin(one) is tuple for one in kinds
     ):  # a comma would end the setting

@@ -18,6 +18,7 @@ from commhooks import (
     SettingsError,
     StartAfter,
     TopK,
+    TwoHop,
     make_compressor,
     making,
 )
@@ -61,6 +62,7 @@ def test_every_name_makes_what_its_text_makes(name: str) -> None:
         ("distro", "demo:k=4,one_bit=True,sign=True"),
         ("int8:error_feedback=False,server_feedback=True", "TwoHop(codec=Int8())"),
         ("int8:error_feedback=False", "two-hop:codec=(Int8),server_feedback=False"),
+        ("sign:error_feedback=False,server_feedback=True", "two-hop:codec=sign"),
         ("powersgd:rank=4,start_after=10,wire=bf16", "powersgd(start_after=10, rank=4, wire=torch.bfloat16)"),
         ("powersgd:skip=(a.*,b)", "powersgd:skip=a.*+b"),
         ("top-k:ratio=1", "top-k : ratio = 1.0"),
@@ -81,6 +83,15 @@ def test_settings_stand_inside_of_a_text_or_beside_a_name() -> None:
     assert make_compressor("top-k:ratio=0.1", start_after=3) == make_compressor("top-k", ratio=0.1, start_after=3)
     assert {"ratio", "start_after", "wire", "error_feedback"} <= set(settings_of("top-k"))
     assert {"block", "server_feedback", "damping"} <= set(settings_of("sign"))
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_what_str_prints_of_a_code_is_read_inside_of_a_compressor(name: str) -> None:
+    """There it is the code of that name, and not the compressor."""
+    compressor = make_compressor(name, **NEEDED.get(name, {}))
+    inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+    if isinstance(inner, TwoHop):
+        assert make_compressor(f"two-hop:codec=({inner.codec})") == TwoHop(codec=inner.codec)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
