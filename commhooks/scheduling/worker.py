@@ -112,8 +112,9 @@ class Worker(Scheduler):
                 )
             )
             return
+        only_waits = isinstance(item, Halt) and item.fingerprint is None  # for what a closed lane handed in before
         with self._changed:
-            if self.error is None and not self._stopping and not lane.is_closed:
+            if self.error is None and not self._stopping and (only_waits or not lane.is_closed):
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._serve, name="commhooks", daemon=True)
                     self._thread.start()

@@ -148,6 +148,18 @@ def test_closing_a_lane_leaves_the_others_and_closing_the_last_ends_the_thread(r
 
 
 @on_ranks(2)
+def test_a_closed_lane_is_saved_as_it_is_after_the_round_under_way(rank: int) -> None:
+    closed, other = on_one_line(2)
+    closed.average(values_of(rank, 0))
+    time.sleep(0.3 * rank)
+    averaging = closed.begin(values_of(rank, 1))
+    closed.close()
+    closed.state_dict()
+    assert averaging.done()
+    other.close()
+
+
+@on_ranks(2)
 def test_a_refused_comparison_ends_only_what_it_was_about(rank: int) -> None:
     """Disagree about a lane that opens, and about one that replaces."""
     line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
