@@ -219,9 +219,11 @@ class Engine:
                 self.stop()
                 raise refusal
 
-    def stop(self) -> None:
-        """Close the lane; the line stops with its last one."""
+    def stop(self, why: str = "") -> None:
+        """Close the lane; the line stops with its last one, or on every rank if this one tells them `why`."""
         self.lane.is_closed = True
+        if why and self.scheduler is not None and self.scheduler.board is not None:
+            self.scheduler.board.post(why)
         self._leave()
 
     def _fingerprint_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:

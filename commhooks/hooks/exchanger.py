@@ -26,11 +26,16 @@ class Averaging:
     """One round of an `Exchanger`, under way since `begin`."""
 
     def __init__(
-        self, like: Mapping[str, Tensor], buckets: Sequence[_Flat], futures: Sequence[torch.futures.Future[Tensor]]
+        self,
+        like: Mapping[str, Tensor],
+        buckets: Sequence[_Flat],
+        futures: Sequence[torch.futures.Future[Tensor]],
+        line: Line,
     ) -> None:
         self._like = like
         self._buckets = buckets
         self._futures = futures
+        self._line = line
         self._is_written = False
 
     @property
@@ -43,7 +48,11 @@ class Averaging:
         return all(future.done() for future in self._futures)
 
     def wait(self) -> None:
-        """Return when the means are there; raise what the round failed of: see `Exchanger.average`."""
+        """Return when the means are there; raise what the round failed of: see `Exchanger.average`.
+
+        Raises `CompressorError` if it would wait for workers of this process, which take turns, forever.
+        """
+        _check_turns("Averaging.wait", self._futures, self._line)
         for future in self._futures:
             future.wait()
 
@@ -161,7 +170,7 @@ class Exchanger(Handle):
             for bucket in buckets:
                 torch._foreach_copy_(bucket.places, [tensors[name] for name in bucket.names()])
             self._last = [self._engine.run(bucket) for bucket in buckets]
-            begun = Averaging(self._like, buckets, self._last)
+            begun = Averaging(self._like, buckets, self._last, self._engine.line)
             self._memories.append((buckets, weakref.ref(begun)))
             return begun
 
@@ -176,17 +185,15 @@ class Exchanger(Handle):
         """Raise `CompressorError` for other tensors than those named at construction, and close the lane."""
         wrong = _misfits(self._like, tensors, overwritten=overwritten)
         if wrong:
-            self.close()
-            closed = (
-                "" if isinstance(self._engine.line, LockstepLine) else " It is closed now: other ranks' calls fail."
-            )
-            where = f"rank {self._engine.line.rank}: "
-            raise CompressorError(f"{where}Exchanger was made for other tensors: {wrong[0]}.{closed}")
+            why = f"rank {self._engine.line.rank}: Exchanger was made for other tensors: {wrong[0]}."
+            if isinstance(self._engine.line, LockstepLine):  # nobody has begun, so nothing is lost
+                raise CompressorError(why)
+            self._engine.stop(why)
+            raise CompressorError(f"{why} It is closed now: other ranks' calls fail.")
 
     def _wait_for_the_last(self) -> None:
+        _check_turns("Exchanger.begin", self._last, self._engine.line)
         for future in self._last:
-            if isinstance(self._engine.line, LockstepLine) and not future.done():
-                raise CompressorError("Exchanger.begin: the last round is under way; let the workers take their turns.")
             with contextlib.suppress(Exception):  # whoever waits for that round is told; this one fails by itself
                 future.wait()
 
@@ -212,6 +219,7 @@ def average_in_lockstep(exchangers: Sequence[Exchanger], tensors: Sequence[Mappi
     if len(lines) < len(exchangers):
         raise CompressorError("average_in_lockstep: every Exchanger must have a line of lockstep_lines.")
     for exchanger, own in zip(exchangers, tensors, strict=True):
+        exchanger._check_open("average_in_lockstep")
         exchanger._check(own, overwritten=True)
     rounds = [exchanger.begin(own) for exchanger, own in zip(exchangers, tensors, strict=True)]
     run_in_turns(list(dict.fromkeys(lines)))  # those that share one take its turn once
@@ -219,21 +227,29 @@ def average_in_lockstep(exchangers: Sequence[Exchanger], tensors: Sequence[Mappi
         one.write(own)
 
 
+def _check_turns(caller: str, futures: Sequence[torch.futures.Future[Tensor]], line: Line) -> None:
+    """Raise `CompressorError` if a round of workers that take turns is under way: none of them can while one waits."""
+    if isinstance(line, LockstepLine) and not all(future.done() for future in futures):
+        raise CompressorError(f"{caller}: the last round is under way; let the workers take their turns.")
+
+
 def _misfits(like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, overwritten: bool) -> list[str]:
     """Return how tensors differ from those that were named, in words; if `overwritten`, also which cannot be."""
-    found = {name: (tuple(t.shape), t.dtype, t.device) for name, t in tensors.items()}
-    wanted = {name: (tuple(t.shape), t.dtype, t.device) for name, t in like.items()}
+    found, wanted = (
+        {name: (tuple(t.shape), t.dtype, t.layout, t.device) for name, t in named.items()} for named in (tensors, like)
+    )
     wrong = [
         f"{name!r} is {found.get(name, 'missing')}, and was {wanted.get(name, 'not named')}"
         for name in sorted({*found, *wanted})
         if found.get(name) != wanted.get(name)
     ]
-    shared = [
-        name
+    if wrong or not overwritten:
+        return wrong
+    return [
+        f"elements of {name!r} share memory, so no mean can be written into it"
         for name, t in tensors.items()
-        if overwritten and any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True))
+        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True))
     ]
-    return wrong + [f"elements of {name!r} share memory, so no mean can be written into it" for name in shared]
 
 
 def _described(tensor: Tensor) -> str:

@@ -47,8 +47,8 @@ class LockstepLine(Scheduler):
         """Do nothing: nothing runs in the background."""
 
     def submit(self, lane: Lane, task: BucketTask) -> None:
-        """Take a task; fail it if an earlier one has failed."""
-        if self.error is not None:
+        """Take a task; fail it if an earlier one has failed, or the lane is closed."""
+        if self.error is not None or lane.is_closed:
             self._turn_away(lane, task)
         else:
             self._queue.append((lane, task))

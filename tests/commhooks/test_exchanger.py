@@ -103,10 +103,33 @@ def test_what_cannot_work_is_refused_when_it_is_built(tensors: Any, compressor: 
 
 def test_other_tensors_are_refused_by_name_and_nothing_is_lost() -> None:
     exchanger = Exchanger(TENSORS, "all-reduce", line=lockstep_lines(1)[0])
-    for wrong in ({"a": torch.zeros(24, 40)}, drawn(0) | {"b": torch.zeros(5)}, drawn(0) | {"z": torch.zeros(1)}):
+    sparse = TENSORS["b"].to_sparse()
+    for wrong in (
+        {"a": torch.zeros(24, 40)},
+        *(drawn(0) | {"b": b} for b in (torch.zeros(5), sparse)),
+        drawn(0) | {"z": sparse},
+    ):
         with pytest.raises(CompressorError, match="rank 0: Exchanger was made for other tensors: '[bz]'"):
             exchanger.average(wrong)
     assert exchanger.steps == 0
+    exchanger.average(drawn(0))
+
+
+def test_a_round_of_workers_that_take_turns_is_not_waited_for_and_none_begins_after_the_end() -> None:
+    """One worker waiting would keep the others from their turns."""
+    exchangers = [Exchanger(TENSORS, "all-reduce", line=line) for line in lockstep_lines(2)]
+    begun = exchangers[0].begin(drawn(0))
+    with pytest.raises(CompressorError, match=r"Averaging.wait: the last round is under way; let the workers"):
+        begun.write(drawn(0))
+    exchangers[1].begin(drawn(1))
+    run_in_turns([exchanger._engine.line for exchanger in exchangers])  # type: ignore[misc]  # LockstepLines
+    begun.write(values := drawn(0))
+    assert torch.allclose(values["a"].double(), means(2)["a"])
+    exchangers[0].close()
+    with pytest.raises(commhooks.AttachError, match="average_in_lockstep: this Exchanger was closed"):
+        commhooks.average_in_lockstep(exchangers, [drawn(0), drawn(1)])
+    with pytest.raises(commhooks.CollectiveError, match="rank 0, step 1, .*: not started"):
+        exchangers[0].begin(drawn(0)).wait()
 
 
 @on_ranks(2, check_exit=False)
@@ -178,16 +201,23 @@ def test_rounds_begun_before_the_first_is_written_have_their_own_means(rank: int
 
 @on_ranks(2, check_exit=False)
 def test_means_are_not_written_before_they_are_there_and_every_later_call_tells_the_cause(rank: int) -> None:
-    """Rank 1 passes other tensors, which closes its exchanger."""
-    exchanger = Exchanger(TENSORS, "all-reduce")
-    exchanger.average(drawn(rank))
-    first = told_by(lambda: exchanger.average({"a": torch.zeros(2)} if rank else drawn(rank))).text
-    second = told_by(lambda: exchanger.average(drawn(rank))).text
-    if rank:
-        assert "rank 1: Exchanger was made for other tensors: 'a' is" in first
-        assert second.startswith("rank 1, step 1") and "the attachment was stopped" in second
-    else:
-        assert all("rank 0" in text and "has not ended" not in text for text in (first, second)), (first, second)
+    """Rank 1 passes other tensors, which closes its exchanger: alone on a line, and beside another one."""
+    shared = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
+    beside = Exchanger(TENSORS, "all-reduce", line=shared)
+    beside.average(drawn(rank))
+    for line in (None, shared):
+        exchanger = Exchanger(TENSORS, "all-reduce", line=line)
+        exchanger.average(drawn(rank))
+        first = told_by(lambda: exchanger.average({"a": torch.zeros(2)} if rank else drawn(rank)))  # noqa: B023 called now
+        second = told_by(lambda: exchanger.average(drawn(rank))).text  # noqa: B023 called now
+        assert "rank 1: Exchanger was made for other tensors: 'a' is" in first.text and first.seconds < 10
+        if rank:
+            assert second.startswith("rank 1") and "step 1" in second and "the attachment was stopped" in second
+        else:
+            assert all("rank 0" in text and "has not ended" not in text for text in (first.text, second)), (
+                first,
+                second,
+            )
 
 
 def test_an_expanded_tensor_is_refused_by_name_before_anything_is_sent() -> None:
