@@ -1,52 +1,108 @@
 """A communicator that starts nothing, and answers every collective at once with what this rank put in.
 
-What a hook costs then remains, and what its transfers cost is gone: answers have their real sizes and lie in new
-memory, as those of a process group do, but every rank counts as having sent the same as this one.
+What a hook costs then remains, and what its transfers cost is gone: answers have their real sizes, but every rank
+counts as having sent the same as this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from commhooks.communicators.collective import Collective
+from commhooks.communicators.collective import Collective, Communicator
+from commhooks.errors import SettingsError
+
+
+class Watcher(Protocol):
+    """Is told of every collective, by the thread that starts it."""
+
+    def starting(self, collective: Collective) -> None:
+        """Take note that a collective is about to be answered."""
+        ...
+
+    def has_started(self) -> None:
+        """Take note that it has been."""
+        ...
+
+    def answered(self) -> None:
+        """Take note that its answer is waited for."""
+        ...
+
+
+def check_is_among_all(collective: Collective) -> None:
+    """Raise `SettingsError` for a collective among some of the ranks, which profiles and the step-time model lack."""
+    if collective.group is not None:
+        raise SettingsError(
+            f"a collective among {collective.group.kind} ranks only has no place in a profile, and is not modelled; "
+            "give the compressor inside Hierarchical, with the ranks of each host and the rate inside."
+        )
 
 
 class PretendingCommunicator:
     """One of `world_size` ranks, of which no other exists.
 
-    The answer of an all-reduce is the tensor itself, as if the others had sent zeros, so that means stay finite.
+    The answer of an all-reduce is the tensor itself, as if the others had sent zeros, so that means stay finite. Other
+    answers lie in new memory, as those of a process group do; with `in_place` they are views of what was put in, which
+    take no memory however many ranks there are.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, watcher: Watcher | None = None, *, in_place: bool = False) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._watcher = watcher
+        self._in_place = in_place
 
     def start(self, collective: Collective) -> Pretended:
-        """Answer a collective."""
-        return Pretended(_answer(collective, self.rank, self.world_size))
+        """Answer a collective.
+
+        Raises:
+            SettingsError: It is among some of the ranks only.
+
+        """
+        check_is_among_all(collective)
+        if self._watcher is not None:
+            self._watcher.starting(collective)
+        answer = self._answer(collective)
+        if self._watcher is not None:
+            self._watcher.has_started()
+        return Pretended(answer, self._watcher)
+
+    def _answer(self, collective: Collective) -> Tensor:
+        tensor = collective.tensor
+        if collective.kind == "all-reduce":
+            return tensor
+        answer = tensor
+        if collective.kind == "all-gather":
+            answer = tensor.expand(self.world_size, *tensor.shape)
+        elif collective.kind == "reduce-scatter":
+            answer = tensor[self.rank]
+        return answer if self._in_place else answer.clone(memory_format=torch.contiguous_format)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretend:
+    """What puts a pretending communicator in place of a rank's own: for `attach(wrap_communicator=...)`."""
+
+    world_size: int
+    """How many ranks there seem to be."""
+    watcher: Watcher | None = None
+
+    def __call__(self, inner: Communicator) -> PretendingCommunicator:
+        """Return what takes the place of `inner`."""
+        return PretendingCommunicator(inner.rank, self.world_size, self.watcher)
 
 
 class Pretended:
-    """A collective that is answered; `waited` is called when its answer is waited for."""
+    """A collective that is answered."""
 
-    def __init__(self, result: Tensor, waited: Callable[[], None] | None = None) -> None:
+    def __init__(self, result: Tensor, watcher: Watcher | None) -> None:
         self.result = result
-        self._waited = waited
+        self._watcher = watcher
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Return: the answer is there."""
-        if self._waited is not None:
-            self._waited()
-
-
-def _answer(collective: Collective, rank: int, world_size: int) -> Tensor:
-    tensor = collective.tensor
-    if collective.kind == "all-reduce":
-        return tensor
-    room = collective.room_for_answer(world_size)
-    if collective.kind == "reduce-scatter":
-        place = rank if collective.group is None else 0
-        return room.copy_(tensor[place])
-    return room.copy_(tensor.expand_as(room))
+        if self._watcher is not None:
+            self._watcher.answered()

@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commhooks.communicators import Collective, Communicator
+from commhooks.communicators import Collective
 from commhooks.communicators.links import HALF_SUM
-from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange, begin_exchange, map_requests
 from commhooks.language.requests import Asked, Judge, Request
-from commhooks.planning.pretending import Pretended, PretendingCommunicator
 from commhooks.planning.profile import Sends
 from commhooks.wrappers.wrapper import Wrapper
 
@@ -170,23 +168,3 @@ class Watched(Wrapper):
         answer = yield asked
         self.segments.begin(number)
         return answer
-
-
-class WatchedCommunicator(PretendingCommunicator):
-    """A communicator that pretends, and whose collectives are recorded."""
-
-    def __init__(self, inner: Communicator, segments: Segments) -> None:
-        super().__init__(inner.rank, inner.world_size)
-        self._segments = segments
-
-    def start(self, collective: Collective) -> Pretended:
-        """Answer a collective."""
-        if collective.group is not None:
-            raise SettingsError(
-                f"a collective among {collective.group.kind} ranks only has no place in a profile; measure the "
-                "compressor inside Hierarchical."
-            )
-        self._segments.starting(collective)
-        pretended = Pretended(super().start(collective).result, self._segments.answered)
-        self._segments.has_started()
-        return pretended

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,8 @@ from commhooks.planning.keeping import Kept
 from commhooks.planning.measuring import StepRecord
 from commhooks.planning.phases import Phases, PhaseWatch
 from commhooks.planning.place import free_cores, places_of
-from commhooks.planning.segments import Segments, Watched, WatchedCommunicator
+from commhooks.planning.pretending import Pretend
+from commhooks.planning.segments import Segments, Watched
 from commhooks.scheduling.policy import POLICIES
 
 PLAIN = "plain"
@@ -128,7 +128,7 @@ class Turns:
             watched[own[0].label],
             policy=policy,
             process_group=self.ranks.group,
-            wrap_communicator=functools.partial(WatchedCommunicator, segments=segments),
+            wrap_communicator=Pretend(self.ranks.world_size, segments),
         )
         attachment.expect(*watched.values())  # so that what waits for the next turn is not warned of
         try:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import commhooks
 import ddp_core
-from commhooks import Cast, Collective, Communicator, Compressor, Pending
+from commhooks import Cast, Compressor
 from commhooks.planning.costs import Costs, HookCosts, Sample, copy_seconds
-from commhooks.planning.payloads import OneOfMany
+from commhooks.planning.pretending import Pretend
 
 from ..hooks import make_hook
 from ..launch import Send, run_world
@@ -235,7 +235,8 @@ def _added(compressor: Compressor, model: Model, turns: int, *, is_real: bool = 
     plain = ddp_core.DistributedDataParallel(model.make(), bucket_cap_mb=model.bucket_mib)
     plain.register_comm_hook(None, _answer)
     hooked = ddp_core.DistributedDataParallel(model.make(), bucket_cap_mb=model.bucket_mib)
-    attachment = commhooks.attach(hooked, compressor, wrap_communicator=None if is_real else _Pretended)
+    pretend = None if is_real else Pretend(dist.get_world_size())
+    attachment = commhooks.attach(hooked, compressor, wrap_communicator=pretend)
     batch = torch.randn(_BATCH, model.shape[-1])
     found = []
     for turn in range(-_WARM_UP, turns):
@@ -262,19 +263,6 @@ def _answer(state: object, bucket: ddp_core.GradBucket) -> torch.futures.Future[
     answered: torch.futures.Future[Tensor] = torch.futures.Future()
     answered.set_result(bucket.buffer())
     return answered
-
-
-class _Pretended(OneOfMany):
-    """A communicator in place of another one, whose collectives are answered at once."""
-
-    def __init__(self, inner: Communicator) -> None:
-        super().__init__(inner.world_size)
-        self.rank = inner.rank
-
-    def start(self, collective: Collective) -> Pending:
-        self.rounds.clear()  # only their times matter
-        self.end_round()
-        return super().start(collective)
 
 
 def _among_workers(hook: str, model: Model, workers: tuple[int, ...], rounds: int) -> Mapping[int, BucketTimes]:

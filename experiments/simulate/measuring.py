@@ -23,7 +23,8 @@ import commhooks
 import ddp_core
 from commhooks import Collective, Communicator, Compressor, Exchanger, Pending
 from commhooks.communicators import LockstepGroup
-from commhooks.planning.payloads import check_is_among_all, is_padded, rounds_of
+from commhooks.planning.payloads import is_padded, rounds_of
+from commhooks.planning.pretending import check_is_among_all
 from commhooks.scheduling.lockstep import LockstepLine
 
 from ..hooks import make_hook, policy_of

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from commhooks import Collective, Profile, ProfileError, SettingsError
+from commhooks.language.requests import Group
 from commhooks.planning import stored
 from commhooks.planning.keeping import Kept
 from commhooks.planning.phases import PhaseWatch
@@ -250,10 +251,18 @@ def test_backward_passes_inside_another_one_belong_to_it() -> None:
 )
 def test_pretended_answers_have_the_shape_of_real_ones(kind: str, shape: tuple[int, ...]) -> None:
     collective = Collective(kind, torch.arange(6.0).reshape(3, 2))  # type: ignore[arg-type]  # each is a kind
-    pending = PretendingCommunicator(1, 3).start(collective)
-    pending.wait()
-    assert pending.result.shape == shape
-    assert torch.isfinite(pending.result).all()
+    anew, in_place = (PretendingCommunicator(1, 3, in_place=own).start(collective).result for own in (False, True))
+    assert anew.shape == in_place.shape == shape and torch.equal(anew, in_place)
+    assert torch.isfinite(anew).all()
+    shared = in_place.untyped_storage().data_ptr() == collective.tensor.untyped_storage().data_ptr()
+    assert shared, "it takes no memory, however many ranks there are"
+    assert (anew.data_ptr() == collective.tensor.data_ptr()) == (kind == "all-reduce")
+
+
+def test_a_collective_among_some_of_the_ranks_is_not_pretended() -> None:
+    among_some = Collective("all-reduce", torch.ones(2), group=Group("inner", 2))
+    with pytest.raises(SettingsError, match="among inner ranks only has no place in a profile"):
+        PretendingCommunicator(0, 4).start(among_some)
 
 
 def test_a_core_is_free_if_processors_are_left_beside_those_that_compute() -> None:
