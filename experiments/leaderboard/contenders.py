@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from commhooks import COMPRESSORS, Compressor, ErrorFeedback
+from commhooks import Compressor, ErrorFeedback
+from commhooks.compressors import COMPRESSORS
 from commhooks.errors import CommHooksError
 from commhooks.language.loss import error_of
 from commhooks.units import unknown

@@ -11,9 +11,8 @@ from typing import Any
 from rich.table import Table
 
 import commhooks
-from commhooks import Profile
 from commhooks.errors import CommHooksError
-from commhooks.planning import stored
+from commhooks.planning import Profile, stored
 from commhooks.planning.candidates import NOOP, default_candidates, with_the_two
 from commhooks.planning.plan import Choice, Plan
 from commhooks.planning.probe import MOST_DISAGREEMENT, Probe

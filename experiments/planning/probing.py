@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from commhooks import Profile
 from commhooks.communicators.collective import ring_bytes
 from commhooks.communicators.links import plain_kind
 from commhooks.errors import ProbeError
+from commhooks.planning import Profile
 from commhooks.planning.probe import MOST_DISAGREEMENT, Cost, Probe
 from commhooks.planning.probing import probe
 from commhooks.units import counted

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from rich.table import Table
 
 import commhooks
-from commhooks import Candidate, Profile
 from commhooks.errors import CommHooksError
+from commhooks.planning import Candidate, Profile
 from commhooks.planning.profile import StepParts
 from commhooks.units import bytes_in_words, counted
 

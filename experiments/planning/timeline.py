@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import matplotlib
 
-from commhooks import Profile
+from commhooks.planning import Profile
 from commhooks.planning.profile import StepParts
 
 from ..report.plots import LIGHT, Theme, canvas, png, style

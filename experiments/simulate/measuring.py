@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import commhooks
 import ddp_core
-from commhooks import Collective, Communicator, Compressor, Exchanger, Pending
-from commhooks.communicators import LockstepGroup
+from commhooks import Compressor, Exchanger
+from commhooks.communicators import Collective, Communicator, LockstepGroup, Pending
 from commhooks.planning.payloads import is_padded, rounds_of
 from commhooks.planning.pretending import check_is_among_all
 from commhooks.scheduling.lockstep import LockstepLine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from commhooks import COMPRESSORS
+from commhooks.compressors import COMPRESSORS
 from experiments.hooks import make_hook
 from experiments.leaderboard.contenders import SKIPPED, USUAL
 from experiments.specs import Spec
