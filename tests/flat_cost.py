@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from commhooks import COMPRESSORS, BucketView, Compressor, Context, Judge, Request, Slot, TwoHop, make_compressor
+from commhooks import TwoHop, make_compressor
 from commhooks.communicators.collective import Traffic
+from commhooks.compressors import COMPRESSORS
+from commhooks.language import BucketView, Compressor, Context, Judge, Request, Slot
 from commhooks.scheduling.packing import Packer
 from commhooks.state.table import StateTable
 from experiments.studies.bench.given import resnet18_shapes

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks import Codec
+from commhooks.codecs import Codec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ import math
 
 from torch import Tensor
 
-from commhooks import AllGather, BucketView, Compressor, Context, Entry, Exchange, Judge, Loss, Place, Sends, setting
+from commhooks import Compressor
+from commhooks.language import AllGather, BucketView, Context, Entry, Exchange, Judge, Loss, Place, Sends, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

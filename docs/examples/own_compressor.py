@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import AllReduce, BucketView, Compressor, Context, Exchange, Judge, Loss
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Judge, Loss
 from commhooks.language.randomness import seeded_places, stable_seed
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from commhooks import BucketView, Compressor, Context, Exchange, Slot
+from commhooks.language import BucketView, Compressor, Context, Exchange, Slot
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.lockstep import lockstep_lines, run_in_turns
 from commhooks.scheduling.task import BucketTask

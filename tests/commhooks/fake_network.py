@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from commhooks import Collective
+from commhooks.communicators import Collective
 from commhooks.planning.meter import Clocks
 
 

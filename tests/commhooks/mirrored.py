@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import BucketView, Compressor, Context
+from commhooks.language import BucketView, Compressor, Context
 from commhooks.language.compressor import Exchange
 from commhooks.wrappers.wrapper import Wrapper
 from tests.commhooks.models import Given, Shape, gradients_of, wrap

@@ -7,7 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commhooks import AllReduce, BucketView, Compressor, Context, Entry, ErrorFeedback, Exchange, Judge, Loss, Place
+from commhooks import ErrorFeedback
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Judge, Loss, Place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
 import commhooks
-from commhooks.language.bucket import Slot
+from commhooks.language import Place, Slot
 from commhooks.state.table import StateTable
 
 
@@ -26,7 +26,7 @@ def draw_basis(ours: StateTable, parameters: Sequence[Tensor], rank: int, seed: 
     matrices = compressed(parameters, rank)
     for parameter in matrices:
         slot = Slot(parameter, parameter.detach().reshape(-1), ours.of(parameter))
-        ours.lay_out_entries(slot, commhooks.PowerSGD(rank=rank).state(commhooks.Place(slot.name, parameter, 1)))
+        ours.lay_out_entries(slot, commhooks.PowerSGD(rank=rank).state(Place(slot.name, parameter, 1)))
         n, m = _matrix_shape(parameter)
         Q = torch.randn(min(n, m, rank), m, generator=generator, dtype=parameter.dtype)
         ours.of(parameter)["Q"].copy_(Q)

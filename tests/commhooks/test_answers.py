@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import commhooks
-from commhooks import (
+from commhooks.language import (
     AllGather,
     AllReduce,
     AllToAll,

@@ -11,25 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import commhooks
-from commhooks import (
-    FP8,
-    MXFP4,
-    MXFP8,
-    QSGD,
-    Codec,
-    ErrorFeedback,
-    Half,
-    Int4,
-    Int8,
-    Natural,
-    PerParameter,
-    SettingsError,
-    Sign,
-    StartAfter,
-    TernGrad,
-    TwoHop,
-    Vote,
-)
+from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter, TwoHop
+from commhooks.codecs import FP8, MXFP4, MXFP8, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad, Vote
 from commhooks.compressors.codecs.packing import look_up, pack, unpack
 from commhooks.language.loss import error_of
 from tests import bounds

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import COMPRESSORS, make_compressor
+from commhooks import make_compressor
+from commhooks.compressors import COMPRESSORS
 from commhooks.scheduling.lockstep import run_in_turns
 from experiments.studies.bench.given import resnet18_shapes
 from tests.cases import NEEDED

@@ -11,26 +11,18 @@ from torch import Tensor
 
 import commhooks
 from commhooks import (
-    AllReduce,
     AllReduceMean,
-    BucketView,
-    Compressor,
     CompressorError,
-    Context,
-    Entry,
     ErrorFeedback,
-    Exchange,
     Exchanger,
-    Judge,
-    Part,
     PerParameter,
-    Place,
     PowerSGD,
     StartAfter,
     TopK,
     lockstep_lines,
     make_compressor,
-)  # fmt: skip
+)
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Judge, Part, Place
 from commhooks.language.requests import Layout
 from tests.commhooks.workers import Workers, normal, zeros
 
@@ -192,7 +184,7 @@ def test_a_residual_is_dropped_every_so_many_steps(name: str) -> None:
     """In those steps the mean is that of a run which has just begun; in the others it is not."""
     inner = commhooks.make_compressor(name, error_feedback=False)
     if isinstance(inner, commhooks.TwoHop):
-        inner = dataclasses.replace(inner, codec=commhooks.Int4(stochastic=False))
+        inner = dataclasses.replace(inner, codec=commhooks.codecs.Int4(stochastic=False))
     parameters = zeros((16, 32))
     workers = Workers(commhooks.ErrorFeedback(inner=inner, reset_every=3), 2, parameters)
     for step in range(7):

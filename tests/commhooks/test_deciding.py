@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks import AdaptiveRule, CheckpointError, SettingsError
+from commhooks import CheckpointError, SettingsError
 from commhooks.communicators.links import Link
+from commhooks.control import AdaptiveRule
 from commhooks.control.deciding import Decider, link_of
 from commhooks.control.rule import FullRule
 from commhooks.planning.step_time import Step, step_time

@@ -52,7 +52,7 @@ MADE_UP = Costs(
 )
 
 
-def made_up(rate: float = 1e9, **settings: float | str) -> commhooks.Estimate:
+def made_up(rate: float = 1e9, **settings: float | str) -> commhooks.planning.Estimate:
     return commhooks.estimate(1e6, **{"compute": 0.3, "ranks": 2, **settings}, rate=rate, copy_rate=4e9, costs=MADE_UP)  # type: ignore[arg-type]  # 'incompatible type "**dict[str, float | str]"'
 
 

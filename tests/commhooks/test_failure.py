@@ -20,8 +20,8 @@ import torch
 
 import commhooks
 import ddp_core
-from commhooks import AllReduce, BucketView, Compressor, Context, Exchange
 from commhooks.hooks.sockets import COLLECTIVES_A_BUCKET
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.ranks import survived
 from tests.commhooks.workers import normal, zeros

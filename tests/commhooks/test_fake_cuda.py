@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks import BucketView, Context, Place, streams
+from commhooks import streams
 from commhooks.communicators.collective import Traffic
+from commhooks.language import BucketView, Context, Place
 from commhooks.language.randomness import seeded_normal
 from commhooks.scheduling.ledger import Ledger
 from commhooks.state.table import StateTable

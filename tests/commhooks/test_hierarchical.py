@@ -17,21 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks import (
-    AllReduce,
-    BucketView,
-    Compressor,
-    CompressorError,
-    Context,
-    Exchange,
-    Exchanger,
-    Group,
-    Hierarchical,
-    PerParameter,
-    SettingsError,
-    StartAfter,
-    make_compressor,
-)
+from commhooks import CompressorError, Exchanger, Hierarchical, PerParameter, SettingsError, StartAfter, make_compressor
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Group
 from commhooks.language.compressor import map_requests
 from commhooks.language.requests import Asked
 from commhooks.wrappers.wrapper import Wrapper

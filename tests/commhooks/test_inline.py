@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import AllReduceMean, BucketView, CollectiveError, Compressor, CompressorError, Context, LockstepGroup
+from commhooks import AllReduceMean, CollectiveError, CompressorError
+from commhooks.communicators import LockstepGroup
+from commhooks.language import BucketView, Compressor, Context
 from commhooks.language.compressor import Exchange
 from commhooks.language.requests import AllReduce
 from commhooks.scheduling.inline import InlineScheduler

@@ -15,8 +15,7 @@ from torch import Tensor
 import commhooks
 from commhooks import Averaging, CollectiveError, Exchanger, lockstep_lines
 from commhooks.communicators import Collective, Communicator, Pending
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Part
 from commhooks.scheduling.line import ProcessGroupLine
 from tests.commhooks.told import told_by
 from tests.world import on_ranks
@@ -115,7 +114,7 @@ class FailsOnce(Compressor):
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         if context.step == 2 and context.rank == 0:
             raise ZeroDivisionError("on purpose")
-        yield commhooks.AllReduce(commhooks.Part(bucket.memory, in_place=True), average=True, last=True)
+        yield AllReduce(Part(bucket.memory, in_place=True), average=True, last=True)
 
 
 @on_ranks(2, check_exit=False)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import LoadRules, Loss, PerParameter, Sends, Snapshot
+from commhooks import LoadRules, PerParameter, Snapshot
 from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.resume import lay_out
+from commhooks.language import Loss, Sends
 from commhooks.language.compressor import loss_of_a_matrix
 from commhooks.state.table import StateTable
 from tests import bounds

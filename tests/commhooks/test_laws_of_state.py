@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import Compressor, Place
+from commhooks.language import Compressor, Place
 from commhooks.language.entries import Kind
 from commhooks.wrappers.phases import phases_of
 from tests import bounds

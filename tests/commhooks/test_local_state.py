@@ -11,24 +11,12 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
-    AllReduce,
-    BucketView,
-    Compressor,
-    CompressorError,
-    Context,
-    Entry,
-    Exchange,
-    LoadRules,
-    Place,
-    Slot,
-    Snapshot,
-    make_compressor,
-)
+from commhooks import CompressorError, LoadRules, Snapshot, make_compressor
 from commhooks.compressors.powersgd.adaptive_rank import NORMS
 from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.replay import Resumed
 from commhooks.engine.resume import restore
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Place, Slot
 from commhooks.language.entries import blocks_served
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.settings import settings_of

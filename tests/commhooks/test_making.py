@@ -11,17 +11,8 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from commhooks import (
-    COMPRESSORS,
-    ErrorFeedback,
-    PerParameter,
-    SettingsError,
-    StartAfter,
-    TopK,
-    TwoHop,
-    make_compressor,
-    making,
-)
+from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter, TopK, TwoHop, make_compressor, making
+from commhooks.compressors import COMPRESSORS
 from commhooks.language.compressor import loss_of_a_matrix
 from commhooks.making import settings_of
 from tests.cases import CASES, NEEDED, Case

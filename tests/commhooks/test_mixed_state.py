@@ -13,18 +13,17 @@ from torch import Tensor
 import commhooks
 from commhooks import (
     CheckpointError,
-    Compressor,
     ErrorFeedback,
     Hierarchical,
     LoadRules,
     PerParameter,
-    Place,
     Snapshot,
     TwoHop,
     make_compressor,
     schedule,
 )
 from commhooks.engine.resume import restore
+from commhooks.language import Compressor, Place
 from tests.commhooks.resuming import roundtrip
 from tests.commhooks.test_laws_of_state import exchangers, gradients_of
 from tests.commhooks.workers import Workers, largest, normal, zeros

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commhooks import Collective, Pending
+from commhooks.communicators import Collective, Pending
 from commhooks.communicators.links import Link
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange

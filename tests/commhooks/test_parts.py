@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
+from commhooks.communicators import Collective, LockstepGroup, ProcessGroupCommunicator
+from commhooks.communicators.collective import CollectiveKind, Traffic
+from commhooks.communicators.lockstep import run_collective
+from commhooks.compressors.powersgd.matrices import form_of
+from commhooks.engine.resume import lay_out
+from commhooks.language import (
     AllGather,
     AllReduce,
     AllToAll,
     BucketView,
-    Collective,
     Compressor,
     Context,
     Entry,
@@ -26,17 +30,11 @@ from commhooks import (
     Group,
     Judge,
     Layout,
-    LockstepGroup,
     Part,
-    ProcessGroupCommunicator,
     ReduceScatter,
     Request,
     Slot,
 )
-from commhooks.communicators.collective import CollectiveKind, Traffic
-from commhooks.communicators.lockstep import run_collective
-from commhooks.compressors.powersgd.matrices import form_of
-from commhooks.engine.resume import lay_out
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.packing import Packer
 from commhooks.scheduling.policy import Fifo, Fused
@@ -620,7 +618,7 @@ def test_the_word_error_feedback_means_the_wrapper() -> None:
     half = commhooks.Cast(dtype=torch.float16)
     assert commhooks.make_compressor("fp16", error_feedback=True) == commhooks.ErrorFeedback(inner=half)
     assert commhooks.make_compressor("fp16", error_feedback=False) == commhooks.make_compressor("fp16") == half
-    powersgd, sign = commhooks.PowerSGD(), commhooks.TwoHop(codec=commhooks.Sign())
+    powersgd, sign = commhooks.PowerSGD(), commhooks.TwoHop(codec=commhooks.codecs.Sign())
     assert commhooks.make_compressor("powersgd", error_feedback=False) == powersgd
     assert commhooks.make_compressor("powersgd") == commhooks.ErrorFeedback(inner=powersgd)
     assert commhooks.make_compressor("sign") == commhooks.ErrorFeedback(inner=sign)
@@ -634,8 +632,8 @@ class Expanding(commhooks.AllReduceMean):
 
     error: float
 
-    def loss(self, name: str, parameter: Tensor) -> commhooks.Loss | None:
-        return commhooks.Loss(self.error) if parameter.numel() > 5 else None
+    def loss(self, name: str, parameter: Tensor) -> commhooks.language.Loss | None:
+        return commhooks.language.Loss(self.error) if parameter.numel() > 5 else None
 
 
 @pytest.mark.parametrize("error", [1.0, 3.0, float("inf")])

@@ -13,14 +13,14 @@ from commhooks import (
     ErrorFeedback,
     Match,
     PerParameter,
-    Place,
     SettingsError,
-    TernGrad,
     TopK,
     TwoHop,
     make_compressor,
     schedule,
 )
+from commhooks.codecs import TernGrad
+from commhooks.language import Place
 from tests import bounds
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 

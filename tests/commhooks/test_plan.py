@@ -14,9 +14,10 @@ from torch._C._distributed_c10d import HashStore
 
 import commhooks
 import ddp_core
-from commhooks import Plan, Probe, Profile, plan
+from commhooks import plan
 from commhooks.communicators.links import HALF_SUM
 from commhooks.errors import ProbeError, SettingsError
+from commhooks.planning import Plan, Probe, Profile
 from commhooks.planning.plan import BUCKET_CAPS_MB, code_for
 from commhooks.planning.predicting import link_like, predict, rate_for, recut
 from commhooks.planning.probe import MEASURED, Cost, Timing

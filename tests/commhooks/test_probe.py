@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from commhooks import Collective
+from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS, ring_bytes
 from commhooks.communicators.links import HALF_SUM, Link, Transfer
 from commhooks.errors import ProbeError, SettingsError

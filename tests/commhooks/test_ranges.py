@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import FP8, MXFP4, MXFP8, QSGD, Codec, Int4, Int8, Natural, Sign, TernGrad, make_compressor
+from commhooks import make_compressor
+from commhooks.codecs import FP8, MXFP4, MXFP8, QSGD, Codec, Int4, Int8, Natural, Sign, TernGrad
 from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros

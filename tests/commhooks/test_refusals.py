@@ -10,26 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import (
+from commhooks import CompressorError, ErrorFeedback, Exchanger, SettingsError, TwoHop, lockstep_lines
+from commhooks.codecs import Codec
+from commhooks.language import (
     AllGather,
     AllReduce,
     BucketView,
-    Codec,
     Compressor,
-    CompressorError,
     Context,
     Entry,
-    ErrorFeedback,
     Exchange,
-    Exchanger,
     Judge,
     Loss,
     Part,
     Place,
-    SettingsError,
-    TwoHop,
-    lockstep_lines,
-)  # fmt: skip
+)
 from tests.commhooks.workers import Workers, zeros
 
 

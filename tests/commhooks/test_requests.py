@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
+from commhooks import CompressorError
+from commhooks.language import (
     AllGather,
     AllReduce,
     AllToAll,
     BucketView,
     Compressor,
-    CompressorError,
     Context,
     Entry,
     Exchange,

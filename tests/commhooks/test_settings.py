@@ -10,15 +10,8 @@ import pytest
 import torch
 
 import commhooks
-from commhooks import (
-    AllReduceMean,
-    Codec,
-    Compressor,
-    Int8,
-    Match,
-    SettingsError,
-    WireDtype,
-)
+from commhooks import AllReduceMean, Compressor, Match, SettingsError, WireDtype
+from commhooks.codecs import Codec, Int8
 from commhooks.compressors import codecs
 from commhooks.language.settings import setting
 

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from commhooks import (
     AllReduceMean,
-    BucketView,
     Cast,
-    Compressor,
-    Context,
     ErrorFeedback,
     LoadRules,
     NoOp,
@@ -30,6 +27,7 @@ from commhooks import (
 from commhooks.compressors.codecs import FP8, MXFP4, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad
 from commhooks.engine.resume import lay_out, restore, snapshot_of
 from commhooks.errors import CommHooksError, CompressorError, GradientError
+from commhooks.language import BucketView, Compressor, Context
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.wrappers.hierarchical import Hierarchical

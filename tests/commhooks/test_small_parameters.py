@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import commhooks
-from commhooks import BucketView, Compressor, Context, Exchange, make_compressor
+from commhooks import make_compressor
 from commhooks.compressors import COMPRESSORS
 from commhooks.compressors.two_hop import SERVER_ERROR
+from commhooks.language import BucketView, Compressor, Context, Exchange
 from commhooks.language.compressor import map_requests
 from commhooks.language.requests import Asked, Judge
 from commhooks.planning.payloads import rounds_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import Collective, ProcessGroupCommunicator
+from commhooks.communicators import Collective, ProcessGroupCommunicator
 from tests.commhooks.models import wrap
 from tests.commhooks.told import told_by
 from tests.world import on_ranks

@@ -12,18 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commhooks import (
-    DGC,
-    Compressor,
-    Context,
-    ErrorFeedback,
-    RandomK,
-    Threshold,
-    TopK,
-    make_compressor,
-)
+from commhooks import DGC, ErrorFeedback, RandomK, Threshold, TopK, make_compressor
 from commhooks.compressors.sparse.indices import Indices, coding_of
 from commhooks.compressors.sparse.largest import largest
+from commhooks.language import Compressor, Context
 from commhooks.state.table import StateTable
 from tests.bounds import assert_equal_in_float64
 from tests.commhooks.alone import bucket_of, run_alone

@@ -297,7 +297,7 @@ def test_after_a_step_that_failed_nothing_is_saved(rank: int) -> None:
 
 
 class _Failing:
-    def __init__(self, inner: commhooks.Communicator) -> None:
+    def __init__(self, inner: commhooks.communicators.Communicator) -> None:
         self._inner, self._started = inner, 0
 
     @property
@@ -308,7 +308,7 @@ class _Failing:
     def world_size(self) -> int:
         return self._inner.world_size
 
-    def start(self, collective: commhooks.Collective) -> commhooks.Pending:
+    def start(self, collective: commhooks.communicators.Collective) -> commhooks.communicators.Pending:
         self._started += 1
         if self._started > 4:
             raise commhooks.CollectiveError("broken on purpose")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commhooks import Collective
+from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS
 from commhooks.communicators.links import Link, Transfer
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Place, streams
+from commhooks import streams
 from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.undo import UndoLog
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Place
 from commhooks.language.entries import RESIDUAL, Declared
 from commhooks.language.memory import commit
 from commhooks.state.loss_scale import LossScale

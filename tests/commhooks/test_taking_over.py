@@ -12,17 +12,9 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
-    AllReduceMean,
-    Compressor,
-    ErrorFeedback,
-    Hierarchical,
-    PerParameter,
-    Place,
-    TwoHop,
-    make_compressor,
-)
+from commhooks import AllReduceMean, ErrorFeedback, Hierarchical, PerParameter, TwoHop, make_compressor
 from commhooks.compressors.codecs import Sign
+from commhooks.language import Compressor, Place
 from commhooks.language.entries import blocks_served
 from commhooks.wrappers.phases import phases_of
 from commhooks.wrappers.start_after import schedule

@@ -12,18 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import (
-    AllReduce,
-    BucketView,
-    CommHooksError,
-    Compressor,
-    Context,
-    ErrorFeedback,
-    Exchange,
-    Judge,
-    Loss,
-    Slot,
-)
+from commhooks import CommHooksError, ErrorFeedback
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Judge, Loss, Slot
 from tests.commhooks.workers import Workers, normal, zeros
 
 FINE = torch.ones((), dtype=torch.bool)

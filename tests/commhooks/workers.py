@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks import Compressor, LoadRules, Place, Snapshot
+from commhooks import LoadRules, Snapshot
 from commhooks.communicators.collective import Traffic
 from commhooks.compressors.powersgd.matrices import form_of
 from commhooks.engine.engine import Engine
 from commhooks.engine.replay import Resumed
 from commhooks.engine.resume import lay_out, restore, snapshot_of
+from commhooks.language import Compressor, Place
 from commhooks.language.entries import Declared, blocks_served
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.lockstep import lockstep_lines, run_in_turns

@@ -84,7 +84,7 @@ def sent(training: Training, candidate: Candidate) -> dict[str, int]:
     return counts
 
 
-def pretended(found: commhooks.Profile, label: str) -> dict[str, int]:
+def pretended(found: commhooks.planning.Profile, label: str) -> dict[str, int]:
     """Return the payload of a step by a profile."""
     payload: Counter[str] = Counter()
     for bucket in found.hooks[label].buckets:

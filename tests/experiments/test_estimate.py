@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from commhooks import COMPRESSORS
+from commhooks.compressors import COMPRESSORS
 from commhooks.planning.costs import Costs
 from experiments.commands.cli import app
 from experiments.estimate.costs import HOOKS, LEFT_OUT

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from commhooks import COMPRESSORS
+from commhooks.compressors import COMPRESSORS
 from commhooks.planning.accuracy import Accuracy
 from experiments.commands.cli import app
 from experiments.leaderboard.accuracy import accuracy_of

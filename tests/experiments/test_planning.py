@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import commhooks
-from commhooks import Probe
+from commhooks.planning import Probe
 from experiments.commands.cli import app
 from experiments.planning.planning import Planned, hooks_to_validate, sentences, validation_table
 from experiments.planning.worlds import check_world

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from commhooks import Collective, Profile, ProfileError, SettingsError
+from commhooks import ProfileError, SettingsError
+from commhooks.communicators import Collective
 from commhooks.language.requests import Group
-from commhooks.planning import stored
+from commhooks.planning import Profile, stored
 from commhooks.planning.keeping import Kept
 from commhooks.planning.phases import PhaseWatch
 from commhooks.planning.place import Place, free_cores, ranks_per_host

@@ -9,8 +9,8 @@ import math
 import pytest
 from torch import Tensor
 
-from commhooks import COMPRESSORS, Loss, Registered
-from commhooks.compressors import TopK
+from commhooks.compressors import COMPRESSORS, Registered, TopK
+from commhooks.language import Loss
 from experiments.hooks import make_hook
 from experiments.leaderboard import contenders as module
 from experiments.leaderboard.contenders import SKIPPED, USUAL, Contender, LeftOut, contenders, relative_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commhooks import Collective, Communicator, Pending
+from commhooks.communicators import Collective, Communicator, Pending
 
 LATE = 200_000_000
 """Cycles of about a tenth of a second."""

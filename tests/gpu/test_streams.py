@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import Entry, make_compressor
+from commhooks import make_compressor
 from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.undo import UndoLog
+from commhooks.language import Entry
 from commhooks.language.randomness import seeded_normal
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.table import RESIDUAL_STORAGES, StateTable

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from commhooks import ProcessGroupCommunicator
 from commhooks.checkpoints import files as checkpoint
+from commhooks.communicators import ProcessGroupCommunicator
 
 
 class Countdown:

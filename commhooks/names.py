@@ -1,0 +1,87 @@
+"""What the package's names stand for, and when they are imported: on use (PEP 562)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from typing import Any
+
+_PLACES = {
+    "checkpoints.distributed": "load_distributed",
+    "checkpoints.files": "Checkpoint load_checkpoint save_checkpoint",
+    "compressors": (
+        "DGC SVD AdaptiveRank Affine AllReduceMean Cast DeMo NoOp PowerSGD RandomBlock RandomK Signum SparseLoCo "
+        "Threshold TopK TwoHop UnbiasedPowerSGD"
+    ),
+    "control.adaptive": "Adaptive",
+    "errors": (
+        "AttachError CheckpointError CollectiveError CommHooksError CompressorError GradientError HookDidNotRunError "
+        "HookTypeError ProbeError ProfileError SettingsError"
+    ),
+    "hooks.attach": "Attachment attach",
+    "hooks.by_name": "DDPCommHookType register_ddp_comm_hook",
+    "hooks.default": (
+        "allreduce_hook bf16_compress_hook bf16_compress_wrapper fp16_compress_hook fp16_compress_wrapper noop_hook "
+        "quantization_perchannel_hook quantization_pertensor_hook"
+    ),
+    "hooks.exchanger": "Averaging Exchanger average_in_lockstep",
+    "hooks.sockets": "hook_statistics",
+    "language.compressor": "Compressor",
+    "making": "make_compressor",
+    "planning.estimate": "estimate",
+    "planning.plan": "plan",
+    "planning.probing": "probe",
+    "planning.profiling": "profile",
+    "scheduling.ledger": "ParameterTraffic Statistics",
+    "scheduling.line": "ProcessGroupLine",
+    "scheduling.lockstep": "lockstep_lines",
+    "state.memory": "MemoryReport",
+    "state.snapshot": "LoadRules Snapshot merge_state_dicts",
+    "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype schedule",
+}
+"""By module, the names that `commhooks` offers from it; what it imports under `TYPE_CHECKING` is the same."""
+_MOVED = {
+    "codecs": "Codec FP8 Half Int4 Int8 MXFP4 MXFP8 Natural QSGD Sign TernGrad Vote",
+    "communicators": (
+        "Collective Communicator LockstepCommunicator LockstepGroup Pending ProcessGroupCommunicator "
+        "RecordingCommunicator"
+    ),
+    "compressors": "COMPRESSORS Registered",
+    "control": "AdaptiveRule",
+    "language": (
+        "AllGather AllReduce AllToAll BucketView Context Entry Exchange Group Judge Layout Loss Part Place "
+        "ReduceScatter Request Sends Slot Tile setting"
+    ),
+    "planning": "Candidate Choice Estimate HookEstimate Plan Probe Profile",
+}
+"""By room, the names that `commhooks` itself offered before; for one release they resolve with a warning."""
+_MODULE_OF = {name: f"commhooks.{place}" for place, names in _PLACES.items() for name in names.split()}
+_ROOM_OF = {name: f"commhooks.{room}" for room, names in _MOVED.items() for name in names.split()}
+
+
+def resolved(name: str) -> Any:
+    """Return what `commhooks.<name>` is: a name, a module, or, with a `FutureWarning`, a name that has moved."""
+    if name in _MODULE_OF:
+        found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        setattr(sys.modules["commhooks"], name, found)
+        return found
+    if name in _ROOM_OF:
+        room = _ROOM_OF[name]
+        warnings.warn(
+            f"commhooks.{name} is now {room}.{name}: write `from {room} import {name}`. The former name goes in the "
+            "next release.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module(room), name)
+    module = f"commhooks.{name}"
+    if name.startswith("_") or importlib.util.find_spec(module) is None:
+        raise AttributeError(f"module 'commhooks' has no attribute {name!r}")
+    return importlib.import_module(module)
+
+
+def listed() -> list[str]:
+    """Return what `dir(commhooks)` shows: its names and rooms, without those that have moved."""
+    return sorted({*vars(sys.modules["commhooks"]), *_MODULE_OF, *_MOVED})

@@ -1,0 +1,126 @@
+"""What `commhooks` offers: names that are imported on use, rooms, and names that have moved to rooms."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import commhooks
+from commhooks import PowerSGDState, names, powerSGD_hook
+
+ROOT = Path(__file__).parent.parent
+MOVED = {name: room for room, moved in names._MOVED.items() for name in moved.split()}
+FORMER = """
+Adaptive AdaptiveRank AdaptiveRule Affine AllGather AllReduce AllReduceMean AllToAll AttachError Attachment Averaging
+BucketView COMPRESSORS Candidate Cast Checkpoint CheckpointError Choice Codec Collective CollectiveError
+CommHooksError Communicator Compressor CompressorError Context DDPCommHookType DGC DeMo Entry ErrorFeedback Estimate
+Exchange Exchanger FP8 GradientError Group Half Hierarchical HookDidNotRunError HookEstimate HookTypeError Int4 Int8
+Judge Layout LoadRules LockstepCommunicator LockstepGroup Loss MXFP4 MXFP8 Match MemoryReport Natural NoOp
+ParameterTraffic Part Pending PerParameter Place Plan PowerSGD PowerSGDState Probe ProbeError ProcessGroupCommunicator
+ProcessGroupLine Profile ProfileError QSGD RandomBlock RandomK RecordingCommunicator ReduceScatter Registered Request
+SVD Sends SettingsError Sign Signum Slot Snapshot SparseLoCo StartAfter Statistics TernGrad Threshold Tile TopK TwoHop
+UnbiasedPowerSGD Vote WireDtype allreduce_hook attach average_in_lockstep batched_powerSGD_hook bf16_compress_hook
+bf16_compress_wrapper estimate fp16_compress_hook fp16_compress_wrapper hook_statistics load_checkpoint
+load_distributed lockstep_lines make_compressor merge_state_dicts noop_hook plan powerSGD_hook probe profile
+quantization_perchannel_hook quantization_pertensor_hook register_ddp_comm_hook save_checkpoint schedule setting
+"""
+"""What `commhooks` offered before names moved to rooms."""
+
+
+def test_every_former_name_is_offered_or_has_moved() -> None:
+    assert sorted([*commhooks.__all__, *MOVED]) == FORMER.split()
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_name_that_has_moved_resolves_with_a_warning_where_it_is_used(name: str) -> None:
+    room = f"commhooks.{MOVED[name]}"
+    for use in (f"from commhooks import {name} as found", f"import commhooks; found = commhooks.{name}"):
+        scope: dict[str, object] = {}
+        with pytest.warns(FutureWarning, match=rf"commhooks\.{name} is now {room}\.{name}: write `from {room}") as seen:
+            exec(compile(use, "user.py", "exec"), scope)
+        assert {warning.filename for warning in seen} == {"user.py"}
+        assert scope["found"] is getattr(importlib.import_module(room), name)
+    assert name in importlib.import_module(room).__all__
+
+
+@pytest.mark.parametrize("name", commhooks.__all__)
+def test_a_name_is_a_class_or_function_that_pickles_by_reference_and_no_module(name: str) -> None:
+    found = getattr(commhooks, name)
+    assert callable(found) and pickle.loads(pickle.dumps(found)) is found
+    assert importlib.util.find_spec(f"commhooks.{name}") is None, "importing the module would hide the name"
+
+
+@pytest.mark.parametrize("room", names._MOVED)
+def test_no_name_of_a_room_is_one_of_its_modules(room: str) -> None:
+    offered = importlib.import_module(f"commhooks.{room}")
+    modules = {path.stem for folder in getattr(offered, "__path__", ()) for path in Path(folder).glob("*.py")}
+    assert not modules & set(offered.__all__)
+
+
+def test_type_checkers_see_the_names_that_are_resolved() -> None:
+    tree = ast.parse(Path(commhooks.__file__).read_text(encoding="utf-8"))
+    guard = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in guard.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    rooms = {name for name, module in seen.items() if module == "commhooks"}
+    at_once = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == names._MODULE_OF | dict.fromkeys(names._MOVED, "commhooks")
+    assert sorted((seen.keys() | at_once) - {"TYPE_CHECKING"} - rooms) == commhooks.__all__
+
+
+def test_import_star_takes_what_all_lists_and_warns_of_nothing() -> None:
+    scope: dict[str, object] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec("from commhooks import *", scope)
+    assert sorted(scope.keys() - {"__builtins__"}) == commhooks.__all__
+
+
+def test_dir_shows_names_and_rooms_without_what_has_moved() -> None:
+    shown = dir(commhooks)
+    assert {*commhooks.__all__, *names._MOVED, "__version__"} <= set(shown) and not MOVED.keys() & set(shown)
+
+
+def test_rooms_are_attributes_and_what_does_not_exist_is_none() -> None:
+    assert commhooks.wrappers.ErrorFeedback is commhooks.ErrorFeedback
+    with pytest.raises(AttributeError, match="module 'commhooks' has no attribute 'atach'"):
+        commhooks.atach  # type: ignore[attr-defined]  # noqa: B018  # 'Module has no attribute "atach"'
+
+
+def test_a_new_process_loads_a_saved_hook_and_imports_no_room_that_it_does_not_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {"settings": {"wire": "", "matrix_approximation_rank": 3}, "state": {}}
+    monkeypatch.setattr(PowerSGDState, "__getstate__", lambda _: saved)
+    torch.save((PowerSGDState(None), powerSGD_hook), tmp_path / "hook.pt")
+    program = (
+        "import sys, torch, commhooks\n"
+        "state, hook = torch.load(sys.argv[1])\n"
+        "print(state.matrix_approximation_rank, hook.__name__)\n"
+        "print(*(name for name in sys.modules if name.startswith('commhooks.')))\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "hook.pt")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    loaded, modules = ran.stdout.splitlines()
+    assert loaded == "3 powerSGD_hook"
+    unused = ("checkpoints", "control", "integrations", "planning")
+    assert not [name for name in modules.split() if name.split(".")[1] in unused]
+
+
+@pytest.mark.parametrize("page", ["CHANGELOG.md", "docs/reference/commhooks.md"])
+def test_the_page_says_where_every_former_name_is_now(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^ *\| `commhooks\.(\w+)` \| (.+) \|$", text, re.M))
+    assert {room: re.findall(r"`(\w+)`", row) for room, row in rows.items()} == {
+        room: sorted(moved.split()) for room, moved in names._MOVED.items()
+    }

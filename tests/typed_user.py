@@ -1,0 +1,32 @@
+"""A user's module, for mypy alone: `make check` fails if what `commhooks` offers loses its type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import assert_type
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks import Attachment, Checkpoint, PowerSGDState, make_compressor, powerSGD_hook
+from commhooks.codecs import Int8
+from commhooks.control import AdaptiveRule
+from commhooks.language import Compressor
+from commhooks.planning import Plan, Probe, Profile
+
+
+def names_have_types(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    attachment = commhooks.attach(model, "powersgd", policy="fused", residuals="bf16")
+    assert_type(attachment, Attachment)
+    assert_type(make_compressor("fp16"), Compressor)
+    assert_type(commhooks.Adaptive(attachment, ["fp16", "int8"], rule=AdaptiveRule(look=4)), commhooks.Adaptive)
+    assert_type(commhooks.plan(Profile.read(Path("profile.json")), Probe.read(Path("probe.json"))), Plan)
+    commhooks.Exchanger({}, commhooks.TwoHop(codec=Int8()), policy="fifo")
+    model.register_comm_hook(PowerSGDState(None), powerSGD_hook)
+    loaded = commhooks.load_checkpoint("checkpoints", model=model, optimizer=optimizer, hooks=attachment)
+    assert_type(loaded, Checkpoint | None)
+
+
+def mistakes_are_found(model: DistributedDataParallel) -> None:
+    commhooks.atach(model, "fp16")  # type: ignore[attr-defined]  # 'Module has no attribute "atach"'
