@@ -31,6 +31,7 @@ _NONE = "–"
 _OTHER_LINES = 4  # of the terminal: progress, scene, the table's header, hooks that are not shown
 # Beside the hook, and their least width in characters.
 _COLUMNS = {"step": 7, "loss": 6, "step time": 9, "sent/s": 9, "link": 5, "held-out": 8}
+_HEARTBEAT_SECONDS = 60.0  # between two lines of progress if there is no terminal
 _NARROW = 72  # characters; a terminal with fewer shows only these columns:
 _IF_NARROW = {"step", "loss", "step time", "held-out"}
 
@@ -80,7 +81,8 @@ class Live:
     On a terminal it shows how many runs are finished, the time left, and for each hook of the scene in progress: the
     step, the training loss, the duration of a step, the bytes that a rank sends per second and how much of the link
     that is (each over the last ten steps), and the held-out loss of the last evaluation. Above that, and on anything
-    but a terminal, each run leaves one line when it ends. With `quiet`, and under torchrun on all ranks but 0, nothing
+    but a terminal, each run leaves one line when it ends. On anything but a terminal, a line of progress follows after
+    every minute without one, as long as steps are taken. With `quiet`, and under torchrun on all ranks but 0, nothing
     is shown.
     """
 
@@ -97,7 +99,7 @@ class Live:
         self._console = console
         self._quiet = quiet or (world is not None and world[0] != 0)
         self._clock = clock
-        self._began = clock()
+        self._began = self._printed = clock()
         self._pace = Pace(runs, finished, clock)
         self._rows = {settings: _Row(settings) for settings in runs}
         for settings, result in finished.items():
@@ -138,8 +140,17 @@ class Live:
             self._pace.hear(settings, message)
             if isinstance(message, RunDone | RunFailed):
                 self._pace.end(settings)
-        if isinstance(message, RunDone | RunFailed) and not self._quiet:
-            self._console.print(self._line(settings, message), highlight=False, markup=False, soft_wrap=True)
+        if self._quiet:
+            return
+        line = None
+        if isinstance(message, RunDone | RunFailed):
+            line = self._line(settings, message)
+        elif self._display is None and self._clock() - self._printed >= _HEARTBEAT_SECONDS:
+            row = self._rows[settings]
+            line = " · ".join([f"{settings.label}: step {_cells(row)[0]}", *self._progress_in_words()])
+        if line is not None:
+            self._printed = self._clock()
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def drawn(self) -> RenderableType:
         """Return what the terminal shows at this moment."""
@@ -160,20 +171,23 @@ class Live:
                 parts.append(Text(f"and {counted(len(rows) - len(shown), 'hook')} more", style="dim"))
             return Group(*parts)
 
-    def _progress(self) -> RenderableType:
+    def _progress_in_words(self) -> list[str]:
         rows = self._rows.values()
         ended, failed = sum(row.ended for row in rows), sum(row.failed for row in rows)
         left = self._pace.seconds_left()
-        words = [
+        return [
             f"{ended:,} of {counted(len(rows), 'run')}",
             *([f"{failed:,} failed"] if failed else []),
             str(timedelta(seconds=round(self._clock() - self._began))),
             "time left not known yet" if left is None else f"about {timedelta(seconds=round(left))} left",
         ]
+
+    def _progress(self) -> RenderableType:
+        rows = self._rows.values()
         steps = sum(row.settings.steps if row.ended else min(row.step, row.settings.steps) for row in rows)
         bar = ProgressBar(total=sum(row.settings.steps for row in rows), completed=steps, width=20)
         line = Table.grid(padding=(0, 1))
-        line.add_row(bar, Text(" · ".join(words), no_wrap=True, overflow="ellipsis"))
+        line.add_row(bar, Text(" · ".join(self._progress_in_words()), no_wrap=True, overflow="ellipsis"))
         return line
 
     def _table(self, rows: Sequence[_Row]) -> Table:

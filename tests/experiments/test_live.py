@@ -242,3 +242,16 @@ def test_another_hook_is_expected_to_take_as_long_as_the_most_similar_run() -> N
     assert pace.seconds_left() == pytest.approx(80 * 10 * sum(step.seconds for step in other_task.steps) / 40)
     pace = Pace(runs, {other_task.settings: other_task, same_task.settings: same_task}, Clock())
     assert pace.seconds_left() == pytest.approx(sum(step.seconds for step in same_task.steps))
+
+
+def test_without_a_terminal_a_line_a_minute_says_how_far_the_runs_are() -> None:
+    clock, (shown, out), one = Clock(), console(), made()
+    live = Live([one.settings], {}, shown, clock=clock)
+    for number, step in enumerate(one.steps[:7]):
+        clock.now = 20.0 * number
+        live(one.settings, StepDone(0, step))
+    lines = out.getvalue().splitlines()
+    assert [line.partition(" · 0 of 1 run · ")[0] for line in lines] == [
+        f"{one.settings.label}: step {step}/{one.settings.steps}" for step in (4, 7)
+    ]
+    assert "0:01:00" in lines[0] and "0:02:00" in lines[1]
