@@ -1,6 +1,19 @@
 """The emulated link: what a link is, what Gloo would send over it, and what makes collectives wait for it."""
 
-from .link import EmulatedLink, LinkSettings, Wire
-from .linked_group import LinkedGroup
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .link import EmulatedLink, LinkSettings, Wire
+    from .linked_group import LinkedGroup
 
 __all__ = ["EmulatedLink", "LinkSettings", "LinkedGroup", "Wire"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first used: links as text (`text.py`) are read without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(".linked_group" if name == "LinkedGroup" else ".link", __name__), name)
