@@ -64,6 +64,15 @@ def torchrun_world() -> tuple[int, int] | None:
     return None
 
 
+def check_real(link: LinkSettings) -> None:
+    """Raise ValueError if a link is the real network, and the ranks would be processes beside each other here."""
+    if link.kind == "real" and torchrun_world() is None:
+        raise ValueError(
+            "link 'real' is the network between ranks that torchrun starts, and this process is none of them: start "
+            "it with torchrun --nnodes ... --no-python commhooks ..., or name a link such as 100Mbit/s or unlimited"
+        )
+
+
 def run_in_torchrun(function: RankFunction, argument: object, on_message: Send, *, timeout: float) -> None:
     """Call the function in torchrun's world, with rank 0's argument; what it sends arrives at once."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))

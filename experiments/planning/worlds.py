@@ -10,7 +10,7 @@ from commhooks.communicators import Communicator
 from commhooks.communicators.connection import WrapCommunicator
 
 from ..cluster import Cluster
-from ..launch import RankFunction, Send, run_in_torchrun, run_world, torchrun_world
+from ..launch import RankFunction, Send, check_real, run_in_torchrun, run_world, torchrun_world
 from ..links.link import EmulatedLink, LinkSettings, Wire
 
 
@@ -19,11 +19,12 @@ def check_world(ranks: int | None, link: str | None) -> tuple[int, LinkSettings]
 
     Raises:
         ValueError: torchrun started this process, and other ranks or other hosts are asked for; or the link's text does
-            not parse, or its rate changes in time.
+            not parse, is the real network without torchrun, or its rate changes in time.
 
     """
     joined = torchrun_world()
-    settings = LinkSettings.parse(link or ("real" if joined else "unlimited"))
+    settings = LinkSettings.parse(("real" if joined else "unlimited") if link is None else link)
+    check_real(settings)
     if joined and (settings.kind == "hosts" or ranks not in {None, joined[1]}):
         raise ValueError(
             f"under torchrun there are {joined[1]} ranks on their hosts already: leave out --ranks, and use --link "

@@ -75,7 +75,13 @@ def plan(
         raise ValueError("nothing to run: name at least one task, one hook, one link and one seed")
     named = [Spec.parse(task, "task") for task in tasks]
     if size is not None:
-        named = [spec.with_default("size", size) if ":" not in spec.name else spec for spec in named]
+        for spec in named:
+            if ":" in spec.name:
+                raise ValueError(
+                    f"--size {size} is that of built-in tasks, and {spec.name} is your own: write what it takes behind "
+                    f"its name, such as {spec.name}:width=64, and the size of a built-in task as gpt:size={size}"
+                )
+        named = [spec.with_default("size", size) for spec in named]
     chosen: dict[str, Sequence[Any]] = {
         "task": named,
         "hook": hooks,

@@ -14,7 +14,7 @@ from rich.console import Console
 from commhooks.units import counted, unknown
 
 from ..cluster import ClusterError
-from ..launch import WorldError, reason_of, torchrun_world
+from ..launch import WorldError, check_real, reason_of, torchrun_world
 from ..report.table import print_tables
 from ..report.words import listed
 from ..report.writing import write
@@ -87,9 +87,12 @@ def make(sweep: Sweep, console: Console) -> Made:
     """Make the runs that are not finished, report them, and return all that were asked for (under torchrun on rank 0).
 
     Raises:
-        ValueError: The folder cannot be used, another process uses it, or its results are those of another task.
+        ValueError: The folder cannot be used, another process uses it, or its results are those of another task; or the
+            link of a run is the real network, without torchrun.
 
     """
+    for settings in sweep.runs:
+        check_real(settings.link)
     world = torchrun_world()
     if world is not None and world[0] > 0:  # it trains what rank 0 finds missing
         return execute(sweep.runs, sweep.out, lambda settings, message: None)  # and goes on as far as rank 0 says
