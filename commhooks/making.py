@@ -63,7 +63,7 @@ def make_compressor(
 
 def settings_of(name: str) -> list[str]:
     """Return the sorted settings that `make_compressor` takes for a name: its own, and those common to all names."""
-    return sorted(_settings_of(_kind_of(name)))
+    return sorted(_settings_of(kind_of(name)))
 
 
 def _built(name: str, settings: Mapping[str, Any], *, as_code: bool = False) -> Any:
@@ -71,7 +71,7 @@ def _built(name: str, settings: Mapping[str, Any], *, as_code: bool = False) -> 
 
     Where a codec is expected (`as_code`), "sign" is the codec, and not the compressor that sends it in two hops.
     """
-    kind = _classes()[name] if as_code and name in _classes() else _kind_of(name)
+    kind = _classes()[name] if as_code and name in _classes() else kind_of(name)
     known = _settings_of(kind)
     values = {
         setting: _value_of(value, known.get(setting, Any), f"compressor {name!r}: {setting}")
@@ -111,10 +111,10 @@ def _called(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) ->
         raise SettingsError(f"compressor {name!r} does not take these settings, {settings}: {error}") from error
 
 
-def _kind_of(name: str) -> Registered | type:
+def kind_of(name: str) -> Registered | type:
     """Return how to make the compressor of this name, or the class of another setting, such as a codec's.
 
-    Raises `SettingsError`, naming the nearest, if there is none.
+    Raises `SettingsError` (a `ValueError`), naming the nearest, if there is none.
     """
     if name in COMPRESSORS:
         return COMPRESSORS[name]

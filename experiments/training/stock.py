@@ -38,6 +38,12 @@ def is_stock(spec: Spec) -> bool:
     return spec.name.startswith(PREFIX) and ":" not in spec.name and "(" not in spec.name
 
 
+def stock_settings(name: str) -> dict[str, Any]:
+    """Return the settings of one of PyTorch's hooks, with their defaults."""
+    parameters = inspect.signature(powerSGD_hook.PowerSGDState).parameters if name == _POWERSGD else {}
+    return {key: each.default for key, each in parameters.items() if key != "process_group"}
+
+
 def check_stock(spec: Spec) -> None:
     """Raise ValueError, before any process starts, if PyTorch has no such hook for Gloo, or no such setting."""
     if spec.name == _BF16:
@@ -48,8 +54,7 @@ def check_stock(spec: Spec) -> None:
     if spec.name not in stock_names():
         names = _list_of(stock_names(), spec.name)
         raise ValueError(f"hook {spec.label!r}: PyTorch's hooks here are {names}")
-    parameters = inspect.signature(powerSGD_hook.PowerSGDState).parameters if spec.name == _POWERSGD else {}
-    known = {name: each.default for name, each in parameters.items() if name != "process_group"}
+    known = stock_settings(spec.name)
     for name, value in spec.settings:
         if name not in known:
             has = _list_of(tuple(known), name) if known else "no settings."

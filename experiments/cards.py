@@ -1,0 +1,147 @@
+"""What can be trained and with which hooks: names, settings and descriptions, read from the code itself."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commhooks.compressors import COMPRESSORS, Registered
+from commhooks.language.spelling import short_name
+from commhooks.making import kind_of, settings_of
+
+from .specs import Spec
+from .tasks import TASKS
+from .tasks.loading import task_function
+from .training.stock import PREFIX, check_stock, is_stock, stock_names, stock_settings
+
+_OF_ALL_HOOKS = {
+    "start_after": ("0", "Steps of plain all-reduce first."),
+    "wire": ("none", "The dtype in which messages are sent: bf16, fp16, ..."),
+    "error_feedback": (
+        "none",
+        "Whether what is not sent is kept for the next step; none: if losing it costs accuracy.",
+    ),
+    "decay": ("none", "The fraction of it that is kept; none: all, or what the compressor's paper uses."),
+    "policy": ("fifo", "fifo: bucket by bucket; fused: one collective for each round of all buckets."),
+}
+_LABEL = r"[A-Z][\w ]*:"  # of a paragraph, such as 'Bytes on the wire:'
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting that a name takes."""
+
+    name: str
+    default: str
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A hook or a task: what it is, and its settings."""
+
+    name: str
+    about: str
+    settings: tuple[Setting, ...]
+
+    @property
+    def summary(self) -> str:
+        """The first line, without the name or the verb that may stand before it."""
+        return re.sub(r"^(Return|[A-Z][^.:]*:) ", "", self.about.partition("\n")[0])
+
+
+def hook_names() -> list[str]:
+    """Return the names that a hook can have: those of compressors, and PyTorch's own."""
+    return [*sorted(COMPRESSORS), *stock_names()]
+
+
+def hook_card(name: str) -> Card:
+    """Return a hook's card.
+
+    Raises:
+        ValueError: There is no such hook.
+
+    """
+    spec = Spec.parse(name)
+    if is_stock(spec):
+        check_stock(spec)
+        found = tuple(Setting(each, _in_words(default)) for each, default in stock_settings(spec.name).items())
+        return Card(spec.name, f"PyTorch's own {spec.name.removeprefix(PREFIX)}, to compare with.", found)
+    kind = kind_of(spec.name)
+    make = kind.make if isinstance(kind, Registered) else kind
+    given = dict(make.keywords) if isinstance(make, functools.partial) else {}
+    owners = _owners_of(make)
+    about = {each: text for owner in owners for each, text in _documented(owner).items()}
+    defaults = {each: default for one in (*owners, make) for each, default in _defaults_of(one).items()} | given
+    own = (each for each in settings_of(spec.name) if each not in _OF_ALL_HOOKS)
+    settings = [Setting(each, _in_words(defaults.get(each)), about.get(each, "")) for each in own]
+    settings += [Setting(each, *rest) for each, rest in _OF_ALL_HOOKS.items()]
+    text = inspect.getdoc(sys.modules[owners[0].__module__]) or ""
+    return Card(spec.name, re.sub(rf"(?<!\n)\n(?!\n|{_LABEL})", " ", text), tuple(settings))
+
+
+def task_names() -> list[str]:
+    """Return the names of the built-in tasks."""
+    return sorted(TASKS)
+
+
+def task_card(name: str) -> Card:
+    """Return a task's card.
+
+    Raises:
+        ValueError: There is no such task.
+
+    """
+    name = Spec.parse(name, "task").name
+    function = task_function(name)
+    settings = tuple(Setting(each, _in_words(default)) for each, default in _defaults_of(function).items())
+    return Card(name, inspect.getdoc(function) or "", settings)
+
+
+def _owners_of(make: Any) -> list[Any]:
+    """Return what a hook's settings belong to: a code's class, if it has one, and the compressor's."""
+    if not isinstance(make, functools.partial):
+        return [make]
+    return [*make.args, getattr(make.func, "__self__", make.func)]
+
+
+def _defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return {
+        name: one.default for name, one in inspect.signature(function).parameters.items() if one.kind not in variable
+    }
+
+
+def _documented(owner: Any) -> dict[str, str]:
+    """Return what stands below each field of a class, or of those that it derives from."""
+    found = {}
+    for base in reversed(inspect.getmro(owner)[:-1]) if inspect.isclass(owner) else ():
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef), "the source of a class is a class"
+        for field, below in itertools.pairwise(tree.body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                found[field.target.id] = " ".join(str(below.value.value).split())
+    return found
+
+
+def _in_words(default: Any) -> str:
+    if default is inspect.Parameter.empty:
+        return "required"
+    if isinstance(default, torch.dtype):
+        return short_name(default)
+    return "none" if default is None else str(default)
