@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,10 +16,12 @@ from setuptools import Distribution
 from typer.testing import CliRunner
 
 import commhooks
-from experiments.commands import front, purpose
+from experiments.commands import front, needs, purpose
 from experiments.commands.cli import app
+from tests.commhooks.test_plan import a_probe, a_profile, hook
 
 ROOT = Path(__file__).parent.parent
+OTHERS = needs.EXTRAS["experiments"].keys() - needs.EXTRAS["cli"].keys()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -51,8 +56,11 @@ def test_the_version_has_one_source() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", commhooks.__version__)
 
 
-def test_the_command_looks_for_what_its_extra_installs() -> None:
-    assert list(front.NEEDED.values()) == PROJECT["project"]["optional-dependencies"]["experiments"]
+def test_the_command_looks_for_what_its_extras_install() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert {name: list(packages.values()) for name, packages in needs.EXTRAS.items()} == {
+        name: extras[name] for name in needs.EXTRAS
+    }
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     assert commands | {group.name for group in app.registered_groups} == purpose.COMMANDS.keys()
 
@@ -63,7 +71,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 class Bare:
-    """The command where two packages of the extra are missing."""
+    """The command where two packages of the extras are missing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         there = importlib.util.find_spec
@@ -85,7 +93,9 @@ class Bare:
 def test_help_without_the_extra_names_every_command_and_what_to_install(bare: Bare) -> None:
     code, said = bare("--help")
     assert code == 0
-    for words in (*purpose.COMMANDS, *purpose.COMMANDS.values(), "typer, scikit-learn", front.INSTALL):
+    sentences = [needs.not_installed(extra) for extra in needs.EXTRAS]
+    assert [sentence.partition(",")[0] for sentence in sentences] == ["typer", "typer"]
+    for words in (*purpose.COMMANDS, *purpose.COMMANDS.values(), *sentences):
         assert words in said
     assert bare() == (2, said)
     assert bare("--version") == (0, purpose.version() + "\n")
@@ -102,8 +112,54 @@ def test_the_command_that_has_become_a_study_names_it_with_the_same_arguments(ba
 @pytest.mark.parametrize("command", purpose.COMMANDS)
 @pytest.mark.parametrize("rest", [[], ["--help"], ["--rate", "1Gbit/s"]], ids=["alone", "help", "options"])
 def test_a_command_without_the_extra_says_so_in_one_sentence(bare: Bare, command: str, rest: list[str]) -> None:
-    sentence = f"commhooks {command} needs typer, scikit-learn, not installed here: {front.INSTALL}\n"
+    extra = needs.extra_of(command)
+    packages = {"cli": "typer", "experiments": "typer, scikit-learn"}[extra]
+    sentence = f"commhooks {command} needs {packages}, not installed here: pip install 'commhooks[{extra}]'\n"
     assert bare(command, *rest) == (2, sentence)
+
+
+@pytest.mark.parametrize("command", [name for name in purpose.COMMANDS if needs.extra_of(name) == "experiments"])
+def test_a_command_with_typer_and_rich_alone_says_what_else_it_needs(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in OTHERS else there(name))
+    words = [command, "."] if command == "report" else [command]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 2
+    assert ended.output == f"commhooks {command} needs {needs.not_installed('experiments')}\n"
+    assert "matplotlib, scikit-learn, tensorboard, jinja2, pandas, pyyaml" in ended.output
+    assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["estimate", "--parameters", "25M", "--compute", "200ms", "--copy-rate", "10GB/s"],
+        ["plan", "--probe", "probe.json", "--profile", "profile.json"],
+        ["probe", "--ranks", "2", "--seconds", "1", "--unsteady"],
+        ["profile", "--task", "gpt:size=tiny", "--hook", "fp16", "--steps", "10"],
+        ["hooks"],
+        ["tasks", "digits"],
+        ["cluster", "--help"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_that_neither_draws_nor_reports_runs_with_typer_and_rich_alone(
+    words: list[str], tmp_path: Path
+) -> None:
+    a_probe().write(tmp_path / "probe.json")
+    a_profile(hook("fp16", 0.113, 2)).write(tmp_path / "profile.json")
+    (tmp_path / "without").mkdir()
+    for module in OTHERS:
+        (tmp_path / "without" / f"{module}.py").write_text(f"raise ModuleNotFoundError('No module named {module}')\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path / 'without'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "experiments", *words]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_a_command_that_does_not_exist_is_refused_without_the_extra_too(bare: Bare) -> None:
@@ -118,8 +174,9 @@ def test_a_command_that_does_not_exist_is_refused_without_the_extra_too(bare: Ba
     [
         (["compare", "--latency", "0", "--hook", "fp16", "--hook", "bf16", "--latency", "1ms"], "--latency", 2),
         (["compare", "--overwrite", "--overwrite"], "--overwrite", 2),
+        (["profile", *["--task=gpt"] * 3], "--task", 3),
         (["overlap", *["--task=gpt"] * 3], "--task", 3),
-        (["leaderboard", "--only", "top-k", "--only", "fp16"], "--only", 2),
+        (["cluster", "create", "demo", "--hosts=2", "--hosts=3"], "--hosts", 2),
     ],
 )
 def test_an_option_given_twice_is_refused(words: list[str], option: str, times: int) -> None:

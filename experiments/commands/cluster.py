@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.table import Table
 
-from ..cluster.iproute import ClusterError
-from ..cluster.namespaces import INTERFACE, Cluster, Direction, clusters
-from ..cluster.preflight import require
-from ..cluster.records import record_of
-from ..links.link import format_rate, parse_rate
 from .purpose import COMMANDS
-from .terminal import errors_in_words
+from .terminal import HELP, EachOptionOnce, errors_in_words
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
 
 _HELP = f"""
 {COMMANDS["cluster"]}
@@ -42,13 +39,15 @@ Host 0 has the address 10.77.0.1, host 1 has 10.77.0.2.
     commhooks cluster exec demo 1 -- torchrun --nnodes 2 --node-rank 1 --master-addr 10.77.0.1 train.py
 """
 
-app = typer.Typer(help=_HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(
+    help=_HELP, context_settings=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
+)
 
 Name = Annotated[str, typer.Argument(help="The cluster's name.")]
 Host = Annotated[int, typer.Argument(help="The host's number, from 0.")]
 
 
-@app.command()
+@app.command(cls=EachOptionOnce)
 def create(
     name: Annotated[str, typer.Argument(help="Lower-case letters, digits and hyphens.")],
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 4,
@@ -58,15 +57,25 @@ def create(
 ) -> None:
     """Make a cluster that stays until it is removed."""
     with errors_in_words():
+        from ..cluster import Cluster
+        from ..links.text import parse_rate
+
         made = Cluster.create(hosts, up=parse_rate(up or rate), down=parse_rate(down or rate), name=name, kept=True)
         last = hosts - 1
         typer.echo(f"cluster {name}: hosts 0 to {last}, addresses {made.address(0)} to {made.address(last)}")
 
 
-@app.command("list")
+@app.command("list", cls=EachOptionOnce)
 def list_clusters() -> None:
     """Print the clusters of this machine, with their hosts and links."""
     with errors_in_words() as console:
+        from rich.table import Table
+
+        from ..cluster import ClusterError, clusters
+        from ..cluster.preflight import require
+        from ..cluster.records import record_of
+        from ..links.text import format_rate
+
         require()
         found = clusters()
         if not found:
@@ -88,43 +97,45 @@ def list_clusters() -> None:
         console.print(table)
 
 
-@app.command()
+@app.command(cls=EachOptionOnce)
 def set_rate(
     name: Name,
     rate: Annotated[str, typer.Argument(help="The new rate: 10Mbit/s, unlimited.")],
     host: Annotated[int | None, typer.Option(help="Only this host's link; default: all.")] = None,
-    direction: Annotated[Direction, typer.Option(help="up: what hosts send; down: what they receive.")] = "both",
+    direction: Annotated[
+        Literal["up", "down", "both"], typer.Option(help="up: what hosts send; down: what they receive.")
+    ] = "both",
 ) -> None:
     """Change the rate of links, also while a run uses them."""
     with errors_in_words():
-        require()
-        Cluster.find(name).set_rate(parse_rate(rate), direction=direction, host=host)
+        from ..links.text import parse_rate
+
+        _cluster(name).set_rate(parse_rate(rate), direction=direction, host=host)
 
 
-@app.command()
+@app.command(cls=EachOptionOnce)
 def unplug(name: Name, host: Host) -> None:
     """Pull a host's cable: it reaches nobody until it is plugged in again."""
     with errors_in_words():
-        require()
-        Cluster.find(name).unplug(host)
+        _cluster(name).unplug(host)
 
 
-@app.command()
+@app.command(cls=EachOptionOnce)
 def plug_in(name: Name, host: Host) -> None:
     """Plug a host's cable in again."""
     with errors_in_words():
-        require()
-        Cluster.find(name).plug_in(host)
+        _cluster(name).plug_in(host)
 
 
-@app.command("exec")
+@app.command("exec", cls=EachOptionOnce)
 def execute(
     name: Name, host: Host, command: Annotated[list[str], typer.Argument(help="The command and its arguments.")]
 ) -> None:
     """Run a command on a host, with Gloo and NCCL told which interface to use; exit as it does."""
     with errors_in_words():
-        require()
-        Cluster.find(name).enter(host)
+        from ..cluster import INTERFACE
+
+        _cluster(name).enter(host)
         interfaces = {f"{library}_SOCKET_IFNAME": INTERFACE for library in ("GLOO", "NCCL", "TP")}
         try:
             os.execvpe(command[0], command, {**os.environ, **interfaces})
@@ -132,15 +143,30 @@ def execute(
             raise ValueError(f"cannot run {command[0]!r}: {error.strerror}") from error
 
 
-@app.command()
+@app.command(cls=EachOptionOnce)
 def remove(name: Name) -> None:
     """Remove a cluster; what still runs on its hosts loses its network."""
     with errors_in_words():
-        require()
-        cluster = Cluster.find(name)
+        from ..cluster.records import record_of
+
+        cluster = _cluster(name)
         record = record_of(name)
         if record is not None and record.owner is not None and record.owner.is_alive:
             raise ValueError(
                 f"cluster {name!r} belongs to process {record.owner.pid}, which removes it when it ends: end that one"
             )
         cluster.remove()
+
+
+def _cluster(name: str) -> Cluster:
+    """Return the cluster of this name.
+
+    Raises:
+        ClusterError: There is none, or this machine cannot have any.
+
+    """
+    from ..cluster import Cluster
+    from ..cluster.preflight import require
+
+    require()
+    return Cluster.find(name)

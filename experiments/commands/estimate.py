@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .options import BucketCap, Hooks
-from .terminal import errors_in_words
+from .links import constant_link, links_in
+from .options import LINK, BucketCap, Hooks, json_option, latency_option, rate_option, task_option
+from .terminal import errors_in_words, write_json
+
+_RATE, _LATENCY = "1Gbit/s", "50us"
 
 
 def estimate(
     parameters: Annotated[str | None, typer.Option(help="How many the model has: 25M, 1.5B.")] = None,
     task: Annotated[
-        str | None, typer.Option(help="Instead: a task, whose model's shapes are used, and whose step is timed here.")
+        str | None, task_option(" Instead of --parameters: its shapes are used, and its step is timed here.")
     ] = None,
     compute: Annotated[
         str | None, typer.Option(help="A step's forward and backward pass on your processor: 200ms.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help="The optimizer's part, if it is not in --compute: 5ms.")] = "0",
+    optimizer_time: Annotated[str, typer.Option(help="The optimizer's part, if it is not in --compute: 5ms.")] = "0",
     ranks: Annotated[int, typer.Option(help="How many take part.")] = 4,
-    rate: Annotated[str, typer.Option(help="Of each host's link: 1Gbit/s.")] = "1Gbit/s",
-    latency: Annotated[str, typer.Option(help="Of the network, for a message: 50us, 0.")] = "50us",
+    link: Annotated[str | None, typer.Option(help=LINK)] = None,
+    rate: Annotated[str | None, rate_option(_RATE)] = None,
+    latency: Annotated[str | None, latency_option(_LATENCY)] = None,
     ranks_per_host: Annotated[int, typer.Option(help="How many ranks share a host's link.")] = 1,
     cores: Annotated[int, typer.Option(help="Cores of each rank; from 2 on, compression runs beside compute.")] = 1,
     hook: Hooks = None,
@@ -43,28 +48,37 @@ def estimate(
             help="Estimate nothing: measure what compression costs here, in minutes, and write it to this file."
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: Annotated[Path | None, json_option("the estimate")] = None,
 ) -> None:
     """Estimate whether compression pays, without a process or a link."""
-    with errors_in_words() as console:
+    with errors_in_words(json) as console:
+        from commhooks.planning.stored import write_text
+
         from ..estimate.costs import measure_costs as measure
         from ..estimate.request import Request, estimated
         from ..estimate.showing import as_json, show
+        from ..planning.worlds import check_place
 
         if measure_costs is not None:
             if parameters or task or costs:
                 raise ValueError("--measure-costs estimates nothing: leave out --parameters, --task and --costs")
             measure(measure_costs)
             return
+        check_place(json)
+        if link is not None and rate is not None:
+            raise ValueError("--link and --rate each name a link, and an estimate is for one: leave one of them out")
+        links, rates = (None if one is None else [one] for one in (link, rate))
+        (written,) = links_in(links, rates, latency, ([_RATE], _LATENCY))
+        bits, seconds = constant_link(written)
         found = estimated(
             Request(
                 parameters=parameters,
                 task=task,
                 compute=compute,
-                optimizer=optimizer,
+                optimizer=optimizer_time,
                 ranks=ranks,
-                rate=rate,
-                latency=latency,
+                rate="unlimited" if math.isinf(bits) else f"{bits}bit/s",
+                latency=f"{seconds:.12f}s",
                 ranks_per_host=ranks_per_host,
                 cores=cores,
                 hooks=None if hook is None else tuple(hook),
@@ -75,7 +89,6 @@ def estimate(
                 costs=costs,
             )
         )
-        if json:
-            typer.echo(as_json(found))
-        else:
-            show(found, console, costs)
+        show(found, console, costs)
+        if json is not None:
+            write_json(lambda path: write_text(path, as_json(found) + "\n"), "estimate", json, console)

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shlex
 import sys
 from typing import NoReturn
 
-from .purpose import COMMANDS, PURPOSE, version
-
-INSTALL = "pip install 'commhooks[experiments]'"
-NEEDED = {
-    "typer": "typer",
-    "rich": "rich",
-    "matplotlib": "matplotlib",
-    "sklearn": "scikit-learn",
-    "tensorboard": "tensorboard",
-    "jinja2": "jinja2",
-    "pandas": "pandas",
-    "yaml": "pyyaml",
-}
-"""What the extra `experiments` installs: each module, and the package that has it."""
+from .needs import EXTRAS, extra_of, missing, not_installed
+from .purpose import COMMANDS, GROUPS, PURPOSE, version
 
 
 def main() -> None:
-    """Run the command line; if packages that it needs are missing, say what to install and exit with 2."""
+    """Run the command line; if it lacks the packages that it needs itself, say what to install and exit with 2."""
     if sys.argv[1:2] == ["reproduce"]:  # for one release
         _say_where_it_is(sys.argv[2:])
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        _explain(missing)
+    if missing("cli"):
+        _explain()
     else:
         from .cli import app
 
@@ -44,21 +30,20 @@ def _say_where_it_is(words: list[str]) -> NoReturn:
     raise SystemExit(2)
 
 
-def _explain(missing: list[str]) -> None:
+def _explain() -> None:
     """Answer --help and --version; for every command, print one sentence and exit with 2."""
     width = max(map(len, COMMANDS)) + 2
+    lines: list[str] = []
+    for group, commands in GROUPS.items():
+        lines += [f"{group.lower()}:", *(f"  {name:{width}}{summary}" for name, summary in commands.items())]
+    for extra in EXTRAS:
+        commands_with_it = [name for name in COMMANDS if extra_of(name) == extra]
+        lines += ["", f"{', '.join(commands_with_it)} need {not_installed(extra)}"]
     parser = argparse.ArgumentParser(
         "commhooks",
         description=PURPOSE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(
-            [
-                "commands:",
-                *(f"  {name:{width}}{summary}" for name, summary in COMMANDS.items()),
-                "",
-                f"Each of them needs {', '.join(missing)}, not installed here: {INSTALL}",
-            ]
-        ),
+        epilog="\n".join(lines),
     )
     parser.add_argument("--version", action="version", version=version())
     # Optional, so that `commhooks` alone prints the help, as it does if everything is installed.
@@ -70,4 +55,4 @@ def _explain(missing: list[str]) -> None:
     if command is None:
         parser.print_help()
         raise SystemExit(2)
-    parser.exit(2, f"commhooks {command} needs {', '.join(missing)}, not installed here: {INSTALL}\n")
+    parser.exit(2, f"commhooks {command} needs {not_installed(extra_of(command))}\n")

@@ -1,12 +1,11 @@
-"""What `--help` prints for each command, with examples."""
+"""What `--help` prints for each command after its summary, with examples."""
 
 from __future__ import annotations
 
 from .purpose import COMMANDS
 
-COMPARE = f"""
-{COMMANDS["compare"]}
-
+_EXPLAINED = {
+    "compare": """
 All runs of a seed have the same data; only the communication hook differs. \
 Runs that differ only in the hook take turns, one step each, so that their times can be compared. \
 A hook with faster steps then goes on until it has reached the target or has had the baseline's time (--go-on): \
@@ -37,6 +36,11 @@ Ranks are processes on this machine, connected by an emulated link whose rate yo
 
     commhooks compare --task gpt --ranks 4 --compute 40ms
 
+[bold]One hook[/bold], with another optimizer, for exactly its steps; run again with another --hook and the same \
+--out, it adds to the folder.
+
+    commhooks compare --task gpt --hook top-k --optimizer adamw:lr=1e-3 --seeds 3 --go-on 1 --out runs/top-k
+
 [bold]A quick look[/bold], on a small model.
 
     commhooks compare --task digits --size small --steps 30
@@ -53,27 +57,8 @@ An unknown name or setting is reported before anything starts, with the names th
 results/*.json (settings, versions, machine and every step of each run), plots/*.png and tensorboard/. \
 Runs whose result is in the folder already are not run again: after Ctrl-C, the same command continues, and more \
 seeds or hooks are added. --overwrite removes the results first, and nothing that this program did not write.
-"""
-
-RUN = f"""
-{COMMANDS["run"]}
-
-[bold]A task[/bold], built in or your own, and a hook.
-
-    commhooks run --task digits --hook powersgd:rank=2
-
-[bold]Another optimizer[/bold], three seeds, a slow link, in a folder of its own.
-
-    commhooks run --task gpt --hook top-k --optimizer adamw:lr=1e-3 --seeds 3 --link 10Mbit/s --out runs/top-k
-
-Run it again with another hook and the same --out: results are added, and nothing is run twice. \
-[bold]commhooks report FOLDER[/bold] then compares all of them. To have runs take turns, so that their times are \
-comparable on a busy machine, use [bold]commhooks compare[/bold].
-"""
-
-SWEEP = f"""
-{COMMANDS["sweep"]}
-
+""",
+    "sweep": """
 [bold]Begin[/bold] with a file that works, and change it.
 
     commhooks sweep --example > sweep.yaml
@@ -90,11 +75,8 @@ an hour, as root), \
 slow-links-long (two of these hooks for 200 steps at 100 Mbit/s: three quarters of an hour, as root).
 
     commhooks sweep --preset slow-links --dry-run
-"""
-
-REPORT = f"""
-{COMMANDS["report"]}
-
+""",
+    "report": """
 [bold]One folder[/bold], for example after adding to it.
 
     commhooks report runs/demo
@@ -102,22 +84,8 @@ REPORT = f"""
 [bold]Several folders[/bold] in one report, and another baseline than all-reduce.
 
     commhooks report runs/first runs/second --out runs/both --baseline fp16
-"""
-
-OVERLAP = f"""
-{COMMANDS["overlap"]}
-
-Three things are timed in turns: a local step (compute), the collectives of a step with nothing to compute \
-(communication), and a step that does both. The batch size is chosen so that the first two take about equally long. \
-It prints step / (compute + communication): 1.0 would mean no overlap; about 0.67 is the best possible, because the \
-forward pass, a third of the compute, has nothing to send.
-
-    commhooks overlap --rate 100Mbit/s --rounds 9
-"""
-
-LEADERBOARD = f"""
-{COMMANDS["leaderboard"]}
-
+""",
+    "leaderboard": """
 The workers live in one process, and all runs have the same steps and data: only how gradients are averaged differs. \
 The results are accuracy against bytes and against compute, with the Pareto front, \
 differences from dense for each seed, and the effect of error feedback beside the one published by GRACE.
@@ -128,15 +96,12 @@ differences from dense for each seed, and the effect of error feedback beside th
 
 [bold]A few[/bold], on one task, with more seeds.
 
-    commhooks leaderboard --only top-k,powersgd --tasks digits --seeds 10 --out runs/few
+    commhooks leaderboard --hook top-k --hook powersgd:rank=2 --task digits --seeds 10 --out runs/few
 
 [bold]The folder[/bold] receives leaderboard.html (one self-contained file), runs.csv, standings.csv, \
 grace.csv and plots/*.png. Existing results are replaced only with --overwrite.
-"""
-
-ESTIMATE = f"""
-{COMMANDS["estimate"]}
-
+""",
+    "estimate": """
 No processes and no link: arithmetic, with what each hook was measured to cost in copies of memory, and the time of \
 such a copy here. The formula, and how close it is to real steps, are in the guide (estimate.md).
 
@@ -151,11 +116,8 @@ such a copy here. The formula, and how close it is to real steps, are in the gui
 [bold]Another processor[/bold]: state what a step takes on it, and how fast it copies memory.
 
     commhooks estimate --parameters 124M --compute 80ms --copy-rate 50GB/s --cores 2 --rate 10Gbit/s
-"""
-
-SIMULATE = f"""
-{COMMANDS["simulate"]}
-
+""",
+    "simulate": """
 A step of the task is measured here without any link, and the compression of every hook with up to 16 workers in one \
 process. Step times with more ranks and over other links are computed from that. \
 The model, and how close it is to real clusters, are described in the guide (simulate.md).
@@ -179,11 +141,8 @@ The model, and how close it is to real clusters, are described in the guide (sim
 
 [bold]The folder[/bold] given by --out receives simulation.csv, utilisation.png and simulation.json. \
 What was extrapolated, and all other assumptions, are printed and written beside the results.
-"""
-
-PROFILE = f"""
-{COMMANDS["profile"]}
-
+""",
+    "profile": """
 Some steps run as they are. Then every hook takes steps in turns, in which nothing is sent: what remains is what it \
 costs besides its transfers. The model is as before afterwards. The guide (profile.md) explains the table.
 
@@ -199,11 +158,32 @@ costs besides its transfers. The model is as before afterwards. The guide (profi
 
     torchrun --nnodes 4 ... -m commhooks.experiments profile --task my_task.py:task --ddp torch \
 --hook fp16 --hook powersgd:rank=4,policy=fused
-"""
 
-PLAN = f"""
-{COMMANDS["plan"]}
+[bold]How much hides[/bold]: with --overlap, three things are timed in turns instead: a local step (compute), the \
+collectives of a step with nothing to compute (communication), and a step that does both. The batch size is chosen so \
+that the first two take about equally long. It prints step / (compute + communication): 1.0 would mean no overlap; \
+about 0.67 is the best possible, because the forward pass, a third of the compute, has nothing to send.
 
+    commhooks profile --task gpt --overlap --link 100Mbit/s,latency=0.2ms
+""",
+    "hooks": """
+[bold]All names[/bold], ours and PyTorch's.
+
+    commhooks hooks
+
+[bold]One of them[/bold], or a class of your own, named as for --hook.
+
+    commhooks hooks powersgd
+    commhooks hooks mypackage.module:TopK
+""",
+    "tasks": """
+[bold]All names[/bold], and the settings of one, or of your own function.
+
+    commhooks tasks
+    commhooks tasks digits
+    commhooks tasks my_task.py:task
+""",
+    "plan": """
 The task is profiled and the link probed, which takes two minutes; then every hook's step is computed from both. \
 The guide (plan.md) explains how, and shows how close predictions are.
 
@@ -218,11 +198,8 @@ The guide (plan.md) explains how, and shows how close predictions are.
 [bold]From files[/bold] that the commands probe and profile wrote.
 
     commhooks plan --probe probe.json --profile profile.json
-"""
-
-PROBE = f"""
-{COMMANDS["probe"]}
-
+""",
+    "probe": """
 Every collective that compressors use is timed, from 256 bytes to as much as the time allows, in turns. \
 A line (latency, and seconds for each byte) is fitted to the medians; if it does not fit, times between the sizes that \
 were measured are interpolated. Nothing is predicted beyond four times the largest size. If two halves of the \
@@ -240,4 +217,10 @@ measurement disagree by more than 10 %, it is repeated once, and refused at 30 %
 [bold]What one model sends[/bold], and nothing else: larger messages in the same time.
 
     commhooks probe --profile profile.json --link hosts:1Gbit/s --json probe.json
-"""
+""",
+}
+
+
+def help_of(command: str) -> str:
+    """Return the command's summary, and what its help says after it."""
+    return f"{COMMANDS[command]}\n{_EXPLAINED[command]}"

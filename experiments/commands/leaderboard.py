@@ -7,16 +7,17 @@ from typing import Annotated
 
 import typer
 
+from .options import Hooks, task_option
 from .terminal import command_given, errors_in_words
 
 
 def leaderboard(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/leaderboard"),
-    tasks: Annotated[str, typer.Option(help="What to train, as a list.")] = "digits,gpt",
+    task: Annotated[list[str] | None, task_option(" Default: digits and gpt, which can be ranked.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each compressor; more: narrower intervals.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")] = None,
     workers: Annotated[int, typer.Option(help="Workers that share each batch.")] = 4,
-    only: Annotated[str | None, typer.Option(help="Names of compressors, as a list; default: all.")] = None,
+    hook: Hooks = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the results of an earlier leaderboard in that folder.")
     ] = False,
@@ -35,11 +36,11 @@ def leaderboard(
 
         board = Leaderboard(
             out=out,
-            tasks=_names(tasks),
+            tasks=tuple(task or ("digits", "gpt")),
             seeds=seeds,
             steps=steps,
             workers=workers,
-            only=None if only is None else _names(only),
+            only=None if hook is None else tuple(hook),
             overwrite=overwrite,
             docs=docs,
             accuracy=accuracy,
@@ -47,7 +48,3 @@ def leaderboard(
             command=command_given(),
         )
         run_leaderboard(board, console)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -3,15 +3,59 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-Tasks = Annotated[
+
+def complete_hook(incomplete: str) -> list[str]:
+    """Return the names of hooks that begin so, for the shell."""
+    from ..cards import hook_names
+
+    return [name for name in hook_names() if name.startswith(incomplete)]
+
+
+def complete_task(incomplete: str) -> list[str]:
+    """Return the names of built-in tasks that begin so, for the shell."""
+    from ..cards import task_names
+
+    return [name for name in task_names() if name.startswith(incomplete)]
+
+
+def rate_option(default: str, more: str = "") -> Any:
+    """Return the option --rate of a command with this default, and more to say in its help."""
+    return typer.Option("--rate", help=f"A link's rate: 1.5Gbps, 12.5MB/s, unlimited; default: {default}.{more}")
+
+
+def latency_option(default: str) -> Any:
+    """Return the option --latency of a command with this default."""
+    return typer.Option(
+        "--latency", help=f"The latency of each --rate, per step around the ring: 50us, 0; default: {default}."
+    )
+
+
+def json_option(what: str) -> Any:
+    """Return the option --json of a command that finds this."""
+    return typer.Option(
+        "--json", help=f"Write {what} into this file; -: to standard output, and all else to the other."
+    )
+
+
+def task_option(more: str = "") -> Any:
+    """Return the option --task of a command, with more to say in its help."""
+    return typer.Option(
+        "--task",
+        help=f"What to train: digits, gpt, lstm, cifar10, or your own file.py:function.{more}",
+        autocompletion=complete_task,
+    )
+
+
+REPEAT = " Repeat for more."
+Tasks = Annotated[list[str] | None, task_option(REPEAT)]
+Hooks = Annotated[
     list[str] | None,
-    typer.Option("--task", help="What to train: digits, gpt, lstm, or your own file.py:function. Repeat for more."),
+    typer.Option("--hook", help=f"A hook, name:setting=value,...{REPEAT}", autocompletion=complete_hook),
 ]
-Hooks = Annotated[list[str] | None, typer.Option("--hook", help="A hook, name:setting=value,... Repeat for more.")]
 Optimizers = Annotated[
     list[str] | None,
     typer.Option("--optimizer", help="One of PyTorch's: sgd:lr=0.1; default: the task's own. Repeat for more."),
@@ -20,17 +64,8 @@ Ranks = Annotated[
     list[int] | None,
     typer.Option("--ranks", help="Processes on this machine; default: 2, or torchrun's world size. Repeat for more."),
 ]
-Links = Annotated[
-    list[str] | None, typer.Option("--link", help="A link in full: 100Mbit/s,latency=1ms. Repeat for more.")
-]
-Rates = Annotated[
-    list[str] | None,
-    typer.Option("--rate", help="A link's rate: 1.5Gbps, 12.5MB/s, unlimited; default: 100Mbit/s. Repeat for more."),
-]
-Latency = Annotated[
-    str | None,
-    typer.Option(help="The latency of each --rate, per step around the ring: 50us, 0; default: 0.2ms."),
-]
+LINK = "A link in full: 100Mbit/s,latency=1ms."
+Links = Annotated[list[str] | None, typer.Option("--link", help=LINK + REPEAT)]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")]
 Size = Annotated[str | None, typer.Option(help="Size of a built-in task's model: tiny, small, medium, large.")]
 Seed = Annotated[int | None, typer.Option(help="A single seed (default: 0); with it, losses are the same bit for bit.")]

@@ -7,14 +7,12 @@ from typing import Annotated
 
 import typer
 
-from .options import BucketCap, Ddp, Hooks, Unsteady, WorldLink, WorldRanks
-from .terminal import errors_in_words
+from .options import BucketCap, Ddp, Hooks, Unsteady, WorldLink, WorldRanks, json_option, task_option
+from .terminal import errors_in_words, write_json
 
 
 def plan(
-    task: Annotated[
-        str | None, typer.Option(help="What to train: digits, gpt, lstm, or your own file.py:function.")
-    ] = None,
+    task: Annotated[str | None, task_option()] = None,
     hook: Hooks = None,
     ranks: WorldRanks = None,
     link: WorldLink = None,
@@ -30,11 +28,11 @@ def plan(
     profile: Annotated[
         Path | None, typer.Option(help="A file that 'profile --json' wrote, instead of profiling.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write plan, probe and profile into this file.")] = None,
+    json: Annotated[Path | None, json_option("plan, probe and profile")] = None,
     seed: Annotated[int, typer.Option(help="Of the task's model and data.")] = 0,
 ) -> None:
     """Predict every hook's step, and recommend one, or say that none pays."""
-    with errors_in_words() as console:
+    with errors_in_words(json) as console:
         from ..planning.planning import (
             Asked,
             load,
@@ -79,8 +77,7 @@ def plan(
         if found.measured:
             console.print(validation_table(found))
         if json is not None:
-            found.write(json)
-            console.print(f"plan  {json}", highlight=False, soft_wrap=True, markup=False)
+            write_json(found.write, "plan", json, console)
 
 
 _VALIDATE_SECONDS = 30.0

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .options import Unsteady, WorldLink, WorldRanks
-from .terminal import errors_in_words
+from .options import Unsteady, WorldLink, WorldRanks, json_option
+from .terminal import errors_in_words, write_json
 
 
 def probe(
@@ -23,10 +23,10 @@ def probe(
         Path | None,
         typer.Option(help="A file that 'profile --json' wrote: measure what its hooks send, and only that."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the probe into this file, for 'plan --probe'.")] = None,
+    json: Annotated[Path | None, json_option("the probe, for 'plan --probe',")] = None,
 ) -> None:
     """Measure what every collective costs between the ranks."""
-    with errors_in_words() as console:
+    with errors_in_words(json) as console:
         from ..planning.planning import load
         from ..planning.probing import Asked, measure_probe, probe_tables
         from ..planning.worlds import check_place, check_world
@@ -44,5 +44,4 @@ def probe(
         for table in probe_tables(found):
             console.print(table)
         if json is not None:
-            found.write(json)
-            console.print(f"probe  {json}", highlight=False, soft_wrap=True, markup=False)
+            write_json(found.write, "probe", json, console)

@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import BucketCap, Ddp, Hooks, WorldLink, WorldRanks
-from .terminal import errors_in_words
+from .needs import missing, not_installed
+from .options import BucketCap, Ddp, Hooks, WorldLink, WorldRanks, json_option, task_option
+from .terminal import errors_in_words, write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from commhooks import Profile
 
 
 def profile(
-    task: Annotated[str, typer.Option(help="What to train: digits, gpt, lstm, or your own file.py:function.")],
+    task: Annotated[str, task_option()],
     hook: Hooks = None,
     ranks: WorldRanks = None,
     link: WorldLink = None,
     ddp: Ddp = "core",
     bucket_cap_mb: BucketCap = None,
-    seconds: Annotated[float, typer.Option(help="The time that measuring may take.")] = 60.0,
+    seconds: Annotated[float | None, typer.Option(help="The time that measuring may take; default: 60.")] = None,
     steps: Annotated[
         int | None, typer.Option(help="Steps of each hook; default: as many as fit into the time, up to 42.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the task's model and data.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the profile into this file, for 'plan --profile'.")] = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Instead: how much of the communication hides behind the backward pass.")
+    ] = False,
+    json: Annotated[Path | None, json_option("the profile, for 'plan --profile',")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace into this file, which Perfetto opens.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw a timeline into this PNG file.")] = None,
 ) -> None:
     """Measure where the time of a step goes."""
-    with errors_in_words() as console:
-        from commhooks.planning.stored import write_bytes
-        from commhooks.planning.trace import write_trace
-
+    with errors_in_words(json) as console:
         from ..launch import torchrun_world
-        from ..planning.profiling import Asked, measure_profile, profile_table, sentences
+        from ..planning.overlap import OverlapSettings, measure_overlap, overlap_table
+        from ..planning.profiling import Asked, measure_profile
         from ..planning.worlds import check_place, check_world
         from ..specs import Spec
 
         number, settings = check_world(ranks, link)
+        if overlap:
+            for_profiles = {"hook": hook, "seconds": seconds, "json": json, "trace": trace, "picture": picture}
+            _check_left_out(for_profiles)
+            asked_overlap = OverlapSettings(
+                task=Spec.parse(task, "task"),
+                ranks=number,
+                link=settings,
+                rounds=9 if steps is None else steps,
+                ddp=ddp,
+                bucket_cap_mb=0.5 if bucket_cap_mb is None else bucket_cap_mb,
+                seed=seed,
+            )
+            if (measured := measure_overlap(asked_overlap)) is not None:
+                console.print(overlap_table(measured))
+            return
         check_place(json, trace, picture)
+        if picture is not None and missing("experiments"):
+            raise ValueError(f"--picture needs {not_installed('experiments')}")
         asked = Asked(
             task=Spec.parse(task, "task"),
             hooks=None if hook is None else tuple(map(Spec.parse, hook)),
@@ -46,29 +71,45 @@ def profile(
             ddp=ddp,
             bucket_cap_mb=bucket_cap_mb,
             steps=steps,
-            seconds=seconds,
+            seconds=60.0 if seconds is None else seconds,
             seed=seed,
         )
         joined = torchrun_world()
         if joined is None or joined[0] == 0:
-            how_long = f"for up to {seconds:.0f} s" if steps is None else f"in {steps} steps of each hook"
+            how_long = f"for up to {asked.seconds:.0f} s" if steps is None else f"in {steps} steps of each hook"
             console.print(
                 f"measuring {asked.task.label} on {number} ranks {how_long} ...", highlight=False, markup=False
             )
         found = measure_profile(asked, number)
-        if found is None:
-            return
-        console.print(profile_table(found))
-        for sentence in sentences(found):
-            console.print(sentence, highlight=False, markup=False)
-        if json is not None:
-            found.write(json)
-        if trace is not None:
-            write_trace(found, trace)
-        if picture is not None:
-            from ..planning.timeline import timeline
+        if found is not None:
+            _show(found, json, trace, picture, console)
 
-            write_bytes(picture, timeline(found))
-        for name, file in (("profile", json), ("trace", trace), ("picture", picture)):
-            if file is not None:
-                console.print(f"{name}  {file}", highlight=False, soft_wrap=True, markup=False)
+
+def _show(found: Profile, json: Path | None, trace: Path | None, picture: Path | None, console: Console) -> None:
+    """Print a profile, and write the files that are asked for."""
+    from commhooks.planning.stored import write_bytes
+    from commhooks.planning.trace import write_trace
+
+    from ..planning.profiling import profile_table, sentences
+
+    console.print(profile_table(found))
+    for sentence in sentences(found):
+        console.print(sentence, highlight=False, markup=False)
+    if json is not None:
+        write_json(found.write, "profile", json, console)
+    if trace is not None:
+        write_trace(found, trace)
+    if picture is not None:
+        from ..planning.timeline import timeline
+
+        write_bytes(picture, timeline(found))
+    for name, file in (("trace", trace), ("picture", picture)):
+        if file is not None:
+            console.print(f"{name}  {file}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _check_left_out(options: Mapping[str, object]) -> None:
+    """Raise ValueError if one of the options is given, which are for profiles."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"--{name} is for a profile, and --overlap makes none: leave one of them out")

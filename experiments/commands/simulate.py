@@ -7,19 +7,20 @@ from typing import Annotated
 
 import typer
 
-from .options import BucketCap, ComputeOption, Hooks
+from .links import constant_link, links_in
+from .options import REPEAT, BucketCap, ComputeOption, Hooks, Links, latency_option, rate_option, task_option
 from .terminal import command_given, errors_in_words
 
+_LATENCY = "0.05ms"
 DEFAULT_RATES = ("100Mbit/s", "1Gbit/s", "10Gbit/s", "100Gbit/s")
 
 
 def simulate(
-    task: Annotated[str | None, typer.Option(help="The task whose step is measured; default: gpt:size=base.")] = None,
+    task: Annotated[str | None, task_option(" Its step is measured; default: gpt:size=base.")] = None,
     hook: Hooks = None,
-    rate: Annotated[
-        list[str] | None, typer.Option("--rate", help="The rate of a host's link: 1Gbit/s. Repeat for more.")
-    ] = None,
-    latency: Annotated[str, typer.Option(help="Of each message that waits for another one: 50us, 0.")] = "0.05ms",
+    link: Links = None,
+    rate: Annotated[list[str] | None, rate_option(", ".join(DEFAULT_RATES), REPEAT)] = None,
+    latency: Annotated[str | None, latency_option(_LATENCY)] = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks; dots continue by doubling.")] = "2,4,...,1024",
     ranks_per_host: Annotated[int, typer.Option(help="How many ranks share a host's link.")] = 1,
     inner_rate: Annotated[
@@ -59,8 +60,8 @@ def simulate(
         insides = [None] if inner_rate is None else [None, parse_rate(inner_rate) or float("inf")]
         links = tuple(
             Link(
-                rate=parse_rate(each) or float("inf"),
-                latency=parse_latency(latency),
+                rate=bits,
+                latency=seconds,
                 ranks_per_host=ranks_per_host,
                 inner_rate=inside,
                 inner_latency=parse_latency(inner_latency),
@@ -68,7 +69,7 @@ def simulate(
                 hosts_per_site=hosts_per_site,
                 site_rate=None if site_rate is None else parse_rate(site_rate) or float("inf"),
             )
-            for each in rate or DEFAULT_RATES
+            for bits, seconds in map(constant_link, links_in(link, rate, latency, (DEFAULT_RATES, _LATENCY)))
             for inside in insides
         )
         default = ("all-reduce", "fp16") if parameters is not None else DEFAULT_HOOKS

@@ -5,22 +5,30 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
 
+from .former import renewed
+from .needs import extra_of, missing, not_installed
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+HELP = {"help_option_names": ["--help", "-h"]}
+STDOUT = Path("-")
+"""As a file that is named on the command line."""
 
 
 class EachOptionOnce(TyperCommand):
     """A command that rejects an option given twice; Typer would silently take the last one."""
 
-    # "supertype defines the argument type as Context", a class that only a private module of Typer has
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; options that are lists may be repeated."""
         _, _, given = self.make_parser(ctx).parse_args(list(args))
         for option in given:
@@ -29,16 +37,29 @@ class EachOptionOnce(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def console(*, quiet: bool = False) -> Console:
+class Command(EachOptionOnce):
+    """A command that needs packages which may not be installed."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; if packages are missing, say what to install and exit with 2."""
+        extra = extra_of(ctx.info_name)
+        if missing(extra):
+            typer.echo(f"commhooks {ctx.info_name} needs {not_installed(extra)}", err=True)
+            raise typer.Exit(2)
+        return super().invoke(ctx)
+
+
+def console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal; wide enough for whole tables if there is none."""
     from rich.console import Console
 
-    return Console(quiet=quiet) if sys.stdout.isatty() else Console(quiet=quiet, width=110)
+    file = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr) if file.isatty() else Console(stderr=stderr, width=110)
 
 
 @contextmanager
-def errors_in_words() -> Iterator[Console]:
-    """Provide a console; print errors as a sentence, and exit.
+def errors_in_words(json: Path | None = None) -> Iterator[Console]:
+    """Provide a console, on standard error if JSON goes to standard output; print errors as a sentence, and exit.
 
     The exit code is 2 for what cannot work as requested, 1 for a failure, and 130 for Ctrl-C.
     """
@@ -47,7 +68,7 @@ def errors_in_words() -> Iterator[Console]:
 
     before = signal.signal(signal.SIGTERM, _leave)
     try:
-        yield console()
+        yield console(stderr=json == STDOUT)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -68,7 +89,19 @@ def errors_in_words() -> Iterator[Console]:
 
 def command_given() -> str:
     """Return the command line, for reports that say how to get them again."""
-    return shlex.join(["commhooks", *sys.argv[1:]])
+    words = sys.argv[1:]
+    return shlex.join(["commhooks", *(renewed(words) or words)])
+
+
+def write_json(write: Callable[[Path], None], what: str, place: Path, console: Console) -> None:
+    """Call the function to write a file, and say where it is; write to standard output if the place is '-'."""
+    if place == STDOUT:
+        with TemporaryDirectory() as folder:
+            write(file := Path(folder) / "found.json")
+            typer.echo(file.read_text(encoding="utf-8"), nl=False)
+    else:
+        write(place)
+        console.print(f"{what}  {place}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _leave(number: int, frame: object) -> None:

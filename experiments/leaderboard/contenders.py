@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from commhooks import Compressor, ErrorFeedback
@@ -63,7 +63,7 @@ class LeftOut:
     reason: str
 
 
-def known_names(names: Iterable[str], known: Sequence[str], what: str) -> list[str]:
+def known_names(names: Iterable[str], known: Collection[str], what: str) -> list[str]:
     """Return the names; raise ValueError, suggesting the nearest, for one that is unknown or occurs twice."""
     found = list(names)
     for name in found:
@@ -78,23 +78,27 @@ def contenders(names: Iterable[str] | None, task: LoadedTask) -> tuple[list[Cont
     """Return all forms of the compressors of these names that can train the task, dense first, and what cannot.
 
     Args:
-        names: Of compressors; None: all that are registered.
+        names: Of compressors, at their usual settings or at those written with them; None: all that are registered.
         task: Whose model's parameters they must accept.
 
     Raises:
         ValueError: A name is not registered, or comes twice.
 
     """
-    chosen = sorted(COMPRESSORS) if names is None else known_names(names, sorted(COMPRESSORS), "compressor")
+    chosen = sorted(COMPRESSORS) if names is None else list(names)
+    specs = [Spec.parse(text) for name in chosen for text in USUAL.get(name, (name,))]
+    for spec in specs:
+        known_names([spec.name], COMPRESSORS, "compressor")
+        if specs.count(spec) > 1:
+            raise ValueError(f"compressor {spec.label!r} is asked for twice")
     forms, left_out = [Contender(Spec(DENSE), feedback=False)], list[LeftOut]()
-    for name in (name for name in chosen if name != DENSE):
-        if name in SKIPPED:
-            left_out.append(LeftOut(name, SKIPPED[name]))
+    for spec in (spec for spec in specs if spec.name != DENSE):
+        if spec.name in SKIPPED:
+            left_out.append(LeftOut(spec.label, SKIPPED[spec.name]))
             continue
-        for text in USUAL.get(name, (name,)):
-            found, refused = _forms(Spec.parse(text), task)
-            forms += found
-            left_out += refused
+        found, refused = _forms(spec, task)
+        forms += found
+        left_out += refused
     return forms, left_out
 
 

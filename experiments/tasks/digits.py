@@ -116,8 +116,12 @@ def digits(
 @cache
 def _data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return (images, labels) to train on, and (images, labels) held out; the split never changes."""
-    from sklearn.datasets import load_digits  # takes half a second to import: only needed to train on digits
-
+    try:
+        from sklearn.datasets import load_digits  # takes half a second to import: only needed to train on digits
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "the images come with scikit-learn, which is not installed here: pip install 'commhooks[experiments]'"
+        ) from error
     raw = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     labels = torch.tensor(raw.target, dtype=torch.int64)

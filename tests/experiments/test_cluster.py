@@ -75,7 +75,7 @@ def test_what_goes_wrong_with_a_cluster_ends_a_command_in_words(
     assert ended.value.exit_code == 1
     assert "namespace commhooks-not-made-0 cannot be entered" in capsys.readouterr().err
     monkeypatch.setattr(records, "FOLDER", tmp_path)
-    monkeypatch.setattr(commands, "require", lambda: None)
+    monkeypatch.setattr(preflight, "require", lambda: None)
     records.Record("half", 2, owner=None).write()
     listed = CliRunner().invoke(commands.app, ["list"])
     assert listed.exit_code == 0 and "commhooks cluster remove half" in listed.output

@@ -25,7 +25,7 @@ FEW = ("--hook", "fp16", "--hook", "powersgd:rank=4")
 
 def run(*words: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["estimate", *words])
-    return result.exit_code, result.output
+    return result.exit_code, result.stdout if "--json" in words else result.output
 
 
 def test_a_table_ends_with_a_conclusion() -> None:
@@ -37,7 +37,7 @@ def test_a_table_ends_with_a_conclusion() -> None:
 
 
 def test_json_has_every_hook_and_no_number_that_is_not_finite() -> None:
-    code, output = run(*SIZE, *FEW, "--rate", "unlimited", "--json")
+    code, output = run(*SIZE, *FEW, "--rate", "unlimited", "--json", "-")
     assert code == 0, output
     found = json.loads(output, parse_constant=pytest.fail)
     assert {one["hook"] for one in found["hooks"]} == {"all-reduce", "fp16", "powersgd:rank=4"}
@@ -56,7 +56,7 @@ def test_what_pays_above_a_rate_is_said_to_in_words_and_json() -> None:
         " ".join(output.split())
     )
     assert "None that pays is known to be safe: on digits and gpt each cost more accuracy" in " ".join(output.split())
-    _, output = run(*slow, "--rate", "1Gbit/s", "--hook", "top-k:ratio=0.1", "--json")
+    _, output = run(*slow, "--rate", "1Gbit/s", "--hook", "top-k:ratio=0.1", "--json", "-")
     one = next(one for one in json.loads(output)["hooks"] if one["hook"] != "all-reduce")
     assert one["pays"] and one["break_even"] is None
     assert one["pays_between"][0][0] == pytest.approx(4.64e6, rel=0.01) and one["pays_between"][0][1] == "inf"
@@ -85,7 +85,7 @@ def test_a_step_that_is_slower_on_a_faster_link_is_named() -> None:
 
 
 def test_a_task_gives_shapes_and_its_step_is_timed() -> None:
-    code, output = run("--task", "gpt:size=tiny", "--hook", "fp16", "--json", "--copy-rate", "10GB/s")
+    code, output = run("--task", "gpt:size=tiny", "--hook", "fp16", "--json", "-", "--copy-rate", "10GB/s")
     assert code == 0, output
     found = json.loads(output)
     assert found["parameters"] > 10_000
@@ -148,7 +148,7 @@ def test_costs_that_were_measured_here_take_the_place_of_those_of_the_package(
     assert (code, output.split(" hooks")[0]) == (0, f"{file}: the costs of {len(HOOKS)}")
     _, output = run(*SIZE, "--hook", "fp16", "--costs", str(file))
     assert f"thosein{file}," in "".join(output.split())
-    _, output = run(*SIZE, "--hook", "fp16", "--json", "--costs", str(file))
+    _, output = run(*SIZE, "--hook", "fp16", "--json", "-", "--costs", str(file))
     assert next(one["seconds"] for one in json.loads(output)["hooks"] if one["hook"] == "fp16") > 100
 
 

@@ -24,7 +24,7 @@ from tests.experiments.test_report import Links
 
 pytestmark = pytest.mark.timeout(120)  # a world is an import of torch: 5 s, or 30 s on a machine with much else to do
 
-ONLY = ["--only", "fp16", "--tasks", "digits", "--seeds", "2", "--steps", "3", "--workers", "2", "--processes", "2"]
+ONLY = ["--hook", "fp16", "--task", "digits", "--seeds", "2", "--steps", "3", "--workers", "2", "--processes", "2"]
 REFUSED = [LeftOut("terngrad + EF", "its residual would <grow>")]
 
 
@@ -89,10 +89,11 @@ def test_it_trains_times_and_writes_what_it_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--only", "top-k,powersdg"], "did you mean 'powersgd'"),
-        (["--tasks", "digits,gtp"], "did you mean 'gpt'"),
-        (["--tasks", "gpt,gpt"], "asked for twice"),
-        (["--only", ","], "nothing to run"),
+        (["--hook", "top-k", "--hook", "powersdg"], "did you mean 'powersgd'"),
+        (["--task", "digits", "--task", "gtp"], "did you mean 'gpt'"),
+        (["--task", "gpt", "--task", "gpt"], "asked for twice"),
+        (["--hook", "powersgd", "--hook", "powersgd:rank=4"], "asked for twice"),
+        (["--hook", ","], "hook ',' does not parse"),
         (["--seeds", "1"], "seeds must be at least 2"),
         (["--workers", "1"], "workers must be at least 2"),
         (["--out", __file__], "is a file; name a folder"),
@@ -182,5 +183,5 @@ def test_the_tables_fit_a_terminal(folder: Path) -> None:
 def test_help_teaches_with_examples() -> None:
     ended = run("--help")
     assert ended.exit_code == 0
-    assert "commhooks leaderboard --only top-k,powersgd" in ended.output
+    assert "commhooks leaderboard --hook top-k --hook powersgd:rank=2" in ended.output
     assert {"top-k", "powersgd"} <= COMPRESSORS.keys()

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 import experiments
 from experiments import api
-from experiments.commands import help_texts
 from experiments.commands.cli import app
+from experiments.commands.help_texts import help_of
 from experiments.launch import WorldError
 from experiments.links.link import LinkSettings
 from experiments.report.page import HEAD
@@ -138,7 +138,7 @@ def test_presets_are_runs_that_differ_and_the_help_says_which_need_root() -> Non
     for name in PRESETS:
         runs = preset(name)
         assert len({one.name for one in runs}) == len(runs) > 1
-        described = help_texts.SWEEP.partition(f"{name} (")[2].partition(")")[0]
+        described = help_of("sweep").partition(f"{name} (")[2].partition(")")[0]
         assert described.endswith("as root") == any(one.link.kind == "hosts" for one in runs), name
     assert len(preset("slow-links")) == 2 * 2 * 5 * 3 + 2 * 4 * 3  # links, ranks, hooks, seeds
     assert len(preset("slow-links-long")) == 2 * 2 * 3

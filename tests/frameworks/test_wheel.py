@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.commands.front import INSTALL
+from experiments.commands.needs import extra_of
 from experiments.commands.purpose import COMMANDS
 from tests.world.launcher import ROOT
 
@@ -110,10 +110,12 @@ def test_the_wheel_alone_imports_without_a_warning_and_owns_no_other_name(bare: 
 
 def test_its_command_says_what_to_install_for_what(bare: Environment) -> None:
     said = bare.run("commhooks", "--help")
-    assert [words for words in (*COMMANDS, INSTALL) if words not in said] == []
+    extras = [f"pip install 'commhooks[{extra}]'" for extra in ("cli", "experiments")]
+    assert [words for words in (*COMMANDS, *extras) if words not in said] == []
     for command in COMMANDS:
         said = bare.run("commhooks", command, exit_code=2)
-        assert re.fullmatch(rf"commhooks {command} needs .*: {re.escape(INSTALL)}\n", said)
+        install = re.escape(f"pip install 'commhooks[{extra_of(command)}]'")
+        assert re.fullmatch(rf"commhooks {command} needs .*: {install}\n", said)
 
 
 def test_two_ranks_train_with_powersgd(bare: Environment) -> None:
@@ -122,6 +124,15 @@ def test_two_ranks_train_with_powersgd(bare: Environment) -> None:
     ratios = dict(re.findall(r"rank (\d): ratio (\d+)", said))
     assert ratios.keys() == {"0", "1"}
     assert min(map(int, ratios.values())) > 10
+
+
+def test_with_typer_and_rich_the_command_estimates_and_profiles(bare: Environment, wheel: Path) -> None:
+    bare.install(f"{wheel}[cli]")
+    said = bare.run("commhooks", "estimate", "--parameters", "25M", "--compute", "200ms", "--rate", "100Mbit/s")
+    assert "as fast as dense all-reduce" in said
+    bare.run("commhooks", "profile", "--task", "gpt:size=tiny", "--hook", "fp16", "--steps", "10", timeout=200)
+    said = bare.run("commhooks", "compare", exit_code=2)
+    assert "needs matplotlib" in said
 
 
 def test_with_the_extra_the_command_compares_hooks(bare: Environment, wheel: Path) -> None:

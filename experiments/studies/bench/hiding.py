@@ -1,9 +1,9 @@
-"""How much of the communication hides behind the backward pass: `commhooks overlap`, as a ratio with a target."""
+"""How much communication hides behind the backward pass: `commhooks profile --overlap`, as a ratio with a target."""
 
 from __future__ import annotations
 
 from experiments.links.link import LinkSettings
-from experiments.overlap import OverlapSettings, measure_overlap
+from experiments.planning.overlap import OverlapSettings, measure_overlap
 from experiments.specs import Spec
 
 from .rows import Row
@@ -22,6 +22,7 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
     link = LinkSettings(bits_per_second=100e6, latency_seconds=2e-4)
     task, rounds = Spec.parse("gpt:size=tiny" if quick else "gpt", "task"), 2 if quick else 9
     result = measure_overlap(OverlapSettings(task=task, link=link, rounds=rounds))
+    assert result is not None, "this is no rank of torchrun"
     name = f"{result.buckets} buckets, batch {result.batch_size}"
     return [
         Row(

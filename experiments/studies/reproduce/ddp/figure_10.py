@@ -24,7 +24,7 @@ from commhooks.units import three_digits
 from experiments.launch import Send
 from experiments.links.link import LinkSettings, parse_rate
 from experiments.machine import dilation
-from experiments.overlap import longest
+from experiments.planning.overlap import longest
 from experiments.report.plots import Theme, canvases, legend, png, style
 from experiments.results.medians import Ratio, milliseconds
 

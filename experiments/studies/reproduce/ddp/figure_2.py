@@ -23,7 +23,7 @@ from torch import Tensor
 
 from commhooks.units import three_digits
 from experiments.launch import Send, run_on_link
-from experiments.overlap import longest
+from experiments.planning.overlap import longest
 from experiments.report.plots import Theme, canvas, canvases, png, style
 from experiments.results.medians import Ratio
 from experiments.results.summary import Spread

@@ -21,14 +21,15 @@ from torch import nn
 import commhooks
 from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
 
-from .launch import Send, run_world
-from .links.link import EmulatedLink, LinkSettings, format_rate
-from .report.words import spread_in_words
-from .results.summary import Spread
-from .runs import check_ddp
-from .specs import Spec
-from .tasks import LoadedTask, load_task
-from .training.registration import wrap_in_ddp
+from ..launch import Send
+from ..links.link import LinkSettings, format_rate
+from ..report.words import spread_in_words
+from ..results.summary import Spread
+from ..runs import check_ddp
+from ..specs import Spec
+from ..tasks import LoadedTask, load_task
+from ..training.registration import wrap_in_ddp
+from .worlds import around, run_over
 
 _TIMEOUT_SECONDS = 120.0
 
@@ -47,7 +48,9 @@ class OverlapSettings:
 
     def __post_init__(self) -> None:
         if self.link.bits_per_second is None:
-            raise ValueError("overlap needs a rate: without a limit there is no communication time to hide")
+            raise ValueError(
+                "overlap needs a rate, such as --link 100Mbit/s: without a limit there is no communication time to hide"
+            )
         if self.ranks < 2 or self.rounds < 1:
             raise ValueError(f"overlap needs at least 2 ranks and 1 round (got {self.ranks} and {self.rounds})")
         check_ddp("OverlapSettings", self.ddp, self.bucket_cap_mb)
@@ -82,14 +85,18 @@ class OverlapResult:
         return Spread.of([each.ratio for each in self.rounds])
 
 
-def measure_overlap(settings: OverlapSettings) -> OverlapResult:
-    """Start the ranks, time the three in turns, and return the result."""
+def measure_overlap(settings: OverlapSettings) -> OverlapResult | None:
+    """Time the three in turns, and return the result; None on torchrun's ranks but the first.
+
+    Raises:
+        ValueError: The task's function fails, or has no parameter `batch_size`.
+        WorldError: A rank failed.
+
+    """
     _with_batch_size(settings, 1)
-    found: list[object] = []
-    run_world(_rank, settings.ranks, settings, found.append, timeout=_TIMEOUT_SECONDS)
-    result = found[-1]
-    assert isinstance(result, OverlapResult), "rank 0 sends one result"
-    return result
+    found: list[Any] = []
+    run_over(settings.link, _rank, settings.ranks, settings, found.append, timeout=_TIMEOUT_SECONDS)
+    return found[0] if found else None
 
 
 def overlap_table(result: OverlapResult) -> Table:
@@ -131,17 +138,19 @@ def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
     noting: list[_Noting] = []
     ddp = wrap_in_ddp(copy.deepcopy(local), settings.ddp, settings.bucket_cap_mb)
 
-    def around(inner: Communicator) -> Communicator:
-        noting.append(_Noting(EmulatedLink(inner, settings.link)))
+    over = around(settings.link) or _as_it_is
+
+    def wrap(inner: Communicator) -> Communicator:
+        noting.append(_Noting(over(inner)))
         return noting[-1]
 
-    attachment = commhooks.attach(ddp, commhooks.make_compressor("all-reduce"), wrap_communicator=around)
+    attachment = commhooks.attach(ddp, commhooks.make_compressor("all-reduce"), wrap_communicator=wrap)
     try:
         for model in (local, ddp, ddp):  # DDP rebuilds its buckets after the first step
             noting[0].sizes.clear()
             _step(task, model, batch)
         sizes = list(noting[0].sizes)
-        link = EmulatedLink(ProcessGroupCommunicator(), settings.link)
+        link = over(ProcessGroupCommunicator())
         actions: tuple[Callable[[], object], ...] = (
             lambda: _step(task, local, batch),
             lambda: _communicate(link, sizes),
@@ -154,13 +163,17 @@ def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
         send(OverlapResult(settings, task.task.batch_size, len(sizes), rounds))
 
 
+def _as_it_is(inner: Communicator) -> Communicator:
+    return inner
+
+
 def _step(task: LoadedTask, model: nn.Module, batch: Any) -> None:
     """Run the forward and the backward pass; gradients are kept, as between two steps of accumulation."""
     task.loss(model, batch).backward()
     model.zero_grad()
 
 
-def _communicate(link: EmulatedLink, sizes: list[int]) -> None:
+def _communicate(link: Communicator, sizes: list[int]) -> None:
     """Run the collectives of a step, one after another, with nothing to compute."""
     for pending in [link.start(Collective("all-reduce", torch.zeros(size))) for size in sizes]:
         pending.wait()

@@ -1,0 +1,68 @@
+"""Command lines of earlier versions: for one release, each is read as the line that has taken its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+Option = tuple[str, str | None]  # its name, and its value if it has one
+
+
+def renewed(words: Sequence[str]) -> list[str] | None:
+    """Return the words after `commhooks` as they are written now; None if they are written so already."""
+    if not words:
+        return None
+    command, given = words[0], list(_options_in(words[1:]))
+    if command == "run":
+        command, now = "compare", _run(given)
+    elif command == "overlap":
+        command, now = "profile", _overlap(given)
+    else:
+        now = [each for option in given for each in _option(command, *option)]
+        if now == given:
+            return None
+    return [command, *(word for option in now for word in option if word is not None)]
+
+
+def _options_in(words: Sequence[str]) -> Iterator[Option]:
+    rest = list(words)
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        if equals:
+            yield option, value
+        else:
+            yield option, rest.pop(0) if rest and not rest[0].startswith("--") else None
+
+
+def _run(given: list[Option]) -> list[Option]:
+    """Return the options of a comparison that is a single run, which ends after its steps."""
+    needed: list[Option] = [("--hook", "all-reduce"), ("--go-on", "1")]
+    needed += [("--task", None)]  # which is refused
+    return [*given, *(option for option in needed if option[0] not in dict(given))]
+
+
+def _overlap(given: list[Option]) -> list[Option]:
+    """Return the options of `profile --overlap`, which assumes no task and no link."""
+    left = dict(given)
+    if len(left) < len(given):  # which is refused
+        return [("--overlap", None), *given]
+    task, size = left.pop("--task", "gpt"), left.pop("--size", None)
+    if task and size and "size=" not in task:
+        task += f"{',' if '=' in task else ':'}size={size}"
+    link = f"{left.pop('--rate', '100Mbit/s')},latency={left.pop('--latency', '0.2ms')}"
+    names = {"--rounds": "--steps"}
+    others = [(names.get(name, name), value) for name, value in left.items()]
+    return [("--overlap", None), ("--task", task), ("--link", link), *others]
+
+
+def _option(command: str, name: str, value: str | None) -> list[Option]:
+    """Return what an option of a command has become: the same, another one, or one for each name in a list."""
+    match command, name:
+        case "estimate", "--json" if value is None:
+            return [(name, "-")]
+        case "estimate", "--optimizer":
+            return [("--optimizer-time", value)]
+        case "leaderboard", "--only" | "--tasks":
+            now = "--hook" if name == "--only" else "--task"
+            names = [one.strip() for one in (value or "").split(",") if one.strip()]
+            return [(now, one) for one in names] or [(now, value)]
+    return [(name, value)]

@@ -1,0 +1,218 @@
+"""The command line as a whole: mistakes end in words, help is quick, and former lines are still read."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from experiments.commands.cli import app
+from experiments.commands.former import renewed
+from experiments.commands.purpose import COMMANDS, GROUPS
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guide" / "commands.md"
+SMALL = "compare --size small"
+SIZES = "estimate --parameters 2M --compute 50ms --copy-rate 10GB/s"
+MISTAKES = {
+    "comapre": "Did you mean 'compare'",
+    "--vresion": "No such option: --vresion",
+    "compare --rnaks 2": "No such option: --rnaks",
+    "compare digits": "Got unexpected extra argument",
+    "compare --hook": "Option '--hook' requires an argument",
+    "compare --ranks two": "Invalid value for '--ranks'",
+    "compare --quiet --quiet": "--quiet is given 2 times",
+    f"{SMALL} --rate '100 furlongs'": "error: rate '100 furlongs' does not parse",
+    f"{SMALL} --rate ''": "error: rate '' does not parse",
+    f"{SMALL} --hook powersdg:rank=4": "Did you mean 'powersgd'",
+    f"{SMALL} --hook powersgd:rnak=4": "Did you mean 'rank'",
+    f"{SMALL} --hook powersgd:rank=0": "rank must be an integer of at least 1",
+    f"{SMALL} --hook fp16 --hook fp16": "fp16 is given twice",
+    f"{SMALL} --latency soon": "error: latency 'soon' does not parse",
+    f"{SMALL} --latency ''": "error: latency '' does not parse",
+    f"{SMALL} --link 1Gbit/s --latency 5ms": "write --link 1Gbit/s,latency=5ms",
+    f"{SMALL} --link '100 furlongs'": "does not parse",
+    f"{SMALL} --link real": "link 'real' is the network between ranks that torchrun starts",
+    f"{SMALL} --task digts": "did you mean 'digits'",
+    f"{SMALL} --task nowhere.py:task": "--size small is that of built-in tasks, and nowhere.py:task is your own",
+    "compare --task nowhere.py:task": "there is no file nowhere.py",
+    "compare --task digits:size=huge": "size 'huge' is not known",
+    f"{SMALL} --out {shlex.quote(__file__)}": "is a file; name a folder",
+    f"{SMALL} --seed 1 --seeds 2": "give --seed for one seed or --seeds for several",
+    f"{SMALL} --seeds 0": "seeds must be a whole number of at least 1",
+    f"{SMALL} --steps 0": "steps must be a whole number of at least 1",
+    f"{SMALL} --compute soon": "error: compute 'soon' does not parse",
+    f"{SMALL} --optimizer sgdd": "did you mean 'sgd'",
+    f"{SMALL} --ranks 400": "use fewer ranks",
+    f"{SMALL} --ddp pytorch": "ddp must be 'core' or 'torch'",
+    f"{SMALL} --go-on 0": "go_on: expected a whole number of at least 1",
+    f"{SMALL} --baseline fp61": "did you mean 'fp16'?; it must be one of the hooks",
+    f"{SMALL} --target-loss -1": "expected a finite loss above zero",
+    "sweep": "name a YAML file or a preset",
+    "sweep nowhere.yaml": "nowhere.yaml cannot be read",
+    "sweep --preset qiuck": "did you mean 'quick'",
+    "report": "Missing argument 'folders'",
+    "report nowhere": "holds no results",
+    "estimate": "give --parameters 25M, or --task",
+    "estimate --parameters 2M": "--parameters needs the seconds of a step's compute",
+    f"{SIZES} --link hosts:1Gbit/s": "its times are computed from one rate and one latency",
+    f"{SIZES} --link 1Gbit/s --rate 1Gbit/s": "--link and --rate each name a link",
+    f"{SIZES} --backend mpi": "backend 'mpi' is not known",
+    f"{SIZES} --json nowhere/estimate.json": "cannot be written",
+    "simulate --ranks 4,2": "expected ascending numbers",
+    "simulate --inner-rate 1Tbit/s": "give the ranks of each with --ranks-per-host",
+    "simulate --parameters 1B": "--parameters needs the seconds of a step's compute",
+    "plan": "name what to train: --task",
+    "plan --task gpt --link real": "start it with torchrun",
+    "probe --link 1Gbit/s+1Mbit/s@3s": "changes in time, so no figure holds for it",
+    "probe --json nowhere/probe.json": "cannot be written",
+    "profile": "Missing option '--task'",
+    "profile --task gpt --hook torch.fp16": "profile one of ours",
+    "profile --task gpt --overlap": "overlap needs a rate",
+    "profile --task gpt --overlap --link 1Mbit/s --seconds 9": "--seconds is for a profile",
+    "leaderboard --hook powersdg": "did you mean 'powersgd'",
+    "leaderboard --seeds 1": "seeds must be at least 2",
+    "hooks powersdg": "Did you mean 'powersgd'",
+    "hooks torch.bf16": "accepts bf16_compress_hook, by its name, only with NCCL",
+    "tasks digts": "did you mean 'digits'",
+    "cluster create": "Missing argument 'name'",
+    "cluster crate": "Did you mean 'create'",
+    "cluster set-rate demo 1Mbit/s --direction left": "is not one of 'up', 'down', 'both'",
+    "run": "Option '--task' requires an argument",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_ends_in_words_with_2(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": "300"})
+    assert MISTAKES[line] in " ".join(ended.output.replace("│", " ").split())
+    assert ended.exit_code == 2
+    assert "Traceback" not in ended.output
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--help",
+        "-h",
+        "--version",
+        "",
+        "compare -h",
+        "cluster --help",
+        "comapre",
+        "compare --rnaks 2",
+        "compare --steps many",
+        "profile",
+        "reproduce",
+    ],
+)
+def test_help_the_version_and_typos_import_neither_torch_nor_numpy_nor_scipy(line: str) -> None:
+    script = (
+        "import sys, types\nstub = sys.modules['commhooks'] = types.ModuleType('commhooks')\n"
+        "stub.__path__, stub.__version__ = ['commhooks'], '0'\n"
+        "from experiments.commands.front import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    print({'torch', 'numpy', 'scipy'} & sys.modules.keys())\n"
+    )
+    command = [sys.executable, "-c", script, *shlex.split(line)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.stdout.splitlines()[-1:] == ["set()"], ended.stdout + ended.stderr
+
+
+def test_help_shows_commands_by_what_they_are_for() -> None:
+    said = CliRunner().invoke(app, ["-h"], env={"COLUMNS": "120"}).output
+    places = [said.index(f" {word} ") for group, commands in GROUPS.items() for word in (group, *commands)]
+    assert places == sorted(places)
+    assert "--install-completion" in said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_in_two_spellings(command: str) -> None:
+    short, long = (CliRunner().invoke(app, [command, option]) for option in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output)
+    assert COMMANDS[command].split(",")[0].split(":")[0] in " ".join(long.output.split())
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    {
+        "run --task gpt": "compare --task gpt --hook all-reduce --go-on 1",
+        "run --task gpt --hook=fp16 --quiet": "compare --task gpt --hook fp16 --quiet --go-on 1",
+        "overlap": "profile --overlap --task gpt --link 100Mbit/s,latency=0.2ms",
+        "overlap --size small --rate 1Gbit/s --rounds 3 --ranks 4": (
+            "profile --overlap --task gpt:size=small --link 1Gbit/s,latency=0.2ms --steps 3 --ranks 4"
+        ),
+        "overlap --task gpt:width=64 --size small": (
+            "profile --overlap --task gpt:width=64,size=small --link 100Mbit/s,latency=0.2ms"
+        ),
+        "leaderboard --only top-k,fp16 --tasks digits --seeds 2": (
+            "leaderboard --hook top-k --hook fp16 --task digits --seeds 2"
+        ),
+        "estimate --json --parameters 2M --optimizer 5ms": "estimate --json - --parameters 2M --optimizer-time 5ms",
+    }.items(),
+)
+def test_a_line_of_an_earlier_version_is_read_as_what_has_taken_its_place(former: str, now: str) -> None:
+    assert shlex.join(renewed(shlex.split(former)) or []) == now
+    assert renewed(shlex.split(now)) is None
+
+
+def test_a_line_of_an_earlier_version_works_and_names_the_new_one() -> None:
+    ended = CliRunner().invoke(app, shlex.split(f"{SIZES} --json --hook fp16"))
+    assert ended.exit_code == 0
+    assert ended.stderr.startswith("warning: from the next release on, this is written commhooks estimate")
+    assert "--json - --hook fp16" in ended.stderr
+    assert ended.stdout.startswith("{")
+
+
+@pytest.mark.parametrize(
+    "line", ["", "compare --hook fp16", "estimate --json - --rate 1Gbit/s", "plan --json plan.json"]
+)
+def test_a_current_line_is_no_former_one(line: str) -> None:
+    assert renewed(shlex.split(line)) is None
+
+
+def test_hooks_and_tasks_are_listed_and_described() -> None:
+    listed = CliRunner().invoke(app, ["hooks"], env={"COLUMNS": "200"}).output
+    assert "top-k" in listed and "the largest elements of each parameter's gradient" in listed
+    assert "torch.powersgd" in listed
+    card = " ".join(CliRunner().invoke(app, ["hooks", "int8"], env={"COLUMNS": "200"}).output.split())
+    assert "Source:" in card and "Weakness:" in card
+    assert "error_feedback" in card and "server_feedback" in card
+    assert "matrix_approximation_rank 1" in " ".join(
+        CliRunner().invoke(app, ["hooks", "torch.powersgd"]).output.split()
+    )
+    assert "digits" in CliRunner().invoke(app, ["tasks"]).output
+    assert "batch_size" in CliRunner().invoke(app, ["tasks", "digits"]).output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("commhooks compare --hook power", {"powersgd", "powersgd-unbiased"}),
+        ("commhooks tasks d", {"digits"}),
+        ("commhooks pro", {"probe", "profile"}),
+    ],
+)
+def test_the_shell_completes_names(words: str, expected: set[str]) -> None:
+    variables = {"_COMMHOOKS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    ended = CliRunner().invoke(app, [], env=variables, prog_name="commhooks")
+    assert set(ended.output.split()) == expected
+
+
+def test_the_guide_lists_every_command_with_its_options() -> None:
+    listed = dict(re.findall(r"^\| `([a-z -]+)` \| (.*)\|$", GUIDE.read_text(encoding="utf-8"), re.M))
+    whole: Any = typer.main.get_command(app)
+    commands = {name: whole.commands[name] for name in COMMANDS}
+    commands |= {f"cluster {name}": command for name, command in commands.pop("cluster").commands.items()}
+    assert {name: set(re.findall(r"--[a-z-]+", listed[name])) for name in commands} == {
+        name: {option for each in command.params for option in each.opts if option.startswith("--")}
+        for name, command in commands.items()
+    }
