@@ -100,12 +100,15 @@ def test_ranks_that_share_cores_are_warned_about(monkeypatch: pytest.MonkeyPatch
         ({"links": ["100 furlongs"]}, "'100 furlongs' does not parse"),
         ({"optimizers": ["sgd:rl=0.1"]}, "rl"),
         ({"compute": "200"}, "compute '200' does not parse.*'200ms'"),
-        ({"tasks": ["tests/experiments/no_tasks.py:nothing"]}, "expected a Task, or a tuple"),
+        ({"size": None, "tasks": ["tests/experiments/no_tasks.py:nothing"]}, "expected a Task, or a tuple"),
         (
-            {"tasks": ["tests/experiments/no_tasks.py:no_scalar"]},
+            {"size": None, "tasks": ["tests/experiments/no_tasks.py:no_scalar"]},
             "must return a scalar tensor, the mean over the batch .got a tensor",
         ),
-        ({"tasks": ["tests/experiments/no_tasks.py:fails"]}, "on the first batch, .* failed: RuntimeError"),
+        (
+            {"size": None, "tasks": ["tests/experiments/no_tasks.py:fails"]},
+            "on the first batch, .* failed: RuntimeError",
+        ),
     ],
 )
 def test_a_mistake_is_named(changes: dict[str, Any], words: str) -> None:
