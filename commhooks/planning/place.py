@@ -80,6 +80,11 @@ def processor_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def load_average() -> float | None:
+    """Return how many processes were runnable over the last minute, on average; None if the system does not tell."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
 def machine_in_words() -> str:
     """Return the kind of machine: nothing that identifies it."""
     return f"{len(usable_processors())} cores, {processor_name()}, {platform.system()} {platform.machine()}"

@@ -53,18 +53,66 @@ class Prediction:
     seconds: float
     """Of the whole step."""
     added: float
-    """What the network adds to the step that was measured without one."""
+    """To the step that was measured without a link."""
     modelled: StepTime
     """The step-time model's own answer."""
+
+    @property
+    def time(self) -> StepTime:
+        """Where the seconds of the step go: what the model does not know of counts as compression."""
+        unknown = self.seconds - self.modelled.seconds
+        compression = max(0.0, self.modelled.compression + unknown)
+        waiting = max(0.0, self.seconds - self.modelled.compute - compression)
+        return dataclasses.replace(self.modelled, seconds=self.seconds, compression=compression, waiting=waiting)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unlinked:
+    """A step under a hook without a link, from which follows that over any network."""
+
+    step: Step
+    ranks: int
+    unknown: float = 0.0
+    """Seconds of the measured step that the step-time model does not know of, such as hand-offs between threads."""
+    measured: float = 0.0
+    """Seconds of the step that was measured."""
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        hook: HookProfile,
+        *,
+        cap_mb: float | None = None,
+        cores: int | None = None,
+        slower: float = 1.0,
+    ) -> Unlinked:
+        """Return the step of a profile's hook.
+
+        Args:
+            profile: In which the hook was measured.
+            hook: One of its hooks.
+            cap_mb: A bucket size in MiB; None: the buckets of the profile.
+            cores: Of each rank; None: as in the profile.
+            slower: How many times as long compute and compression take as in the profile.
+
+        """
+        measured = step_of(profile, hook, hook.buckets)
+        asked = measured if cap_mb is None else step_of(profile, hook, recut(profile.gradients, hook.buckets, cap_mb))
+        unknown = hook.step.seconds.median - step_time(measured, NoLink(), profile.ranks).seconds
+        asked = dataclasses.replace(asked, cores=cores or asked.cores).scaled(slower)
+        return cls(asked, profile.ranks, slower * unknown, hook.step.seconds.median)
+
+    def over(self, network: Network) -> Prediction:
+        """Return the time of the step over a network."""
+        modelled = step_time(self.step, network, self.ranks)
+        seconds = modelled.seconds + self.unknown
+        return Prediction(seconds, seconds - self.measured, modelled)
 
 
 def predict(profile: Profile, hook: HookProfile, network: Network, cap_mb: float | None = None) -> Prediction:
     """Return the time of a step under a hook, with the buckets of the profile or with a bucket size of its own."""
-    measured = step_of(profile, hook, hook.buckets)
-    other = measured if cap_mb is None else step_of(profile, hook, recut(profile.gradients, hook.buckets, cap_mb))
-    modelled = step_time(other, network, profile.ranks)
-    added = modelled.seconds - step_time(measured, NoLink(), profile.ranks).seconds
-    return Prediction(hook.step.seconds.median + added, added, modelled)
+    return Unlinked.of(profile, hook, cap_mb=cap_mb).over(network)
 
 
 def payloads_of(profile: Profile, *hooks: HookProfile, cap_mb: float | None = None) -> dict[str, int]:
@@ -162,12 +210,10 @@ def rate_for(profile: Profile, hook: HookProfile, probe: Probe, wanted: float) -
 
     Returns None if no rate is high enough: what the hook computes, or latency, takes too long by itself.
     """
-    step = step_of(profile, hook, hook.buckets)
-    without = hook.step.seconds.median - step_time(step, NoLink(), profile.ranks).seconds
+    unlinked = Unlinked.of(profile, hook)
 
     def surplus(log_rate: float) -> float:
-        link = link_like(probe, math.exp(log_rate))
-        return utilisation(profile, without + step_time(step, link, profile.ranks).seconds) - wanted
+        return utilisation(profile, unlinked.over(link_like(probe, math.exp(log_rate))).seconds) - wanted
 
     low, high = math.log(_SLOWEST), math.log(_FASTEST)
     if surplus(high) < 0:

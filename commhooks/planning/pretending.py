@@ -87,7 +87,7 @@ class Pretend:
     """What puts a pretending communicator in place of a rank's own: for `attach(wrap_communicator=...)`."""
 
     world_size: int
-    """How many ranks there seem to be."""
+    """How many ranks there seem to be: what is attached compresses as one of so many."""
     watcher: Watcher | None = None
 
     def __call__(self, inner: Communicator) -> PretendingCommunicator:

@@ -50,6 +50,12 @@ class StepParts:
     steps: int
     """How many were measured."""
 
+    def lasting(self, seconds: float) -> StepParts:
+        """Return a step of another length, in seconds, of which `exposed` has the difference."""
+        more = seconds - self.seconds.median
+        whole = Seconds(seconds, self.seconds.low + more, self.seconds.high + more)
+        return dataclasses.replace(self, seconds=whole, exposed=self.exposed + more)
+
 
 @dataclasses.dataclass(frozen=True)
 class GradientProfile:
@@ -126,6 +132,7 @@ class Profile:
     fingerprint: str
     """A hash of the names, shapes and dtypes of the parameters: a profile of another model has another one."""
     ranks: int
+    """As one of which hooks were measured."""
     ranks_per_host: int
     ddp: str
     """"core" or "torch"."""
@@ -149,6 +156,8 @@ class Profile:
     """The network name of each rank's host; empty: written by a version that did not record them."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     machine: str = ""
+    load: float | None = None
+    """Of the machine when it was measured, as the operating system averages it over a minute; None: not known."""
     events: Mapping[str, tuple[Event, ...]] = dataclasses.field(default_factory=dict)
     """What all ranks did in the step of median length, by the hook's label, and under the DDP's own all-reduce by
     "plain"; see `commhooks.planning.trace`."""

@@ -21,7 +21,7 @@ from commhooks.language.compressor import Compressor
 from commhooks.planning.candidates import NOOP, Candidate, default_candidates, with_the_two
 from commhooks.planning.keeping import Kept
 from commhooks.planning.measuring import Brief, buckets_of, longest, median_step, parts_of, ready_of
-from commhooks.planning.place import machine_in_words, ranks_per_host
+from commhooks.planning.place import load_average, machine_in_words, ranks_per_host
 from commhooks.planning.profile import Event, GradientProfile, HookProfile, Profile
 from commhooks.planning.turns import LEAST_STEPS, PLAIN, Turns
 from commhooks.unwrapping import find_ddp, trained_parameters
@@ -40,6 +40,7 @@ def profile(
     name: str = "",
     link: str = "",
     process_group: dist.ProcessGroup | None = None,
+    as_ranks: int | None = None,
 ) -> Profile:
     """Measure where the time of a training step goes, and what every hook would add to it without a link.
 
@@ -59,6 +60,8 @@ def profile(
     - `name`: the model in reports; empty: its class.
     - `link`: what carries the all-reduce, in words; `plan` accepts only a probe of the same.
     - `process_group`: whose ranks agree about the steps; None: the model's own.
+    - `as_ranks`: measure what hooks cost one of so many ranks, at least as many as there are: each answer is as large
+      as theirs together. None: of those that there are.
 
     Afterwards parameters, buffers, gradients and optimizer states are as before: they are copied first, which takes as
     much memory again as they do. Optimizers are found when they step, if they are `torch.optim.Optimizer`s. What else
@@ -79,10 +82,15 @@ def profile(
     check_is_free("profile", ddp)
     candidates = with_the_two(default_candidates() if hooks is None else hooks)
     named = trained_parameters(model, ddp)
-    _check(named, steps, seconds)
-    kept = Kept(ddp)
     group = group_or_default(process_group if process_group is not None else getattr(ddp, "process_group", None))
-    turns = Turns(ddp, named, step_fn, candidates, kept, group)
+    _check(named, steps, seconds)
+    if as_ranks is not None and (not isinstance(as_ranks, int) or as_ranks < group.size()):
+        raise SettingsError(
+            f"profile(as_ranks={as_ranks!r}): as_ranks must be a whole number, at least the "
+            f"{group.size()} that there are."
+        )
+    kept = Kept(ddp)
+    turns = Turns(ddp, named, step_fn, candidates, kept, group, as_ranks)
     try:
         turns.run(steps, seconds)
     finally:
@@ -135,7 +143,7 @@ def _profile_of(
     return Profile(
         model=name,
         fingerprint=fingerprint_of(named),
-        ranks=turns.ranks.world_size,
+        ranks=turns.world_size,
         ranks_per_host=ranks_per_host(turns.places),
         ddp="torch" if isinstance(ddp, torch.nn.parallel.DistributedDataParallel) else "core",
         cores=turns.cores,
@@ -153,6 +161,7 @@ def _profile_of(
             "commhooks": metadata.version("commhooks"),
         },
         machine=machine_in_words(),
+        load=load_average(),
         events={label: tuple(event for one in events for event in one[label]) for label in own},
     )
 

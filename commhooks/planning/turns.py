@@ -49,8 +49,11 @@ class Turns:
         candidates: Sequence[Candidate],
         kept: Kept,
         group: dist.ProcessGroup,
+        as_ranks: int | None,
     ) -> None:
         self.ranks = Ranks(group, ProfileError)
+        self.world_size = as_ranks or self.ranks.world_size
+        """How many ranks there seem to be under a hook."""
         self.places = places_of(self.ranks)
         self.cores = free_cores(self.places)
         self.records: dict[str, list[StepRecord]] = {PLAIN: [], **{one.label: [] for one in candidates}}
@@ -81,7 +84,7 @@ class Turns:
 
     def _agree(self, steps: int | None) -> None:
         """Raise `SettingsError` on every rank if ranks would take other steps, and wait for ever."""
-        asked = f"steps={steps}, hooks={', '.join(self.records)}"
+        asked = f"steps={steps}, hooks={', '.join(self.records)}, as_ranks={self.world_size}"
         told = self.ranks.gather("say what to measure", lambda: asked)
         if len(set(told)) > 1:
             raise SettingsError(f"profile: ranks disagree about steps or hooks; by rank: {'; '.join(told)}.")
@@ -128,7 +131,7 @@ class Turns:
             watched[own[0].label],
             policy=policy,
             process_group=self.ranks.group,
-            wrap_communicator=Pretend(self.ranks.world_size, segments),
+            wrap_communicator=Pretend(self.world_size, segments),
         )
         attachment.expect(*watched.values())  # so that what waits for the next turn is not warned of
         try:
@@ -146,7 +149,7 @@ class Turns:
         """Take steps that do not count, because memory is allocated in them."""
         for _ in range(1 if self.records[label] else _FIRST_STEPS):
             record = self._take_hooked(label, compressor.segments)
-        self.state_bytes[label] = _state_bytes(attachment, compressor, self._named, self.ranks.world_size)
+        self.state_bytes[label] = _state_bytes(attachment, compressor, self._named, self.world_size)
         if label == NOOP and until is not None:
             self._check_budget(record.phases.seconds, until)
 

@@ -75,8 +75,8 @@ class ProcessGroupLine:
         self._address = Address.under(process_group, label)
         self.rank = self._address.rank
         """The number of this rank in the process group."""
-        self.world_size = self._address.world_size
-        """The number of ranks in the process group."""
+        self.world_size = getattr(wrap_communicator, "world_size", self._address.world_size)
+        """The number of ranks in the process group, unless `wrap_communicator` has another `world_size`."""
         self._wrap = wrap_communicator
         self.hook_timeout = hook_timeout
         self._may_bypass = may_bypass  # the user knows that a group without Gloo only provides its ranks

@@ -15,7 +15,7 @@ from .terminal import errors_in_words, write_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from commhooks import Profile
+    from commhooks.planning import Profile
 
 
 def profile(

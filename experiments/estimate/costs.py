@@ -1,9 +1,8 @@
 """Measuring the costs of `commhooks.planning.costs`: `commhooks estimate --measure-costs FILE`.
 
 Two ranks take steps of made-up models of equal parameters, in turns with and without a hook. Collectives are answered
-at once, so what the hook adds to a step is its cost, on a core that it shares with the backward pass. The same hook
-then averages one bucket among workers of one process, which says how its cost divides over the rounds, and how it grows
-with the number of ranks.
+at once, so what the hook adds to a step is its cost, on a core that it shares with the backward pass. The worker's
+segments say how it divides over the rounds, and steps as one of more ranks how it grows with their number.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -23,12 +23,12 @@ import ddp_core
 from commhooks import Cast, Compressor
 from commhooks.planning.costs import Costs, HookCosts, Sample, copy_seconds
 from commhooks.planning.pretending import Pretend
+from commhooks.planning.profile import Sends
+from commhooks.planning.segments import BucketRecord, Segments, Watched
 
 from ..hooks import make_hook
 from ..launch import Send, run_world
 from ..machine import machine, versions
-from ..simulate.measured import BucketTimes, ComputeTimes
-from ..simulate.measuring import Asked, measure_hook
 from ..specs import Spec
 
 HOOKS = (
@@ -78,7 +78,7 @@ _LARGE = 1 << 22  # elements of fp32
 _WIRES = (torch.float32, torch.float16, torch.bfloat16)
 _HOPS = 2  # of an all-reduce of two ranks
 _SMALL, _SMALL_ROUNDS = "powersgd:rank=1", 2
-_MANY = 8  # workers among which growth with the ranks is measured
+_MANY = 8  # ranks as one of which growth with their number is measured
 _LEAST_GROWTH = 0.01  # a rank; less is noise
 
 
@@ -122,7 +122,6 @@ class Plan:
     vector: Model = Model((256,), 128, 1 / 32)
     split: Model = Model((256, 256), 32, 0.25)  # as in `matrices`, in more buckets
     turns: int = 9
-    rounds: int = 5  # among workers of one process
 
 
 def measure(plan: Plan, tell: Callable[[str], None]) -> Costs:
@@ -174,7 +173,7 @@ def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
     round_seconds = _round_seconds(plan, hop)
     hooks = {}
     for hook in plan.hooks:
-        hooks[hook] = _costs_of(make_hook(Spec.parse(hook)), hook, plan, copy, by_dtype)
+        hooks[hook] = _costs_of(make_hook(Spec.parse(hook)), plan, copy, by_dtype)
         if rank == 0:
             send(f"a hop {hop * 1e6:.0f} µs, a round {round_seconds * 1e6:.0f} µs, copies per byte {by_dtype}")
             send(f"{hook}: {hooks[hook].bucket_seconds * 1e3:.2f} ms a bucket, and copies of one element:")
@@ -194,20 +193,19 @@ def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
         )
 
 
-def _costs_of(
-    compressor: Compressor, hook: str, plan: Plan, copy: float, by_dtype: Mapping[torch.dtype, float]
-) -> HookCosts:
+def _costs_of(compressor: Compressor, plan: Plan, copy: float, by_dtype: Mapping[torch.dtype, float]) -> HookCosts:
     """Measure one hook; every rank calls this."""
     added = {model: _added(compressor, model, plan.turns) for model in {*plan.matrices, plan.vector, plan.split}}
     whole = next(model for model in plan.matrices if (model.shape, model.count) == (plan.split.shape, plan.split.count))
-    bucket = max(0.0, (added[plan.split] - added[whole]) / (plan.split.buckets - whole.buckets))
-    alone = {model: _among_workers(hook, model, (2,), plan.rounds)[2] for model in (*plan.matrices, plan.vector)}
-    rounds = max(len(one.seconds) for one in alone.values())
+    more = added[plan.split].seconds - added[whole].seconds
+    bucket = max(0.0, more / (plan.split.buckets - whole.buckets))
+    rounds = max(len(added[model].by_round) for model in (*plan.matrices, plan.vector))
 
     def sample(model: Model) -> Sample:
-        times = alone[model]
-        shares = [*times.seconds, *[0.0] * (rounds - len(times.seconds)), times.after]
-        copies = max(0.0, added[model] - bucket * model.buckets) / model.count / copy
+        own = added[model]
+        *before, after = own.by_round
+        shares = [*before, *[0.0] * (rounds - len(own.by_round)), after]
+        copies = max(0.0, own.seconds - bucket * model.buckets) / model.count / copy
         return Sample(model.elements, tuple(copies * share / sum(shares) for share in shares))
 
     return HookCosts(
@@ -216,37 +214,77 @@ def _costs_of(
         matrices=tuple(map(sample, plan.matrices)),
         vector=sample(plan.vector),
         copies_per_byte=by_dtype[compressor.dtype if isinstance(compressor, Cast) else torch.float32],
-        growth=_growth(hook, whole, plan.rounds),
+        growth=_growth(added[whole], _added(compressor, whole, plan.turns, as_ranks=_MANY)),
     )
+
+
+def _growth(few: Added, many: Added) -> tuple[float, ...]:
+    """Return by how much each rank beyond two increases the cost of each round, and after the last."""
+    # Only after a gather does a rank get answers that grow with the ranks.
+    grows = [False, *(any(kind == "all-gather" for kind, _ in sent) for sent in few.sends)]
+    found = []
+    for own, with_many, may in zip(few.by_round, many.by_round, grows, strict=True):
+        each = (with_many / own - 1) / (_MANY - dist.get_world_size()) if own > 0 else 0.0
+        found.append(each if may and each > _LEAST_GROWTH else 0.0)
+    return tuple(found)
 
 
 def _round_seconds(plan: Plan, hop: float) -> float:
     """Return what a round of real collectives adds to a step, besides its messages: with one that sends few bytes."""
     compressor = make_hook(Spec.parse(_SMALL))
-    pretended, real = (_added(compressor, plan.split, plan.turns, is_real=is_real) for is_real in (False, True))
+    pretended = _added(compressor, plan.split, plan.turns).seconds
+    real = _added(compressor, plan.split, plan.turns, is_real=True).seconds
     return max(0.0, (real - pretended) / (_SMALL_ROUNDS * plan.split.buckets) - _HOPS * hop)
 
 
-def _added(compressor: Compressor, model: Model, turns: int, *, is_real: bool = False) -> float:
-    """Return the seconds that a hook adds to a step: the median over the turns, and the mean over the ranks.
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """What a hook adds to a step."""
 
-    Its collectives are answered at once, unless they are to be real, over the loopback.
+    seconds: float
+    by_round: tuple[float, ...]
+    """Seconds of compression before each round and after the last, of all buckets together."""
+    sends: tuple[Sends, ...]
+    """Of the bucket with most rounds."""
+
+
+def _added(
+    compressor: Compressor, model: Model, turns: int, *, as_ranks: int | None = None, is_real: bool = False
+) -> Added:
+    """Return what a hook adds to a step: the median over the turns, and of the whole the mean over the ranks.
+
+    Its collectives are answered at once, as to one of so many ranks, unless they are to be real, over the loopback.
     """
     plain = ddp_core.DistributedDataParallel(model.make(), bucket_cap_mb=model.bucket_mib)
     plain.register_comm_hook(None, _answer)
     hooked = ddp_core.DistributedDataParallel(model.make(), bucket_cap_mb=model.bucket_mib)
-    pretend = None if is_real else Pretend(dist.get_world_size())
-    attachment = commhooks.attach(hooked, compressor, wrap_communicator=pretend)
+    segments = Segments(time.thread_time)
+    pretend = None if is_real else Pretend(as_ranks or dist.get_world_size(), segments)
+    watched = Watched(inner=compressor, segments=segments)
+    attachment = commhooks.attach(hooked, watched, wrap_communicator=pretend)
     batch = torch.randn(_BATCH, model.shape[-1])
-    found = []
+    found, by_round = [], []
     for turn in range(-_WARM_UP, turns):
-        without, within = _step(plain, batch), _step(hooked, batch)
+        without = _step(plain, batch)
+        segments.begin_step()
+        within = _step(hooked, batch) - segments.own_seconds
         if turn >= 0:
             found.append(within - without)
+            by_round.append(_by_round(segments.buckets))
     attachment.detach()
     added = torch.tensor(statistics.median(found))
     dist.all_reduce(added)
-    return float(added) / dist.get_world_size()
+    return Added(
+        float(added) / dist.get_world_size(),
+        tuple(map(statistics.median, zip(*by_round, strict=True))),
+        max((tuple(bucket.sends) for bucket in segments.buckets), key=len),
+    )
+
+
+def _by_round(buckets: Sequence[BucketRecord]) -> list[float]:
+    """Return the seconds of compression before each round and after the last, of all buckets together."""
+    rounds = zip_longest(*(bucket.seconds for bucket in buckets), fillvalue=0.0)
+    return [*map(sum, rounds), sum(bucket.after for bucket in buckets)]
 
 
 def _step(ddp: nn.Module, batch: Tensor) -> float:
@@ -263,27 +301,6 @@ def _answer(state: object, bucket: ddp_core.GradBucket) -> torch.futures.Future[
     answered: torch.futures.Future[Tensor] = torch.futures.Future()
     answered.set_result(bucket.buffer())
     return answered
-
-
-def _among_workers(hook: str, model: Model, workers: tuple[int, ...], rounds: int) -> Mapping[int, BucketTimes]:
-    """Return the times of one bucket of a model, for each number of workers in this process."""
-    count = max(1, model.count // model.buckets)
-    names = tuple(f"parameter {number}" for number in range(count))
-    generator = torch.Generator().manual_seed(0)
-    gradients = [{name: torch.randn(model.shape, generator=generator) for name in names} for _ in range(max(workers))]
-    asked = Asked(task=Spec("made-up"), hooks=(), workers=workers, rounds=rounds)
-    times = measure_hook(Spec.parse(hook), ComputeTimes(0.0, 0.0, (0.0,), (names,)), gradients, asked)
-    return {number: buckets[0] for number, buckets in times.by_workers.items()}
-
-
-def _growth(hook: str, model: Model, rounds: int) -> tuple[float, ...]:
-    """Return by how much each rank beyond two increases the cost of each round, and after the last."""
-    times = _among_workers(hook, model, (2, _MANY), rounds)
-    few, many = ((*times[workers].seconds, times[workers].after) for workers in (2, _MANY))
-    found = [(b / a - 1) / (_MANY - 2) if a > 0 else 0.0 for a, b in zip(few, many, strict=True)]
-    # Only after a gather does a rank get answers that grow with the ranks.
-    grows = [False, *(any(kind == "all-gather" for kind, _ in sent) for sent in times[2].sends)]
-    return tuple(own if may and own > _LEAST_GROWTH else 0.0 for may, own in zip(grows, found, strict=True))
 
 
 def _seconds_of(tensor: Tensor) -> float:

@@ -13,6 +13,7 @@ from rich.table import Table
 import commhooks
 from commhooks.errors import CommHooksError
 from commhooks.planning import Candidate, Profile
+from commhooks.planning.candidates import ALL_REDUCE
 from commhooks.planning.profile import StepParts
 from commhooks.units import bytes_in_words, counted
 
@@ -104,8 +105,10 @@ def stepper(asked: Asked) -> Iterator[Stepper]:
             group.close()
 
 
-def profile_step(step: Stepper, asked: Asked) -> Profile:
-    """Return the profile of a task's steps; all ranks call it."""
+def profile_step(
+    step: Stepper, asked: Asked, *, as_ranks: int | None = None, group: dist.ProcessGroup | None = None
+) -> Profile:
+    """Return the profile of a task's steps, as one of so many ranks or of the group's; all of the group call it."""
     return commhooks.profile(
         step.ddp,
         step,
@@ -114,15 +117,21 @@ def profile_step(step: Stepper, asked: Asked) -> Profile:
         seconds=asked.seconds,
         name=step.task.name,
         link=asked.link.label,
-        process_group=dist.group.WORLD,
+        process_group=group or dist.group.WORLD,
+        as_ranks=as_ranks,
     )
+
+
+def label_in_profile(label: str) -> str:
+    """Return the label under which a profile has a hook: it always has the all-reduce, under a label of its own."""
+    return ALL_REDUCE if label == "all-reduce" else label
 
 
 def candidates_of(asked: Asked) -> list[Candidate] | None:
     """Return the hooks asked for; None: those of a profile by default."""
     if asked.hooks is None:
         return None
-    own = [(spec, make_hook(spec, asked.seed)) for spec in asked.hooks]
+    own = [(spec, make_hook(spec, asked.seed)) for spec in asked.hooks if label_in_profile(spec.label) != ALL_REDUCE]
     return [Candidate(str(spec.having(policy=None)), made, policy_of(spec), spec.label) for spec, made in own]
 
 

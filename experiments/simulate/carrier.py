@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from commhooks.communicators.links import Link
 from commhooks.planning.costs import Costs, copy_seconds
-from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
+from commhooks.planning.predicting import Prediction, Unlinked
+from commhooks.planning.step_time import Bucket, Stage, Step
 from commhooks.units import bytes_in_words, three_digits
 
 from .request import Request
@@ -30,10 +31,11 @@ class Carrier:
             copy = factor * copy_seconds() if request.backend == "gloo" else 0.0
         return cls(request.backend, copy, Costs.read())
 
-    def time(self, step: Step, link: Link, hook: str, ranks: int) -> StepTime:
+    def time(self, step: Unlinked, link: Link, hook: str) -> Prediction:
         """Return the time of a step under a hook on a link."""
         carried = self.costs.carried_by(self.backend, link, hook, self.copy)
-        return step_time(_with_rounds(step, self.costs.seconds_of_a_round(self.backend)), carried, ranks)
+        rounds = self.costs.seconds_of_a_round(self.backend)
+        return dataclasses.replace(step, step=_with_rounds(step.step, rounds)).over(carried)
 
     def in_words(self) -> str:
         """Return a sentence."""

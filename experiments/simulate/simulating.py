@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,20 +14,25 @@ from functools import partial
 from rich.console import Console
 from rich.markup import escape
 
+from commhooks.communicators.links import Link
+from commhooks.planning.candidates import NOOP
+from commhooks.planning.predicting import Unlinked
+from commhooks.planning.series import Series
 from commhooks.planning.sizes import BUCKET_BYTES, BYTES_PER_ELEMENT, FORWARD_SHARE, step_of_size
-from commhooks.planning.step_time import Step
+from commhooks.planning.step_time import StepTime
 from commhooks.units import bytes_in_words, counted, seconds_in_words
 
 from ..launch import torchrun_world
 from ..links.link import format_rate
 from ..machine import machine, versions
+from ..planning.profiling import label_in_profile
 from ..report.plots import LIGHT
 from ..report.table import plain_table
 from ..report.words import listed, percent
 from ..runs import Compute
 from ..specs import Spec
+from . import files
 from .carrier import Carrier
-from .measured import Measured
 from .measuring import Asked, measure
 from .pictures import utilisation_picture
 from .point import Point
@@ -56,7 +62,7 @@ def simulate(request: Request, console: Console) -> Simulation:
         measured = _measurements(request, console)
         if request.save is not None:
             request.save.parent.mkdir(parents=True, exist_ok=True)
-            measured.write(request.save)
+            files.write(measured, request.save)
         found = simulate_measured(request, measured)
     else:
         found = simulate_sizes(request)
@@ -67,27 +73,30 @@ def simulate(request: Request, console: Console) -> Simulation:
     return found
 
 
-def simulate_measured(request: Request, measured: Measured) -> Simulation:
+def simulate_measured(request: Request, series: Series) -> Simulation:
     """Return the simulation of measured hooks."""
-    factor = 1.0
+    noop, factor = series.profiles[0].noop.seconds.median, 1.0
     if request.compute is not None:
         stated = Compute.parse(request.compute)
-        factor = stated.factor or (stated.seconds or 0.0) / measured.compute.in_all
+        factor = stated.factor or (stated.seconds or 0.0) / noop
     carrier = Carrier.of(request, factor)
-    points = _points(
-        request, carrier, lambda hook, ranks: measured.step(hook, ranks, cores=request.cores).scaled(factor)
-    )  # fmt: skip
-    workers = min(measured.hooks[hook.label].most_workers for hook in request.hooks)
-    compute = seconds_in_words(factor * measured.compute.in_all)
+    profiles = {ranks: series.at(ranks) for ranks in request.ranks}
+
+    def time(hook: str, ranks: int, link: Link) -> StepTime:
+        profile = profiles[ranks]
+        own = profile.hooks[label_in_profile(hook)]
+        step = Unlinked.of(profile, own, cores=request.cores, slower=factor)
+        return carrier.time(step, link, hook).time
+
+    compute = seconds_in_words(factor * noop)
     caption = (
-        f"{measured.task} on {measured.machine['processor']}: compute {compute} a step, "
+        f"{series.profiles[0].model} on {series.profiles[0].machine}: compute {compute} a step, "
         f"{counted(request.cores, 'core')} a rank, latency {seconds_in_words(request.links[0].latency)}."
     )
-    if max(request.ranks) > workers:
-        caption += f" Compression beyond {workers} ranks is extrapolated."
-    return Simulation(
-        points, (*_said_of(measured, factor, request), carrier.in_words(), *_said_of_links(request)), caption
-    )
+    if max(request.ranks) > series.most_ranks:
+        caption += f" Compression beyond {series.most_ranks} ranks is extrapolated."
+    said = (*_said_of(series, factor, request), carrier.in_words(), *_said_of_links(request))
+    return Simulation(_points(request, time), said, caption)
 
 
 def simulate_sizes(request: Request) -> Simulation:
@@ -96,9 +105,11 @@ def simulate_sizes(request: Request) -> Simulation:
     seconds = Compute.parse(request.compute).seconds
     assert seconds is not None, "checked before"
     carrier = Carrier.of(request)
-    points = _points(
-        request, carrier, lambda hook, ranks: step_of_size(request.parameters or 0, BYTES_PER_ELEMENT[hook], seconds)
-    )
+
+    def time(hook: str, ranks: int, link: Link) -> StepTime:
+        step = step_of_size(request.parameters or 0, BYTES_PER_ELEMENT[hook], seconds)
+        return carrier.time(Unlinked(step, ranks), link, hook).time
+
     said = (
         f"{request.parameters:,.0f} parameters and {seconds_in_words(seconds)} of compute are given; nothing was "
         "measured, and the time of compression is not counted.",
@@ -109,10 +120,10 @@ def simulate_sizes(request: Request) -> Simulation:
         f"{request.parameters:,.0f} parameters, compute {seconds_in_words(seconds)} a step, latency "
         f"{seconds_in_words(request.links[0].latency)}; the time of compression is not counted."
     )
-    return Simulation(points, (*said, carrier.in_words(), *_said_of_links(request)), caption)
+    return Simulation(_points(request, time), (*said, carrier.in_words(), *_said_of_links(request)), caption)
 
 
-def _measurements(request: Request, console: Console) -> Measured:
+def _measurements(request: Request, console: Console) -> Series:
     """Return what was measured, now or by an earlier command."""
     if request.measured is None:
         if torchrun_world() is not None:
@@ -121,67 +132,73 @@ def _measurements(request: Request, console: Console) -> Measured:
             task=request.task or Spec.parse("gpt:size=base", "task"),
             hooks=request.hooks,
             ranks=request.ranks,
+            cores=request.cores,
             bucket_cap_mb=request.bucket_cap_mb,
         )
         return measure(asked, partial(console.print, highlight=False, markup=False))
-    measured = Measured.read(request.measured)
-    missing = [hook.label for hook in request.hooks if hook.label not in measured.hooks]
+    series = files.read(request.measured)
+    there = series.profiles[0].hooks
+    missing = [hook.label for hook in request.hooks if label_in_profile(hook.label) not in there]
     if missing:
         raise ValueError(
-            f"measured {request.measured}: hook {missing[0]!r} was not measured; there are "
-            f"{listed(tuple(measured.hooks))}"
+            f"measured {request.measured}: hook {missing[0]!r} was not measured; there are {listed(tuple(there))}"
         )
-    return measured
+    return series
 
 
-def _points(request: Request, carrier: Carrier, step: Callable[[str, int], Step]) -> tuple[Point, ...]:
+def _points(request: Request, time: Callable[[str, int, Link], StepTime]) -> tuple[Point, ...]:
     return tuple(
-        Point(hook.label, ranks, link, carrier.time(step(hook.label, ranks), link, hook.label, ranks))
+        Point(hook.label, ranks, link, time(hook.label, ranks, link))
         for link in request.links
         for hook in request.hooks
         for ranks in request.ranks
     )
 
 
-def _said_of(measured: Measured, factor: float, request: Request) -> list[str]:
+def _said_of(series: Series, factor: float, request: Request) -> list[str]:
     """Return sentences about what was measured, and what was extrapolated."""
-    compute, here = measured.compute, measured.machine
+    profile, timed = series.profiles[0], [one.ranks for one in series.profiles]
+    parameters = sum(math.prod(one.shape) for one in profile.gradients)
+    compute, buckets = profile.noop.seconds.median, profile.hooks[NOOP].buckets
+    load = "an unknown load" if profile.load is None else f"a load of {profile.load}"
     said = [
-        f"{measured.task} ({measured.parameters:,} parameters, {counted(len(compute.buckets), 'bucket')}): compute of "
-        f"{seconds_in_words(compute.in_all)} a step and all compression were measured with one thread on "
-        f"{here['processor']}, {here['cores']} cores, with a load of {here['load']}.",
+        f"{profile.model} ({parameters:,} parameters, {counted(len(buckets), 'bucket')}): compute of "
+        f"{seconds_in_words(compute)} a step and all compression were measured in real steps of one process, as one of "
+        f"{listed(list(map(str, timed)))} ranks, with one thread on {profile.machine}, with {load}.",
         f"Each rank has {counted(request.cores, 'core')}"
         + (": compression delays the backward pass." if request.cores == 1 else ": compression runs beside compute."),
         "Hooks are simulated as in the first steps that were measured; what they do only later, as after start_after "
         "or at the end of a schedule, is not described.",
     ]
+    if min(request.cores, 2) != profile.cores:
+        said.append(f"It was measured with {counted(profile.cores, 'core')}; what another number changes is modelled.")
     if factor != 1:
         said.append(
-            f"Compute and compression are scaled alike, by {factor:.3g}: {seconds_in_words(factor * compute.in_all)} a "
+            f"Compute and compression are scaled alike, by {factor:.3g}: {seconds_in_words(factor * compute)} a "
             "step. A processor that is faster at one of them is not described."
         )
-    beyond: dict[int, list[str]] = {}
-    for label in dict.fromkeys(hook.label for hook in request.hooks):
-        times = measured.hooks[label]
-        timed = sorted(times.by_workers)
-        if between := [f"{n:,}" for n in request.ranks if n < timed[-1] and n not in timed]:
-            said.append(
-                f"Interpolated: the compression of {label} with {listed(between)} ranks, from that of the nearest of "
-                f"{listed([str(workers) for workers in timed])} workers."
-            )
-        if max(request.ranks) > times.most_workers:
-            beyond.setdefault(times.most_workers, []).append(label)
-        if uncounted := [f"{ranks:,}" for ranks in request.ranks if ranks > 1 and not times.is_counted(ranks)]:
-            said.append(f"Extrapolated: the payloads of {label} for {listed(uncounted)} ranks.")
-    for workers, labels in beyond.items():
+    labels = list(dict.fromkeys(hook.label for hook in request.hooks))
+    if between := [f"{n:,}" for n in request.ranks if n < timed[-1] and n not in timed]:
         said.append(
-            f"Extrapolated: the compression of {listed(labels)} beyond the {workers} workers that were timed. It grows "
-            "linearly with the bytes of the answers, if more workers have larger answers; otherwise it stays."
+            f"Interpolated: the compression of {listed(labels)} with {listed(between)} ranks, from that of the nearest "
+            f"of {listed(list(map(str, timed)))} ranks."
         )
-    other = {name: number for name, number in versions().items() if measured.versions.get(name) != number}
+    for label in labels:
+        uncounted = [n for n in request.ranks if n > 1 and not series.is_counted(label_in_profile(label), n)]
+        if uncounted:
+            said.append(
+                f"Extrapolated: the payloads of {label} for {listed([f'{ranks:,}' for ranks in uncounted])} ranks."
+            )
+    if max(request.ranks) > timed[-1]:
+        said.append(
+            f"Extrapolated: the compression of {listed(labels)} beyond the {timed[-1]} ranks as one of which it was "
+            "timed. It grows linearly with the bytes of the answers, if more ranks have larger answers; otherwise it "
+            "stays."
+        )
+    now = versions()
+    other = [f"{name} {number}" for name, number in profile.versions.items() if now.get(name) != number]
     if other:
-        old = ", ".join(f"{name} {measured.versions.get(name, 'unknown')}" for name in other)
-        said.append(f"Note: it was measured with other versions: {old}.")
+        said.append(f"Note: it was measured with other versions: {', '.join(other)}.")
     return said
 
 
@@ -229,7 +246,7 @@ def _print(found: Simulation, console: Console) -> None:
         console.print(f"- {sentence}", highlight=False, markup=False)
 
 
-def _write(found: Simulation, measured: Measured | None, request: Request) -> None:
+def _write(found: Simulation, measured: Series | None, request: Request) -> None:
     """Write table, picture and data."""
     folder = request.out
     assert folder is not None, "asked for"

@@ -65,6 +65,14 @@ def profiled(rank: int, ranks: int, argument: str, send: Send) -> None:
     send((rank, found, is_as_before, left == own, {one.label: sent(training, one) for one in candidates()}))
 
 
+def profiled_as(rank: int, ranks: int, argument: int, send: Send) -> None:
+    """Send a profile as one of so many ranks."""
+    training = Training("core")
+    found = commhooks.profile(training.ddp, training.step, hooks=candidates(), steps=3, as_ranks=argument)
+    if rank == 0:
+        send(found)
+
+
 def installed(training: Training) -> list[str]:
     """Return the hooks of the kinds that a profile installs, those of the DDP too."""
     from torch.optim import optimizer
@@ -114,6 +122,7 @@ def refused(rank: int, ranks: int, argument: Any, send: Send) -> None:
     found = {
         "steps": refusal(measure(steps=2)),
         "seconds": refusal(measure(seconds=0.0)),
+        "as ranks": refusal(measure(steps=3, as_ranks=1)),
         "budget": refusal(measure(seconds=1e-6)),
         "inner model": refusal(measure(step=lambda: training.model(torch.ones(1, 8)).sum().backward(), steps=3)),
         "no backward": refusal(measure(step=lambda: training.model(torch.ones(1, 8)), steps=3)),

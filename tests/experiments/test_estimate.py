@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from commhooks import make_compressor
 from commhooks.compressors import COMPRESSORS
 from commhooks.planning.costs import Costs
 from experiments.commands.cli import app
-from experiments.estimate.costs import HOOKS, LEFT_OUT
+from experiments.estimate.costs import HOOKS, LEFT_OUT, Model, Plan, measure
 from experiments.estimate.request import count_in
 from experiments.hooks import make_hook
 from experiments.specs import Spec
@@ -175,3 +176,21 @@ def test_a_comparison_gives_the_estimate_only_what_was_measured_without_a_link()
     found = check([steps], copy_rate=1e10)
     assert [one.hook for one in found] == list(world.hooks)
     assert all(one.estimated > 0.06 and one.measured == 0.1 for one in found)
+
+
+@pytest.mark.timeout(120)  # it starts two processes, which takes long on a busy machine
+def test_costs_are_measured_in_steps_for_each_round_and_grow_only_where_answers_do() -> None:
+    small, large = Model((32, 32), 16, 1 / 64), Model((64, 64), 16, 1 / 16)
+    plan = Plan(
+        hooks=("top-k:ratio=0.1", "powersgd:rank=1"),
+        matrices=(small, large),
+        vector=Model((64,), 16, 1 / 1024),
+        split=Model((64, 64), 16, 1 / 64),
+        turns=2,
+    )
+    found = measure(plan, lambda text: None)
+    top_k, powersgd = (found.hooks[hook] for hook in plan.hooks)
+    assert [len(sample.rounds) for sample in (*top_k.matrices, top_k.vector)] == [2, 2, 2]
+    assert [len(sample.rounds) for sample in powersgd.matrices] == [3, 3]
+    assert top_k.growth[0] == 0.0 and powersgd.growth == (0.0, 0.0, 0.0)
+    assert make_hook(Spec.parse(plan.hooks[0])) == make_compressor(top_k.compressor)

@@ -145,12 +145,25 @@ def test_a_file_is_replaced_behind_a_link_and_a_device_is_written_to(tmp_path: P
     writer.join()
 
 
+def test_a_profile_as_one_of_more_ranks_sends_what_one_of_them_does(standing: StandingRanks, core: Said) -> None:
+    said: list[Profile] = []
+    standing.run(profiling_in_ranks.profiled_as, RANKS, 16, said.append, timeout=120.0)  # type: ignore[arg-type]  # it hears objects
+    ((found,), alone) = (said, core[0][1])
+    assert (found.ranks, alone.ranks) == (16, RANKS)
+    of_many, of_two = (profiling_in_ranks.pretended(one, "int8") for one in (found, alone))
+    assert of_two.keys() >= {"all-to-all", "all-gather"}
+    assert of_many == {"all-reduce": sum(one.bytes for one in found.gradients)}, "so many would send more in codes"
+    powersgd = [profiling_in_ranks.pretended(one, "powersgd:rank=1") for one in (found, alone)]
+    assert powersgd[0] == powersgd[1]
+
+
 def test_what_cannot_be_profiled_is_refused_in_words(standing: StandingRanks) -> None:
     said: list[dict[str, str]] = []
     standing.run(profiling_in_ranks.refused, RANKS, None, said.append, timeout=120.0)  # type: ignore[arg-type]  # it hears objects
     expected = {
         "steps": "SettingsError: profile(steps=2): steps must be a whole number of at least 3",
         "seconds": "SettingsError: profile(seconds=0.0): seconds must be above zero",
+        "as ranks": "SettingsError: profile(as_ranks=1): as_ranks must be a whole number, at least the 2",
         "budget": "SettingsError: profile: 3 steps of each of 2 hooks do not fit into the time",
         "inner model": "SettingsError: profile: no gradient passed through the hook",
         "no backward": "ran no backward pass",

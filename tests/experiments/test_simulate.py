@@ -6,20 +6,34 @@ import csv
 import dataclasses
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import commhooks
+from commhooks import ProfileError
 from commhooks.communicators.links import Link
+from commhooks.planning import Profile
+from commhooks.planning.candidates import ALL_REDUCE, NOOP
 from commhooks.planning.costs import BACKENDS, Costs, Sample
+from commhooks.planning.predicting import predict
+from commhooks.planning.profile import (
+    BucketProfile,
+    GradientProfile,
+    HookProfile,
+    RoundProfile,
+    Seconds,
+    Sends,
+    StepParts,
+)
+from commhooks.planning.series import Counted, Series
 from commhooks.planning.sizes import step_of_size
-from commhooks.planning.step_time import Stage
 from experiments.commands.cli import app
 from experiments.commands.simulate import numbers_in
-from experiments.machine import machine, versions
-from experiments.simulate.measured import BucketTimes, ComputeTimes, HookTimes, Measured
+from experiments.machine import versions
+from experiments.simulate import files
 from experiments.simulate.measuring import Asked, measure
 from experiments.simulate.request import DATA, PICTURE, TABLE
 from experiments.simulate.request import Request as SimulationRequest
@@ -27,37 +41,61 @@ from experiments.simulate.simulating import simulate_measured, simulate_sizes
 from experiments.specs import Spec
 
 GATHER = (("all-gather", 1000),)
+STEP = StepParts(Seconds(0.1, 0.1, 0.1), 0.0, 0.09, 0.0, 0.01, steps=9)
 
 
-def gathering(by_workers: dict[int, float]) -> HookTimes:
-    """Return a hook of one gather, whose answers take as many seconds to add up as given for each number of workers."""
-    times = {workers: (BucketTimes((0.01,), (GATHER,), after),) for workers, after in by_workers.items()}
-    return HookTimes("fifo", times, {})
+def hook(before: Sequence[float], sends: Sequence[Sends], after: float, unknown: float = 0.0) -> HookProfile:
+    """Return a hook of one bucket, which is ready when all is computed, and whose step takes what it is made of."""
+    bucket = BucketProfile(("weight",), 4000, 0.09, tuple(map(RoundProfile, before, sends)), after)
+    step = STEP.lasting(0.1 + sum(before) + after + unknown)
+    return HookProfile("noop" if not sends else "made up", "fifo", step, (bucket,))
 
 
-def exchanging() -> HookTimes:
+def series(hooks: Mapping[str, Mapping[int, HookProfile]], *counted: Counted) -> Series:
+    """Return profiles of hooks as one of each number of ranks with which they were timed."""
+    numbers = next(iter(hooks.values())).keys()
+    profiles = (
+        Profile(
+            model="made-up",
+            fingerprint="",
+            ranks=ranks,
+            ranks_per_host=1,
+            ddp="core",
+            cores=1,
+            plain=STEP,
+            noop=STEP,
+            gradients=(GradientProfile("weight", (1000,), 4000, 0.09),),
+            hooks={NOOP: hook((), (), 0.0)} | {label: timed[ranks] for label, timed in hooks.items()},
+            own_share=0.0,
+            versions=versions(),
+            machine="2 cores, a processor",
+            load=0.5,
+        )
+        for ranks in numbers
+    )
+    return Series(tuple(profiles), counted)
+
+
+def gathering(by_ranks: Mapping[int, float], unknown: float = 0.0) -> Mapping[int, HookProfile]:
+    """Return a hook of one gather, whose answers take as many seconds to add up as given for each number of ranks."""
+    return {ranks: hook((0.01,), (GATHER,), after, ranks * unknown) for ranks, after in by_ranks.items()}
+
+
+def exchanging() -> Mapping[int, HookProfile]:
     """Return a hook whose gather shrinks with the ranks, as that of two hops does."""
-    times = {
-        workers: (BucketTimes((0.01, 0.02), ((("all-to-all", 1024),), (("all-gather", 1024 // workers),)), 0.03),)
-        for workers in (2, 4)
+    return {
+        ranks: hook((0.01, 0.02), ((("all-to-all", 1024),), (("all-gather", 1024 // ranks),)), 0.03) for ranks in (2, 4)
     }
-    return HookTimes("fifo", times, {8: (((("all-to-all", 1024),), (("all-gather", 128),)),)})
 
 
-MADE_UP = Measured(
-    task="made-up",
-    parameters=1000,
-    compute=ComputeTimes(0.09, 0.01, (0.09,), (("weight",),)),
-    hooks={"top-k": gathering({2: 0.002, 4: 0.004}), "int8": exchanging()},
-    versions=versions(),
-    machine=machine(),
-)
+OF_EIGHT = Counted("int8", 8, (((("all-to-all", 1024),), (("all-gather", 128),)),))
+MADE_UP = series({"top-k": gathering({2: 0.002, 4: 0.004}), "int8": exchanging()}, OF_EIGHT)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "measured.json"
-    MADE_UP.write(path)
+    files.write(MADE_UP, path)
     return path
 
 
@@ -67,43 +105,59 @@ def run(*words: str) -> tuple[int, str]:
 
 
 def test_measurements_survive_a_file(saved: Path) -> None:
-    assert Measured.read(saved) == MADE_UP
+    assert files.read(saved) == MADE_UP
 
 
 def test_what_is_added_up_after_a_gather_grows_with_the_ranks_and_the_rest_stays() -> None:
-    hook = MADE_UP.hooks["top-k"]
-    (within,), (beyond,) = hook.buckets([0.09], 3), hook.buckets([0.09], 1024)
+    (within,), (beyond,) = (MADE_UP.at(ranks).hooks["top-k"].buckets for ranks in (3, 1024))
     assert within.after == pytest.approx(0.003)
     assert beyond.after == pytest.approx(1.024)
-    assert beyond.stages == (Stage(pytest.approx(0.01), GATHER),)  # type: ignore[arg-type]  # it compares like a float
-    constant = gathering({2: 0.004, 4: 0.002}).buckets([0.09], 1024)
-    assert constant[0].after == pytest.approx(0.002)  # it did not grow, and it will not shrink
+    assert beyond.rounds == (RoundProfile(pytest.approx(0.01), GATHER),)  # type: ignore[arg-type]  # it compares like a float
+    (constant,) = series({"top-k": gathering({2: 0.004, 4: 0.002})}).at(1024).hooks["top-k"].buckets
+    assert constant.after == pytest.approx(0.002)  # it did not grow, and it will not shrink
 
 
 def test_answers_of_the_same_size_take_the_same_time_with_any_number_of_ranks() -> None:
-    (bucket,) = MADE_UP.hooks["int8"].buckets([0.09], 1024)
-    assert [stage.seconds for stage in bucket.stages] == pytest.approx([0.01, 0.02])
+    (bucket,) = MADE_UP.at(1024).hooks["int8"].buckets
+    assert [one.seconds for one in bucket.rounds] == pytest.approx([0.01, 0.02])
     assert bucket.after == pytest.approx(0.03)
+
+
+def test_what_a_step_takes_beyond_the_model_is_kept_for_every_number_of_ranks() -> None:
+    found = series({"top-k": gathering({2: 0.002, 4: 0.004}, unknown=0.001)})
+    seconds = {ranks: found.at(ranks).hooks["top-k"].step.seconds.median for ranks in (2, 3, 4, 1024)}
+    assert seconds[2] == pytest.approx(0.1 + 0.01 + 0.002 + 0.002)  # as it was measured
+    assert seconds[3] == pytest.approx(0.1 + 0.01 + 0.003 + 0.003)  # half-way
+    assert seconds[1024] == pytest.approx(0.1 + 0.01 + 1.024 + 0.003)  # the median: it has no reason to grow
 
 
 def test_a_bucket_that_starts_other_collectives_with_more_ranks_counts_as_with_the_most() -> None:
     """64 ranks would send more codes than elements: the bucket is averaged uncompressed."""
-    counted = dict(exchanging().counted) | {64: (((("all-reduce", 512),),),)}
-    hook = HookTimes("fifo", exchanging().by_workers, counted)
-    assert hook.sends(32) == hook.sends(64) == hook.sends(100) == (((("all-reduce", 512),),),)
-    assert hook.sends(5) == exchanging().sends(5)
-    assert len(hook.buckets([0.09], 64)[0].stages) == 1
+    dense = (((("all-reduce", 512),),),)
+    found = series({"int8": exchanging()}, OF_EIGHT, Counted("int8", 64, dense))
+    assert found.sends("int8", 32) == found.sends("int8", 64) == found.sends("int8", 100) == dense
+    assert found.sends("int8", 5) == MADE_UP.sends("int8", 5)
+    assert len(found.at(64).hooks["int8"].buckets[0].rounds) == 1
 
 
 def test_payloads_that_were_not_counted_follow_those_that_were() -> None:
-    hook = MADE_UP.hooks["int8"]
-    assert hook.sends(8) == (((("all-to-all", 1024),), (("all-gather", 128),)),)
-    assert hook.sends(64) == (((("all-to-all", 1024),), (("all-gather", 16),)),)
-    assert [hook.is_counted(ranks) for ranks in (2, 3, 8, 64)] == [True, False, True, False]
-    assert MADE_UP.hooks["top-k"].is_counted(1000)
-    rows = {workers: (BucketTimes((0.01,), ((("all-to-all", 1024),),), 0.03),) for workers in (2, 4)}
-    assert not HookTimes("fifo", rows, {}).is_counted(1000)  # 1,024 bytes do not divide into rows for so many
-    assert not gathering({2: 0.002}).is_counted(1000)  # nobody knows whether it is the same for others
+    assert MADE_UP.sends("int8", 8) == (((("all-to-all", 1024),), (("all-gather", 128),)),)
+    assert MADE_UP.sends("int8", 64) == (((("all-to-all", 1024),), (("all-gather", 16),)),)
+    assert [MADE_UP.is_counted("int8", ranks) for ranks in (2, 3, 8, 64)] == [True, False, True, False]
+    assert MADE_UP.is_counted("top-k", 1000)
+    rows = {ranks: hook((0.01,), ((("all-to-all", 1024),),), 0.03) for ranks in (2, 4)}
+    assert not series({"rows": rows}).is_counted("rows", 1000)  # 1,024 bytes do not divide into rows for so many
+    alone = series({"top-k": gathering({2: 0.002})})
+    assert not alone.is_counted("top-k", 1000)  # nobody knows whether it is the same for others
+    assert alone.sends("top-k", 1000) == ((GATHER,),)
+
+
+def test_profiles_that_are_no_series_are_refused() -> None:
+    other = {2: hook((0.01,), (GATHER,), 0.0), 4: hook((0.01, 0.01), (GATHER, GATHER), 0.0)}
+    with pytest.raises(ProfileError, match="hook 'top-k' takes other rounds with more ranks"):
+        series({"top-k": other})
+    with pytest.raises(ProfileError, match=r"ascending \(got \[4, 2\]\)"):
+        Series(MADE_UP.profiles[::-1])
 
 
 def test_what_lies_between_the_workers_that_were_timed_is_said_to_be_interpolated() -> None:
@@ -112,9 +166,21 @@ def test_what_lies_between_the_workers_that_were_timed_is_said_to_be_interpolate
         simulate_measured(SimulationRequest(hooks=hooks, ranks=ranks, links=(link,)), MADE_UP)
         for ranks in ((2, 3), (2, 4))
     )
-    said = "Interpolated: the compression of top-k with 3 ranks, from that of the nearest of 2 and 4 workers."
+    said = "Interpolated: the compression of top-k with 3 ranks, from that of the nearest of 2 and 4 ranks."
     assert said in within.assumptions
     assert not any("polated" in text for text in (*timed.assumptions, timed.caption))
+
+
+def test_cores_that_were_not_measured_are_modelled_and_named() -> None:
+    one, two = (
+        simulate_measured(
+            SimulationRequest(hooks=(Spec("top-k"),), ranks=(2,), links=(Link(rate=math.inf),), cores=cores), MADE_UP
+        )
+        for cores in (1, 2)
+    )
+    said = "It was measured with 1 core; what another number changes is modelled."
+    assert said in two.assumptions and said not in one.assumptions
+    assert two.points[0].time.seconds == pytest.approx(one.points[0].time.seconds)  # its bucket comes at the end
 
 
 def test_compute_that_is_stated_scales_compression_too() -> None:
@@ -137,7 +203,7 @@ def test_the_command_says_what_was_extrapolated_and_writes_a_table_a_picture_and
     code, text = run(*words, "--ranks-per-host", "8", "--inner-rate", "1Tbit/s", "--rate", "1Gbit/s")
     assert code == 0, text
     assert "Extrapolated: the payloads of int8 for 16, 32 and 64 ranks" in text
-    assert "Extrapolated: the compression of top-k and int8 beyond the 4 workers" in text
+    assert "Extrapolated: the compression of top-k and int8 beyond the 4 ranks" in text
     assert "1 Gbit/s, 8 ranks per host, 1 Tbit/s inside" in text
     assert "what they do only later, as after start_after" in text
     assert {path.name for path in out.iterdir()} == {TABLE, PICTURE, DATA}
@@ -163,18 +229,19 @@ def test_sizes_alone_give_the_time_of_dense_gradients(tmp_path: Path) -> None:
 
 def test_measurements_of_another_version_are_used_with_a_note_and_other_formats_rejected(saved: Path) -> None:
     raw = json.loads(saved.read_text())
-    saved.write_text(json.dumps(raw | {"versions": versions() | {"torch": "1.0"}}))
+    older = [one | {"versions": versions() | {"torch": "1.0"}} for one in raw["profiles"]]
+    saved.write_text(json.dumps(raw | {"profiles": older}))
     words = ["--measured", str(saved), "--hook", "top-k", "--ranks", "2"]
     code, text = run(*words)
     assert code == 0 and "measured with other versions: torch 1.0" in text
     wrong: list[dict[str, object]] = [
         {"format": 99},
-        {"machine": {}},
-        {"versions": None},
-        {"parameters": "many"},
-        {"hooks": {"top-k": {}}},
-        {"compute": raw["compute"] | {"seconds": math.nan}},
-        {"compute": raw["compute"] | {"ready": []}},
+        {"profiles": []},
+        {"profiles": [raw["profiles"][0] | {"versions": None}]},
+        {"profiles": [raw["profiles"][0] | {"ranks": "many"}]},
+        {"profiles": [raw["profiles"][0] | {"hooks": {"top-k": {}}}]},
+        {"profiles": [raw["profiles"][0] | {"noop": raw["profiles"][0]["noop"] | {"backward": math.nan}}]},
+        {"counted": [{"hook": "int8", "ranks": 8, "payloads": []}]},
     ]
     for broken in (*(json.dumps(raw | change) for change in wrong), "[]", "{", json.dumps({"format": 1})):
         saved.write_text(broken)
@@ -198,7 +265,7 @@ def test_measurements_of_another_version_are_used_with_a_note_and_other_formats_
         (["--parameters", "1B", "--compute", "1s", "--task", "gpt"], "give one of --task"),
         (["--parameters", "1B", "--compute", "1s", "--hook", "powersgd"], "needs the shapes of the parameters"),
         (["--parameters", "1B", "--compute", "1s", "--save", "x.json"], "nothing is measured"),
-        (["--measured", "missing.json"], "expected a file of format 1"),
+        (["--measured", "missing.json"], "expected a file of format 2"),
         (["--task", "gtp"], "did you mean 'gpt'"),
         (["--hook", "powersdg"], "powersdg"),
         (["--latency", "1ms", "--latency", "2ms"], "takes one value"),
@@ -294,7 +361,7 @@ def test_no_step_is_measured_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_hook_that_was_not_measured_is_rejected_with_those_that_were(saved: Path) -> None:
     code, text = run("--measured", str(saved), "--hook", "fp16")
-    assert code == 2 and "'fp16' was not measured; there are top-k and int8" in text
+    assert code == 2 and "'fp16' was not measured; there are noop, top-k and int8" in text
 
 
 def test_dots_stand_for_doubling() -> None:
@@ -308,28 +375,32 @@ def test_a_real_measurement_has_every_bucket_round_and_payload() -> None:
         task=Spec.parse("gpt:size=tiny", "task"),
         hooks=tuple(map(Spec.parse, ("all-reduce", "int8", "powersgd:rank=2"))),
         ranks=(2, 64),
-        workers=(2, 3),
-        steps=2,
-        rounds=1,
+        as_ranks=(2, 3),
+        steps=3,
         bucket_cap_mb=0.1,
     )
     found = measure(asked, lambda text: None)
-    assert len(found.compute.buckets) > 1
-    assert sum(map(len, found.compute.buckets)) == len({name for names in found.compute.buckets for name in names})
-    assert list(found.compute.ready) == sorted(found.compute.ready)
-    dense, exchanged, factors = found.hooks.values()
-    payload = sum(size for rounds in dense.sends(1000) for ((_, size),) in rounds)
-    assert payload == 4 * found.parameters
-    assert [len(rounds) for rounds in factors.sends(2)] == [2] * len(found.compute.buckets)
+    first = found.profiles[0]
+    assert [(profile.ranks, profile.cores) for profile in found.profiles] == [(2, 1), (3, 1)]
+    buckets = first.hooks[ALL_REDUCE].buckets
+    assert len(buckets) > 1
+    names = [name for bucket in buckets for name in bucket.parameters]
+    assert sorted(names) == sorted(gradient.name for gradient in first.gradients)
+    assert set(first.hooks) == {NOOP, ALL_REDUCE, "int8", "powersgd:rank=2"}
+    payload = sum(size for rounds in found.sends(ALL_REDUCE, 1000) for ((_, size),) in rounds)
+    assert payload == 4 * sum(math.prod(gradient.shape) for gradient in first.gradients)
+    assert [len(rounds) for rounds in found.sends("powersgd:rank=2", 2)] == [2] * len(buckets)
     # Two hops: a rank serves 1/W of the blocks, so what each gathers shrinks with the ranks.
-    assert exchanged.is_counted(64) and not exchanged.is_counted(100)
-    gathered = {ranks: _gathered(exchanged, ranks) for ranks in (2, 64)}
+    assert found.is_counted("int8", 64) and not found.is_counted("int8", 100)
+    gathered = {ranks: _gathered(found, ranks) for ranks in (2, 64)}
     assert gathered[64] < gathered[2] / 8
-    for hook in found.hooks:
-        step = found.step(hook, 64)
-        assert all(stage.seconds > 0 for bucket in step.buckets for stage in bucket.stages)
+    profile = found.at(64)
+    for label in (ALL_REDUCE, "int8", "powersgd:rank=2"):
+        own = profile.hooks[label]
+        assert all(one.seconds > 0 for bucket in own.buckets for one in bucket.rounds)
+        assert predict(profile, own, Link(rate=1e9)).seconds > own.step.seconds.median
 
 
-def _gathered(hook: HookTimes, ranks: int) -> int:
-    sends = [send for rounds in hook.sends(ranks) for sends in rounds for send in sends]
+def _gathered(found: Series, ranks: int) -> int:
+    sends = [send for rounds in found.sends("int8", ranks) for sends in rounds for send in sends]
     return sum(size for kind, size in sends if kind == "all-gather")

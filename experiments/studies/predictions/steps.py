@@ -16,11 +16,11 @@ from experiments.launch import Send, run_world
 from experiments.links.link import LinkSettings
 from experiments.machine import dilation
 from experiments.runs import RunSettings
-from experiments.simulate.measured import ComputeTimes
-from experiments.simulate.measuring import ComputeClock
 from experiments.specs import Spec
 from experiments.tasks import load_task
 from experiments.training.registration import register
+
+from .compute import ComputeClock, ComputeTimes
 
 _WARM_UP = 3  # turns that are not counted
 _TIMEOUT = 120.0  # seconds without a finished rate

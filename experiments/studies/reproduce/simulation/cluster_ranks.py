@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from commhooks.planning import Profile
 from experiments.cluster import Cluster, set_rate
 from experiments.launch import Send
 from experiments.links.link import LinkSettings
+from experiments.planning.profiling import Asked as ProfileAsked
+from experiments.planning.profiling import profile_step
+from experiments.planning.stepping import Stepper
 from experiments.runs import RunSettings
-from experiments.simulate.measured import ComputeTimes, HookTimes
-from experiments.simulate.measuring import Asked, ComputeClock, measure_hook
 from experiments.specs import Spec
 from experiments.tasks import LoadedTask, load_task
-from experiments.training.lockstep import own_gradients
-from experiments.training.registration import register
+from experiments.training.registration import register, wrap_in_ddp
+
+from ...predictions.compute import ComputeClock, ComputeTimes
 
 _PROBES = 9
 _LARGE = 1_000_000  # elements of fp32
@@ -37,7 +40,7 @@ class Work:
     steps: int
     bucket_cap_mb: float
     dilation: float  # seconds here for one second as reported
-    cores: int  # how many ranks time compression at once
+    cores: int  # how many ranks profile at once
     cluster: Cluster | None = None
 
 
@@ -45,7 +48,7 @@ class Work:
 class Unlimited:
     """What was measured while links had no limit, in seconds here."""
 
-    hooks: Mapping[str, HookTimes]  # on a core that no other rank uses
+    profile: Profile | None  # as one of the ranks, on a core that no other uses; None: on a rank that has none
     hop_seconds: float  # that a message of a few bytes takes
     seconds_per_byte: float  # that a rank sends
 
@@ -67,11 +70,11 @@ def run_steps(rank: int, ranks: int, work: Work, send: Send) -> None:
     task, alone = load_task(work.task), load_task(work.task)
     clock = ComputeClock(alone, work.bucket_cap_mb)
     clock.warm_up(alone.batch(0, rank, ranks))
-    clock.step(alone.batch(0, rank, ranks))
-    first = clock.take()
+    on_cores = range(min(ranks, work.cores))
+    group = dist.new_group(on_cores)
     for rate in work.rates:
         set_rate(work.cluster, rank, None)
-        unlimited = _unlimited(task, first, work, rank, ranks)
+        unlimited = _unlimited(work, group if rank in on_cores else None, rank, ranks)
         set_rate(work.cluster, rank, rate / work.dilation)
         for spec in work.hooks:
             seconds = _steps(task, clock, spec, rate, work)
@@ -82,16 +85,18 @@ def run_steps(rank: int, ranks: int, work: Work, send: Send) -> None:
     del clock  # a DDP must go before its process group does
 
 
-def _unlimited(task: LoadedTask, compute: ComputeTimes, work: Work, rank: int, ranks: int) -> Unlimited:
+def _unlimited(work: Work, group: dist.ProcessGroup | None, rank: int, ranks: int) -> Unlimited:
     small = _median_seconds(lambda: dist.all_reduce(torch.zeros(1)))
     large = _median_seconds(lambda: dist.all_reduce(torch.zeros(_LARGE)))
     sent = 2 * (ranks - 1) / ranks * 4 * _LARGE
-    hooks: dict[str, HookTimes] = {}
-    if rank < work.cores:  # among as many workers, in this process, as there are ranks
-        _, gradients = own_gradients(task, 0, ranks)
-        asked = Asked(task=work.task, hooks=work.hooks, workers=(ranks,))
-        hooks = {spec.label: measure_hook(spec, compute, gradients, asked) for spec in work.hooks}
-    return Unlimited(hooks, small / (2 * (ranks - 1)), max(0.0, large - small) / sent)
+    profile = None
+    if group is not None:
+        task = load_task(work.task)
+        step = Stepper(task, wrap_in_ddp(task.model, "core", work.bucket_cap_mb, group))
+        asked = ProfileAsked(task=work.task, hooks=work.hooks, link=LinkSettings(), steps=work.steps)
+        profile = profile_step(step, asked, as_ranks=ranks, group=group)
+        del step.ddp  # a DDP must go before its process group does
+    return Unlimited(profile, small / (2 * (ranks - 1)), max(0.0, large - small) / sent)
 
 
 def _steps(task: LoadedTask, clock: ComputeClock, spec: Spec, rate: float, work: Work) -> list[float]:

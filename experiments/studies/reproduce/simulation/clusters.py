@@ -1,13 +1,14 @@
 """Simulated step times beside measured ones, on clusters of network namespaces.
 
-For each number of hosts and each rate a world of ranks measures what its links carry without a limit and the
-compression of as many workers in one process, and then real steps under every hook, in turns with steps that send
-nothing. Of all this the model is given everything but the real steps: nothing is fitted to them. Hosts that share cores
-are slowed down together with their links, so that each has the processor of one core in the seconds that are reported.
+For each number of hosts and each rate a world of ranks measures what its links carry without a limit and a profile as
+one of as many ranks, and then real steps under every hook, in turns with steps that send nothing. Of all this the model
+is given everything but the real steps: nothing is fitted to them. Hosts that share cores are slowed down together with
+their links, so that each has the processor of one core in the seconds that are reported.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping
@@ -17,12 +18,14 @@ from typing import Any
 import numpy as np
 
 from commhooks.communicators.links import Link
-from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
+from commhooks.planning.predicting import Unlinked
+from commhooks.planning.step_time import Bucket, Stage, Step, StepTime
 from commhooks.units import seconds_in_words, three_digits
 from experiments.cluster import hosts_on
 from experiments.launch import run_world
 from experiments.links.link import LinkSettings, format_rate, parse_rate
 from experiments.machine import cores, dilation
+from experiments.planning.profiling import label_in_profile
 from experiments.report.words import percent
 from experiments.results.medians import milliseconds
 from experiments.specs import Spec
@@ -86,12 +89,20 @@ def _measure(settings: Settings, hosts: int, notes: Notes) -> list[dict[str, Any
 
 def _row(hosts: int, case: Case, dilation: float) -> dict[str, Any]:
     """Return a case with what the model is given for it, in the seconds that are reported."""
-    hook, compute = case.unlimited.hooks[case.hook], case.compute
-    step = Step(
+    profile, compute = case.unlimited.profile, case.compute
+    assert profile is not None, "rank 0 has one"
+    hook = profile.hooks[label_in_profile(case.hook)]
+    unlinked = Unlinked.of(profile, hook)  # timed on a core of its own
+    moments = (moment / dilation for moment in compute.ready)
+    step = dataclasses.replace(
+        unlinked.step,
         compute=compute.seconds / dilation,
         optimizer=compute.optimizer / dilation,
-        buckets=hook.buckets([moment / dilation for moment in compute.ready], hosts),  # timed on a core of its own
-        policy=hook.policy,
+        buckets=tuple(
+            dataclasses.replace(bucket, ready=moment)
+            for bucket, moment in zip(unlinked.step.buckets, moments, strict=True)
+        ),
+        cores=1,
     )
     link = Link(
         rate=case.rate,
@@ -104,12 +115,13 @@ def _row(hosts: int, case: Case, dilation: float) -> dict[str, Any]:
         "hook": case.hook,
         "steps": list(case.seconds),
         "step": asdict(step),
+        "unknown": unlinked.unknown,
         "link": {"latency": link.latency, "seconds_per_byte": link.seconds_per_byte},
     }
 
 
 def simulated(case: Mapping[str, Any]) -> StepTime:
-    """Return what the model says of a case."""
+    """Return what is predicted of a case; of an earlier one only the model's part, as it has no step without a link."""
     given = case["step"]
     buckets = tuple(
         Bucket(
@@ -119,7 +131,8 @@ def simulated(case: Mapping[str, Any]) -> StepTime:
         )
         for one in given["buckets"]
     )
-    return step_time(Step(**{**given, "buckets": buckets}), Link(rate=case["rate"], **case["link"]), case["hosts"])
+    unlinked = Unlinked(Step(**{**given, "buckets": buckets}), case["hosts"], case.get("unknown", 0.0))
+    return unlinked.over(Link(rate=case["rate"], **case["link"])).time
 
 
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
