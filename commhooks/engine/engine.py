@@ -207,7 +207,12 @@ class Engine:
 
     def agree(self, fingerprint: str, caller: str, device: torch.device) -> None:
         """Return once every rank has passed the same fingerprint, between the same two steps; see `Scheduler.agree`."""
-        self.scheduler_for(device).agree(self.lane, fingerprint, f"{caller} before step {self.step}")
+        caller = f"{caller} before step {self.step}"
+        try:
+            self.scheduler_for(device).agree(self.lane, fingerprint, caller)
+        except KeyboardInterrupt:  # the others may have agreed, and go on with what this rank does not have
+            self.stop(f"rank {self.line.rank}: {caller} was interrupted.")
+            raise
 
     def open(self, device: torch.device, refusal: Exception | None = None) -> None:
         """Connect to the other ranks now rather than at the first bucket; raise the refusal once they know of it."""

@@ -182,9 +182,9 @@ def _agreed(engine: Engine, loaded: Snapshot | CheckpointError) -> str:
         fingerprint = refusal_as_fingerprint(loaded)
     else:
         fingerprint = f"loaded state, step: {loaded.step}\nloaded state, digest: {loaded.digest()}"
-    if engine.scheduler is not None and engine.state.named():
+    if engine.scheduler is not None and (named := engine.state.named()):
         try:
-            engine.scheduler.agree(engine.lane, fingerprint, f"load_state_dict before step {engine.step}")
+            engine.agree(fingerprint, "load_state_dict", next(iter(named.values())).device)
         except AttachError as error:
             if not isinstance(loaded, CheckpointError):
                 raise CheckpointError(f"load_state_dict: nothing was loaded. {error}") from error
