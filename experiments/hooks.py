@@ -5,7 +5,7 @@ from __future__ import annotations
 import commhooks
 from commhooks.language.compressor import Compressor
 from commhooks.making import settings_of
-from commhooks.scheduling.policy import POLICIES
+from commhooks.scheduling.policy import POLICIES, PolicyName
 
 from .specs import Spec
 
@@ -15,15 +15,17 @@ def make_hook(spec: Spec, seed: int = 0) -> Compressor:
 
     Raises ValueError if there is no hook of this name, if it has no such setting, or if a value cannot work.
     """
-    policy = policy_of(spec)
-    if policy not in POLICIES:
-        raise ValueError(f"hook {spec.label!r}: policy must be one of {', '.join(POLICIES)} (got {policy})")
+    policy_of(spec)
     plain = spec.having(policy=None)
     return commhooks.make_compressor(
         str(plain.with_default("seed", seed) if "seed" in settings_of(spec.name) else plain)
     )
 
 
-def policy_of(spec: Spec) -> str:
-    """Return the order of collectives that this hook requests."""
-    return str(dict(spec.settings).get("policy", "fifo"))
+def policy_of(spec: Spec) -> PolicyName:
+    """Return the order of collectives that this hook requests; raise ValueError if there is none of this name."""
+    asked = dict(spec.settings).get("policy", "fifo")
+    for policy in POLICIES:
+        if policy == asked:
+            return policy
+    raise ValueError(f"hook {spec.label!r}: policy must be one of {', '.join(POLICIES)} (got {asked})")

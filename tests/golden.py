@@ -49,7 +49,7 @@ def digests_of_rank(rank: int, policy: str) -> dict[str, dict[str, Any]]:
     return {case.name: _train(rank, case.make(), policy) for case in cases}
 
 
-def _train(rank: int, compressor: Any, policy: str) -> dict[str, Any]:
+def _train(rank: int, compressor: Any, policy: Any) -> dict[str, Any]:
     import commhooks
     from tests.commhooks.models import Given, wrap
 

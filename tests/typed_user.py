@@ -29,4 +29,6 @@ def names_have_types(model: DistributedDataParallel, optimizer: torch.optim.Opti
 
 
 def mistakes_are_found(model: DistributedDataParallel) -> None:
+    commhooks.attach(model, "fp16", policy="fusd")  # type: ignore[arg-type]  # 'expected "Literal[\'fifo\', \'fused\']"'
+    commhooks.attach(model, "fp16", residuals="fp8")  # type: ignore[arg-type]  # 'expected "Literal[\'fp32\', ...'
     commhooks.atach(model, "fp16")  # type: ignore[attr-defined]  # 'Module has no attribute "atach"'

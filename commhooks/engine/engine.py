@@ -21,11 +21,12 @@ from commhooks.language.compressor import Compressor, Context, Exchange, begin_e
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import Line
+from commhooks.scheduling.policy import PolicyName
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.memory import MemoryReport, memory_report
-from commhooks.state.table import StateTable
+from commhooks.state.table import ResidualStorage, StateTable
 
 
 class Engine:
@@ -37,13 +38,13 @@ class Engine:
         line: Line,
         *,
         fingerprint: str = "",
-        residuals: str = "fp32",
+        residuals: ResidualStorage = "fp32",
         atomic: bool = False,
         may_be_unused: bool = False,
         by_parameter: bool = True,
         may_join: bool = True,
         loss_scale: LossScale | None = None,
-        policy: str | None = None,
+        policy: PolicyName | None = None,
         name: str = "",
     ) -> None:
         self.compressor = compressor

@@ -21,8 +21,9 @@ from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL
 from commhooks.language.place import Place
 from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
-from commhooks.state.table import StateTable
+from commhooks.state.table import ResidualStorage, StateTable
 from commhooks.unwrapping import find_ddp, left_out_parameters, trained_parameters
 
 
@@ -117,12 +118,12 @@ def attach(
     model: Module,
     compressor: Compressor | str,
     *,
-    policy: str = "fifo",
+    policy: PolicyName = "fifo",
     process_group: dist.ProcessGroup | None = None,
     wrap_communicator: WrapCommunicator | None = None,
     hook_timeout: float | None = None,
     scaler: Scaler | None = None,
-    residuals: str = "fp32",
+    residuals: ResidualStorage = "fp32",
     atomic: bool = False,
 ) -> Attachment:
     """Average the gradients of `model`, ddp_core's or PyTorch's DistributedDataParallel, with `compressor`.

@@ -18,7 +18,9 @@ from commhooks.hooks.sockets import group_or_default
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
+from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
+from commhooks.state.table import ResidualStorage
 from commhooks.tensors import is_dense
 
 
@@ -92,10 +94,10 @@ class Exchanger(Handle):
         compressor: Compressor | str,
         *,
         process_group: dist.ProcessGroup | None = None,
-        policy: str | None = None,
+        policy: PolicyName | None = None,
         hook_timeout: float | None = None,
         scaler: Scaler | None = None,
-        residuals: str = "fp32",
+        residuals: ResidualStorage = "fp32",
         atomic: bool = False,
         line: Line | None = None,
         name: str = "",

@@ -24,9 +24,10 @@ from commhooks.hooks.sockets import deliver, group_or_default
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import LossScale, Scaler
 from commhooks.state.snapshot import LoadRules, Snapshot
-from commhooks.state.table import StateTable
+from commhooks.state.table import ResidualStorage, StateTable
 from commhooks.unwrapping import plain_name, unwrapped
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 
@@ -77,9 +78,9 @@ class PowerSGDState(Handle):
         matrices: MatrixRule = "first-dimension",
         skip: tuple[str, ...] = (),
         wire: torch.dtype | None = None,
-        policy: str = "fifo",
+        policy: PolicyName = "fifo",
         hook_timeout: float | None = None,
-        residuals: str = "fp32",
+        residuals: ResidualStorage = "fp32",
         atomic: bool = False,
     ) -> None:
         self.process_group = process_group

@@ -15,19 +15,21 @@ from commhooks.hooks.attach import Attachment, attach
 from commhooks.hooks.handle import check_run_settings
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.making import make_compressor
+from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.snapshot import LoadOptions, LoadRules
+from commhooks.state.table import ResidualStorage
 
 
 class AttachOptions(TypedDict, total=False):
     """The arguments of `attach` that integrations pass on."""
 
-    policy: str
+    policy: PolicyName
     process_group: dist.ProcessGroup | None
     wrap_communicator: WrapCommunicator | None
     hook_timeout: float | None
     scaler: Scaler | None
-    residuals: str
+    residuals: ResidualStorage
     atomic: bool
 
 

@@ -24,7 +24,9 @@ from commhooks.hooks.attach import Attachment, attach
 from commhooks.hooks.facts import searches_for_unused
 from commhooks.integrations.common import require
 from commhooks.language.compressor import Compressor
+from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
+from commhooks.state.table import ResidualStorage
 from commhooks.unwrapping import find_ddp
 
 require("torchft-nightly", at_least="2026.10", extra="torchft")
@@ -41,10 +43,10 @@ def compress(
     manager: Manager,
     *,
     optimizers: Iterable[object],
-    policy: str = "fifo",
+    policy: PolicyName = "fifo",
     hook_timeout: float | None = None,
     scaler: Scaler | None = None,
-    residuals: str = "fp32",
+    residuals: ResidualStorage = "fp32",
 ) -> Attachment:
     """Average the gradients of `model` over the replicas of `manager`, with a compressor that only sums.
 

@@ -10,7 +10,7 @@ from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.language.spelling import Spelling, parse
 from commhooks.making import make_compressor
-from commhooks.scheduling.policy import POLICIES
+from commhooks.scheduling.policy import POLICIES, PolicyName
 from commhooks.wrappers.hierarchical import is_hierarchical
 
 NOOP, ALL_REDUCE = "noop", "allreduce"
@@ -24,7 +24,7 @@ class Candidate:
     hook: str
     """As it is written: 'powersgd:rank=4'."""
     compressor: Compressor
-    policy: str = "fifo"
+    policy: PolicyName = "fifo"
     label: str = ""
     """What it is called in tables; empty: `hook`, with the policy among its settings if that is not "fifo"."""
 
@@ -42,7 +42,7 @@ class Candidate:
             object.__setattr__(self, "label", str(parse(self.hook).having(policy=policy)))
 
 
-def named(name: str, *, policy: str = "fifo", label: str = "", **settings: Any) -> Candidate:
+def named(name: str, *, policy: PolicyName = "fifo", label: str = "", **settings: Any) -> Candidate:
     """Return the candidate of a name that `make_compressor` knows, with its settings."""
     written = str(Spelling(name, tuple(settings.items())))
     return Candidate(written, make_compressor(written), policy, label)

@@ -16,10 +16,11 @@ from commhooks.language.compressor import Compressor
 from commhooks.planning.pretending import PretendingCommunicator
 from commhooks.planning.profile import Sends
 from commhooks.scheduling.lockstep import LockstepLine
+from commhooks.scheduling.policy import PolicyName
 
 
 def rounds_of(
-    compressor: Compressor, gradients: Mapping[str, Tensor], ranks: int, policy: str = "fifo"
+    compressor: Compressor, gradients: Mapping[str, Tensor], ranks: int, policy: PolicyName = "fifo"
 ) -> tuple[Sends, ...]:
     """Return what one of so many ranks sends in each round for a bucket of these gradients, which are overwritten.
 

@@ -22,7 +22,7 @@ from commhooks.planning.phases import Phases, PhaseWatch
 from commhooks.planning.place import free_cores, places_of
 from commhooks.planning.pretending import Pretend
 from commhooks.planning.segments import Segments, Watched
-from commhooks.scheduling.policy import POLICIES
+from commhooks.scheduling.policy import POLICIES, PolicyName
 
 PLAIN = "plain"
 """The label of steps under the DDP's own all-reduce."""
@@ -122,7 +122,7 @@ class Turns:
         self.records[PLAIN] += [self._take_plain() for _ in range(steps)]
         self._kept.restore()
 
-    def _hooked_turns(self, policy: str, own: Sequence[Candidate], steps: int, until: float | None) -> None:
+    def _hooked_turns(self, policy: PolicyName, own: Sequence[Candidate], steps: int, until: float | None) -> None:
         """Let every hook of a policy have its turn: attaching costs more than to replace one hook by another."""
         segments = Segments(time.thread_time if self.cores == 1 else time.perf_counter)
         watched = {one.label: Watched(inner=one.compressor, segments=segments) for one in own}

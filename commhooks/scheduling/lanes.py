@@ -20,7 +20,7 @@ from commhooks.communicators import Collective, Communicator, Pending, Recording
 from commhooks.communicators.collective import Traffic
 from commhooks.errors import CollectiveError, CommHooksError
 from commhooks.scheduling.ledger import Ledger
-from commhooks.scheduling.policy import POLICIES, Finish, Policy, Wait
+from commhooks.scheduling.policy import POLICIES, Finish, Policy, PolicyName, Wait
 from commhooks.scheduling.task import BucketTask
 
 _HEADER_BYTES = 32
@@ -32,7 +32,7 @@ _MAGIC = 0x636F6D6D686F6F6B
 class Lane:
     """One engine's place on a line."""
 
-    def __init__(self, number: int = 0, name: str = "", policy: str = "fifo") -> None:
+    def __init__(self, number: int = 0, name: str = "", policy: PolicyName = "fifo") -> None:
         self.number = number
         self.name = name
         self.ledger = Ledger()

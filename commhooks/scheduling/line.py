@@ -13,6 +13,7 @@ from commhooks.communicators.connection import Address, Agreements, WrapCommunic
 from commhooks.communicators.parent_group import backend_of, warn_of_bypass
 from commhooks.scheduling.inline import InlineScheduler, SideStream
 from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.policy import PolicyName
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.worker import Worker
 
@@ -28,7 +29,7 @@ class Line(Protocol):
     """The number of this rank."""
     world_size: int
     """The number of ranks."""
-    policy: str
+    policy: PolicyName
     """The name of the order of collectives, in lanes that choose none."""
 
     def carries_groups(self, device: torch.device) -> bool:
@@ -61,7 +62,7 @@ class ProcessGroupLine:
         process_group: dist.ProcessGroup,
         *,
         label: str = "attached",
-        policy: str = "fifo",
+        policy: PolicyName = "fifo",
         wrap_communicator: WrapCommunicator | None = None,
         hook_timeout: float | None = None,
         may_bypass: bool = False,

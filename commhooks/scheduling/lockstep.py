@@ -10,7 +10,7 @@ import torch
 from commhooks.communicators import Communicator, LockstepGroup, Pending
 from commhooks.errors import AttachError
 from commhooks.scheduling.lanes import Lane
-from commhooks.scheduling.policy import POLICIES
+from commhooks.scheduling.policy import POLICIES, PolicyName
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
 
@@ -21,7 +21,7 @@ class LockstepLine(Scheduler):
     Tasks run on demand: `run_in_turns` gives all workers' lines their turns until none has anything to do.
     """
 
-    def __init__(self, communicator: Communicator, policy: str = "fifo") -> None:
+    def __init__(self, communicator: Communicator, policy: PolicyName = "fifo") -> None:
         super().__init__(communicator.rank, _is_done)
         self.world_size = communicator.world_size
         self.policy = policy
@@ -78,7 +78,7 @@ class LockstepLine(Scheduler):
             raise failure from error
 
 
-def lockstep_lines(world_size: int, policy: str = "fifo") -> list[LockstepLine]:
+def lockstep_lines(world_size: int, policy: PolicyName = "fifo") -> list[LockstepLine]:
     """Return one line for each of `world_size` workers in this process."""
     if policy not in POLICIES:
         raise AttachError(f"policy={policy!r}: policy must be one of {', '.join(POLICIES)}.")

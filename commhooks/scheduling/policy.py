@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from commhooks.scheduling.packing import Packer
 from commhooks.scheduling.task import BucketTask
 from commhooks.tensors import all_finite
 
+PolicyName = Literal["fifo", "fused"]
+"""Bucket by bucket, or a whole step at once."""
 Wait = Callable[[Pending], bool]
 """Waits for a collective for a short time, and returns whether it is done."""
 Finish = Callable[[BucketTask], None]
@@ -295,5 +297,5 @@ class Fused(Policy):
         self.touching = None
 
 
-POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "fused": Fused}
+POLICIES: dict[PolicyName, type[Policy]] = {"fifo": Fifo, "fused": Fused}
 """Orders of collectives, by the name that `attach` takes."""

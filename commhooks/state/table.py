@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from commhooks.language.entries import CHOICE, RESIDUAL, Declared, Entry, Parame
 from commhooks.streams import keep_until_read, wait_for_copies
 from commhooks.tensors import computing_dtype, is_dense
 
-RESIDUAL_STORAGES = ("fp32", "bf16", "host")
+ResidualStorage = Literal["fp32", "bf16", "host"]
 """Where per-rank state is kept: in at least fp32, in bf16, or in the host's memory."""
+RESIDUAL_STORAGES: tuple[ResidualStorage, ...] = get_args(ResidualStorage)
 
 Entries = dict[str, dict[str, Tensor]]
 """The entries of each parameter, by its name."""
@@ -48,7 +50,7 @@ class StateTable:
     copied into it.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, storage: str = "fp32") -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1, storage: ResidualStorage = "fp32") -> None:
         if storage not in RESIDUAL_STORAGES:
             raise SettingsError(f"residuals={storage!r}: residuals must be one of {', '.join(RESIDUAL_STORAGES)}.")
         self.rank = rank

@@ -12,7 +12,7 @@ from torch import nn
 import commhooks
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.planning.candidates import Candidate
-from commhooks.scheduling.policy import POLICIES
+from commhooks.scheduling.policy import POLICIES, PolicyName
 
 from ..tasks import LoadedTask
 
@@ -67,7 +67,7 @@ def measure_steps(
 def _turn(
     step: Stepper,
     candidates: Sequence[Candidate],
-    policy: str,
+    policy: PolicyName,
     wrap: WrapCommunicator | None,
     found: Mapping[str, list[float]],
 ) -> None:

@@ -87,7 +87,7 @@ def memory_of(hooks: Attachment | PowerSGDState) -> dict[str, Any]:
     return {name: state[name] for name in ("step", "grad_scale", "replicated", "local")}
 
 
-def begin(kind: str, what: str | Compressor, policy: str = "fifo", *, bias: bool = True) -> Run:
+def begin(kind: str, what: str | Compressor, policy: Any = "fifo", *, bias: bool = True) -> Run:
     ddp = wrap(kind, network(bias=bias), bucket_cap_mb=0.004)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     if what != HOOK:

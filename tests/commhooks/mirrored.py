@@ -54,7 +54,7 @@ class Mirrored:
         self,
         kind: str,
         compressor: Compressor,
-        policy: str,
+        policy: Any,
         world_size: int = 2,
         dtype: torch.dtype = torch.float32,
         model: nn.Module | None = None,

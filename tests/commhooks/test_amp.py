@@ -63,7 +63,7 @@ def scaled(kind: str, *, growth_interval: int = 4, init_scale: float = 1024.0) -
     ],
 )
 def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
-    rank: int, kind: str, policy: str, atomic: bool, seeds: int
+    rank: int, kind: str, policy: Any, atomic: bool, seeds: int
 ) -> list[list[float]]:
     """Put an inf or a NaN into one rank's gradient at random steps; return the scales by step, for each seed.
 

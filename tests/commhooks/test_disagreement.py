@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import ErrorFeedback, PerParameter, PowerSGD, SettingsError, TopK, make_compressor
 from commhooks.communicators.disagreement import describe, refusal_as_fingerprint
+from commhooks.scheduling.policy import PolicyName
 from tests import bounds
 from tests.commhooks.inline_on_cpu import as_on_nccl
 from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, largest_error
@@ -69,7 +70,7 @@ def with_data(parameter: Tensor, data: Tensor) -> Iterator[None]:
 
 ODD = 1
 """The rank that differs, in what rank 0 and the others have."""
-ATTACHED: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
+ATTACHED: dict[str, tuple[tuple[str, PolicyName], tuple[str, PolicyName]]] = {
     "compressor": (("fp16", "fifo"), ("bf16", "fifo")),
     "rank": (("rank 1", "fifo"), ("rank 2", "fifo")),
     "seed": (("rank 1", "fused"), ("rank 1, seed 1", "fused")),

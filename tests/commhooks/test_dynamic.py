@@ -64,7 +64,7 @@ def _own(hooks: Attachment | PowerSGDState, rank: int, number: int) -> dict[str,
     return kept
 
 
-def _hooked(kind: str, how: str, case: str, **settings: Any) -> tuple[nn.Module, Attachment | PowerSGDState]:
+def _hooked(kind: str, how: Any, case: str, **settings: Any) -> tuple[nn.Module, Attachment | PowerSGDState]:
     model = wrap(kind, Branches(), **(BRANCHES | settings))
     if how != "hook":
         return model, commhooks.attach(model, BY_NAME[case].make(), policy=how)
@@ -154,7 +154,7 @@ def test_a_rank_that_has_joined_takes_part_with_zeros_and_keeps_what_it_owes(
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 @pytest.mark.parametrize("matrices", ["first-dimension", "whole-bucket"])
 def test_a_step_that_is_undone_leaves_a_rank_that_has_joined_what_it_owes(
-    rank: int, kind: str, policy: str, matrices: Any
+    rank: int, kind: str, policy: Any, matrices: Any
 ) -> None:
     """Let rank 0 join, then put an inf into a run with atomic steps: no state changes any more."""
     model = wrap(kind, Branches(), **BRANCHES)

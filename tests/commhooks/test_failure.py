@@ -84,7 +84,7 @@ class Told:
     seconds: float = 0.0
 
 
-def fail(rank: int, kind: str, policy: str, compressor: Failing, hook_timeout: float | None = None) -> Told:
+def fail(rank: int, kind: str, policy: Any, compressor: Failing, hook_timeout: float | None = None) -> Told:
     """Train until it fails."""
     model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
     commhooks.attach(model, compressor, policy=policy, hook_timeout=hook_timeout)
@@ -127,7 +127,7 @@ def test_a_compressor_that_fails_on_one_rank_is_named_on_every_rank(rank: int, k
             assert told.error == ("CompressorError" if rank == 1 else "CollectiveError"), (how, rounds)
 
 
-def killed_at_any_time(rank: int, kind: str, policy: str, delay_seconds: float) -> Told:
+def killed_at_any_time(rank: int, kind: str, policy: Any, delay_seconds: float) -> Told:
     """Train until a separate thread kills rank 1, this long after the second step."""
     model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
     commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2), policy=policy)

@@ -120,7 +120,7 @@ def device() -> Iterator[torch.device]:
     [*((case, "fp32") for case in CASES), *((BY_NAME[name], other) for name in FORMS for other in ("bf16", "host"))],
     ids=str,
 )
-def test_a_step_on_a_gpu_asks_for_no_value(case: Case, storage: str, device: torch.device) -> None:
+def test_a_step_on_a_gpu_asks_for_no_value(case: Case, storage: Any, device: torch.device) -> None:
     compressor = case.make()
     parameters = [torch.empty(shape, device=device) for shape in SHAPES]
     memory = torch.empty(sum(parameter.numel() for parameter in parameters), device=device)

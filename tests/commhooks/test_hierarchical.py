@@ -360,7 +360,7 @@ class _Countdown:
         return (yield asked)
 
 
-def killed(rank: int, kind: str, policy: str, dies_in: int, number: int) -> tuple[float, str]:
+def killed(rank: int, kind: str, policy: Any, dies_in: int, number: int) -> tuple[float, str]:
     """Train until rank 3 is killed; return after how many seconds the step raised, and what."""
     shapes = [(40, 40)] * 6
     model = wrap(kind, Given(*shapes), bucket_cap_mb=0.01)

@@ -9,6 +9,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ class Told:
 class Harness:
     """One rank's inline scheduler, and a task for it to run."""
 
-    def __init__(self, policy: str, limit: float | None, *, keeps_up: bool = False) -> None:
+    def __init__(self, policy: Any, limit: float | None, *, keeps_up: bool = False) -> None:
         self.stream, self.board = HostStream(keeps_up=keeps_up), Told()
         communicator = LockstepGroup(1).communicators()[0]
         self.scheduler = InlineScheduler(communicator, _agree, self.stream, limit, self.board)

@@ -414,7 +414,7 @@ def test_a_framework_that_is_missing_or_too_old_is_named_with_the_command_that_i
 
 def test_compression_refuses_early() -> None:
     with pytest.raises(SettingsError, match="policy must be one of"):
-        common.Compression("CompressGradients", "powersgd", policy="lifo")
+        common.Compression("CompressGradients", "powersgd", policy="lifo")  # type: ignore[arg-type]  # '"Literal['lifo']"'
     misplaced: Any = {"rank": 2}
     with pytest.raises(SettingsError, match="unknown argument rank; settings of a compressor go to the compressor"):
         common.Compression("CompressGradients", "powersgd", **misplaced)

@@ -351,7 +351,7 @@ def test_state_that_nobody_declared_is_named(policy: str, writes: bool) -> None:
 
 @on_ranks(2, check_exit=False)
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
-def test_in_training_undeclared_state_is_named_on_every_rank(rank: int, policy: str) -> None:
+def test_in_training_undeclared_state_is_named_on_every_rank(rank: int, policy: Any) -> None:
     model = wrap("core", torch.nn.Linear(8, 4, bias=False))
     commhooks.attach(model, ReadsWhatItDoesNotDeclare(), policy=policy)
     with pytest.raises(Exception, match="rank .*parameter 'weight' has no state 'x': no compressor has declared it"):

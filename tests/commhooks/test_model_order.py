@@ -81,7 +81,8 @@ def seconds_of_the_policy(step: Step, link: Link) -> float:
         return False
 
     done: list[BucketTask] = []
-    policy = POLICIES[step.policy](CountedLink(clock, link), wait, done.append)
+    (make_policy,) = (each for name, each in POLICIES.items() if name == step.policy)
+    policy = make_policy(CountedLink(clock, link), wait, done.append)
     while len(done) < len(step.buckets):
         while left and left[0].ready <= clock.now:
             bucket = left.popleft()

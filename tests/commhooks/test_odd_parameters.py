@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_a_model_of_odd_parameters_trains_with_every_case(
             assert trains or not case.sends_small, case.name
 
 
-def train(rank: int, kind: str, policy: str, dtype: torch.dtype, case: Case) -> list[float]:
+def train(rank: int, kind: str, policy: Any, dtype: torch.dtype, case: Case) -> list[float]:
     torch.manual_seed(0)
     module, alone = Odd(dtype), Odd(dtype)
     model = wrap(kind, module, find_unused_parameters=True, bucket_cap_mb=0.002)
@@ -180,7 +181,7 @@ class Sharing(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 @pytest.mark.parametrize("kind", ["core", "torch"])
-def test_nothing_is_written_into_a_sparse_gradient_that_shares_its_values(rank: int, kind: str, policy: str) -> None:
+def test_nothing_is_written_into_a_sparse_gradient_that_shares_its_values(rank: int, kind: str, policy: Any) -> None:
     """PyTorch's own DDP divides it in place, with a hook and without: there, and here, 16 came out on its DDP."""
     module = Sharing()
     model = wrap(kind, module, bucket_cap_mb=1e-5)

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def test_replacing_is_given_up_when_a_peer_does_not_come_within_hook_timeout() -
 @on_ranks(2, check_exit=False, timeout=20.0)
 @both_ddps
 @both_policies
-def test_replacing_on_one_rank_only_is_named_on_every_rank_at_once(rank: int, kind: str, policy: str) -> None:
+def test_replacing_on_one_rank_only_is_named_on_every_rank_at_once(rank: int, kind: str, policy: Any) -> None:
     model = given(kind)
     attachment = commhooks.attach(model, "top-k", policy=policy)
     gradients = normal(zeros(*SHAPES), 2, seed=0)[rank]

@@ -38,11 +38,11 @@ Plug = Callable[[nn.Module, str], Any]
 """Let a hook work for a model under a policy; return what tells its statistics."""
 
 
-def attached(model: nn.Module, policy: str, **settings: Any) -> Any:
+def attached(model: nn.Module, policy: Any, **settings: Any) -> Any:
     return commhooks.attach(model, commhooks.make_compressor(**settings), policy=policy)
 
 
-def registered(model: nn.Module, policy: str, hook: Any, **settings: Any) -> Any:
+def registered(model: nn.Module, policy: Any, hook: Any, **settings: Any) -> Any:
     state = commhooks.PowerSGDState(None, start_powerSGD_iter=2, policy=policy, **settings)
     model.register_comm_hook(state, hook)  # type: ignore[operator]
     return state

@@ -52,7 +52,7 @@ class Scripted(Compressor):
         self.noted[context.rank, context.step, bucket.index] = yield from self.script(bucket, context)
 
 
-def over_gloo(rank: int, script: Script, policy: str, steps: int) -> list[Any]:
+def over_gloo(rank: int, script: Script, policy: Any, steps: int) -> list[Any]:
     """Run a script over Gloo, in one bucket; return what it returned in each step."""
     scripted = Scripted(script=script)
     model = wrap("core", Given((4,), (6,)))
@@ -357,7 +357,7 @@ def test_what_cannot_be_asked_for_is_an_error_that_names_rank_and_bucket(script:
 
 @on_ranks(3)
 @both_policies
-def test_what_cannot_be_carried_over_gloo_is_an_error_that_names_rank_and_bucket(rank: int, policy: str) -> None:
+def test_what_cannot_be_carried_over_gloo_is_an_error_that_names_rank_and_bucket(rank: int, policy: Any) -> None:
     """In the second of two buckets, into which they are cut after the first step."""
     for script in (of_machines_that_are_not_whole, too_few_rows):
         model = wrap("core", Given((40, 40), (40, 40)), bucket_cap_mb=0.005)

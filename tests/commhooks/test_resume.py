@@ -27,7 +27,7 @@ SMALL_BUCKETS = 0.004
 
 def begin(
     kind: str,
-    policy: str,
+    policy: Any,
     compressor: Compressor,
     bucket_cap_mb: float = SMALL_BUCKETS,
     dtype: torch.dtype = torch.float32,

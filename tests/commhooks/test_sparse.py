@@ -64,7 +64,7 @@ class Tables(nn.ModuleList):
 @on_ranks(2)
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 @pytest.mark.parametrize("kind", ["core", "torch"])
-def test_many_sparse_gradients_are_averaged_in_one_step(rank: int, kind: str, policy: str) -> None:
+def test_many_sparse_gradients_are_averaged_in_one_step(rank: int, kind: str, policy: Any) -> None:
     """Over one group of two threads, so many sums at a time corrupt the heap of PyTorch 2.13 in seconds."""
     module = Tables()
     model = wrap(kind, module)

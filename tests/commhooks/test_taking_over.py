@@ -277,7 +277,7 @@ def replace(ran: Sequence[commhooks.Exchanger], compressor: Compressor) -> None:
             one._made_engine().replace(compressor, CPU)
 
 
-def exchangers(tensors: dict[str, Tensor], compressor: Compressor, policy: str) -> list[commhooks.Exchanger]:
+def exchangers(tensors: dict[str, Tensor], compressor: Compressor, policy: Any) -> list[commhooks.Exchanger]:
     lines = commhooks.lockstep_lines(4, policy)
     return [commhooks.Exchanger(tensors, compressor, line=line) for line in lines]
 

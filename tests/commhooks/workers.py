@@ -69,8 +69,8 @@ class Workers:
         parameters: Sequence[Tensor],
         names: Sequence[str] | None = None,
         buckets: int = 1,
-        policy: str = "fifo",
-        storage: str = "fp32",
+        policy: Any = "fifo",
+        storage: Any = "fp32",
         apart: bool = False,
         **settings: Any,
     ) -> None:

@@ -128,10 +128,11 @@ def refuses(rank: int, folder: str) -> dict[str, str]:
     dense = trainer_of(f"{folder}/without", max_steps=2, save_steps=2)
     dense.train()
     callback = CompressGradients("powersgd")
+    wrong: Any = {"policy": "lifo"}
     told = {
         "no trainer": raised(lambda: callback.add_to(dense.model)),
         "callbacks=": raised(lambda: Trainer(model=dense.model, args=dense.args, callbacks=[callback])),
-        "no such policy": raised(lambda: CompressGradients("powersgd", policy="lifo")),
+        "no such policy": raised(lambda: CompressGradients("powersgd", **wrong)),
         "two callbacks": raised(lambda: CompressGradients("powersgd").add_to(begun("twice"))),
         "saved without": raised(lambda: begun("without", max_steps=4).train(resume_from_checkpoint=True)),
     }

@@ -81,7 +81,7 @@ def _given(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return wrap(kind, Given(*SHAPES).to("cuda", dtype), bucket_cap_mb=0.004)
 
 
-def _distances_to_lockstep(rank: int, kind: str, policy: str) -> dict[str, float]:
+def _distances_to_lockstep(rank: int, kind: str, policy: Any) -> dict[str, float]:
     """Return the largest distance of each case's means from those of the lockstep on the CPU, in float64.
 
     Relative to the largest element of any rank's gradients.
@@ -106,7 +106,7 @@ def _distances_to_lockstep(rank: int, kind: str, policy: str) -> dict[str, float
     return worst
 
 
-def _there_and_back(rank: int, residuals: str) -> None:
+def _there_and_back(rank: int, residuals: Any) -> None:
     """Save on a GPU, load on the CPU, save there, and load on a GPU: the state is the same."""
     first = commhooks.attach(model := _given("core"), "powersgd", residuals=residuals)
     for step in range(3):
@@ -144,9 +144,10 @@ def _synchronises_nowhere(rank: int, kind: str, guarded: bool) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _with_other_residuals(rank: int, policy: str, residuals: str) -> float:
+def _with_other_residuals(rank: int, policy: Any, residuals: Any) -> float:
     """Train with residuals in fp32 and with others, in turns; return the largest relative distance of the means."""
-    models = {storage: _given("core") for storage in ("fp32", residuals)}
+    storages: list[Any] = ["fp32", residuals]
+    models = {storage: _given("core") for storage in storages}
     hooks = {
         storage: commhooks.attach(model, "powersgd", policy=policy, residuals=storage, atomic=True,
                                   wrap_communicator=late)
@@ -168,7 +169,7 @@ def _with_other_residuals(rank: int, policy: str, residuals: str) -> float:
     return worst
 
 
-def _takes_too_long(rank: int, policy: str) -> str:
+def _takes_too_long(rank: int, policy: Any) -> str:
     model = _given("core")
     gradients = [gradient.cuda() for gradient in normal(zeros(*SHAPES), 1, seed=0)[0]]
     commhooks.attach(model, "powersgd", policy=policy, hook_timeout=0.5, wrap_communicator=very_late)

@@ -5,6 +5,8 @@ tests/commhooks/test_streams.py has what can be made up of this without a device
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ DEVICE = "cuda"
 class Run:
     """One worker with one matrix on a GPU; every step begins late."""
 
-    def __init__(self, storage: str) -> None:
+    def __init__(self, storage: Any) -> None:
         self.gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         self.memory = torch.empty(self.gradient.numel(), device=DEVICE)
         self.compressor = make_compressor("powersgd", rank=2)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def train_and_end_what_is_stopped(rank: int, kind: str, policy: str, fault: Faul
 def train(
     rank: int,
     kind: str,
-    policy: str,
+    policy: Any,
     fault: Fault,
     hook_timeout: float | None = None,
     cluster: Cluster | None = None,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.scheduling.policy import PolicyName
 from experiments.hooks import make_hook
 from experiments.launch import Send
 from experiments.report.words import seconds_in_words
@@ -33,7 +34,7 @@ HOOKS = ("all-reduce", "powersgd:rank=4")
 BUCKETS = 40
 ROWS, COLUMNS = 1088, 1024  # of the matrix in each bucket; a vector of as many elements as it has rows comes with it
 BUCKET_MIB = 4.25
-POLICIES = {"fifo": "fifo", "fused": "fused", "again": "fifo"}
+POLICIES: dict[str, PolicyName] = {"fifo": "fifo", "fused": "fused", "again": "fifo"}
 
 
 def measure(quick: bool, tell: Tell) -> list[Row]:
