@@ -5,9 +5,6 @@ A name is imported when it is first used. Only what saved hooks hold is imported
 
 from typing import TYPE_CHECKING
 
-# `torch.load` takes a saved hook only from a module that was imported, and who loads one may name nothing else of us.
-from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-
 if TYPE_CHECKING:
     from commhooks import codecs as codecs
     from commhooks import communicators as communicators
@@ -63,6 +60,7 @@ if TYPE_CHECKING:
         quantization_pertensor_hook,
     )
     from commhooks.hooks.exchanger import Averaging, Exchanger, average_in_lockstep
+    from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
     from commhooks.hooks.sockets import hook_statistics
     from commhooks.language.compressor import Compressor
     from commhooks.making import make_compressor

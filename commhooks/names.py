@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 _PLACES = {
@@ -27,6 +28,7 @@ _PLACES = {
         "quantization_perchannel_hook quantization_pertensor_hook"
     ),
     "hooks.exchanger": "Averaging Exchanger average_in_lockstep",
+    "hooks.powersgd": "PowerSGDState batched_powerSGD_hook powerSGD_hook",
     "hooks.sockets": "hook_statistics",
     "language.compressor": "Compressor",
     "making": "make_compressor",
@@ -85,3 +87,9 @@ def resolved(name: str) -> Any:
 def listed() -> list[str]:
     """Return what `dir(commhooks)` shows: its names and rooms, without those that have moved."""
     return sorted({*vars(sys.modules["commhooks"]), *_MODULE_OF, *_MOVED})
+
+
+# `torch.load` takes a saved hook only from a module that was imported, and who loads one may name nothing else of us.
+# The command `commhooks` loads none before it imports somebody's task, and its help should not wait for torch.
+if Path(*sys.argv[:1]).stem != "commhooks":
+    importlib.import_module("commhooks.hooks.powersgd")

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import commhooks.hooks.powersgd  # noqa: F401  # "imported but unused": a user's module may `torch.load` a saved hook
+
 
 def import_module(where: str, what: str) -> ModuleType:
     """Import a module by name, or from a file; the current folder is searched first, as by `python -m`.

@@ -117,9 +117,7 @@ def test_a_mistake_ends_in_words_with_2(line: str, tmp_path: Path, monkeypatch: 
 )
 def test_help_the_version_and_typos_import_neither_torch_nor_numpy_nor_scipy(line: str) -> None:
     script = (
-        "import sys, types\nstub = sys.modules['commhooks'] = types.ModuleType('commhooks')\n"
-        "stub.__path__, stub.__version__ = ['commhooks'], '0'\n"
-        "from experiments.commands.front import main\n"
+        "import sys\nsys.argv[0] = '/usr/bin/commhooks'\nfrom experiments.commands.front import main\n"
         "try:\n    main()\nexcept SystemExit:\n    print({'torch', 'numpy', 'scipy'} & sys.modules.keys())\n"
     )
     command = [sys.executable, "-c", script, *shlex.split(line)]
