@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
@@ -38,6 +38,7 @@ _GRACE_SECONDS = 1.0  # for the other ranks' tracebacks, after the first failure
 _TERMINATE_SECONDS = 2.0
 _CHAPTER = re.compile(r"rank \d+ (failed|died):")
 _TIMEOUT_SECONDS = 120.0  # without a message
+_WIND_UP_SECONDS = 10.0  # without a message, for ranks that were told to end
 _EXIT_SECONDS = 30.0  # for a rank that has sent its last message, on a very busy machine
 
 
@@ -94,6 +95,7 @@ def run_world(
     timeout: float,
     cluster: Cluster | None = None,
     ranks_per_host: int = 1,
+    on_interrupt: Callable[[], bool] = lambda: False,
 ) -> None:
     """Call `function(rank, ranks, argument, send)` in new processes with a Gloo group, and pass on what they send.
 
@@ -108,6 +110,8 @@ def run_world(
         cluster: The ranks run on its hosts, from the first one on, where the group's store is too; None: beside this
             process.
         ranks_per_host: How many ranks share a host of the cluster, and its link.
+        on_interrupt: Called at Ctrl-C; returns whether it has told the ranks to end by themselves. They have time until
+            a second Ctrl-C, or ten seconds without a message; otherwise they are ended at once.
 
     Raises:
         ValueError: The cluster has too few hosts.
@@ -147,7 +151,13 @@ def run_world(
                 process.start()
             sending.close()
             world[receiving] = (rank, process)
-        _listen(world, on_message, timeout)
+        try:
+            _listen(world, on_message, timeout)
+        except KeyboardInterrupt:
+            if on_interrupt():
+                with suppress(Exception):  # a message that was cut in half can raise anything
+                    _listen(world, on_message, _WIND_UP_SECONDS)
+            raise
         for _, process in world.values():
             process.join(_EXIT_SECONDS)
         _check_exit_codes(world)

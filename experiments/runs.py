@@ -95,6 +95,11 @@ class RunSettings:
         return f"{self.task.label} · {self.hook.label} · seed {self.seed}"
 
     @property
+    def states_seconds(self) -> bool:
+        """Whether the compute of a step is stated in seconds, so that what it takes here must be measured first."""
+        return self.compute is not None and Compute.parse(self.compute).seconds is not None
+
+    @property
     def scene(self) -> RunSettings:
         """The same settings without a hook: runs of one scene take turns, so that their times can be compared.
 

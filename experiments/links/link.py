@@ -171,10 +171,15 @@ class Wire:
         self._paused_at: float | None = None
         self._free_at = -math.inf
 
-    def start_clock(self) -> None:
-        """Begin the run to which the link's schedule refers; without this call, the first transfer begins it."""
+    def start_clock(self, elapsed: float = 0.0) -> None:
+        """Begin the run to which the link's schedule refers; without this call, the first transfer begins it.
+
+        Args:
+            elapsed: Seconds that the run lasted already, in other processes.
+
+        """
         with self._lock:
-            self._began = self.clock()
+            self._began = self.clock() - elapsed
 
     def pause(self) -> None:
         """Stop the run's clock until `resume`: other runs take their turns."""

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import functools
+import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
+from commhooks.checkpoints.folder import newest
+
 from ..cluster import check_rates, follow, hosts_on
 from ..launch import WorldError, run_in_torchrun, run_world, torchrun_world
 from ..links.link import LinkSettings
 from ..results.goals import GoingOn
-from ..runs import Compute, RunResult, RunSettings
+from ..runs import RunResult, RunSettings
 from ..specs import Spec
 from ..tasks import load_task
+from ..training.progress import PROGRESS, STOP, can_continue
 from ..training.worker import Preparing, RunDone, SceneBegun, StepsBegin, Work, calibrate, dilation_of, train_all
 from .store import RESULTS
 
@@ -54,7 +60,8 @@ def execute(
     """Make the runs in order, and write the result of each into `out`/results as soon as it is known.
 
     Runs that differ only in their hooks take turns. If a rank fails, the runs of that scene are made again, one by one,
-    and only those that fail alone count as failed.
+    and only those that fail alone count as failed. Runs in progress are saved in `out`/progress once a minute and at
+    Ctrl-C, and go on there when they are made again (`experiments.training.progress`).
 
     Args:
         runs: What to run.
@@ -64,15 +71,17 @@ def execute(
         known: Earlier results, which may be those of a baseline.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; the ranks are ended, and every finished result is written.
+        KeyboardInterrupt: Ctrl-C; the ranks are ended, every finished result is written, and the others are saved.
         WorldError: The ranks did not start; or one failed under torchrun, which ends the ranks of all runs.
 
     """
     made = Made()
     if (torchrun_world() or (0,))[0] == 0:
         (out / RESULTS).mkdir(parents=True, exist_ok=True)
+        (out / PROGRESS / STOP).unlink(missing_ok=True)
     if torchrun_world() is not None:  # rank 0 decides which runs are made, and every rank must take part
-        _Attempt(runs, out, listener, made, going_on, known).in_torchrun()
+        one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]  # others may not see the folder
+        _Attempt(runs, out, listener, made, going_on, known, saved=one_machine).in_torchrun()
         return made
     for world in _worlds(runs):
         left = list(world)
@@ -89,7 +98,7 @@ def execute(
 def starts(runs: Sequence[RunSettings]) -> int:
     """Return how many times `execute` starts new ranks for these runs, if none fails and torchrun started none."""
     # Before the runs of a world that states seconds, other ranks measure what compute takes here.
-    return sum(2 if _states_seconds(world[0]) else 1 for world in _worlds(runs))
+    return sum(2 if world[0].states_seconds else 1 for world in _worlds(runs))
 
 
 def _worlds(runs: Sequence[RunSettings]) -> Iterator[list[RunSettings]]:
@@ -100,15 +109,11 @@ def _worlds(runs: Sequence[RunSettings]) -> Iterator[list[RunSettings]]:
 
 def _shared(settings: RunSettings) -> object:
     """Return what runs must have in common, besides the number of ranks, to be made by the same processes."""
-    if _states_seconds(settings):  # what its compute takes here is measured before each scene, since load changes
+    if settings.states_seconds:  # what its compute takes here is measured before each scene, since load changes
         return settings.scene
     if settings.link.kind != "hosts":
         return settings.link.kind
     return settings.scene if settings.compute is not None or settings.link.schedule else settings.link
-
-
-def _states_seconds(settings: RunSettings) -> bool:
-    return settings.compute is not None and Compute.parse(settings.compute).seconds is not None
 
 
 def _after_failure(attempt: _Attempt, out: Path, listener: Listener, made: Made, error: WorldError) -> None:
@@ -117,18 +122,36 @@ def _after_failure(attempt: _Attempt, out: Path, listener: Listener, made: Made,
         raise error
     suspects = [settings for settings in attempt.scene if settings not in made.results]
     if len(suspects) == 1:
-        _give_up(suspects[0], error, listener, made)
+        _give_up(suspects[0], error, out, listener, made)
         return
     for settings in suspects:
         try:
             attempt.alone(settings).in_new_processes()
         except WorldError as alone:
-            _give_up(settings, alone, listener, made)
+            _give_up(settings, alone, out, listener, made)
 
 
-def _give_up(settings: RunSettings, error: WorldError, listener: Listener, made: Made) -> None:
+def _give_up(settings: RunSettings, error: WorldError, out: Path, listener: Listener, made: Made) -> None:
+    _forget(settings, out)
     made.failures[settings] = str(error)
     listener(settings, RunFailed(str(error)))
+
+
+def saved_steps(out: Path, settings: RunSettings) -> int:
+    """Return after how many steps a run in progress was saved; 0: it was not."""
+    path = newest(_progress_of(settings, out))
+    return 0 if path is None else int(path.name.rpartition("-")[2])
+
+
+def _forget(settings: RunSettings, out: Path) -> None:
+    """Remove what was saved of a run that has ended; and the folder, if it was the last one there."""
+    shutil.rmtree(_progress_of(settings, out), ignore_errors=True)
+    with suppress(OSError):
+        (out / PROGRESS).rmdir()
+
+
+def _progress_of(settings: RunSettings, out: Path) -> Path:
+    return out / PROGRESS / settings.name
 
 
 class _Attempt:
@@ -142,17 +165,21 @@ class _Attempt:
         made: Made,
         going_on: GoingOn | None,
         known: Mapping[RunSettings, RunResult],
+        *,
+        saved: bool = True,
     ) -> None:
         self._runs = list(runs)
+        self._saved = saved  # whether runs in progress are saved, and go on where they were
         self._out = out
         self._listener = listener
         self._made = made
         self._going_on, self._known = going_on, known
         self.scene: list[RunSettings] = []  # the runs that the processes are making
+        self._stepping = False  # whether they have begun to train them
 
     def alone(self, settings: RunSettings) -> _Attempt:
         """Return an attempt at one of the runs."""
-        return _Attempt([settings], self._out, self._listener, self._made, self._going_on, self._known)
+        return _Attempt([settings], self._out, self._listener, self._made, self._going_on, self._known, saved=False)
 
     def in_new_processes(self) -> None:
         """Start ranks for the runs, on the hosts of a cluster if their link asks for it."""
@@ -166,7 +193,7 @@ class _Attempt:
                 hear = functools.partial(
                     self._hear, on_begin=lambda: stack.enter_context(follow(cluster, link.schedule))
                 )
-            run_world(train_all, first.ranks, work, hear, timeout=timeout, cluster=cluster)
+            run_world(train_all, first.ranks, work, hear, timeout=timeout, cluster=cluster, on_interrupt=self._stop)
 
     def _link_of_hosts(self, dilation: float) -> LinkSettings:
         """Return the link of the runs, as slow as compute is here; if hosts cannot have it, these runs are to blame."""
@@ -188,7 +215,7 @@ class _Attempt:
 
     def _calibrate(self) -> dict[int, float]:
         """Return the seconds of a step's compute here, for the runs that state what it takes elsewhere."""
-        if not _states_seconds(self._runs[0]):
+        if not self._runs[0].states_seconds:
             return {}
         self.scene = self._runs  # if the ranks fail now, these are to blame
         found: list[object] = []
@@ -206,20 +233,32 @@ class _Attempt:
         goals = {}
         if self._going_on is not None:
             goals = self._going_on.goals(self._runs, {**self._known, **self._made.results})
-        return Work(dict(enumerate(self._runs)), dilations, compute_here, self._going_on, goals)
+        progress = self._out.absolute() / PROGRESS if self._saved else None
+        return Work(dict(enumerate(self._runs)), dilations, compute_here, self._going_on, goals, progress)
+
+    def _stop(self) -> bool:
+        """Tell the ranks to save the runs in progress, and to end; return whether they can."""
+        if not (self._saved and self._stepping and all(can_continue(settings) for settings in self.scene)):
+            return False
+        print("\nsaving the runs in progress; Ctrl-C again ends them at once", file=sys.stderr)
+        (self._out / PROGRESS).mkdir(exist_ok=True)
+        (self._out / PROGRESS / STOP).touch()
+        return True
 
     def _hear(self, message: object, on_begin: Callable[[], object] = lambda: None) -> None:
         if isinstance(message, Preparing):
             return
         if isinstance(message, SceneBegun):
-            self.scene = [self._runs[number] for number in message.runs]
+            self.scene, self._stepping = [self._runs[number] for number in message.runs], False
             return
         if isinstance(message, StepsBegin):
+            self._stepping = True
             on_begin()
             return
         if isinstance(message, RunDone):
             message.result.write(self._out / RESULTS)
             self._made.results[message.result.settings] = message.result
+            _forget(message.result.settings, self._out)
         self._listener(self._runs[message.run], message)  # type: ignore[attr-defined]  # every other message is about a run
 
 

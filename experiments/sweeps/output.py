@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,13 @@ from ..report.page import HEAD as TITLE
 from ..report.page import PICTURES
 from ..runs import HEAD, PARTIAL, RunResult
 from ..specs import Spec
+from ..training.progress import PROGRESS, STOP
 from .lock import LOCK, OWNER
 from .store import FAILURES, RESULTS
 from .store import HEAD as FAILURE
 
 REPORT, PLOTS = "report.html", "plots"
+_CHECKPOINTS = {".pt", ".json"}  # suffixes of their files
 _EVENTS = "events.out.tfevents."  # how TensorBoard's writer names its files
 _RUN = re.compile(r".+\.seed-\d+\.[0-9a-f]{8}")  # how the files of a run are named, without a suffix
 
@@ -34,7 +37,7 @@ class Contents:
 
 COMPARISON = Contents(
     files={REPORT: TITLE, LOCK: OWNER},
-    folders=(RESULTS, FAILURES, "tensorboard", PLOTS),
+    folders=(RESULTS, FAILURES, PROGRESS, "tensorboard", PLOTS),
     pictures=PICTURES,
     grows=True,
 )
@@ -63,7 +66,7 @@ def _prepare(out: Path, contents: Contents, overwrite: bool) -> None:
     else:
         _remove_earlier(out, contents, overwrite)
     for name in contents.folders:
-        if name != FAILURES:  # made by the first one
+        if name not in {FAILURES, PROGRESS}:  # made when they are needed
             (out / name).mkdir(parents=True, exist_ok=True)
 
 
@@ -110,6 +113,8 @@ def _remove_earlier(out: Path, contents: Contents, overwrite: bool) -> None:
             path.unlink()
         if path.parent.parent.name == "tensorboard" and not any(path.parent.iterdir()):
             path.parent.rmdir()
+    if PROGRESS in contents.folders:
+        shutil.rmtree(out / PROGRESS, ignore_errors=True)  # its files are among those removed
 
 
 def _written(out: Path, contents: Contents) -> list[Path]:
@@ -134,7 +139,7 @@ def _written(out: Path, contents: Contents) -> list[Path]:
 def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[str]) -> bool:
     """Return whether the command wrote this file, judged by name and content, or created this folder."""
     if path.is_dir():
-        return parts[0] in contents.folders and len(parts) <= (2 if parts[0] == "tensorboard" else 1)
+        return parts[0] in contents.folders and len(parts) <= {"tensorboard": 2, PROGRESS: 3}.get(parts[0], 1)
     if path.is_symlink() or not path.is_file():
         return False
     match parts:
@@ -148,8 +153,11 @@ def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[st
             if contents.grows:
                 return bool(runs) and _is_picture(name, contents)
             return name in {f"{task}.{picture}.png" for task in contents.tasks for picture in contents.pictures}
-        case ("tensorboard", run, name):  # an interrupted run has a log and no result
-            return (run in runs or _RUN.fullmatch(run) is not None) and name.startswith(_EVENTS)
+        case ("progress" | "tensorboard", run, *_):  # an interrupted run has both, and no result
+            return run == STOP or (
+                (run in runs or _RUN.fullmatch(run) is not None)
+                and (path.name.startswith(_EVENTS) if parts[0] == "tensorboard" else path.suffix in _CHECKPOINTS)
+            )
     return False
 
 

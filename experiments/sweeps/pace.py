@@ -63,7 +63,9 @@ class Pace:
         """Take note of a run's message."""
         now = self._clock()
         turn, self._heard = now - self._heard, now
-        if isinstance(message, StepDone) and message.record.step == 1:
+        if isinstance(message, StepDone) and message.again:
+            self._to_begin.discard(self._scenes[settings])
+        elif isinstance(message, StepDone) and message.record.step == 1:
             # Starting the ranks and loading the task are part of it: it says nothing about the steps to come.
             scene = self._scenes[settings]
             self._to_begin.discard(scene)

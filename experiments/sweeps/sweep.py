@@ -22,7 +22,7 @@ from ..results.goals import GoingOn
 from ..results.outcomes import chosen_baseline, took_turns
 from ..runs import RunResult, RunSettings
 from ..specs import Spec
-from .execute import Made, execute
+from .execute import Made, execute, saved_steps
 from .live import Live, listeners
 from .lock import claimed
 from .output import COMPARISON, PLOTS, prepare_folder
@@ -129,9 +129,11 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
             made = execute(missing, sweep.out, listeners(live, logs), going_on=sweep.going_on(known), known=known)
     except (KeyboardInterrupt, SystemExit, WorldError, ClusterError, OSError):
         there = sum((sweep.out / RESULTS / f"{settings.name}.json").is_file() for settings in sweep.runs)
+        saved = sorted({steps for settings in sweep.runs if (steps := saved_steps(sweep.out, settings))})
+        goes_on = f" and goes on where runs were saved, after step {' or '.join(map(str, saved))}" if saved else ""
         print(
             f"\n{there} of {len(sweep.runs)} runs are finished, in {sweep.out}; the same command, with this folder as "
-            f"--out, {'makes the others' if there < len(sweep.runs) else 'writes the report'}",
+            f"--out, {'makes the others' if there < len(sweep.runs) else 'writes the report'}{goes_on}",
             file=sys.stderr,
         )
         raise

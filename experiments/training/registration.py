@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Registered:
     """A model in its DDP, with one of our hooks. All that the DDP sends passes the run's link, buffers too."""
 
     def __init__(self, settings: RunSettings, model: nn.Module, dilation: float) -> None:
+        self._model = model
         self.waits = WaitClock()
         self.wire = Wire(settings.link.slowed(dilation), clock=self.waits.clock)
         self._group = self._make_group(settings)
@@ -60,6 +62,24 @@ class Registered:
             process_group=_world(),
             wrap_communicator=lambda inner: self.waits.around(EmulatedLink(inner, self.wire)),
         )
+
+    def save(self, folder: Path, step: int, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
+        """Save model, optimizer and the hook's state after a step, in place of what was saved before."""
+        commhooks.save_checkpoint(
+            folder,
+            step=step,
+            model=self._model,  # its ranks are those of the default group; the DDP's own is the link
+            optimizer=optimizer,
+            hooks=self._attachment,
+            extra=extra,
+            keep=1,
+            flush=False,  # it must survive the end of the ranks, and rarely that of the machine
+        )
+
+    def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> Mapping[str, Any] | None:
+        """Load what `save` saved last, and return its `extra`; None: nothing was saved."""
+        found = commhooks.load_checkpoint(folder, model=self._model, optimizer=optimizer, hooks=self._attachment)
+        return None if found is None else found.extra
 
     def counted(self) -> Counted:
         """Return the bytes so far."""

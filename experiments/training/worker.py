@@ -11,21 +11,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from commhooks.errors import CheckpointError
+
 from ..launch import Send
 from ..links.link import LinkSettings
 from ..machine import OtherPrograms, machine, versions
 from ..results.goals import GoingOn, Pursuit
-from ..runs import Compute, EvaluationRecord, Goal, ProbeRecord, RunResult, RunSettings, StepRecord
+from ..runs import Compute, EvaluationRecord, Goal, LayerRecord, ProbeRecord, RunResult, RunSettings, StepRecord
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
 from ..tasks.task import mixed, seed_generators
 from .measure import Split, StepClock
 from .probe import Probe
+from .progress import Progress, StoppedError, can_continue
 from .registration import Counted, register, sent_by_interface
 
 # How many steps of a model are measured for its compute, and for how many seconds if they are more than the least.
@@ -42,6 +46,7 @@ class Work:
     compute_here: Mapping[int, float]  # of each run whose compute is stated, as measured by `calibrate`
     going_on: GoingOn | None = None  # None: every run ends after the steps asked for
     goals: Mapping[int, Goal] = field(default_factory=dict)  # of runs whose baseline was finished before
+    progress: Path | None = None  # the folder in which runs save how far they are; None: they do not
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class StepDone:
 
     run: int
     record: StepRecord
+    again: bool = False  # whether it was made in an earlier attempt, and reported there
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,14 @@ class Evaluated:
     run: int
     evaluation: EvaluationRecord
     probe: ProbeRecord | None
+
+
+@dataclass(frozen=True)
+class BeginsAgain:
+    """What was saved of a run cannot be used, so it begins with its first step."""
+
+    run: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -97,8 +111,12 @@ def train_all(rank: int, ranks: int, argument: Work, send: Send) -> None:
     for _, group in groupby(argument.runs.items(), key=lambda pair: pair[1].scene):
         numbered = dict(group)
         told(SceneBegun(tuple(numbered)))
-        _train_in_turns(numbered, argument, told)
-        gc.collect()  # a DDP that outlives its process group may abort the process
+        try:
+            _train_in_turns(numbered, argument, told)
+        except StoppedError:
+            return
+        finally:
+            gc.collect()  # a DDP that outlives its process group may abort the process
 
 
 def calibrate(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send) -> None:
@@ -146,16 +164,28 @@ def dilation_of(settings: RunSettings, compute_here: float | None) -> float:
 def _train_in_turns(runs: Mapping[int, RunSettings], work: Work, send: Send) -> None:
     """Train several runs, a step of each in turn, on the default process group; every rank calls this."""
     training: dict[int, _Run] = {}
+    saved = work.progress if all(can_continue(settings) for settings in runs.values()) else None
     for number, settings in runs.items():
-        training[number] = _Run(number, settings, work.dilations.get(number, 1.0), send)
+        run = _Run(number, settings, work.dilations.get(number, 1.0), send)
+        if saved is not None and not run.load(saved):
+            run.close()
+            run = _Run(number, settings, run.dilation, send)
+        training[number] = run
         send(Preparing())  # a task may take long to load
     send(StepsBegin())
-    others = OtherPrograms()
-    for step in range(max(settings.steps for settings in runs.values())):
-        for run in training.values():
-            if step < run.settings.steps:
+    others, progress = OtherPrograms(), Progress(saved)
+    try:
+        for step in range(max(settings.steps for settings in runs.values())):
+            due = [run for run in training.values() if len(run.steps) == step < run.settings.steps]
+            for run in due:
                 run.step(step)
-    _go_on(training, work)
+            if due:
+                progress.keep([*training.values()])
+        _go_on(training, work, progress)
+    except StoppedError:
+        for run in training.values():
+            run.close()
+        raise
     for run in training.values():
         run.evaluate()
     busy = _used_by_others(others, next(iter(runs.values())))
@@ -164,7 +194,7 @@ def _train_in_turns(runs: Mapping[int, RunSettings], work: Work, send: Send) -> 
         run.close()
 
 
-def _go_on(training: Mapping[int, _Run], work: Work) -> None:
+def _go_on(training: Mapping[int, _Run], work: Work, progress: Progress) -> None:
     """Let the runs that have a goal take turns until they reach it, all ranks as many steps as rank 0 decides."""
     goals = dict(work.goals)
     if work.going_on is not None:
@@ -185,6 +215,7 @@ def _go_on(training: Mapping[int, _Run], work: Work) -> None:
             run = training[number]
             run.step(len(run.steps))
             pursuit.add(run.steps[-1])
+        progress.keep([*training.values()])
 
 
 def _used_by_others(others: OtherPrograms, settings: RunSettings) -> float | None:
@@ -227,6 +258,49 @@ class _Run:
                 "let the task's function depend on its arguments and on torch's, numpy's and Python's random numbers "
                 "alone, which are seeded (the order of a set, for example, differs by process)"
             )
+
+    def save(self, folder: Path) -> None:
+        """Write model, optimizer, the hook's state and all records so far; every rank calls this."""
+        extra = {
+            "source": self.task.source,
+            "steps": [dataclasses.asdict(one) for one in self.steps],
+            "evaluations": [dataclasses.asdict(one) for one in self.evaluations],
+            "probes": [dataclasses.asdict(one) for one in self.probes],
+        }
+        self.registered.save(folder / self.settings.name, len(self.steps), self.optimizer, extra)
+
+    def load(self, folder: Path) -> bool:
+        """Go on where the run was saved, if it was; what it reported until then is reported again.
+
+        Returns whether the run can be used. If not, it must be made anew: what was saved is damaged, or of another
+        version of the task.
+        """
+        try:
+            found = self.registered.load(folder / self.settings.name, self.optimizer)
+        except CheckpointError as error:  # on all ranks
+            self.send(BeginsAgain(self.number, str(error)))
+            return False
+        if found is None:
+            return True
+        if found["source"] != self.task.source:
+            self.send(BeginsAgain(self.number, f"the file of task {self.task.name!r} has changed"))
+            return False
+        self.steps = [StepRecord(**one) for one in found["steps"]]
+        self.evaluations = [EvaluationRecord(**one) for one in found["evaluations"]]
+        self.probes = [
+            ProbeRecord(**one | {"layers": tuple(LayerRecord(**layer) for layer in one["layers"])})
+            for one in found["probes"]
+        ]
+        self.evaluated = self.evaluations[-1].step if self.evaluations else 0
+        self.registered.wire.start_clock(self.dilation * sum(one.seconds for one in self.steps))
+        self.registered.wire.pause()
+        probes = {one.step: one for one in self.probes}
+        evaluations = {one.step: Evaluated(self.number, one, probes.get(one.step)) for one in self.evaluations}
+        for record in self.steps:
+            self.send(StepDone(self.number, record, again=True))
+            if record.step in evaluations:
+                self.send(evaluations[record.step])
+        return True
 
     def step(self, step: int) -> None:
         """Take one optimizer step, and record its time and bytes."""

@@ -34,7 +34,7 @@ class StandingRanks:
         on_message: Send,
         *,
         timeout: float,
-        cluster: None = None,
+        **_: object,
     ) -> None:
         """Call the function; another number of ranks than two gets a world of its own."""
         if ranks != RANKS:

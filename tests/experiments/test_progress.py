@@ -1,0 +1,77 @@
+"""Runs that take turns go on where they were stopped, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.links.link import LinkSettings
+from experiments.runs import RunResult, RunSettings
+from experiments.specs import Spec
+from experiments.sweeps.execute import execute, saved_steps
+from experiments.training.progress import PROGRESS, can_continue
+from experiments.training.worker import BeginsAgain, Evaluated, StepDone
+
+HOOKS = ("all-reduce", "powersgd:rank=2,start_after=5", "dgc:ratio=0.05")
+STOPPED = 38
+
+
+def settings(hook: str, compute: str | None = None, link: str | LinkSettings = "100Mbit/s") -> RunSettings:
+    return RunSettings(
+        task=Spec.parse("digits:size=small", "task"),
+        hook=Spec.parse(hook),
+        steps=60,
+        compute=compute,
+        link=LinkSettings.parse(link) if isinstance(link, str) else link,
+    )
+
+
+RUNS = [settings(hook) for hook in HOOKS]
+
+
+def learned(result: RunResult) -> tuple[object, ...]:
+    """Return all of a result that depends on no clock."""
+    losses = [(one.step, one.loss, one.moved_bytes, one.probed) for one in result.steps]
+    probes = [(one.step, one.error, [layer.error for layer in one.layers]) for one in result.probes]
+    return losses, probes, result.evaluations, result.replicas_identical
+
+
+def test_ctrl_c_at_38_of_60_steps_goes_on_there(tmp_path: Path) -> None:
+    def press(run: RunSettings, message: object) -> None:
+        if isinstance(message, StepDone) and (run, message.record.step) == (RUNS[1], STOPPED):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(RUNS, tmp_path / "stopped", press)
+    saved = {saved_steps(tmp_path / "stopped", run) for run in RUNS}
+    assert len(saved) == 1 and STOPPED <= min(saved) < 60  # the round that was under way was finished
+    damaged = next((tmp_path / "stopped" / PROGRESS / RUNS[2].name).glob("*/shared.pt"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+
+    heard: list[tuple[RunSettings, object]] = []
+    made = execute(RUNS, tmp_path / "stopped", lambda run, message: heard.append((run, message)))
+    assert [run for run, message in heard if isinstance(message, BeginsAgain)] == [RUNS[2]]
+    for run in RUNS:
+        said = [message for one, message in heard if one == run]
+        steps = [message for message in said if isinstance(message, StepDone)]
+        assert [message.record.step for message in steps] == [*range(1, 61)]
+        assert sum(message.again for message in steps) == (0 if run == RUNS[2] else min(saved))
+        assert [message.evaluation.step for message in said if isinstance(message, Evaluated)] == [20, 40, 60]
+    assert not (tmp_path / "stopped" / PROGRESS).exists()
+    whole = execute(RUNS, tmp_path / "whole", lambda *_: None)
+    for run in RUNS:
+        assert learned(made.results[run]) == learned(whole.results[run])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        settings("torch.powersgd:matrix_approximation_rank=2"),
+        settings("fp16", compute="10ms"),
+        settings("fp16", link=LinkSettings(kind="hosts", bits_per_second=1e8, schedule=((10.0, 1e7),))),
+    ],
+    ids=lambda run: run.hook.label,
+)
+def test_what_cannot_go_on_is_not_saved(run: RunSettings) -> None:
+    assert not can_continue(run)
