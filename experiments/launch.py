@@ -23,15 +23,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
 from .cluster import INTERFACE, Cluster, hosts_on
 from .links.link import LinkSettings
 
+T = TypeVar("T")
 Send = Callable[[object], None]
+Tell = Callable[[str], None]
 RankFunction = Callable[[int, int, Any, Send], None]  # (rank, ranks, argument, send)
 
 _GRACE_SECONDS = 1.0  # for the other ranks' tracebacks, after the first failure
@@ -165,18 +168,46 @@ def run_world(
         _end(world)
 
 
-def run_on_link(
-    function: RankFunction, ranks: int, argument: object, link: LinkSettings, tell: Callable[[str], None]
-) -> list[Any]:
-    """Call the function in new ranks, on hosts with the link's rate if it is of that kind; see `run_world`.
+def on_ranks(
+    function: Callable[[Tell], T],
+    ranks: int,
+    tell: Tell,
+    *,
+    link: LinkSettings | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> T:
+    """Return what `function(tell)` returns on rank 0, which calls it on one thread, as all ranks do.
 
-    Texts that the ranks send are told, as progress; everything else is returned.
+    The ranks are new, and on hosts with the link's rate if it is of that kind; see `run_world`.
+
+    Args:
+        function: Picklable.
+        ranks: The number of processes.
+        tell: Called here with each text that rank 0 tells, as progress.
+        link: None: the loopback.
+        variables: Of the ranks' environment.
+
+    Raises:
+        WorldError: A rank raised, died or all fell silent.
+
     """
-    found: list[Any] = []
+    found: list[tuple[T]] = []
     hear = lambda message: tell(message) if isinstance(message, str) else found.append(message)
-    with hosts_on(link, ranks) as cluster:
-        run_world(function, ranks, argument, hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
-    return found
+    with environment(variables or {}), hosts_on(link or LinkSettings(), ranks) as cluster:
+        run_world(_call, ranks, function, hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
+    ((value,),) = found
+    return value
+
+
+def _call(rank: int, ranks: int, function: Callable[[Tell], object], send: Send) -> None:
+    torch.set_num_threads(1)
+    value = function(send if rank == 0 else silent)
+    if rank == 0:
+        send((value,))
+
+
+def silent(message: object) -> None:
+    """Send nothing: only rank 0 reports."""
 
 
 def _free_port() -> int:

@@ -7,7 +7,7 @@ Three things are timed in turns: a local step (compute), the collectives of a st
 from __future__ import annotations
 
 import copy
-import time
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from ..runs import check_ddp
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
 from ..training.registration import wrap_in_ddp
+from ..turns import as_given, in_turns
 from .worlds import around, run_over
 
 _TIMEOUT_SECONDS = 120.0
@@ -151,12 +152,13 @@ def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
             _step(task, model, batch)
         sizes = list(noting[0].sizes)
         link = over(ProcessGroupCommunicator())
-        actions: tuple[Callable[[], object], ...] = (
-            lambda: _step(task, local, batch),
-            lambda: _communicate(link, sizes),
-            lambda: _step(task, ddp, batch),
-        )
-        rounds = tuple(Round(*(longest(action) for action in actions)) for _ in range(settings.rounds))
+        actions: dict[str, Callable[[], None]] = {
+            "compute": partial(_step, task, local, batch),
+            "communication": partial(_communicate, link, sizes),
+            "step": partial(_step, task, ddp, batch),
+        }
+        seconds = in_turns(actions, settings.rounds, warm_up=0, order=as_given)
+        rounds = tuple(map(Round, *seconds.values()))
     finally:
         attachment.detach()
     if rank == 0:
@@ -179,16 +181,6 @@ def _communicate(link: Communicator, sizes: list[int]) -> None:
         pending.wait()
 
 
-def longest(action: Callable[[], Any]) -> float:
-    """Return the action's seconds on the rank where it took longest; all ranks begin together."""
-    dist.barrier()
-    begin = time.perf_counter()
-    action()
-    seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.item()
-
-
 def _balanced(settings: OverlapSettings) -> LoadedTask:
     """Return the task with the batch size for which compute takes as long as the link takes for the gradients."""
     task = load_task(settings.task, settings.seed)
@@ -197,8 +189,7 @@ def _balanced(settings: OverlapSettings) -> LoadedTask:
     wanted = settings.link.seconds_for(gradients, ranks)
     for _ in range(3):  # the resulting batch is timed again: a step's cost is not quite linear in it
         step = partial(_step, task, task.model, task.batch(0, rank, ranks))
-        step()
-        seconds = sorted(longest(step) for _ in range(3))[1]
+        seconds = statistics.median(in_turns({"step": step}, 3, warm_up=1)["step"])
         task = _with_batch_size(settings, max(1, round(task.task.batch_size * wanted / seconds)))
     return task
 

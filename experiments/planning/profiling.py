@@ -27,8 +27,8 @@ from ..runs import check_ddp
 from ..specs import Spec
 from ..tasks import load_task
 from ..training.registration import wrap_in_ddp
+from ..training.stepper import Stepper
 from ..training.stock import is_stock
-from .stepping import Stepper
 from .worlds import run_over
 
 _SILENCE = 300.0  # seconds beyond those of the profile itself: a task may take long to load

@@ -7,36 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import commhooks
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.planning.candidates import Candidate
 from commhooks.scheduling.policy import POLICIES, PolicyName
 
-from ..tasks import LoadedTask
+from ..training.stepper import Stepper
 
 _IN_A_TURN = 3  # steps that count; one before them does not, as in a profile
 _LEAST_TURNS, _MOST_TURNS = 3, 14
-
-
-class Stepper:
-    """A task's model in its DistributedDataParallel, which takes a step with each call."""
-
-    def __init__(self, task: LoadedTask, ddp: nn.Module) -> None:
-        self.ddp = ddp
-        self.task = task
-        self._optimizer = task.optimizer()
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._taken = 0
-
-    def __call__(self) -> None:
-        """Take a step: a batch, the forward and the backward pass, and the optimizer."""
-        batch = self.task.batch(self._taken, self._rank, self._ranks)
-        self._taken += 1
-        self.task.loss(self.ddp, batch).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
 
 def measure_steps(

@@ -19,7 +19,7 @@ from torch import nn
 
 from commhooks.errors import CheckpointError
 
-from ..launch import Send
+from ..launch import Send, silent
 from ..links.link import LinkSettings
 from ..machine import OtherPrograms, machine, versions
 from ..results.goals import GoingOn, Pursuit
@@ -107,7 +107,7 @@ def train_all(rank: int, ranks: int, argument: Work, send: Send) -> None:
     then slows all of them equally, so that their times can be compared. Those that go on take turns too.
     """
     torch.set_num_threads(1)
-    told = send if rank == 0 else _silent
+    told = send if rank == 0 else silent
     for _, group in groupby(argument.runs.items(), key=lambda pair: pair[1].scene):
         numbered = dict(group)
         told(SceneBegun(tuple(numbered)))
@@ -132,8 +132,8 @@ def calibrate(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send
     )
     runs = []
     for number in range(len(argument)):
-        runs.append(_Run(number, plain, 1.0, _silent))
-        (send if rank == 0 else _silent)(Preparing())
+        runs.append(_Run(number, plain, 1.0, silent))
+        (send if rank == 0 else silent)(Preparing())
     began = time.perf_counter()
     for step in range(_CALIBRATION_STEPS):
         for run in runs:
@@ -399,7 +399,3 @@ def _record(step: int, loss: float, split: Split, before: Counted, after: Counte
 
 def _difference(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
-
-
-def _silent(message: object) -> None:
-    """Send nothing: only rank 0 reports."""

@@ -17,9 +17,9 @@ from experiments.studies.bench.growth import exponent_of
 from experiments.studies.bench.page import render
 from experiments.studies.bench.real_step import LOOPBACK, OURS, PEERS, rows_of
 from experiments.studies.bench.results import Measured, Results, read, write
-from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row, compared, slack_of
+from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row, compared, pooled, slack_of
 from experiments.studies.bench.sections import SECTIONS
-from experiments.studies.bench.timing import in_turns, pooled
+from experiments.turns import in_turns
 
 DOCS = Path(__file__).parents[2] / "docs"
 

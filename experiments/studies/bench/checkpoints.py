@@ -13,11 +13,11 @@ from torch import nn
 
 import commhooks
 from commhooks.units import seconds_in_words
-from experiments.launch import Send
+from experiments.launch import Tell, on_ranks
 from experiments.training.registration import wrap_in_ddp
+from experiments.turns import in_turns
 
-from .rows import AGAIN, OURS, THEIRS, Row, beside
-from .timing import Seconds, Tell, in_turns, on_ranks
+from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside
 
 SENTENCE = (
     "`save_checkpoint` of a model of 12.5 million parameters, its optimizer and PowerSGD's state on 2 ranks, over "
@@ -32,7 +32,7 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
     """Return a row with flushing, and one without."""
     tell("checkpoints: ours and torch.save in turns")
     with tempfile.TemporaryDirectory() as folder:
-        (seconds,) = on_ranks(_take_turns, RANKS, (folder, quick), tell)
+        seconds = on_ranks(partial(_take_turns, Path(folder), quick), RANKS, tell)
     return [_row(how, seconds) for how in (FLUSHED, PLAIN)]
 
 
@@ -42,17 +42,13 @@ def _row(how: str, seconds: Seconds) -> Row:
     return beside("torch.save", how, "time to save", turns, seconds_in_words, target=TARGET)
 
 
-def _take_turns(rank: int, ranks: int, asked: tuple[str, bool], send: Send) -> None:
-    torch.set_num_threads(1)
-    folder, quick = asked
-    saving = _Saving(Path(folder), rank, 8 if quick else 1250)
+def _take_turns(folder: Path, quick: bool, tell: Tell) -> Seconds:
+    saving = _Saving(folder, torch.distributed.get_rank(), 8 if quick else 1250)
     contenders = {}
     for how in (FLUSHED, PLAIN):
         contenders[f"ours, {how}"] = partial(saving.ours, how == FLUSHED)
         contenders[f"torch.save, {how}"] = contenders[f"again, {how}"] = partial(saving.theirs, how == FLUSHED)
-    seconds = in_turns(contenders, 2 if quick else 16, prepare=saving.make_room)
-    if rank == 0:
-        send(seconds)
+    return in_turns(contenders, 2 if quick else 16, prepare=saving.make_room)
 
 
 class _Saving:

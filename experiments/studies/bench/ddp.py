@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,13 +11,13 @@ from torch import Tensor, nn
 
 import ddp_core
 from commhooks.units import bytes_in_words
-from experiments.launch import Send
+from experiments.launch import Tell, on_ranks
 from experiments.report.words import seconds_in_words
 from experiments.tasks.images import ResNet18
+from experiments.turns import in_turns
 
-from .memory import growth_in_turns, is_countable, return_freed_memory
-from .rows import AGAIN, OURS, THEIRS, Row, beside, ratios
-from .timing import Seconds, Tell, in_turns, on_ranks, pooled
+from .memory import KEEPS_FREED, growth_in_turns, is_countable, return_freed_memory
+from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside, pooled, ratios
 
 SENTENCE = (
     "`ddp_core.DistributedDataParallel` over `torch.nn.parallel.DistributedDataParallel` on 2 ranks of one thread "
@@ -62,32 +61,23 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 MODES = {"default": False, "gradient_as_bucket_view": True}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What the ranks are told."""
-
-    models: tuple[str, ...]
-    rounds: int
-    calls: int
-
-
 def measure(quick: bool, tell: Tell) -> list[Row]:
     """Return the rows of all models and modes."""
     models = tuple(MODELS)[:2] if quick else tuple(MODELS)
-    asked = _Asked(models=models, rounds=3 if quick else 10, calls=1 if quick else 3)
-    steps: list[dict[str, Seconds]] = []
+    rounds, calls = (3, 1) if quick else (10, 3)
+    steps = []
     for launch in range(1 if quick else 2):
         tell(f"ddp: step times, launch {launch + 1}")
-        steps += on_ranks(_time_steps, RANKS, asked, tell, keeps_freed=True)
+        steps.append(on_ranks(partial(_time_steps, models, rounds, calls), RANKS, tell, variables=KEEPS_FREED))
     tell("ddp: time to construct")
-    (built,) = on_ranks(_time_construction, RANKS, asked, tell, keeps_freed=True)
+    built = on_ranks(partial(_time_construction, models, 2 * rounds), RANKS, tell, variables=KEEPS_FREED)
     rows = [row for name in steps[0] for row in _step_rows(name, pooled([one[name] for one in steps]))]
     rows += [
         beside("PyTorch's", name, "time to construct", seconds, seconds_in_words) for name, seconds in built.items()
     ]
     if is_countable():
         tell("ddp: memory")
-        (grown,) = on_ranks(_weigh, RANKS, asked, tell)
+        grown = on_ranks(partial(_weigh, models, rounds // 2 + 1), RANKS, tell)
         rows += [beside("PyTorch's", name, "peak memory", taken, bytes_in_words) for name, taken in grown.items()]
     return rows
 
@@ -126,27 +116,23 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) ->
     optimizer.step()
 
 
-def _time_steps(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
-    torch.set_num_threads(1)
+def _time_steps(models: Sequence[str], rounds: int, calls: int, tell: Tell) -> dict[str, Seconds]:
     found = {}
-    for model in asked.models:
+    for model in models:
         for mode, view in MODES.items():
             steps = {who: _training_step(who, model, view) for who in (LOCAL, OURS, THEIRS, AGAIN)}
-            found[f"{model}, {mode}"] = in_turns(steps, asked.rounds, calls=asked.calls)
-    if rank == 0:
-        send(found)
+            found[f"{model}, {mode}"] = in_turns(steps, rounds, calls=calls)
+    return found
 
 
-def _time_construction(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
+def _time_construction(models: Sequence[str], rounds: int, tell: Tell) -> dict[str, Seconds]:
     """Time building a DDP around a model of its own, which is copied beforehand."""
-    torch.set_num_threads(1)
     found = {}
-    for model in asked.models:
+    for model in models:
         site = _Site(MODELS[model]()[0])
         builders = {who: partial(site.build, who) for who in (OURS, THEIRS, AGAIN)}
-        found[model] = in_turns(builders, 2 * asked.rounds, prepare=site.clear)
-    if rank == 0:
-        send(found)
+        found[model] = in_turns(builders, rounds, prepare=site.clear)
+    return found
 
 
 class _Site:
@@ -165,13 +151,11 @@ class _Site:
         self._built.append(wrapped(who, self._module))
 
 
-def _weigh(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
-    torch.set_num_threads(1)
+def _weigh(models: Sequence[str], rounds: int, tell: Tell) -> dict[str, Seconds]:
     return_freed_memory()
     found = {}
-    for model in asked.models:
+    for model in models:
         for mode, view in MODES.items() if model != SMALL else ():
             made = {who: partial(_training_step, who, model, view) for who in (OURS, THEIRS, AGAIN)}
-            found[f"{model}, {mode}"] = growth_in_turns(made, asked.rounds // 2 + 1)
-    if rank == 0:
-        send(found)
+            found[f"{model}, {mode}"] = growth_in_turns(made, rounds)
+    return found

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import commhooks
 from experiments.hooks import make_hook
-from experiments.launch import Send
+from experiments.launch import Tell, on_ranks
 from experiments.report.words import seconds_in_words
 from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.training.registration import wrap_in_ddp
+from experiments.turns import as_given, in_turns, turns_of
 
 from .rows import EXPONENT, Row
-from .timing import Tell, in_turns, on_ranks
 
 SENTENCE = (
     "The exponent of the cost as the work grows: 1 means that twice the work takes twice the time. Parameters come in "
@@ -39,7 +39,7 @@ Curve = Mapping[int, Sequence[float]]
 
 def measure(quick: bool, tell: Tell) -> list[Row]:
     """Return a row for each curve."""
-    (curves,) = on_ranks(_measure_all, 1, quick, tell)
+    curves = on_ranks(partial(_measure_all, quick), 1, tell)
     copying = curves.pop(COPY)
     return [row_of(name, curve, copying if name.startswith("parameters") else None) for name, curve in curves.items()]
 
@@ -65,34 +65,32 @@ def exponent_of(curve: Curve) -> Spread:
     return Spread.of([float(np.polyfit(sizes, np.log(seconds), 1)[0]) for seconds in zip(*curve.values(), strict=True)])
 
 
-def _measure_all(rank: int, ranks: int, quick: bool, send: Send) -> None:
-    torch.set_num_threads(1)
+def _measure_all(quick: bool, tell: Tell) -> dict[str, Curve]:
     rounds = 2 if quick else 3
     millions = (1, 2, 4) if quick else (1, 3, 10, 30, 100, 200)
-    send("growth: parameters")
+    tell("growth: parameters")
     curves: dict[str, Curve] = {}
     largest = torch.randn(max(millions) * 1_000_000)
     curves[COPY] = _curve(millions, rounds, partial(_copy_of, largest))
     for text in HOOKS[-1:] if quick else HOOKS:
-        send(f"growth: parameters, {text}")
+        tell(f"growth: parameters, {text}")
         curves[f"parameters in millions: {text}"] = _curve(millions, rounds, partial(_worker_alone, text, largest))
     del largest
-    send("growth: buckets")
+    tell("growth: buckets")
     for text in ("all-reduce", "powersgd:rank=4"):
         sizes = (1, 3) if quick else (1, 4, 16, 64, 200)
         curves[f"buckets: {text}"] = _curve(sizes, 4 * rounds, partial(_buckets, text))
-    send("growth: ranks")
+    tell("growth: ranks")
     for text in HOOKS[-1:] if quick else HOOKS:
         curves[f"ranks: {text}"] = _among((2, 3) if quick else (2, 3, 4, 6, 8), 2 * rounds, text)
-    send("growth: PowerSGD's rank")
+    tell("growth: PowerSGD's rank")
     curves["rank r: powersgd"] = _curve((1, 2, 4) if quick else (1, 2, 4, 8, 16, 32), 4 * rounds, _powersgd)
-    send(curves)
+    return curves
 
 
 def _curve(sizes: Sequence[int], rounds: int, make: Callable[[int], Callable[[], object]]) -> Curve:
     """Time what `make` returns for each size, in turns."""
-    seconds = in_turns({str(size): make(size) for size in sizes}, rounds, warm_up=1, clock=time.process_time)
-    return {int(size): taken for size, taken in seconds.items()}
+    return in_turns({size: make(size) for size in sizes}, rounds, warm_up=1, clock=time.process_time)
 
 
 def _copy_of(memory: Tensor, millions: int) -> Callable[[], object]:
@@ -133,17 +131,18 @@ def _step(ddp: nn.Module, inputs: Tensor) -> None:
 
 def _among(sizes: Sequence[int], rounds: int, text: str) -> Curve:
     """Return the seconds that one worker of so many computes."""
-    computed: dict[int, list[float]] = {size: [] for size in sizes}
-    workers = {size: _workers(text, size) for size in sizes}
-    for _ in range(2 + rounds):
-        for size, (exchangers, gradients) in workers.items():
-            commhooks.average_in_lockstep(exchangers, [{"layer": own.clone()} for own in gradients])
-            computed[size].append(sum(one.last_step().seconds_compressing for one in exchangers) / size)
-    return {size: seconds[2:] for size, seconds in computed.items()}
+    return turns_of({size: _workers(text, size) for size in sizes}, rounds, warm_up=2, order=as_given)
 
 
-def _workers(text: str, count: int) -> tuple[list[commhooks.Exchanger], list[Tensor]]:
+def _workers(text: str, count: int) -> Callable[[], float]:
     gradients = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(worker)) for worker in range(count)]
-    lines = commhooks.lockstep_lines(count)
     hook = make_hook(Spec.parse(text))
-    return [commhooks.Exchanger({"layer": gradients[0]}, hook, line=line) for line in lines], gradients
+    exchangers = [
+        commhooks.Exchanger({"layer": gradients[0]}, hook, line=line) for line in commhooks.lockstep_lines(count)
+    ]
+    return partial(_compute_of, exchangers, gradients)
+
+
+def _compute_of(exchangers: Sequence[commhooks.Exchanger], gradients: Sequence[Tensor]) -> float:
+    commhooks.average_in_lockstep(exchangers, [{"layer": own.clone()} for own in gradients])
+    return sum(one.last_step().seconds_compressing for one in exchangers) / len(exchangers)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from experiments.launch import Tell
 from experiments.links.link import LinkSettings
 from experiments.planning.overlap import OverlapSettings, measure_overlap
 from experiments.specs import Spec
 
 from .rows import Row
-from .timing import Tell
 
 SENTENCE = (
     "A step over the sum of its parts, compute alone and communication alone: 1 means that nothing overlaps. A GPT on "

@@ -19,17 +19,17 @@ from torch.futures import Future
 
 import commhooks
 from commhooks.units import bytes_in_words
-from experiments.launch import Send
+from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, Wire
 from experiments.links.linked_group import LinkedGroup
 from experiments.report.words import seconds_in_words
 from experiments.results.summary import Spread
 from experiments.training.registration import wrap_in_ddp
+from experiments.turns import in_turns
 
 from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
-from .memory import growth_in_turns, is_countable, return_freed_memory
-from .rows import AGAIN, OURS, THEIRS, Row, beside
-from .timing import Seconds, Tell, in_turns, on_ranks, pooled
+from .memory import KEEPS_FREED, growth_in_turns, is_countable, return_freed_memory
+from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside, pooled
 
 SENTENCE = (
     "Each of our hooks over PyTorch's of the same name, under `ddp_core` and under PyTorch's DDP on 2 ranks of one "
@@ -124,32 +124,15 @@ _ONE_BUCKET = 1000.0  # MiB
 _TINY = {"40 buckets": Job(layers=4, width=16, bucket_mib=0.001)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What the ranks are told."""
-
-    jobs: dict[str, Job]
-    shapes: dict[str, list[Shape]]
-    rounds: int
-
-    @property
-    def weighed(self) -> tuple[str, Job]:
-        """The job whose memory, collectives and bytes are compared."""
-        return next((name, job) for name, job in self.jobs.items() if name == LARGE or len(self.jobs) == 1)
-
-
 def measure(quick: bool, tell: Tell) -> list[Row]:
     """Return the rows of all hooks."""
     shapes: dict[str, list[Shape]] = {"ResNet-18's gradients": resnet18_shapes(), "a GPT's gradients": GPT_SHAPES}
-    asked = _Asked(
-        jobs=_TINY if quick else JOBS,
-        shapes={"tiny gradients": [(32, 32), (32,)]} if quick else shapes,
-        rounds=2 if quick else 8,
-    )
-    steps: list[dict[tuple[str, str], Seconds]] = []
+    jobs, rounds = (_TINY, 2) if quick else (JOBS, 8)
+    weighed = next((name, job) for name, job in jobs.items() if quick or name == LARGE)
+    steps = []
     for launch in range(1 if quick else 2):
         tell(f"hooks: step times, launch {launch + 1}")
-        steps += on_ranks(_time_steps, RANKS, asked, tell, keeps_freed=True)
+        steps.append(on_ranks(partial(_time_steps, jobs, rounds), RANKS, tell, variables=KEEPS_FREED))
     rows = [
         beside(
             "PyTorch's",
@@ -163,16 +146,17 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
         for name, place in steps[0]
     ]
     tell("hooks: compute on one rank")
-    (computed,) = on_ranks(_time_calls, 1, asked, tell)
+    given = {"tiny gradients": [(32, 32), (32,)]} if quick else shapes
+    computed = on_ranks(partial(_time_calls, given, 2 + rounds), 1, tell)
     for (name, place), taken in computed.items():
         target = _COMPUTING[name].compute_target
         what = f"{name}: {place}", "compute of a call"
         rows.append(beside("PyTorch's", *what, taken, seconds_in_words, target=target))
     tell("hooks: collectives and bytes, memory")
-    (counted,) = on_ranks(_count, RANKS, asked, tell)
+    counted = on_ranks(partial(_count, *weighed), RANKS, tell)
     rows += [_exact(*key, *counts) for key, counts in counted.items()]
     if is_countable():
-        (grown,) = on_ranks(_weigh, RANKS, asked, tell)
+        grown = on_ranks(partial(_weigh, *weighed), RANKS, tell)
         for (name, place), taken in grown.items():
             rows.append(beside("PyTorch's", f"{name}: {place}", "peak memory", taken, bytes_in_words))
     return sorted(rows, key=lambda row: list(TWINS | FORMS).index(row.name.split(":")[0]))
@@ -197,41 +181,33 @@ def _step(model: nn.Module, inputs: Tensor) -> None:
     model(inputs).sum().backward()
 
 
-def _time_steps(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
+def _time_steps(jobs: dict[str, Job], rounds: int, tell: Tell) -> dict[tuple[str, str], Seconds]:
     """Let all hooks of a job and a DDP take turns."""
-    torch.set_num_threads(1)
     found: dict[tuple[str, str], Seconds] = {}
     for ddp, ddp_name in DDPS.items():
-        for place, job in asked.jobs.items():
-            send(f"hooks: {place}, {ddp_name}")
+        for place, job in jobs.items():
+            tell(f"hooks: {place}, {ddp_name}")
             keys = {f"{name}/{who}": (twin, who) for name, twin in TWINS.items() for who in (OURS, THEIRS, AGAIN)}
             steps = {key: _training_step(job, ddp, *which) for key, which in keys.items()}
-            seconds = in_turns(steps, asked.rounds, calls=2, warm_up=3)
+            seconds = in_turns(steps, rounds, calls=2, warm_up=3)
             for name in TWINS:
                 taken = {who: seconds[f"{name}/{who}"] for who in (OURS, THEIRS, AGAIN)}
                 found[name, f"{place}, {ddp_name}"] = taken
-    if rank == 0:
-        send(found)
+    return found
 
 
-def _time_calls(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
+def _time_calls(given: dict[str, list[Shape]], rounds: int, tell: Tell) -> dict[tuple[str, str], Seconds]:
     """Let all hooks average the same gradients, in the only bucket of the only rank."""
-    torch.set_num_threads(1)
     found: dict[tuple[str, str], Seconds] = {}
-    for place, shapes in asked.shapes.items():
+    for place, shapes in given.items():
         like = [torch.zeros(shape) for shape in shapes]
         for name, twin in _COMPUTING.items():
             buckets = {who: GivenBucket(like) for who in (OURS, THEIRS, AGAIN)}
             gradient = torch.randn(buckets[OURS].buffer().shape)
             calls = {who: partial(_call, *twin.hook(who), bucket) for who, bucket in buckets.items()}
-            found[name, place] = in_turns(
-                calls,
-                2 + asked.rounds,
-                warm_up=4,
-                clock=time.process_time,
-                prepare=partial(_refill, buckets, gradient),
-            )
-    send(found)
+            refill = partial(_refill, buckets, gradient)
+            found[name, place] = in_turns(calls, rounds, warm_up=4, clock=time.process_time, prepare=refill)
+    return found
 
 
 def _call(state: Any, hook: Callable[..., Any], bucket: GivenBucket) -> None:
@@ -242,12 +218,10 @@ def _refill(buckets: dict[str, GivenBucket], gradient: Tensor, who: str) -> None
     buckets[who].buffer().copy_(gradient)
 
 
-def _count(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
+def _count(place: str, job: Job, tell: Tell) -> dict[tuple[str, str, str], list[float]]:
     """Count the collectives and bytes of a step: ours count themselves, PyTorch's pass a group that counts."""
-    torch.set_num_threads(1)
-    assert dist.group.WORLD is not None, "run_world has made the default group"
+    assert dist.group.WORLD is not None, "ranks have a default group"
     found = {}
-    place, job = asked.weighed
     for name, twin in TWINS.items():
         group = LinkedGroup(dist.group.WORLD, Wire(LinkSettings()))
         counts = []
@@ -261,8 +235,7 @@ def _count(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
         for number, quantity in enumerate(("collectives", "payload bytes")):
             found[name, place, quantity] = [count[number] for count in counts]
         group.close()
-    if rank == 0:
-        send(found)
+    return found
 
 
 def _counted(step: Callable[[], None], sent: Callable[[], tuple[int, int]]) -> tuple[float, float]:
@@ -286,13 +259,10 @@ def _sent(who: str, state: Any, group: LinkedGroup) -> tuple[int, int]:
     return sum(one.collectives for one in found), sum(one.payload_bytes for one in found)
 
 
-def _weigh(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
-    torch.set_num_threads(1)
+def _weigh(place: str, job: Job, tell: Tell) -> dict[tuple[str, str], Seconds]:
     return_freed_memory()
     found = {}
-    place, job = asked.weighed
     for name, twin in TWINS.items():
         made = {who: partial(_training_step, job, "torch", twin, who) for who in (OURS, THEIRS, AGAIN)}
         found[name, place] = growth_in_turns(made, 2)
-    if rank == 0:
-        send(found)
+    return found

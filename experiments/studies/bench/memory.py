@@ -6,10 +6,16 @@ import ctypes
 import gc
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+
+from experiments.turns import forth_and_back, on_slowest, turns_of
+
+KEEPS_FREED = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "4294967296"}
+"""Variables with which a process keeps memory that it frees. Whole models' gradients, freed in every step, would
+otherwise cost one contender or another page faults by chance; a hook's own temporaries should cost what they do."""
 
 Step = Callable[[], object]
 
@@ -37,12 +43,9 @@ def growth_in_turns(contenders: Mapping[str, Callable[[], Step]], rounds: int) -
 
     A contender is a function that builds what is measured, and returns a function that takes a step.
     """
-    names = list(contenders)
-    growth: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(1 + rounds):  # the first round also allocates what everybody uses from then on
-        for name in names if turn % 2 else names[::-1]:
-            growth[name].append(_growth_of(contenders[name]))
-    return {name: taken[1:] for name, taken in growth.items()}
+    turns = {name: partial(_growth_of, contender) for name, contender in contenders.items()}
+    # The first round also allocates what everybody uses from then on.
+    return turns_of(turns, rounds, warm_up=1, order=forth_and_back)
 
 
 def _growth_of(contender: Callable[[], Step]) -> float:
@@ -55,9 +58,7 @@ def _growth_of(contender: Callable[[], Step]) -> float:
         step()
     grown = _kilobytes("VmHWM") - before
     dist.barrier()
-    together = torch.tensor([grown], dtype=torch.float64)
-    dist.all_reduce(together, dist.ReduceOp.MAX)
-    return max(1.0, together.item()) * 1024
+    return max(1.0, *on_slowest([grown])) * 1024
 
 
 def _kilobytes(what: str) -> int:

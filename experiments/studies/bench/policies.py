@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.scheduling.policy import PolicyName
 from experiments.hooks import make_hook
-from experiments.launch import Send
+from experiments.launch import Tell, on_ranks
 from experiments.report.words import seconds_in_words
 from experiments.specs import Spec
+from experiments.turns import in_turns
 
-from .rows import AGAIN, OURS, THEIRS, Row, beside
-from .timing import Seconds, Tell, in_turns, on_ranks
+from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside
 
 SENTENCE = (
     "The processor time of a backward pass with 40 buckets (178 MB) on a single rank, under the policy `fused` over "
@@ -40,7 +40,7 @@ POLICIES: dict[str, PolicyName] = {"fifo": "fifo", "fused": "fused", "again": "f
 def measure(quick: bool, tell: Tell) -> list[Row]:
     """Return a row for each hook."""
     tell("policies: fused and fifo in turns")
-    (found,) = on_ranks(_take_turns, 1, quick, tell)
+    found = on_ranks(partial(_take_turns, quick), 1, tell)
     return [_row(name, seconds) for name, seconds in found.items()]
 
 
@@ -49,8 +49,7 @@ def _row(name: str, seconds: Seconds) -> Row:
     return beside("fifo", name, "fused over fifo", turns, seconds_in_words, target=TARGET)
 
 
-def _take_turns(rank: int, ranks: int, quick: bool, send: Send) -> None:
-    torch.set_num_threads(1)
+def _take_turns(quick: bool, tell: Tell) -> dict[str, Seconds]:
     torch.manual_seed(0)
     buckets, rows, rounds = (3, 16, 2) if quick else (BUCKETS, ROWS, 20)
     given = [torch.randn(shape) for _ in range(buckets) for shape in ((rows, COLUMNS), (rows,))]
@@ -62,7 +61,7 @@ def _take_turns(rank: int, ranks: int, quick: bool, send: Send) -> None:
             commhooks.attach(model, make_hook(Spec.parse(text)), policy=policy)
             contenders[name] = partial(_step, model)
         found[text] = in_turns(contenders, rounds, warm_up=4, clock=time.process_time)
-    send(found)
+    return found
 
 
 def _step(model: nn.Module) -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
 import commhooks
-from experiments.launch import Send
+from experiments.launch import Tell, on_ranks
 from experiments.report.words import seconds_in_words
 from experiments.results.summary import Spread
+from experiments.turns import in_turns
 
 from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
-from .rows import Row, ratios
-from .timing import Seconds, Tell, in_turns, on_ranks
+from .rows import Row, Seconds, ratios
 
 SENTENCE = (
     "The processor time of `powerSGD_hook` in a backward pass on one thread, over that of moving 28 bytes an element: "
@@ -38,7 +38,7 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
     """Return a row for each model and rank."""
     models: dict[str, list[Shape]] = {"a tiny model": [(64, 64), (64,)]} if quick else MODELS
     tell("powersgd: a hook's calls and copies in turns")
-    (found,) = on_ranks(_take_turns, 1, (models, 3 if quick else 20), tell)
+    found = on_ranks(partial(_take_turns, models, 3 if quick else 20), 1, tell)
     return [row for model, seconds in found.items() for row in rows_of(model, seconds)]
 
 
@@ -62,9 +62,7 @@ def rows_of(model: str, seconds: Seconds) -> list[Row]:
     ]
 
 
-def _take_turns(rank: int, ranks: int, asked: tuple[dict[str, list[Shape]], int], send: Send) -> None:
-    torch.set_num_threads(1)
-    models, rounds = asked
+def _take_turns(models: Mapping[str, list[Shape]], rounds: int, tell: Tell) -> dict[str, Seconds]:
     found = {}
     for model, shapes in models.items():
         buckets = {f"rank {r}": GivenBucket([torch.zeros(shape) for shape in shapes]) for r in RANKS}
@@ -77,7 +75,7 @@ def _take_turns(rank: int, ranks: int, asked: tuple[dict[str, list[Shape]], int]
             contenders[f"rank {r}"] = partial(_in_a_backward_pass, partial(_call, state, buckets[f"rank {r}"]))
         refill = partial(_refill, buckets, gradient)
         found[model] = in_turns(contenders, rounds, warm_up=6, clock=time.process_time, prepare=refill)
-    send(found)
+    return found
 
 
 def _refill(buckets: dict[str, GivenBucket], gradient: Tensor, name: str) -> None:

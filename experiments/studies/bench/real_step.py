@@ -7,25 +7,20 @@ Each hook trains a copy of its own, in turns on 2 ranks. A step with `noop` is c
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-
-import torch
 
 import commhooks
 from experiments.cluster import why_not
 from experiments.hooks import make_hook, policy_of
-from experiments.launch import Send
+from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings
 from experiments.results.summary import Spread
 from experiments.specs import Spec
-from experiments.tasks import LoadedTask
-from experiments.training.registration import wrap_in_ddp
+from experiments.training.stepper import Stepper, same_step
+from experiments.turns import in_turns
 
-from ..reproduce.ddp.turns import load_without_broadcasts
-from .rows import Row
-from .timing import Seconds, Tell, in_turns, on_ranks
+from .memory import KEEPS_FREED
+from .rows import Row, Seconds
 
 SENTENCE = (
     "A training step of a GPT of 4.08 million parameters on 2 ranks of one thread each, by `ddp_core`: what PowerSGD "
@@ -44,28 +39,18 @@ OURS = {
 HOSTS, LOOPBACK = "two hosts", "loopback"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What the ranks are told."""
-
-    task: str
-    rounds: int
-    calls: int
-
-
 def measure(quick: bool, tell: Tell, place: str | None = None) -> list[Row]:
     """Return the rows of both places, or of one; without the hosts' if this machine cannot have any."""
-    asked = _Asked(
-        task="gpt:size=tiny" if quick else "gpt:size=base", rounds=3 if quick else 20, calls=1 if quick else 3
-    )
+    task, rounds, calls = ("gpt:size=tiny", 3, 1) if quick else ("gpt:size=base", 20, 3)
     rows = []
     for where in [place] if place else [HOSTS, LOOPBACK]:
         if where == HOSTS and (reason := why_not()):
             tell(f"real-step: no hosts here. {reason}")
             continue
-        tell(f"real-step: {len(PEERS) + len(OURS)} copies of {asked.task} in turns, {where}")
+        tell(f"real-step: {len(PEERS) + len(OURS)} copies of {task} in turns, {where}")
         link = LinkSettings(kind="hosts") if where == HOSTS else LinkSettings()
-        (seconds,) = on_ranks(_take_turns, RANKS, asked, tell, link=link, keeps_freed=True)
+        take = partial(_take_turns, task, rounds, calls)
+        seconds = on_ranks(take, RANKS, tell, link=link, variables=KEEPS_FREED)
         rows += rows_of(seconds, where)
     return rows
 
@@ -97,25 +82,14 @@ def _added(seconds: Seconds, ours: str, *theirs: str) -> Spread:
     return Spread.of(added)
 
 
-def _take_turns(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
-    """Train every hook's copy on one rank; rank 0 sends the seconds of a step."""
-    torch.set_num_threads(1)
-    steps = {name: training_step(asked.task, spec, rank, ranks) for name, spec in (PEERS | OURS).items()}
-    seconds = in_turns(steps, asked.rounds, calls=asked.calls)
-    if rank == 0:
-        send(seconds)
+def _take_turns(task: str, rounds: int, calls: int, tell: Tell) -> Seconds:
+    """Train every hook's copy on one rank; return the seconds of a step."""
+    steps = {name: training_step(task, spec) for name, spec in (PEERS | OURS).items()}
+    return in_turns(steps, rounds, calls=calls)
 
 
-def training_step(task: str, spec: str, rank: int, ranks: int) -> Callable[[], None]:
-    """Return a function that takes a step of the task under a hook, on a batch that stays the same."""
-    loaded = load_without_broadcasts(task)
-    ddp = wrap_in_ddp(loaded.model, "core", None)
-    hook = Spec.parse(spec)
-    commhooks.attach(ddp, make_hook(hook), policy=policy_of(hook))
-    return partial(_step, loaded, ddp, loaded.optimizer(), loaded.batch(0, rank, ranks))
-
-
-def _step(task: LoadedTask, ddp: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> None:
-    optimizer.zero_grad()
-    task.loss(ddp, batch).backward()
-    optimizer.step()
+def training_step(task: str, spec: str) -> Stepper:
+    """Return what takes a step of the task under a hook, on a batch that stays the same."""
+    stepper, hook = same_step(task), Spec.parse(spec)
+    commhooks.attach(stepper.ddp, make_hook(hook), policy=policy_of(hook))
+    return stepper

@@ -12,6 +12,9 @@ RATIO, EXPONENT = "ratio", "exponent"
 OURS, THEIRS, AGAIN = "ours", "theirs", "again"  # contenders: the peer has two turns in each round
 MET, WITHIN, MISSED = "met", "within the spread", "missed"
 
+Seconds = dict[str, list[float]]
+"""By contender: what each round's turn took."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -45,6 +48,11 @@ class Row:
 def ratios(ours: Sequence[float], *theirs: Sequence[float]) -> Spread:
     """Return ours over the mean of theirs, round by round."""
     return Spread.of([mine / statistics.fmean(others) for mine, *others in zip(ours, *theirs, strict=True)])
+
+
+def pooled(launches: Sequence[Seconds]) -> Seconds:
+    """Return the rounds of all launches: processes differ in where their memory lies, which no further round shows."""
+    return {name: [taken for launch in launches for taken in launch[name]] for name in launches[0]}
 
 
 def slack_of(noise: Spread) -> float:

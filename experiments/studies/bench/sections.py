@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from experiments.launch import Tell
+
 from . import checkpoints, ddp, growth, hiding, hooks, policies, powersgd, real_step, throughput, wakeups
 from .rows import Row
-from .timing import Tell
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import torch
 
 from commhooks.compressors import COMPRESSORS
 from experiments.hooks import make_hook
+from experiments.launch import Tell
 from experiments.leaderboard.contenders import SKIPPED, USUAL
 from experiments.specs import Spec
 from experiments.tasks import load_task
 from experiments.training.lockstep import time_in_lockstep
 
 from .rows import Row
-from .timing import Tell
 
 SENTENCE = (
     "What a worker takes to compress and decompress the gradients of a GPT of 4.08 million parameters, on one thread "

@@ -7,19 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
+import torch.distributed as dist
 
 from experiments.cluster import why_not
-from experiments.launch import Send
+from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings
+from experiments.turns import in_turns
 
 from .real_step import training_step
-from .rows import AGAIN, OURS, THEIRS, Row, beside
-from .timing import Seconds, Tell, in_turns, on_ranks
+from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside
 
 SENTENCE = (
     "A training step on 2 ranks of one thread each, by `ddp_core`, on two hosts (network namespaces) whose link has no "
@@ -46,16 +45,6 @@ while True:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What the ranks are told."""
-
-    task: str
-    spec: str
-    rounds: int
-    is_bound: bool = False
-
-
 def measure(quick: bool, tell: Tell) -> list[Row]:
     """Return a row for each task and hook, and for a task beside other processes."""
     link, rounds = LinkSettings() if why_not() else LinkSettings(kind="hosts"), 3 if quick else 30
@@ -63,7 +52,7 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
     for task in ["gpt:size=tiny"] if quick else TASKS:
         for name, spec in HOOKS.items():
             tell(f"wakeups: three copies of {task} in turns, {name}")
-            (seconds,) = on_ranks(_take_turns, RANKS, _Asked(task=task, spec=spec, rounds=rounds), tell, link=link)
+            seconds = on_ranks(partial(_take_turns, task, spec, rounds), RANKS, tell, link=link)
             rows.append(beside("usual", f"{name}, {task}", "step time", seconds, _milliseconds, target=TARGET))
     return rows + ([] if quick else _loaded(rounds, tell))
 
@@ -75,9 +64,9 @@ def _loaded(rounds: int, tell: Tell) -> list[Row]:
             for is_bound in (False, True):
                 what = f"{name}, {_LOADED_TASK}, beside {RANKS} {load}" + (", a core for each rank" if is_bound else "")
                 tell(f"wakeups: {what}")
-                asked = _Asked(task=_LOADED_TASK, spec=spec, rounds=rounds, is_bound=is_bound)
+                take = partial(_take_turns, _LOADED_TASK, spec, rounds, is_bound=is_bound)
                 with _other_processes(pause):
-                    (seconds,) = on_ranks(_take_turns, RANKS, asked, tell)
+                    seconds = on_ranks(take, RANKS, tell)
                 rows.append(beside("usual", what, "step time", seconds, _milliseconds))
     return rows
 
@@ -98,19 +87,16 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def _take_turns(rank: int, ranks: int, asked: _Asked, send: Send) -> None:
-    """Train three copies on one rank; rank 0 sends the seconds of a step."""
-    torch.set_num_threads(1)
-    if asked.is_bound:
+def _take_turns(task: str, spec: str, rounds: int, tell: Tell, *, is_bound: bool = False) -> Seconds:
+    """Train three copies on one rank; return the seconds of a step."""
+    if is_bound:
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    make = partial(training_step, asked.task, asked.spec, rank, ranks)
+        os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
+    make = partial(training_step, task, spec)
     steps: dict[str, Callable[[], None]] = {OURS: make()}
     for contender in (THEIRS, AGAIN):
         steps[contender] = _with_usual_threads(make)
-    seconds: Seconds = in_turns(steps, asked.rounds, calls=3)
-    if rank == 0:
-        send(seconds)
+    return in_turns(steps, rounds, calls=3)
 
 
 def _with_usual_threads(make: Callable[[], Callable[[], None]]) -> Callable[[], None]:

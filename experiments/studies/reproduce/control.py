@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from commhooks.units import seconds_in_words, three_digits
-from experiments.cluster import Cluster
-from experiments.launch import run_world
-from experiments.links.link import parse_rate
+from experiments.cluster import hosts_on
+from experiments.launch import on_ranks, run_world
+from experiments.links.link import LinkSettings, parse_rate
 from experiments.report.words import percent
 from experiments.results.medians import Ratio, milliseconds
 from experiments.specs import Spec
 
 from .control_drawing import steps_picture
-from .control_ranks import Beside, NewRate, Phases, Ran, Turns, run_phases, run_turns
+from .control_ranks import NewRate, Phases, Ran, run_phases, run_turns
 from .notes import Notes
 from .reproduction import NONE, Block, Picture, Reproduction, Table
 
@@ -61,9 +61,9 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     return {"fixed": fixed, "controlled": controlled, "beside": notes.once("beside", lambda: _turns(settings, notes))}
 
 
-def _hosts(settings: Settings) -> AbstractContextManager[Cluster | None]:
-    """Return a host for each rank, whose links have no limit yet."""
-    return Cluster.create(_RANKS) if settings.limited else nullcontext()
+def _link(settings: Settings) -> LinkSettings:
+    """Return the link between the hosts, which has no limit yet."""
+    return LinkSettings(kind="hosts") if settings.limited else LinkSettings()
 
 
 def _ladder(settings: Settings) -> tuple[Spec, ...]:
@@ -81,7 +81,7 @@ def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]
         bucket_cap_mb=settings.bucket_cap_mb,
     )
     found: list[Ran] = []
-    with _hosts(settings) as cluster:
+    with hosts_on(_link(settings), _RANKS) as cluster:
 
         def hear(message: object) -> None:
             if isinstance(message, NewRate) and cluster is not None:
@@ -98,18 +98,9 @@ def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]
 
 def _turns(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Return the controller's turns beside a plain all-reduce's, on links without a limit."""
-    asked = Turns(
-        task=Spec.parse(settings.task, "task"),
-        ladder=_ladder(settings),
-        turns=settings.turns,
-        steps=settings.turn_steps,
-        bucket_cap_mb=settings.bucket_cap_mb,
-    )
-    found: list[Any] = []
-    with _hosts(settings) as cluster:
-        run_world(run_turns, _RANKS, asked, found.append, timeout=_TIMEOUT_SECONDS, cluster=cluster)
-    [beside] = found
-    assert isinstance(beside, Beside), "rank 0 sends nothing else"
+    task, ladder = Spec.parse(settings.task, "task"), _ladder(settings)
+    take = partial(run_turns, task, ladder, settings.turns, settings.turn_steps, settings.bucket_cap_mb)
+    beside = on_ranks(take, _RANKS, notes.tell, link=_link(settings))
     notes.tell(f"without a limit the controller chose {beside.chosen}")
     return asdict(beside)
 

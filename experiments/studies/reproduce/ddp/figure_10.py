@@ -17,21 +17,19 @@ from functools import partial
 from typing import Any
 
 import matplotlib
-import torch
-import torch.distributed as dist
 
 from commhooks.units import three_digits
-from experiments.launch import Send
+from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, parse_rate
 from experiments.machine import dilation
-from experiments.planning.overlap import longest
 from experiments.report.plots import Theme, canvases, legend, png, style
 from experiments.results.medians import Ratio, milliseconds
+from experiments.training.stepper import Stepper, same_step
+from experiments.turns import forth_and_back, in_turns
 
 from ..notes import Notes
 from ..reproduction import NONE, Block, Picture, Reproduction, Table
-from .iterations import Replica, draw_quartiles, label_axes, measure_in_world
-from .turns import DDPS, MODELS, TINY_MODELS
+from .turns import DDPS, MODELS, TINY_MODELS, draw_quartiles, end_groups, groups_on, label_axes, warm_up
 
 RANKS = 2
 NEVER = "never"  # the key of iterations that do not synchronize
@@ -49,62 +47,52 @@ class Settings:
     kind: str = "hosts"
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What the ranks are told."""
-
-    task: str
-    link: LinkSettings
-    cycles: tuple[int, ...]
-    turns: int
-    dilation: float
-
-
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Measure every scene."""
     slower = dilation(RANKS)
     scenes = []
     for model, rate in settings.scenes:
         link = LinkSettings(kind=settings.kind, bits_per_second=parse_rate(rate)).slowed(slower)
-        work = _Work(settings.models[model], link, tuple(settings.cycles), settings.turns, slower)
         notes.tell(f"{model} at {rate}")
-        found = notes.once(f"{model} at {rate}", partial(measure_in_world, _rank, RANKS, work, link, notes))
+        ask = partial(_time_cycles, settings, settings.models[model], link, slower)
+        found = notes.once(f"{model} at {rate}", partial(on_ranks, ask, RANKS, notes.tell, link=link))
         scenes.append({"model": model, "rate": rate, **found})
     return {"dilation": slower, "scenes": scenes}
 
 
-def _rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
-    """Time cycles in turns on one rank; rank 0 sends the seconds of an iteration, for each class and cycle."""
-    torch.set_num_threads(1)
-    if rank == 0:
-        send("  the ranks have started")
-    group = dist.group.WORLD
-    assert group is not None, "run_world has made the default group"
-    replicas = {ddp: Replica(work.task, ddp, None, work.link, group) for ddp in DDPS}
-    for replica in replicas.values():
-        replica.warm_up()
-    found: dict[str, dict[str, list[float]]] = {
-        ddp: {key: [] for key in (NEVER, *map(str, work.cycles))} for ddp in DDPS
-    }
-    pairs = [(ddp, cycle) for cycle in (0, *work.cycles) for ddp in DDPS]
-    for turn in range(work.turns):
-        for ddp, cycle in pairs if turn % 2 == 0 else reversed(pairs):
-            seconds = longest(partial(_cycle, replicas[ddp], cycle)) / (cycle or _NEVER_ITERATIONS)
-            replicas[ddp].forget()
-            found[ddp][str(cycle) if cycle else NEVER].append(seconds / work.dilation)
-        if rank == 0:
-            send(f"  turn {turn + 1} of {work.turns}")
-    if rank == 0:
-        send({"parameters": replicas["core"].parameters, "seconds": found})
-    for replica in replicas.values():
-        replica.close()
+def _time_cycles(settings: Settings, task: str, link: LinkSettings, slower: float, tell: Tell) -> dict[str, Any]:
+    """Time cycles in turns on one rank; return the seconds of an iteration, for each class and cycle."""
+    groups = groups_on(link)
+    steppers = {ddp: same_step(task, ddp, group=groups[0]) for ddp in DDPS}
+    for stepper in steppers.values():
+        warm_up(stepper)
+    pairs = [(ddp, cycle) for cycle in (0, *settings.cycles) for ddp in DDPS]
+    taken = in_turns(
+        {(ddp, cycle): partial(_cycle, steppers[ddp], cycle) for ddp, cycle in pairs},
+        settings.turns,
+        warm_up=0,
+        prepare=lambda pair: steppers[pair[0]].optimizer.zero_grad(),
+        order=forth_and_back,
+        tell=tell,
+    )
+    found: dict[str, dict[str, list[float]]] = {ddp: {} for ddp in DDPS}
+    for (ddp, cycle), seconds in taken.items():
+        each = slower * (cycle or _NEVER_ITERATIONS)
+        found[ddp][str(cycle) if cycle else NEVER] = [one / each for one in seconds]
+    parameters = steppers["core"].parameters
+    for stepper in steppers.values():
+        stepper.close()
+    end_groups(groups)
+    return {"parameters": parameters, "seconds": found}
 
 
-def _cycle(replica: Replica, iterations: int) -> None:
+def _cycle(stepper: Stepper, iterations: int) -> None:
     """Run a cycle of so many iterations; 0: some that do not synchronize."""
-    replica.accumulate(iterations - 1 if iterations else _NEVER_ITERATIONS)
+    with stepper.ddp.no_sync():
+        for _ in range(iterations - 1 if iterations else _NEVER_ITERATIONS):
+            stepper.backward()
     if iterations:
-        replica.step()
+        stepper()
 
 
 def arithmetic(seconds: Mapping[str, Sequence[float]], cycle: int) -> float:

@@ -7,7 +7,6 @@ group runs its collectives in the same order everywhere, and nothing can deadloc
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,7 @@ from experiments.results.medians import Ratio, milliseconds
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
 from .hooks import use_groups_in_turn
-from .turns import DDPS, LOOPBACK, TINY_MODELS, Entrant, Turns, link_of, place_in_words, take_turns, whole
+from .turns import DDPS, LOOPBACK, TINY_MODELS, Entrant, link_of, place_in_words, take_turns, whole
 
 _RIGHT = 2.5  # edge of the picture: what a disturbed turn adds beyond it is cut off
 _FARTHEST = 10.0  # of intervals that have no end
@@ -60,32 +59,27 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
 
 
 def _cases(place: str, settings: Settings, notes: Notes) -> list[Case]:
-    who = list(itertools.product(settings.models, DDPS))
-    entrants = tuple(
-        Entrant(
-            task=settings.models[model],
-            ddp=ddp,
-            bucket_mib=settings.bucket_mib,
-            register=partial(use_groups_in_turn, count=count),
+    entrants = {
+        (model, ddp, count): Entrant(
+            task=task, ddp=ddp, bucket_mib=settings.bucket_mib, register=partial(use_groups_in_turn, count=count)
         )
-        for model, ddp in who
+        for model, task in settings.models.items()
+        for ddp in DDPS
         for count in settings.groups
-    )
-    turns = Turns(
-        entrants=entrants,
-        link=link_of(place, settings.kind),
-        ranks=settings.ranks,
-        count=settings.turns,
-        groups=max(settings.groups),
-    )
+    }
     notes.tell(f"{place}: {len(entrants)} models take {settings.turns} turns")
-    taken = iter(take_turns(turns, notes.tell))
-    cases = list[Case]()
-    for model, ddp in who:
-        own = [next(taken) for _ in settings.groups]
-        seconds = {str(count): whole(one) for count, one in zip(settings.groups, own, strict=True)}
-        cases.append({"model": model, "ddp": ddp, "buckets": own[0]["buckets"], "seconds": seconds})
-    return cases
+    link = link_of(place, settings.kind)
+    taken = take_turns(entrants, link, settings.ranks, settings.turns, notes.tell, groups=max(settings.groups))
+    return [
+        {
+            "model": model,
+            "ddp": ddp,
+            "buckets": taken[model, ddp, settings.groups[0]]["buckets"],
+            "seconds": {str(count): whole(taken[model, ddp, count]) for count in settings.groups},
+        }
+        for model in settings.models
+        for ddp in DDPS
+    ]
 
 
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:

@@ -22,13 +22,14 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from commhooks.units import three_digits
-from experiments.launch import Send, run_on_link
-from experiments.planning.overlap import longest
+from experiments.launch import Tell, on_ranks
+from experiments.links.link import LinkSettings
 from experiments.report.plots import Theme, canvas, canvases, png, style
 from experiments.results.medians import Ratio
 from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.tasks import load_task
+from experiments.turns import as_given, in_turns
 
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
@@ -58,15 +59,6 @@ class Settings:
     steps: int = 20  # backward passes of each model
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """What the ranks do in one place."""
-
-    settings: Settings
-    place: str
-    elements: int
-
-
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Return the seconds of all-reduces in calls of each size, and when each gradient was ready."""
     first = next(iter(settings.places))
@@ -83,19 +75,26 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
 def _in_place(place: str, elements: int, settings: Settings, notes: Notes, *, with_models: bool) -> dict[str, Any]:
     """Return what one world of ranks measures; in the first one, rank 0 also runs the backward passes."""
     notes.tell(place)
-    work = _Work(settings=settings, place=place, elements=elements)
-    function = _with_models if with_models else _calls
-    found = run_on_link(function, settings.ranks, work, link_of(place, settings.kind), notes.tell)
-    return {key: value for part in found for key, value in part.items()}
+    link = link_of(place, settings.kind)
+    measure_rank = partial(_on_rank, settings, elements, link, with_models)
+    return on_ranks(measure_rank, settings.ranks, notes.tell, link=link)
 
 
-def _with_models(rank: int, ranks: int, work: _Work, send: Send) -> None:
-    """Let rank 0 run the backward passes, while the others wait, and then do as `_calls`."""
-    if rank == 0:
-        torch.set_num_threads(1)
-        send("  backward passes of one rank")
-        send({"models": [_readiness(*each, work.settings.steps) for each in work.settings.models.items()]})
-    _calls(rank, ranks, work, send)
+def _on_rank(settings: Settings, elements: int, link: LinkSettings, with_models: bool, tell: Tell) -> dict[str, Any]:
+    """Let rank 0 run the backward passes, while the others wait; then all-reduce in calls of every size, in turns."""
+    models = []
+    if with_models and dist.get_rank() == 0:
+        tell("  backward passes of one rank")
+        models = [_readiness(*each, settings.steps) for each in settings.models.items()]
+    groups = groups_on(link)
+    data = torch.zeros(elements)  # sums stay zero, however often they are taken
+    pieces = {size: data.split(size)[: settings.calls] for size in settings.sizes if size <= elements}
+    calls = {size: partial(_all_reduce, own, groups[0]) for size, own in pieces.items()}
+    # The first round opens connections and touches memory.
+    seconds = in_turns(calls, settings.turns, warm_up=1, order=as_given, tell=tell)
+    end_groups(groups)
+    rows = [{"size": size, "measured": sum(map(len, own)), "seconds": seconds[size]} for size, own in pieces.items()]
+    return {"rows": rows, "models": models}
 
 
 def _readiness(model: str, label: str, steps: int) -> dict[str, Any]:
@@ -115,33 +114,6 @@ def _readiness(model: str, label: str, steps: int) -> dict[str, Any]:
         if step >= _WARM_UP:
             passes.append(times)
     return {"model": model, "elements": [parameter.numel() for parameter in parameters], "passes": passes}
-
-
-def _calls(rank: int, ranks: int, work: _Work, send: Send) -> None:
-    """All-reduce in calls of every size, in turns; rank 0 sends the seconds on the slowest rank."""
-    torch.set_num_threads(1)
-    settings = work.settings
-    groups = groups_on(link_of(work.place, settings.kind))
-    data = torch.zeros(work.elements)  # sums stay zero, however often they are taken
-    sizes = [size for size in settings.sizes if size <= work.elements]
-    pieces = {size: data.split(size)[: settings.calls] for size in sizes}
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    for turn in range(-1, settings.turns):  # the first one is not counted: it opens connections and touches memory
-        for size in sizes:
-            taken = longest(partial(_all_reduce, pieces[size], groups[0]))
-            if turn >= 0:
-                seconds[size].append(taken)
-        if rank == 0 and turn >= 0:
-            send(f"  {turn + 1} of {settings.turns} turns")
-    if rank == 0:
-        send(
-            {
-                "rows": [
-                    {"size": size, "measured": sum(map(len, pieces[size])), "seconds": seconds[size]} for size in sizes
-                ]
-            }
-        )
-    end_groups(groups)
 
 
 def _all_reduce(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> None:

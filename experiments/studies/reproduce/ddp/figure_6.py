@@ -7,7 +7,6 @@ gradients into buckets is part of the backward pass, and copying them back is pa
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from experiments.results.medians import Ratio, milliseconds
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
 from .hooks import do_not_overlap, overlap
-from .turns import DDPS, MODELS, PARTS, TINY_MODELS, Entrant, Turns, link_of, take_turns, whole
+from .turns import DDPS, MODELS, PARTS, TINY_MODELS, Entrant, link_of, take_turns, whole
 
 _WAYS = {"with": overlap, "without": do_not_overlap}
 
@@ -41,18 +40,18 @@ class Settings:
 
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Return every model's turns in either DDP, with and without overlap."""
-    cases = list(itertools.product(settings.models, DDPS, _WAYS))
-    entrants = tuple(
-        Entrant(task=settings.models[model], ddp=ddp, bucket_mib=settings.bucket_mib, register=_WAYS[way])
-        for model, ddp, way in cases
-    )
+    entrants = {
+        (model, ddp, way): Entrant(task=task, ddp=ddp, bucket_mib=settings.bucket_mib, register=register)
+        for model, task in settings.models.items()
+        for ddp in DDPS
+        for way, register in _WAYS.items()
+    }
     link = link_of(settings.rate, settings.kind)
-    notes.tell(f"{len(cases)} models take {settings.turns} turns at {settings.rate}")
-    taken = take_turns(Turns(entrants=entrants, link=link, ranks=settings.ranks, count=settings.turns), notes.tell)
+    notes.tell(f"{len(entrants)} models take {settings.turns} turns at {settings.rate}")
+    taken = take_turns(entrants, link, settings.ranks, settings.turns, notes.tell)
     return {
         "cases": [
-            {"model": model, "ddp": ddp, "overlap": way, "taken": one}
-            for (model, ddp, way), one in zip(cases, taken, strict=True)
+            {"model": model, "ddp": ddp, "overlap": way, "taken": one} for (model, ddp, way), one in taken.items()
         ]
     }
 

@@ -26,7 +26,7 @@ from experiments.tasks import load_task
 
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
-from .turns import DDPS, MODELS, TINY_MODELS, Entrant, Turns, link_of, take_turns, whole
+from .turns import DDPS, MODELS, TINY_MODELS, Entrant, link_of, take_turns, whole
 
 Row = Mapping[str, Any]
 """Of one size: its label, its number of buckets, and the seconds of each turn."""
@@ -64,14 +64,13 @@ def _rows(task: str, ranks: int, settings: Settings, notes: Notes) -> list[Row]:
     model = load_task(Spec.parse(task, "task")).model
     mib = sum(parameter.nbytes for parameter in model.parameters()) / MIB
     sizes = {f"{size:g}": max(size, 1 / MIB) for size in settings.bucket_mib if size < mib} | {"all": mib + 1}
-    entrants = tuple(Entrant(task=task, ddp=settings.ddp, bucket_mib=size) for size in sizes.values())
+    entrants = {label: Entrant(task=task, ddp=settings.ddp, bucket_mib=size) for label, size in sizes.items()}
     slower = dilation(ranks)
     link = link_of(settings.rate, settings.kind).slowed(slower)
     notes.tell(f"{task} ({mib:.1f} MiB) on {ranks} ranks in {len(sizes)} sizes of buckets: {settings.turns} turns")
-    taken = take_turns(Turns(entrants=entrants, link=link, ranks=ranks, count=settings.turns), notes.tell)
     return [
         {"size": label, "buckets": one["buckets"], "seconds": [seconds / slower for seconds in whole(one)]}
-        for label, one in zip(sizes, taken, strict=True)
+        for label, one in take_turns(entrants, link, ranks, settings.turns, notes.tell).items()
     ]
 
 

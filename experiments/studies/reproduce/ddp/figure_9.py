@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,17 +27,18 @@ from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from commhooks.tensors import tensor_bytes
 from commhooks.units import counted, three_digits
 from ddp_core import GradBucket
-from experiments.launch import Send
+from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, parse_latency, parse_rate
 from experiments.machine import dilation
 from experiments.report.plots import Theme, canvases, legend, png, style
 from experiments.report.words import listed
 from experiments.results.medians import Ratio, milliseconds
+from experiments.training.stepper import Stepper, same_step
+from experiments.turns import as_given, turns_of
 
 from ..notes import Notes
 from ..reproduction import Block, Picture, Reproduction, Table
-from .iterations import Replica, draw_quartiles, label_axes, measure_in_world
-from .turns import MODELS, TINY_MODELS
+from .turns import MODELS, TINY_MODELS, draw_quartiles, end_groups, label_axes, over, warm_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +56,6 @@ class Settings:
     kind: str = "hosts"
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What the ranks are told."""
-
-    task: str
-    worlds: tuple[int, ...]
-    bucket_mib: float
-    link: LinkSettings
-    turns: int
-    dilation: float
-
-
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Measure every model."""
     ranks = settings.worlds[-1]
@@ -74,49 +63,37 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     link = LinkSettings(kind=settings.kind, bits_per_second=parse_rate(settings.rate)).slowed(slower)
     found = {}
     for model, task in settings.models.items():
-        work = _Work(task, tuple(settings.worlds), settings.bucket_mib, link, settings.turns, slower)
         notes.tell(f"{model} on {ranks} ranks")
-        found[model] = notes.once(model, partial(measure_in_world, _rank, ranks, work, link, notes))
+        ask = partial(_time_worlds, settings, task, link, slower)
+        found[model] = notes.once(model, partial(on_ranks, ask, ranks, notes.tell, link=link))
     return {"dilation": slower, "models": found}
 
 
-def _rank(rank: int, ranks: int, work: _Work, send: Send) -> None:
-    """Time iterations of groups in turns on one rank; rank 0 sends their seconds for each world size."""
-    torch.set_num_threads(1)
-    if rank == 0:
-        send("  the ranks have started")
-    replicas, alone = _replicas(work), _Alone()
-    replicas[1].ddp.register_comm_hook(alone, _note_bucket)
-    for world, replica in replicas.items():
-        replica.warm_up()
-        if rank == 0:
-            send(f"  the models of groups of {world} are in place")
-    found: dict[str, list[float]] = {str(world): [] for world in work.worlds}
-    ready, sizes = list[list[float]](), list[int]()
-    for turn in range(work.turns):
-        for world, replica in replicas.items():
-            seconds = _seconds_of_ranks(partial(_step, replica, alone))
-            slowest = [max(seconds[first : first + world]) for first in range(0, ranks, world)]
-            found[str(world)].append(statistics.fmean(slowest) / work.dilation)
-            if world == 1:
-                ready.append([moment / work.dilation for moment in alone.ready])
-                sizes = alone.sizes
-        if rank == 0:
-            send(f"  turn {turn + 1} of {work.turns}")
-    if rank == 0:
-        send({"parameters": replicas[1].parameters, "seconds": found, "ready": ready, "bucket_bytes": sizes})
-    for replica in replicas.values():
-        replica.close()
-
-
-def _replicas(work: _Work) -> dict[int, Replica]:
-    """Return this rank's model for each number of hosts."""
-    replicas = {}
-    for world in work.worlds:
-        group, _ = dist.new_subgroups(world)
-        assert group is not None, "every rank is in a group"
-        replicas[world] = Replica(work.task, "core", work.bucket_mib, work.link, group)
-    return replicas
+def _time_worlds(settings: Settings, task: str, link: LinkSettings, slower: float, tell: Tell) -> dict[str, Any]:
+    """Time iterations of groups in turns on one rank; return their seconds for each world size."""
+    subgroups = [dist.new_subgroups(world)[0] for world in settings.worlds]
+    groups = over(link, [group for group in subgroups if group is not None])
+    steppers = {
+        world: same_step(task, "core", settings.bucket_mib, group)
+        for world, group in zip(settings.worlds, groups, strict=True)
+    }
+    alone = _Alone()
+    steppers[1].ddp.register_comm_hook(alone, _note_bucket)
+    for world, stepper in steppers.items():
+        warm_up(stepper)
+        tell(f"  the models of groups of {world} are in place")
+    contenders = {world: partial(_iteration, stepper, alone, world) for world, stepper in steppers.items()}
+    taken = turns_of(contenders, settings.turns, order=as_given, tell=tell)
+    found = {
+        "parameters": steppers[1].parameters,
+        "seconds": {str(world): [seconds / slower for seconds, _ in turns] for world, turns in taken.items()},
+        "ready": [[moment / slower for moment in ready] for _, ready in taken[1]],
+        "bucket_bytes": alone.sizes,
+    }
+    for stepper in steppers.values():
+        stepper.close()
+    end_groups(groups)
+    return found
 
 
 class _Alone:
@@ -145,20 +122,17 @@ def _note_bucket(alone: _Alone, bucket: Any) -> Future[Tensor]:
     return mean
 
 
-def _step(replica: Replica, alone: _Alone) -> None:
-    alone.begin()
-    replica.step()
-
-
-def _seconds_of_ranks(action: Callable[[], object]) -> list[float]:
-    """Return the seconds that the action takes on every rank; all begin together."""
+def _iteration(stepper: Stepper, alone: _Alone, world: int) -> tuple[float, list[float]]:
+    """Return the seconds of an iteration, the mean over groups of its slowest rank's, and when buckets were ready."""
     dist.barrier()
-    begin = time.perf_counter()
-    action()
-    own = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    return [seconds.item() for seconds in found]
+    alone.begin()
+    begun = time.perf_counter()
+    stepper()
+    own = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    slowest = [max(everyone[first : first + world]).item() for first in range(0, len(everyone), world)]
+    return statistics.fmean(slowest), alone.ready
 
 
 def longer(found: Mapping[str, Any], world: int, than: int) -> Ratio:

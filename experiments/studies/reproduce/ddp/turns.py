@@ -1,4 +1,8 @@
-"""What the DDP paper's timings share: ranks on a link, models in their DDPs, and steps that are timed in turns.
+"""What the DDP paper's timings share: ranks on a link, steps that are timed in turns, and how latencies are drawn.
+
+If ranks share cores, time is dilated (`experiments.machine.dilation`), so that each has what one core computes, as with
+the setting `compute` of runs. With four ranks on each core, compute takes four times as long, so the link is slowed
+down by four as well, and every reported time is divided by four.
 
 Models that are compared are in memory together, on the same ranks, and take a step each in turn: any other load on the
 machine slows all of them equally. All ranks begin a step together, and it counts as it was on the rank that took
@@ -9,25 +13,29 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from functools import partial
+from typing import Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
+from matplotlib.axes import Axes
 from torch import Tensor
 
-from experiments.launch import Send, run_on_link
+from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, Wire, parse_rate
 from experiments.links.linked_group import LinkedGroup
 from experiments.links.waits import WaitClock
-from experiments.specs import Spec
-from experiments.tasks import LoadedTask, load_task
+from experiments.results.summary import Spread
 from experiments.training.measure import StepClock
 from experiments.training.registration import wrap_in_ddp
+from experiments.training.stepper import Stepper, without_broadcasts
+from experiments.turns import as_given, turns_of
 
 from .hooks import Groups
 
+K = TypeVar("K", bound=Hashable)
 MODELS = {"ResNet-18": "digits:network=resnet18,batch_size=16", "GPT": "gpt:size=base,batch_size=4"}
 """A convolutional network of 11.2 million parameters and a transformer of 4.1 million: the tasks, by name."""
 TINY_MODELS = {"GPT": "gpt:size=tiny"}
@@ -60,26 +68,24 @@ class Entrant:
     register: Callable[[Any, Groups], None] | None = None  # registers a hook, over these groups; None: no hook
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turns:
-    """Who takes turns, and where."""
+def take_turns(
+    entrants: Mapping[K, Entrant], link: LinkSettings, ranks: int, count: int, tell: Tell, *, groups: int = 1
+) -> dict[K, Taken]:
+    """Return the seconds of every entrant's steps.
 
-    entrants: tuple[Entrant, ...]
-    link: LinkSettings
-    ranks: int
-    count: int  # turns that each one takes
-    groups: int = 1  # process groups, which share the link
-
-
-def take_turns(turns: Turns, tell: Callable[[str], None]) -> list[Taken]:
-    """Return the seconds of every entrant's steps, in the entrants' order.
+    Args:
+        entrants: Who takes turns, by name.
+        link: Of all ranks.
+        ranks: The number of processes.
+        count: Turns that each one takes.
+        tell: Called with progress.
+        groups: Process groups, which share the link.
 
     Raises:
         WorldError: A rank failed.
 
     """
-    taken: list[Taken] = run_on_link(_take_turns, turns.ranks, turns, turns.link, tell)[-1]
-    return taken
+    return on_ranks(partial(_take_turns, entrants, link, count, groups), ranks, tell, link=link)
 
 
 def link_of(place: str, kind: str) -> LinkSettings:
@@ -93,17 +99,18 @@ def place_in_words(place: str) -> str:
 
 
 def groups_on(link: LinkSettings, count: int = 1) -> list[dist.ProcessGroup]:
-    """Return process groups of all ranks, the default one first; every rank calls this.
-
-    On an emulated link with a rate they share one wire, as those of hosts share the host's link.
-    """
+    """Return process groups of all ranks, the default one first; every rank calls this."""
     world = dist.group.WORLD
-    assert world is not None, "run_world has made the default group"
-    plain = [world, *(dist.new_group() for _ in range(count - 1))]
+    assert world is not None, "ranks have a default group"
+    return over(link, [world, *(dist.new_group() for _ in range(count - 1))])
+
+
+def over(link: LinkSettings, groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """Return the groups on the link: on an emulated one with a rate they share one wire, as hosts share their link."""
     if link.kind != "emulated" or link.bits_per_second is None:
-        return plain
+        return groups
     wire = Wire(link)
-    return [LinkedGroup(group, wire) for group in plain]
+    return [LinkedGroup(group, wire) for group in groups]
 
 
 def end_groups(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -114,12 +121,10 @@ def end_groups(groups: Sequence[dist.ProcessGroup]) -> None:
             group.close()
 
 
-def load_without_broadcasts(task: str) -> LoadedTask:
-    """Return a task whose model's buffers are not broadcast before each forward pass: a DDP sends only gradients."""
-    loaded = load_task(Spec.parse(task, "task"))
-    names = [name for name, _ in loaded.model.named_buffers()]
-    loaded.model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]  # 'expression has type "list[str]"'
-    return loaded
+def warm_up(stepper: Stepper) -> None:
+    """Take the steps before the first turn: DDPs rebuild their buckets after the first one."""
+    for _ in range(2):
+        stepper()
 
 
 def whole(taken: Taken) -> list[float]:
@@ -128,28 +133,24 @@ def whole(taken: Taken) -> list[float]:
     return [sum(step) for step in zip(*parts, strict=True)]
 
 
-def _take_turns(rank: int, ranks: int, turns: Turns, send: Send) -> None:
-    """Take all turns on one rank; rank 0 sends what they took on the slowest."""
-    torch.set_num_threads(1)
-    groups = groups_on(turns.link, turns.groups)
-    training = [_Training(entrant, groups) for entrant in turns.entrants]
-    spent = torch.zeros(len(training), turns.count, len(PARTS), dtype=torch.float64)
-    for turn in range(-_WARM_UP, turns.count):
-        for place, one in enumerate(training):
-            parts = one.step(turn + _WARM_UP, rank, ranks)
-            if turn >= 0:
-                spent[place, turn] = torch.tensor(parts)
-        if rank == 0:
-            send(f"  warming up, {-turn} to go" if turn < 0 else f"  {turn + 1} of {turns.count} turns")
-    everyone = [torch.empty_like(spent) for _ in range(ranks)]
+def _take_turns(
+    entrants: Mapping[K, Entrant], link: LinkSettings, count: int, groups: int, tell: Tell
+) -> dict[K, Taken]:
+    """Take all turns on one rank; return what they took on the slowest."""
+    own = groups_on(link, groups)
+    training = {name: _Training(entrant, own) for name, entrant in entrants.items()}
+    turns = turns_of(
+        {name: one.step for name, one in training.items()}, count, warm_up=_WARM_UP, order=as_given, tell=tell
+    )
+    spent = torch.tensor(list(turns.values()), dtype=torch.float64)  # entrants x turns x parts
+    everyone = [torch.empty_like(spent) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, spent)
-    if rank == 0:
-        slowest = of_slowest(torch.stack(everyone))
-        send([one.taken(parts) for one, parts in zip(training, slowest, strict=True)])
-    for one in training:
+    slowest = of_slowest(torch.stack(everyone))
+    found = {name: one.taken(parts) for (name, one), parts in zip(training.items(), slowest, strict=True)}
+    for one in training.values():
         one.close()
-    del one, training
-    end_groups(groups)
+    end_groups(own)
+    return found
 
 
 def of_slowest(spent: Tensor) -> Tensor:
@@ -162,33 +163,32 @@ class _Training:
     """One entrant on one rank."""
 
     def __init__(self, entrant: Entrant, groups: Groups) -> None:
-        self.task = load_without_broadcasts(entrant.task)
-        self.ddp = wrap_in_ddp(self.task.model, entrant.ddp, entrant.bucket_mib, groups[0])
+        task = without_broadcasts(entrant.task)
+        self._stepper = Stepper(task, wrap_in_ddp(task.model, entrant.ddp, entrant.bucket_mib, groups[0]))
         if entrant.register is not None:
-            entrant.register(self.ddp, groups)
-        self.optimizer = self.task.optimizer()
-        self.clock = StepClock(self.ddp, self.task.model, WaitClock())
+            entrant.register(self._stepper.ddp, groups)
+        self._clock = StepClock(self._stepper.ddp, task.model, WaitClock())
 
-    def step(self, number: int, rank: int, ranks: int) -> list[float]:
+    def step(self) -> list[float]:
         """Take a step, and return the seconds of its parts."""
-        batch = self.task.batch(number, rank, ranks)
+        one, batch = self._stepper, self._stepper.next_batch()
         dist.barrier()
-        self.clock.begin()
+        self._clock.begin()
         begun = time.perf_counter()
-        loss = self.task.loss(self.ddp, batch)
+        loss = one.task.loss(one.ddp, batch)
         forward_ended = time.perf_counter()
         loss.backward()
-        self.clock.backward_ended()
+        self._clock.backward_ended()
         backward_ended = time.perf_counter()
-        self.optimizer.step()
-        split = self.clock.end()
-        self.optimizer.zero_grad()
+        one.optimizer.step()
+        split = self._clock.end()
+        one.optimizer.zero_grad()
         forward, optimizer = forward_ended - begun, begun + split.seconds - backward_ended
         return [forward, split.compute - forward - optimizer, split.compression + split.waiting, optimizer]
 
     def taken(self, spent: Tensor) -> Taken:
         """Return the turns that took this long, turns x parts."""
-        sizes: str = self.ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]  # type: ignore[operator]  # '"Tensor" not callable'
+        sizes: str = self._stepper.ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
         forward, backward, exposed, optimizer = spent.T.tolist()
         return Taken(
             buckets=len(sizes.split(",")), forward=forward, backward=backward, exposed=exposed, optimizer=optimizer
@@ -196,5 +196,24 @@ class _Training:
 
     def close(self) -> None:
         """Remove everything from the model: its DDP must go before the process groups do."""
-        self.clock.remove()
-        del self.ddp
+        self._clock.remove()
+        self._stepper.close()
+
+
+def draw_quartiles(
+    axes: Axes, places: Sequence[float], seconds: Sequence[Sequence[float]], *, colour: str, label: str
+) -> None:
+    """Draw the median of each measurement in milliseconds, with a bar from quartile to quartile."""
+    spreads = [Spread.of(each) for each in seconds]
+    medians = [1e3 * each.median for each in spreads]
+    bars = [[1e3 * (each.median - each.low) for each in spreads], [1e3 * (each.high - each.median) for each in spreads]]
+    axes.errorbar(places, medians, yerr=bars, color=colour, marker="o", markersize=4, capsize=3, label=label)
+
+
+def label_axes(axes: Axes, title: str, label: str, places: Sequence[int]) -> None:
+    """Give axes a title, milliseconds from 0 on, and these places on a logarithmic horizontal axis."""
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=10)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places])
+    axes.set_xlabel(label)
+    axes.set_ylim(bottom=0)

@@ -32,6 +32,7 @@ from experiments.results.intervals import Estimate, differences
 from experiments.specs import Spec
 from experiments.tasks import load_task
 from experiments.training.registration import wrap_in_ddp
+from experiments.training.stepper import Stepper
 from experiments.training.stock import is_stock, register_stock
 
 from ..notes import Notes
@@ -100,7 +101,7 @@ def train_each(rank: int, ranks: int, argument: Sequence[Training], send: Send) 
     """Make the runs one after the other; rank 0 sends a row for each."""
     torch.set_num_threads(1)
     for training in argument:
-        row = _train(training, rank, ranks)
+        row = _train(training, ranks)
         gc.collect()  # a DDP that outlives its process group may abort the process
         if rank == 0:
             send(row)
@@ -128,7 +129,7 @@ class _OwnGradients:
         return found
 
 
-def _train(training: Training, rank: int, ranks: int) -> dict[str, Any]:
+def _train(training: Training, ranks: int) -> dict[str, Any]:
     """Train one model, and look at the residuals every few steps."""
     settings = training.settings
     spec = Spec.parse(settings.task, "task").with_default("skew", training.skew)
@@ -137,13 +138,11 @@ def _train(training: Training, rank: int, ranks: int) -> dict[str, Any]:
     ddp = wrap_in_ddp(task.model, "torch", _ONE_BUCKET_MB)
     hook = Spec.parse(settings.hooks[training.label])
     registered = (_Stock if is_stock(hook) else _Ours)(ddp, hook, training.seed)
-    optimizer = task.optimizer()
+    stepper = Stepper(task, ddp)
     looks = list[dict[str, float]]()
     for step in range(settings.steps):
-        task.set_learning_rate(optimizer, step, settings.steps)
-        optimizer.zero_grad()
-        task.loss(ddp, task.batch(step, rank, ranks)).backward()
-        optimizer.step()
+        task.set_learning_rate(stepper.optimizer, step, settings.steps)
+        stepper()
         gradients.step()
         if (step + 1) % settings.every == 0:
             own = gradients.read()

@@ -16,11 +16,11 @@ from experiments.launch import Send
 from experiments.links.link import LinkSettings
 from experiments.planning.profiling import Asked as ProfileAsked
 from experiments.planning.profiling import profile_step
-from experiments.planning.stepping import Stepper
 from experiments.runs import RunSettings
 from experiments.specs import Spec
 from experiments.tasks import LoadedTask, load_task
 from experiments.training.registration import register, wrap_in_ddp
+from experiments.training.stepper import Stepper
 
 from ...predictions.compute import ComputeClock, ComputeTimes
 

@@ -1,0 +1,81 @@
+"""A training step, as everything takes it that needs no more than the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..specs import Spec
+from ..tasks import LoadedTask, load_task
+from .registration import wrap_in_ddp
+
+
+class Stepper:
+    """A task's model in its DistributedDataParallel, which takes a step with each call."""
+
+    def __init__(self, task: LoadedTask, ddp: nn.Module, *, same_batch: bool = False) -> None:
+        """Take the steps of this rank.
+
+        Args:
+            task: The model, its batches and its optimizer.
+            ddp: The model in its DDP.
+            same_batch: Take each step on the first batch, so that steps differ in nothing but their time.
+
+        """
+        self.task = task
+        self.ddp: Any = ddp
+        self.optimizer = task.optimizer()
+        self._taken = 0
+        self._batch = self.next_batch() if same_batch else None
+
+    @property
+    def parameters(self) -> int:
+        """How many elements the model's parameters have."""
+        return sum(parameter.numel() for parameter in self.task.model.parameters())
+
+    def next_batch(self) -> Any:
+        """Return this rank's part of the batch of the next step."""
+        batch = self.task.batch(self._taken, dist.get_rank(), dist.get_world_size())
+        self._taken += 1
+        return batch
+
+    def backward(self) -> None:
+        """Run the forward and the backward pass."""
+        batch = self.next_batch() if self._batch is None else self._batch
+        self.task.loss(self.ddp, batch).backward()
+
+    def __call__(self) -> None:
+        """Run the forward and the backward pass, and the optimizer; then drop the gradients."""
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        """Remove the DDP, which must go before its process group does."""
+        del self.ddp
+
+
+def same_step(
+    task: str, ddp: str = "core", bucket_mib: float | None = None, group: dist.ProcessGroup | None = None
+) -> Stepper:
+    """Return a task in a DDP that sends nothing but gradients, whose steps are all on one batch.
+
+    Args:
+        task: Of the built-in ones, as on the command line.
+        ddp: "core": ddp_core's DistributedDataParallel; "torch": PyTorch's.
+        bucket_mib: MiB of a bucket; None: the DDP's default.
+        group: That all ranks of it train on; None: the default one.
+
+    """
+    loaded = without_broadcasts(task)
+    return Stepper(loaded, wrap_in_ddp(loaded.model, ddp, bucket_mib, group), same_batch=True)
+
+
+def without_broadcasts(task: str) -> LoadedTask:
+    """Return a task whose model's buffers are not broadcast before each forward pass: a DDP sends only gradients."""
+    loaded = load_task(Spec.parse(task, "task"))
+    names = [name for name, _ in loaded.model.named_buffers()]
+    loaded.model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]  # 'expression has type "list[str]"'
+    return loaded
