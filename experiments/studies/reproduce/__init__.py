@@ -1,4 +1,4 @@
-"""Reproductions of published experiments: a module for each, and pages with what was measured."""
+"""Reproductions of published experiments: modules that measure them, and pages with what was measured."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Block", "MODULES", "Picture", "Reproduction", "Table", "load_reprodu
 MODULES: dict[str, str] = {
     "powersgd-data-sent": ".powersgd.data_sent",
     "powersgd-compressors": ".powersgd.compressors",
-    "powersgd-error-feedback": ".powersgd.error_feedback",
-    "powersgd-warm-start": ".powersgd.warm_start",
-    "powersgd-rank": ".powersgd.rank",
-    "powersgd-start-step": ".powersgd.start_step",
-    "powersgd-layers": ".powersgd.layers",
+    "powersgd-error-feedback": ".ablations",
+    "powersgd-warm-start": ".ablations",
+    "powersgd-rank": ".ablations",
+    "powersgd-start-step": ".ablations",
+    "powersgd-layers": ".ablations",
     "powersgd-global-residual": ".powersgd.global_residual",
     "powersgd-rates": ".powersgd.rates",
     "accordion": ".accordion",
-    "feedback-and-optimizers": ".feedback",
+    "feedback-and-optimizers": ".ablations",
     "ddp-figure-2": ".ddp.figure_2",
     "ddp-figure-6": ".ddp.figure_6",
     "ddp-figure-7": ".ddp.figure_7",
@@ -45,6 +45,7 @@ def load_reproduction(name: str) -> Reproduction:
     """
     if name not in MODULES:
         raise ValueError(unknown("reproduction", name, MODULES))
-    found = importlib.import_module(MODULES[name], __package__).REPRODUCTION
-    assert isinstance(found, Reproduction) and found.name == name, "each module has one, of the name it is listed under"
+    module = importlib.import_module(MODULES[name], __package__)
+    found = module.REPRODUCTIONS[name] if MODULES[name] == ".ablations" else module.REPRODUCTION
+    assert isinstance(found, Reproduction) and found.name == name, "each is listed under its name"
     return found

@@ -18,10 +18,10 @@ from experiments.tasks import load_task
 from experiments.training.lockstep import time_in_lockstep
 
 from ..ablation import Ablation, train_variants
+from ..ablations import PAPER, TASKS, TINY
 from ..comparing import show_ablation
 from ..notes import Notes
 from ..reproduction import Block, Reproduction, Table
-from .tasks import PAPER, TASKS, TINY
 
 _VARIANTS = {
     "all-reduce": "all-reduce",

@@ -22,9 +22,9 @@ from experiments.tasks.images import ResNet18
 from experiments.tasks.lstm import LstmModel
 from experiments.training.lockstep import join_workers
 
+from ..ablations import PAPER
 from ..notes import Notes
 from ..reproduction import Block, Reproduction, Table
-from .tasks import PAPER
 
 _MIB = 2**20
 _WORD = 4

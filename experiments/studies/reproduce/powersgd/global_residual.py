@@ -35,9 +35,9 @@ from experiments.training.registration import wrap_in_ddp
 from experiments.training.stepper import Stepper
 from experiments.training.stock import is_stock, register_stock
 
+from ..ablations import PAPER
 from ..notes import Notes
 from ..reproduction import NONE, Block, Picture, Reproduction, Table
-from .tasks import PAPER
 
 _POINTS = partial(signed, form=".2f")
 _ONE_BUCKET_MB = 1024.0  # PyTorch's hook does not survive several over Gloo

@@ -31,9 +31,9 @@ from experiments.sweeps.execute import RunFailed, execute
 from experiments.sweeps.plan import plan
 from experiments.training.worker import RunDone
 
+from ..ablations import PAPER
 from ..notes import Notes
 from ..reproduction import NONE, Block, Picture, Reproduction, Table
-from .tasks import PAPER
 
 RANKS = 2
 PARTS = ("compute", "compression", "waiting")  # of a step's seconds
