@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
 from ..machine import machine, versions
+from ..report.blocks import Block, Table, markdown
 from ..report.page import data_uri, head, template
 from ..report.plots import THEMES
-from ..report.table import markdown_table, plain_table
+from ..report.table import plain_table
 from ..specs import Spec
 from ..sweeps.output import Contents, prepare_folder
 from ..tasks import load_task
@@ -121,7 +122,7 @@ def print_board(results: Results, out: Path, console: Console) -> None:
     console.print(f"\nreport  {out / PAGE}", highlight=False, soft_wrap=True)
 
 
-def _terminal_table(title: str, rows: Sequence[Standing], columns: slice) -> Table:
+def _terminal_table(title: str, rows: Sequence[Standing], columns: slice) -> TerminalTable:
     table = plain_table(title, headings(rows[0].task)[columns], first="compressor")
     table.caption = "bold: on the Pareto front"
     for row in rows:
@@ -185,21 +186,22 @@ def _facts() -> dict[str, str]:
 def _markdown(results: Results, folder: str) -> str:
     """Return the tables and pictures of the documentation's page, which contain all its measurements."""
     facts = "; ".join(f"{name}: {fact}" for name, fact in _facts().items())
-    lines = [f"`{results.command}`: {results.workers} workers, {results.seeds} seeds. {facts}.", ""]
+    page: list[Block] = [f"`{results.command}`: {results.workers} workers, {results.seeds} seeds. {facts}."]
     for task, steps in results.steps.items():
-        rows = results.of(task)
-        description = _description(task, results.size)
-        lines += [f"### {task}", "", f"{description}; {steps} steps.", ""]
-        lines += [f"![{task}: {picture}]({folder}/{task}.{picture}.png)" for picture in PICTURES]
-        lines += ["", f"Pareto front, from few bytes to many: {front_in_words(rows, code=True)}.", ""]
+        rows, description = results.of(task), _description(task, results.size)
         cells = map(standing_row, rows)
-        lines += markdown_table(headings(task), [[f"`{label}`", *others] for label, *others in cells])
+        page += [
+            f"### {task}",
+            f"{description}; {steps} steps.",
+            "\n".join(f"![{task}: {picture}]({folder}/{task}.{picture}.png)" for picture in PICTURES),
+            f"Pareto front, from few bytes to many: {front_in_words(rows, code=True)}.",
+            Table("", headings(task), [[f"`{label}`", *others] for label, *others in cells]),
+        ]
     if results.grace:
-        lines += ["### Error feedback, beside GRACE", ""]
-        lines += markdown_table(GRACE_HEADINGS, [grace_row(one) for one in results.grace])
+        page += ["### Error feedback, beside GRACE", Table("", GRACE_HEADINGS, list(map(grace_row, results.grace)))]
     if results.left_out:
-        lines += ["### Left out", "", *(f"- `{one.label}`: {one.reason}" for one in results.left_out), ""]
-    return "\n".join(lines)
+        page += ["### Left out", "\n".join(f"- `{one.label}`: {one.reason}" for one in results.left_out)]
+    return markdown(page)
 
 
 def _write_csv(path: Path, fields: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

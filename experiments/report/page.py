@@ -189,6 +189,7 @@ def _facts(settings: Sequence[Setting], results: Sequence[RunResult]) -> list[tu
         return []
     ddp = {"core": "ddp_core.DistributedDataParallel", "torch": "torch.nn.parallel.DistributedDataParallel"}
     loads = [float(run.machine["load"]) for run in results]
+    buckets = [one.settings.bucket_cap_mb for one in settings]
     return [
         ("processor", _each(f"{m['processor']}, {m['cores']} cores" for m in (run.machine for run in results))),
         ("threads", _each(f"{run.machine['threads_per_rank']} of each rank" for run in results)),
@@ -196,13 +197,9 @@ def _facts(settings: Sequence[Setting], results: Sequence[RunResult]) -> list[tu
         ("system", _each(str(run.machine["system"]) for run in results)),
         ("versions", _each(", ".join(f"{name} {text}" for name, text in run.versions.items()) for run in results)),
         ("DDP", _each(ddp[one.settings.ddp] for one in settings)),
-        ("buckets", _each(_buckets(one.settings) for one in settings)),
+        ("buckets", _each(f"{mib:g} MiB" if mib else "of the DDP's own size" for mib in buckets)),
         ("seeds", ", ".join(map(str, sorted({seed for one in settings for seed in one.seeds})))),
     ]
-
-
-def _buckets(settings: RunSettings) -> str:
-    return f"{settings.bucket_cap_mb:g} MiB" if settings.bucket_cap_mb else "of the DDP's own size"
 
 
 def _each(texts: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import pytest
 import torch
 
 from experiments.jobs import run_jobs
+from experiments.report.blocks import Picture, Table
 from experiments.report.plots import LIGHT
 from experiments.studies.reproduce.ablation import Ablation, Trial, hook_for, train_variants
 from experiments.studies.reproduce.comparing import between, compare, draw_differences, findings, show_ablation, table
 from experiments.studies.reproduce.notes import Notes
 from experiments.studies.reproduce.powersgd.data_sent import HOOKS, bytes_sent
-from experiments.studies.reproduce.reproduction import Table
 from experiments.tasks import load_task
 from experiments.tasks.images import ResNet18
 from experiments.training.lockstep import ACCURACY, LOSS
@@ -98,7 +99,8 @@ def test_a_run_that_diverged_is_counted_and_leaves_no_mean(change: Mapping[str, 
     assert table(ABLATION, compared).rows[1][2:4] == ["1 of 3 diverged", "—"]
     assert "nan" not in str(table(ABLATION, compared)) + findings(compared)
     assert between(made, ACCURACY, "lower", "SGD") is not None
-    assert draw_differences(ABLATION, made, LIGHT).startswith(b"\x89PNG")
+    draw = partial(draw_differences, ABLATION, made)
+    assert Picture("differences", "", draw).png(LIGHT).startswith(b"\x89PNG")
 
 
 def test_what_cannot_be_compared_is_rejected() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.studies.reproduce import Block, Table, load_reproduction
+from experiments.report.blocks import Block, Table
+from experiments.studies.reproduce import load_reproduction
 from experiments.studies.reproduce.ddp.figure_11 import Settings as Skipped
 from experiments.studies.reproduce.ddp.figure_11 import Training
 from experiments.studies.reproduce.powersgd.global_residual import Settings as Residuals

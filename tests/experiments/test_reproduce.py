@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
 
 import experiments.studies.reproduce as registry
 from experiments.launch import run_world
 from experiments.machine import versions
+from experiments.report.blocks import Block, Picture, Table, markdown
 from experiments.studies.app import app
-from experiments.studies.reproduce import MODULES, Block, Picture, Reproduction, Table, load_reproduction
+from experiments.studies.reproduce import MODULES, Reproduction, load_reproduction
 from experiments.studies.reproduce.notes import PARTS, Notes
-from experiments.studies.reproduce.page import MEASURED, markdown
+from experiments.studies.reproduce.page import MEASURED, page
 from experiments.studies.reproduce.results import RESULTS, Results
 from experiments.studies.reproduce.running import Request, reproduce
 from tests.experiments.standing_ranks import StandingRanks
@@ -75,7 +77,7 @@ class MadeUp:
         return [
             Table("Values", ["part", "value, s"], rows),
             "Found.",
-            Picture("curve", "a curve", lambda _: b"\x89PNG"),
+            Picture("curve", "a curve", lambda _: Figure()),
         ]
 
 
@@ -260,9 +262,9 @@ def test_every_reproduction_runs_at_its_tiny_size(
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_reproduction_has_a_page_with_the_numbers_of_a_run_that_was_made(name: str) -> None:
-    page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-    assert f'--8<-- "docs/reproductions/{name}/{MEASURED}"' in page
-    assert "\n## Why they differ\n" in page
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    assert f'--8<-- "docs/reproductions/{name}/{MEASURED}"' in text
+    assert "\n## Why they differ\n" in text
     navigation = re.sub(r"!!\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     assert f"reproductions/{name}.md" in str(yaml.safe_load(navigation)["nav"])
 
@@ -274,7 +276,8 @@ def test_every_reproduction_has_a_page_with_the_numbers_of_a_run_that_was_made(n
     assert 0 < made.seconds * share < LONGEST_SECONDS
     assert made.command == f"python -m experiments.studies reproduce {name}"
     blocks = reproduction.show(settings, made.measured)
-    assert (PAGES / name / MEASURED).read_text(encoding="utf-8") == markdown(reproduction, made, blocks, f"{name}/")
+    shown = markdown(page(reproduction, made, blocks), f"{name}/")
+    assert (PAGES / name / MEASURED).read_text(encoding="utf-8") == shown
     for block in blocks:
         if isinstance(block, Picture):
             assert (PAGES / name / f"{block.name}.png").is_file()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from experiments.machine import cores, dilation
+from experiments.report.blocks import Block, Table
 from experiments.report.plots import DARK
-from experiments.studies.reproduce import Block, Table
 from experiments.studies.reproduce.ddp import figure_9, figure_10
 from experiments.studies.reproduce.powersgd import rates
 
@@ -25,7 +25,7 @@ def tables(blocks: list[Block]) -> list[Table]:
 
 
 def pictures(blocks: list[Block]) -> list[bytes]:
-    return [block.draw(DARK) for block in blocks if not isinstance(block, str | Table)]
+    return [block.png(DARK) for block in blocks if not isinstance(block, str | Table)]
 
 
 def test_a_rank_with_a_core_of_its_own_needs_no_dilation_and_four_on_each_need_four() -> None:

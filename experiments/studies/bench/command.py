@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from commhooks.planning.stored import write_text
 from commhooks.units import unknown
 from experiments.commands.terminal import errors_in_words
-from experiments.report.table import plain_table
+from experiments.report.blocks import print_blocks
 
 from .gate import SAME, WORSE, changes, other_places
-from .page import figure, render
+from .page import render, table
 from .results import Results, measured_now, read, write
-from .rows import Row
 from .sections import SECTIONS
 
 _COMMAND = "python -m experiments.studies bench"
@@ -54,7 +51,7 @@ def bench(
             begun = time.perf_counter()
             rows = SECTIONS[name].measure(quick, typer.echo)
             found[name] = measured_now(rows, f"{_COMMAND} {name}", time.perf_counter() - begun)
-            _print(console, name, rows)
+            print_blocks([table(name, rows)], console)
             if results:  # after every section, so that an interruption does not lose what is finished
                 known[name] = found[name]
                 write(results, known)
@@ -77,14 +74,3 @@ def _report(stored: Results, found: Results) -> None:
     typer.echo(f"{worse} of {len(compared)} ratios got worse by more than the spread")
     if worse:
         raise typer.Exit(1)
-
-
-def _print(console: Console, name: str, rows: list[Row]) -> None:
-    table = plain_table(name, ("median (quartiles)", "noise", "target", ""), first="")
-    for row in rows:
-        target = "" if row.target is None else f"{row.target:.2f}"
-        noise = figure(row.noise) if row.noise else ""
-        table.add_row(
-            f"{escape(row.key)}\n[dim]{escape(row.absolute)}[/dim]", figure(row.spread), noise, target, row.verdict
-        )
-    console.print(table)

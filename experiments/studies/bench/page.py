@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 
-from commhooks.units import seconds_in_words
-from experiments.report.table import markdown_table
+from experiments.report.blocks import Block, Table, circumstances, markdown
 from experiments.results.summary import Spread
 
-from .results import Measured, Results
+from .results import Results
 from .rows import EXPONENT, MET, MISSED, WITHIN, Row
 from .sections import SECTIONS
 
@@ -29,47 +29,48 @@ beside the ratios show what they are made of; they depend on the machine, and no
 experiments.studies bench ddp hooks` measures some. `make bench-check` measures them again and compares the ratios with
 those in the file: it fails if a median got worse by more than the interquartile ranges of both together. It says so if
 the file is from another machine.
-
 """
 
 
 def render(results: Results) -> str:
     """Return the page, in Markdown."""
-    lines = [BEGINNING, *_summary(results)]
+    blocks: list[Block] = [BEGINNING, *_summary(results)]
     for name, section in SECTIONS.items():
         if name in results:
-            lines += [f"## {section.title}", "", section.sentence, "", *_body(results[name])]
-    return "\n".join(lines).rstrip() + "\n"
+            one = results[name]
+            more = f", {one.machine['system']}, Gloo"
+            made = circumstances(one.command, one.seconds, one.machine, one.versions, more=more, commit=one.commit)
+            blocks += [f"## {section.title}", section.sentence, table("", one.rows), made]
+    return markdown(blocks).rstrip() + "\n"
 
 
 def _summary(results: Results) -> Iterator[str]:
     if absent := [section.title for name, section in SECTIONS.items() if name not in results]:
         yield f"Not measured yet: {', '.join(absent)}."
-        yield ""
     aimed = [(name, row) for name in SECTIONS if name in results for row in results[name].rows if row.verdict]
     counts = {kind: sum(row.verdict == kind for _, row in aimed) for kind in (MET, WITHIN, MISSED)}
     yield (
         f"Of {len(aimed)} figures with a target, {counts[MET]} met it, {counts[WITHIN]} did so within the spread, and "
         f"{counts[MISSED]} missed it{':' if counts[MISSED] else '.'}"
     )
-    yield ""
-    missed = [(name, row) for name, row in aimed if row.verdict == MISSED]
-    for name, row in missed:
-        why = f" {row.note}" if row.note else ""
-        yield f"- {SECTIONS[name].title}: {row.key}: {figure(row.spread)}, target {row.target:.2f}.{why}"
-    yield ""
+    missed = []
+    for name, row in aimed:
+        if row.verdict == MISSED:
+            why = f" {row.note}" if row.note else ""
+            missed.append(f"- {SECTIONS[name].title}: {row.key}: {figure(row.spread)}, target {row.target:.2f}.{why}")
+    if missed:
+        yield "\n".join(missed)
 
 
-def _body(measured: Measured) -> list[str]:
+def table(title: str, rows: Sequence[Row]) -> Table:
+    """Return the rows of a section, without columns that none of them needs."""
     headings = ["", "ratio", "noise", "target", "", "made of"]
-    if all(row.unit == EXPONENT for row in measured.rows):
+    if all(row.unit == EXPONENT for row in rows):
         headings[1:3] = ["exponent", "a copy's"]
-    has_target = any(row.target is not None for row in measured.rows)
-    has_noise = any(row.noise is not None for row in measured.rows)
+    has_target = any(row.target is not None for row in rows)
+    has_noise = any(row.noise is not None for row in rows)
     shown = [True, True, has_noise, has_target, has_target, True]
-    rows = [[cell for cell, show in zip(_cells(row), shown, strict=True) if show] for row in measured.rows]
-    table = markdown_table([heading for heading, show in zip(headings, shown, strict=True) if show], rows)
-    return [*table, _circumstances(measured), ""]
+    return Table(title, list(compress(headings, shown)), [list(compress(_cells(row), shown)) for row in rows])
 
 
 def _cells(row: Row) -> Sequence[str]:
@@ -88,13 +89,3 @@ def figure(spread: Spread) -> str:
     if spread.low == spread.high:
         return f"{spread.median:.2f}"
     return f"{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
-
-
-def _circumstances(measured: Measured) -> str:
-    here = measured.machine
-    versions = ", ".join(f"{name} {version}" for name, version in measured.versions.items())
-    return (
-        f"`{measured.command}` took {seconds_in_words(measured.seconds)} on {here['processor']}, {here['cores']} "
-        f"cores, {here['system']}, Gloo, with {versions}, at commit {measured.commit}; {here['load']} processes wanted "
-        "to run in the minute before the end."
-    )

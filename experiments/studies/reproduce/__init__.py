@@ -6,9 +6,9 @@ import importlib
 
 from commhooks.units import unknown
 
-from .reproduction import Block, Picture, Reproduction, Table
+from .reproduction import Reproduction
 
-__all__ = ["Block", "MODULES", "Picture", "Reproduction", "Table", "load_reproduction"]
+__all__ = ["MODULES", "Reproduction", "load_reproduction"]
 
 MODULES: dict[str, str] = {
     "powersgd-data-sent": ".powersgd.data_sent",

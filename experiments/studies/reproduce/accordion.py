@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 
-from experiments.report.plots import Theme, canvases, png, style
+from experiments.report.blocks import Block, Picture
+from experiments.report.plots import Theme, canvases
 from experiments.report.words import bounds, signed
 
 from .ablation import Ablation, train_variants
 from .comparing import Compared, between, compare, finding, table
 from .notes import Notes
-from .reproduction import Block, Picture, Reproduction
+from .reproduction import Reproduction
 
 _DENSE, _ONE, _TWO, _FOUR, _ADAPTIVE = "all-reduce", "rank 1", "rank 2", "rank 4", "adaptive rank"
 _VARIANTS = {
@@ -95,23 +96,22 @@ def _adaptive(rows: Sequence[Mapping[str, Any]], compared: Sequence[Compared]) -
     return f"The adaptive rank ends {abs(found.mean):.2f} points {word} {_ONE} ({within}). It {sent}"
 
 
-def _draw(settings: Settings, rows: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:
-    """Return a PNG: a panel for each network, with a dot for each seed and a line for the mean."""
-    with matplotlib.rc_context(style(theme)):
-        figure, panels = canvases("", "", 8.4, 3.6, columns=len(settings.tasks), sharey=True)
-        for axes, task, network in zip(panels, settings.tasks, _NETWORKS.values(), strict=True):
-            axes.set_title(network.removeprefix("the ").capitalize(), loc="left", fontweight="bold", pad=8)
-            for place, label in enumerate(settings.variants):
-                own = [row for row in rows if (row["task"], row["variant"]) == (task, label)]
-                found = [100 * row["accuracy"] for row in own if row["accuracy"] is not None]
-                mean = statistics.fmean(found)
-                axes.plot([place - 0.3, place + 0.3], [mean, mean], color=theme.hooks[0], linewidth=2.4)
-                axes.plot([place] * len(found), found, "o", color=theme.first, markersize=4, alpha=0.8)
-            axes.set_xticks(
-                range(len(settings.variants)), [label.replace("adaptive ", "adaptive\n") for label in settings.variants]
-            )
-        panels[0].set_ylabel("held-out accuracy, %")
-        return png(figure)
+def _draw(settings: Settings, rows: Sequence[Mapping[str, Any]], theme: Theme) -> Figure:
+    """Draw a panel for each network, with a dot for each seed and a line for the mean."""
+    figure, panels = canvases("", "", 8.4, 3.6, columns=len(settings.tasks), sharey=True)
+    for axes, task, network in zip(panels, settings.tasks, _NETWORKS.values(), strict=True):
+        axes.set_title(network.removeprefix("the ").capitalize(), loc="left", fontweight="bold", pad=8)
+        for place, label in enumerate(settings.variants):
+            own = [row for row in rows if (row["task"], row["variant"]) == (task, label)]
+            found = [100 * row["accuracy"] for row in own if row["accuracy"] is not None]
+            mean = statistics.fmean(found)
+            axes.plot([place - 0.3, place + 0.3], [mean, mean], color=theme.hooks[0], linewidth=2.4)
+            axes.plot([place] * len(found), found, "o", color=theme.first, markersize=4, alpha=0.8)
+        axes.set_xticks(
+            range(len(settings.variants)), [label.replace("adaptive ", "adaptive\n") for label in settings.variants]
+        )
+    panels[0].set_ylabel("held-out accuracy, %")
+    return figure
 
 
 REPRODUCTION = Reproduction(

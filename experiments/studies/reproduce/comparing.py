@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 
-from experiments.report.plots import Theme, canvases, png, style
-from experiments.report.words import bounds, folded, signed, with_bounds
+from experiments.report.blocks import Block, Picture, Table
+from experiments.report.plots import Theme, canvases
+from experiments.report.words import NEVER, bounds, folded, signed, with_bounds
 from experiments.results.intervals import Interval, differences
 from experiments.training.lockstep import ACCURACY, LOSS, SCORES, Score
 
 from .ablation import Ablation, task_and_optimizer
-from .reproduction import NONE, Block, Picture, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,31 +101,30 @@ def show_ablation(ablation: Ablation, measured: Mapping[str, Any]) -> list[Block
     return [*blocks, Picture("differences", caption, draw)]
 
 
-def draw_differences(ablation: Ablation, rows: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:
-    """Return a PNG: each variant's difference from the baseline, a panel for each task."""
+def draw_differences(ablation: Ablation, rows: Sequence[Mapping[str, Any]], theme: Theme) -> Figure:
+    """Draw each variant's difference from the baseline, a panel for each task."""
     others = [label for label in ablation.variants if label != ablation.baseline]
-    with matplotlib.rc_context(style(theme)):
-        height = 1.4 + 0.36 * len(others)
-        figure, panels = canvases("", "", 8.8, height, columns=len(ablation.tasks), sharey=True)
-        for axes, task in zip(panels, ablation.tasks, strict=True):
-            of_task = [row for row in rows if row["task"] == task]
-            score = _score_of(task, of_task)
-            axes.set_title(in_words(task), loc="left", fontweight="bold", pad=8)
-            better = "right" if score.higher_is_better else "left"
-            label = f"{score.name}: difference from {ablation.baseline}, {score.unit}"
-            label = folded(label, 26) if len(panels) > 2 else label
-            axes.set_xlabel(f"{label}\n({better} is better)")
-            axes.axvline(0, color=theme.first, linewidth=1.2)
-            for place, label in enumerate(others):
-                found = between(of_task, score, label, ablation.baseline)
-                if found is None:
-                    axes.annotate(" diverged", (0, place), va="center", color=theme.hooks[1])
-                    continue
-                axes.plot([found.low, found.high], [place, place], color=theme.hooks[0], linewidth=2)
-                axes.plot([found.mean], [place], "o", color=theme.hooks[0], markersize=6)
-            axes.set_yticks(range(len(others)), [folded(label, 30) for label in others])
-            axes.set_ylim(len(others) - 0.5, -0.5)
-        return png(figure)
+    height = 1.4 + 0.36 * len(others)
+    figure, panels = canvases("", "", 8.8, height, columns=len(ablation.tasks), sharey=True)
+    for axes, task in zip(panels, ablation.tasks, strict=True):
+        of_task = [row for row in rows if row["task"] == task]
+        score = _score_of(task, of_task)
+        axes.set_title(in_words(task), loc="left", fontweight="bold", pad=8)
+        better = "right" if score.higher_is_better else "left"
+        label = f"{score.name}: difference from {ablation.baseline}, {score.unit}"
+        label = folded(label, 26) if len(panels) > 2 else label
+        axes.set_xlabel(f"{label}\n({better} is better)")
+        axes.axvline(0, color=theme.first, linewidth=1.2)
+        for place, label in enumerate(others):
+            found = between(of_task, score, label, ablation.baseline)
+            if found is None:
+                axes.annotate(" diverged", (0, place), va="center", color=theme.hooks[1])
+                continue
+            axes.plot([found.low, found.high], [place, place], color=theme.hooks[0], linewidth=2)
+            axes.plot([found.mean], [place], "o", color=theme.hooks[0], markersize=6)
+        axes.set_yticks(range(len(others)), [folded(label, 30) for label in others])
+        axes.set_ylim(len(others) - 0.5, -0.5)
+    return figure
 
 
 def _compared(ablation: Ablation, rows: Sequence[Mapping[str, Any]], task: str, score: Score, label: str) -> Compared:
@@ -164,11 +163,11 @@ def _cells(one: Compared) -> list[str]:
     mean = f"{one.diverged} of {one.runs} diverged" if one.mean is None else f"{one.mean * one.score.scale:{form}}"
     sent = f"{one.payload_bytes / 1e3:.2f}"
     if one.difference is None:
-        return [one.label, sent, mean, NONE, one.to or NONE, NONE]
+        return [one.label, sent, mean, NEVER, one.to or NEVER, NEVER]
     difference = with_bounds(one.difference, functools.partial(signed, form=form))
     better = (one.difference.sign > 0) == one.score.higher_is_better
     effect = ("better" if better else "worse") if one.difference.sign else "none seen"
-    return [one.label, sent, mean, difference, one.to or NONE, effect]
+    return [one.label, sent, mean, difference, one.to or NEVER, effect]
 
 
 def _form(score: Score) -> str:

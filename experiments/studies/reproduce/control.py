@@ -16,14 +16,15 @@ from commhooks.units import seconds_in_words, three_digits
 from experiments.cluster import hosts_on
 from experiments.launch import on_ranks, run_world
 from experiments.links.link import LinkSettings, parse_rate
-from experiments.report.words import percent
+from experiments.report.blocks import Block, Picture, Table
+from experiments.report.words import NEVER, percent
 from experiments.results.medians import Ratio, milliseconds
 from experiments.specs import Spec
 
 from .control_drawing import steps_picture
 from .control_ranks import NewRate, Phases, Ran, run_phases, run_turns
 from .notes import Notes
-from .reproduction import NONE, Block, Picture, Reproduction, Table
+from .reproduction import Reproduction
 
 T = TypeVar("T")
 
@@ -136,7 +137,7 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
             "Step time over steps: every fixed compressor's mean in each phase, and each step of the controller",
             lambda theme: steps_picture(controlled[0], fixed, settings.rates, settings.steps, theme),
         ),
-        Table("The controller's moves", ["run", "step", "from", "to", "reason"], moves or [[NONE] * 5]),
+        Table("The controller's moves", ["run", "step", "from", "to", "reason"], moves or [[NEVER] * 5]),
         _replacing(controlled),
         _beside(measured["beside"], settings),
     ]

@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.report.plots import Theme
+from experiments.report.blocks import Block
 
 from .notes import Notes
-
-NONE = "—"  # in a cell that has no value
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table; its first column has names, the others numbers with their units in the headings."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture, drawn in the colours of a theme as a PNG."""
-
-    name: str  # of its file, without a suffix
-    caption: str  # what it shows, for those who cannot see it
-    draw: Callable[[Theme], bytes]
-
-
-Block = Table | Picture | str
-"""A part of what is shown; a text is a paragraph, mostly a finding."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,13 @@ from commhooks.units import unknown
 from experiments.cluster import why_not
 from experiments.launch import torchrun_world
 from experiments.machine import machine, versions
-from experiments.report.plots import LIGHT
+from experiments.report.blocks import Block, markdown, write_pictures
 from experiments.sweeps.lock import LOCK, claimed
 
 from . import load_reproduction, notes, results
 from .notes import PARTS, Notes
-from .page import MEASURED, markdown, print_blocks
-from .reproduction import Block, Picture, Reproduction
+from .page import MEASURED, page, print_page
+from .reproduction import Reproduction
 from .results import RESULTS, Results
 
 KINDS = ("hosts", "emulated")
@@ -82,7 +82,7 @@ def reproduce(request: Request, console: Console) -> Results:
                 f"{folder / RESULTS} does not hold what {request.name} shows ({type(error).__name__}: {error}): it was "
                 "edited, or written by another version; measure again with --overwrite, or name another folder"
             ) from error
-    print_blocks(reproduction, blocks, console)
+    print_page(reproduction, blocks, console)
     places = [folder]
     if request.docs is not None:
         places.append(request.docs / reproduction.name)
@@ -205,8 +205,6 @@ def _write(
     reproduction: Reproduction, found: Results, blocks: list[Block], folder: Path, pictures_from_page: str
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    text = markdown(reproduction, found, blocks, pictures_from_page)
+    text = markdown(page(reproduction, found, blocks), pictures_from_page)
     (folder / MEASURED).write_text(text, encoding="utf-8")
-    for block in blocks:
-        if isinstance(block, Picture):
-            (folder / f"{block.name}.png").write_bytes(block.draw(LIGHT))
+    write_pictures(blocks, folder)

@@ -16,24 +16,26 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 
 from commhooks.units import three_digits
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, parse_rate
 from experiments.machine import dilation
-from experiments.report.plots import Theme, canvases, legend, png, style
+from experiments.report.blocks import Block, Picture, Table
+from experiments.report.plots import Theme, canvases, legend
+from experiments.report.words import NEVER
 from experiments.results.medians import Ratio, milliseconds
 from experiments.training.stepper import Stepper, same_step
 from experiments.turns import forth_and_back, in_turns
 
 from ..notes import Notes
-from ..reproduction import NONE, Block, Picture, Reproduction, Table
+from ..reproduction import Reproduction
 from .turns import DDPS, MODELS, TINY_MODELS, draw_quartiles, end_groups, groups_on, label_axes, warm_up
 
 RANKS = 2
-NEVER = "never"  # the key of iterations that do not synchronize
-_NEVER_ITERATIONS = 2  # of a measurement, for less noise
+UNSYNCHRONIZED = "never"  # the key of iterations that do not synchronize
+_UNSYNCHRONIZED_ITERATIONS = 2  # of a measurement, for less noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,8 @@ def _time_cycles(settings: Settings, task: str, link: LinkSettings, slower: floa
     )
     found: dict[str, dict[str, list[float]]] = {ddp: {} for ddp in DDPS}
     for (ddp, cycle), seconds in taken.items():
-        each = slower * (cycle or _NEVER_ITERATIONS)
-        found[ddp][str(cycle) if cycle else NEVER] = [one / each for one in seconds]
+        each = slower * (cycle or _UNSYNCHRONIZED_ITERATIONS)
+        found[ddp][str(cycle) if cycle else UNSYNCHRONIZED] = [one / each for one in seconds]
     parameters = steppers["core"].parameters
     for stepper in steppers.values():
         stepper.close()
@@ -89,7 +91,7 @@ def _time_cycles(settings: Settings, task: str, link: LinkSettings, slower: floa
 def _cycle(stepper: Stepper, iterations: int) -> None:
     """Run a cycle of so many iterations; 0: some that do not synchronize."""
     with stepper.ddp.no_sync():
-        for _ in range(iterations - 1 if iterations else _NEVER_ITERATIONS):
+        for _ in range(iterations - 1 if iterations else _UNSYNCHRONIZED_ITERATIONS):
             stepper.backward()
     if iterations:
         stepper()
@@ -97,7 +99,7 @@ def _cycle(stepper: Stepper, iterations: int) -> None:
 
 def arithmetic(seconds: Mapping[str, Sequence[float]], cycle: int) -> float:
     """Return compute + exposed / n: the seconds of an iteration in a cycle of n, from those of 1 and of none."""
-    compute, every = (statistics.median(seconds[key]) for key in (NEVER, "1"))
+    compute, every = (statistics.median(seconds[key]) for key in (UNSYNCHRONIZED, "1"))
     return compute + (every - compute) / cycle
 
 
@@ -126,11 +128,11 @@ def _table(scene: Mapping[str, Any], settings: Settings) -> Table:
                 f"{name}, every {cycle}" if cycle > 1 else f"{name}, every iteration",
                 milliseconds(seconds[str(cycle)]),
                 three_digits(1e3 * arithmetic(seconds, cycle)),
-                Ratio.of(seconds[str(cycle)], seconds["1"]).saved if cycle > 1 else NONE,
+                Ratio.of(seconds[str(cycle)], seconds["1"]).saved if cycle > 1 else NEVER,
             ]
             for cycle in settings.cycles
         ]
-        rows.append([f"{name}, never", milliseconds(seconds[NEVER]), NONE, NONE])
+        rows.append([f"{name}, never", milliseconds(seconds[UNSYNCHRONIZED]), NEVER, NEVER])
     title = f"{_title(scene)}: {scene['parameters']:,} parameters, {settings.turns} turns"
     columns = ("synchronized", "ms an iteration (quartiles)", "compute + exposed / n, ms", "saved (95 %)")
     return Table(title, columns, rows)
@@ -151,22 +153,21 @@ def _finding(what: str, seconds: Mapping[str, Sequence[float]], cycle: int) -> s
     )
 
 
-def _draw(settings: Settings, scenes: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:
+def _draw(settings: Settings, scenes: Sequence[Mapping[str, Any]], theme: Theme) -> Figure:
     """Draw a panel for each scene, whose latencies differ too much for one axis."""
-    with matplotlib.rc_context(style(theme)):
-        figure, panels = canvases("", "", 9.6, 3.6, columns=len(scenes))
-        for axes, scene in zip(panels, scenes, strict=True):
-            for (ddp, name), colour, beside in zip(DDPS.items(), theme.hooks, (0.97, 1.03), strict=False):
-                seconds = scene["seconds"][ddp]
-                places = [beside * cycle for cycle in settings.cycles]
-                of_cycles = [seconds[str(cycle)] for cycle in settings.cycles]
-                draw_quartiles(axes, places, of_cycles, colour=colour, label=f"{name}, median and quartiles")
-                expected = [1e3 * arithmetic(seconds, cycle) for cycle in settings.cycles]
-                axes.plot(places, expected, color=colour, linestyle=":", label=f"{name}, compute + exposed / n")
-            label_axes(axes, _title(scene), "iterations of a cycle", settings.cycles)
-        panels[0].set_ylabel("milliseconds an iteration")
-        legend(figure, panels[0], width=9.6)
-        return png(figure)
+    figure, panels = canvases("", "", 9.6, 3.6, columns=len(scenes))
+    for axes, scene in zip(panels, scenes, strict=True):
+        for (ddp, name), colour, beside in zip(DDPS.items(), theme.hooks, (0.97, 1.03), strict=False):
+            seconds = scene["seconds"][ddp]
+            places = [beside * cycle for cycle in settings.cycles]
+            of_cycles = [seconds[str(cycle)] for cycle in settings.cycles]
+            draw_quartiles(axes, places, of_cycles, colour=colour, label=f"{name}, median and quartiles")
+            expected = [1e3 * arithmetic(seconds, cycle) for cycle in settings.cycles]
+            axes.plot(places, expected, color=colour, linestyle=":", label=f"{name}, compute + exposed / n")
+        label_axes(axes, _title(scene), "iterations of a cycle", settings.cycles)
+    panels[0].set_ylabel("milliseconds an iteration")
+    legend(figure, panels[0], width=9.6)
+    return figure
 
 
 REPRODUCTION = Reproduction(

@@ -15,18 +15,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import matplotlib
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments.report.plots import Theme, canvas, legend, png, style
-from experiments.report.words import signed, spread_of, with_bounds
+from experiments.report.blocks import Block, Picture, Table
+from experiments.report.plots import Theme, canvas, legend
+from experiments.report.words import NEVER, signed, spread_of, with_bounds
 from experiments.results.intervals import Estimate, differences
 from experiments.specs import Spec
 from experiments.tasks import LoadedTask, load_task
 
 from ..notes import Notes
-from ..reproduction import NONE, Block, Picture, Reproduction, Table
+from ..reproduction import Reproduction
 
 _LOSS, _POINTS = partial(signed, form=".3f"), partial(signed, form=".2f")
 _OPTIMIZER = "sgd:lr={}"
@@ -146,14 +147,14 @@ def _cells(settings: Settings, runs: Runs, every: int) -> list[str]:
     loss, accuracy = _difference(runs, settings, every, "loss"), _difference(runs, settings, every, "accuracy")
     label = ["iteration" if every == 1 else f"{every} iterations", str(settings.iterations // every)]
     if diverged:
-        return [*label, f"{diverged} of {len(own)} runs diverged", *[NONE] * 4]
+        return [*label, f"{diverged} of {len(own)} runs diverged", *[NEVER] * 4]
     return [
         *label,
         f"{statistics.fmean(row['curve'][-1] for row in own):.3f}",
         f"{statistics.fmean(row['loss'] for row in own):.3f}",
-        NONE if loss is None else with_bounds(loss, _LOSS),
+        NEVER if loss is None else with_bounds(loss, _LOSS),
         f"{100 * statistics.fmean(row['accuracy'] for row in own):.2f}",
-        NONE if accuracy is None else with_bounds(accuracy, _POINTS),
+        NEVER if accuracy is None else with_bounds(accuracy, _POINTS),
     ]
 
 
@@ -207,21 +208,20 @@ def _top(runs: Runs) -> float:
     return _ROOM * max(filter(math.isfinite, first), default=1.0)
 
 
-def _draw(settings: Settings, title: str, runs: Runs, theme: Theme) -> bytes:
-    """Return a PNG: the training loss over the iterations, mean over the seeds, a curve for each interval."""
+def _draw(settings: Settings, title: str, runs: Runs, theme: Theme) -> Figure:
+    """Draw the training loss over the iterations, mean over the seeds, a curve for each interval."""
     reach = settings.iterations // settings.points
     places = [reach * (point + 0.5) for point in range(settings.points)]
-    with matplotlib.rc_context(style(theme)):
-        figure, axes = canvas(f"{title[0].upper()}{title[1:]}", "iteration", 7.0, 3.6)
-        for number, every in enumerate(settings.every):
-            colour = theme.first if number == 0 else theme.hooks[number - 1]
-            curves = zip(*(row["curve"] for row in runs[every].values()), strict=True)
-            axes.plot(places, [statistics.fmean(values) for values in curves], color=colour, label=f"every {every}")
-        axes.set_ylabel(f"training loss,\nmean of {settings.seeds} seeds")
-        axes.set_ylim(0, _top(runs))
-        axes.set_xlim(0, settings.iterations)
-        legend(figure, axes, width=7.0)
-        return png(figure)
+    figure, axes = canvas(f"{title[0].upper()}{title[1:]}", "iteration", 7.0, 3.6)
+    for number, every in enumerate(settings.every):
+        colour = theme.first if number == 0 else theme.hooks[number - 1]
+        curves = zip(*(row["curve"] for row in runs[every].values()), strict=True)
+        axes.plot(places, [statistics.fmean(values) for values in curves], color=colour, label=f"every {every}")
+    axes.set_ylabel(f"training loss,\nmean of {settings.seeds} seeds")
+    axes.set_ylim(0, _top(runs))
+    axes.set_xlim(0, settings.iterations)
+    legend(figure, axes, width=7.0)
+    return figure
 
 
 REPRODUCTION = Reproduction(

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 
-from experiments.report.plots import Theme, canvases, png, style
+from experiments.report.blocks import Block, Picture, Table
+from experiments.report.plots import Theme, canvases
 from experiments.report.words import listed
 from experiments.results.medians import Ratio, milliseconds
 
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
+from ..reproduction import Reproduction
 from .hooks import use_groups_in_turn
 from .turns import DDPS, LOOPBACK, TINY_MODELS, Entrant, link_of, place_in_words, take_turns, whole
 
@@ -126,28 +127,27 @@ def _groups(count: str) -> str:
     return f"{count} group{'' if count == '1' else 's'}"
 
 
-def _points(settings: Settings, places: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:
+def _points(settings: Settings, places: Sequence[Mapping[str, Any]], theme: Theme) -> Figure:
     first, *others = map(str, settings.groups)
-    with matplotlib.rc_context(style(theme)):
-        label = f"time of an iteration, as a share of that with {_groups(first)} (95 % interval)"
-        height = 1.0 + len(places) * (0.5 + 0.36 * len(places[0]["cases"]))
-        figure, every = canvases("", label, 7.6, height, rows=len(places))
-        for axes, each in zip(every, places, strict=True):
-            axes.set_title(place_in_words(each["place"]), loc="left", fontweight="bold")
-            axes.axvline(1, color=theme.first, linewidth=1.2)
-            for number, (count, colour) in enumerate(zip(others, theme.hooks, strict=False)):
-                ratios = [Ratio.of(case["seconds"][count], case["seconds"][first]) for case in each["cases"]]
-                rows = [row + 0.22 * (number - (len(others) - 1) / 2) for row in range(len(ratios))]
-                middles = [ratio.median for ratio in ratios]
-                reach = [[r.median - r.low for r in ratios], [min(r.high, _FARTHEST) - r.median for r in ratios]]
-                axes.errorbar(middles, rows, xerr=reach, fmt="o", color=colour, markersize=5, label=_groups(count))
-            axes.set_yticks(range(len(each["cases"])), [_label(case) for case in each["cases"]])
-            axes.set_ylim(len(each["cases"]) - 0.5, -0.5)
-            axes.grid(axis="y", visible=False)
-        every[0].set_xlim(right=min(every[0].get_xlim()[1], _RIGHT))
-        handles, labels = every[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", ncols=len(labels))
-        return png(figure)
+    label = f"time of an iteration, as a share of that with {_groups(first)} (95 % interval)"
+    height = 1.0 + len(places) * (0.5 + 0.36 * len(places[0]["cases"]))
+    figure, every = canvases("", label, 7.6, height, rows=len(places))
+    for axes, each in zip(every, places, strict=True):
+        axes.set_title(place_in_words(each["place"]), loc="left", fontweight="bold")
+        axes.axvline(1, color=theme.first, linewidth=1.2)
+        for number, (count, colour) in enumerate(zip(others, theme.hooks, strict=False)):
+            ratios = [Ratio.of(case["seconds"][count], case["seconds"][first]) for case in each["cases"]]
+            rows = [row + 0.22 * (number - (len(others) - 1) / 2) for row in range(len(ratios))]
+            middles = [ratio.median for ratio in ratios]
+            reach = [[r.median - r.low for r in ratios], [min(r.high, _FARTHEST) - r.median for r in ratios]]
+            axes.errorbar(middles, rows, xerr=reach, fmt="o", color=colour, markersize=5, label=_groups(count))
+        axes.set_yticks(range(len(each["cases"])), [_label(case) for case in each["cases"]])
+        axes.set_ylim(len(each["cases"]) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+    every[0].set_xlim(right=min(every[0].get_xlim()[1], _RIGHT))
+    handles, labels = every[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=len(labels))
+    return figure
 
 
 REPRODUCTION = Reproduction(

@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from commhooks.units import three_digits
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings
-from experiments.report.plots import Theme, canvas, canvases, png, style
+from experiments.report.blocks import Block, Picture, Table
+from experiments.report.plots import Theme, canvas, canvases
 from experiments.results.medians import Ratio
 from experiments.results.summary import Spread
 from experiments.specs import Spec
@@ -32,7 +33,7 @@ from experiments.tasks import load_task
 from experiments.turns import as_given, in_turns
 
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
+from ..reproduction import Reproduction
 from .turns import LOOPBACK, MODELS, TINY_MODELS, end_groups, groups_on, link_of, place_in_words
 
 NEAR = 1.10  # times the fastest: a call size below which the rest of the cost is negligible
@@ -200,42 +201,40 @@ def _count(elements: float) -> str:
     return f"{elements / 1e6:g} M" if elements >= 1_000_000 else f"{elements / 1e3:g} K"
 
 
-def _draw_calls(places: Sequence[Mapping[str, Any]], total: int, theme: Theme) -> bytes:
-    with matplotlib.rc_context(style(theme)):
-        title = f"All-reduce of {_count(total)} fp32 elements (median, quartiles)"
-        figure, axes = canvas(title, "elements a call", 7.2, 3.6)
-        for each, colour in zip(places, theme.hooks, strict=False):
-            sizes = [row["size"] for row in each["rows"]]
-            low, median, high = np.array([_quartiles(row, total) for row in each["rows"]]).T
-            axes.plot(sizes, median, marker="o", markersize=4, color=colour, label=each["place"])
-            axes.fill_between(sizes, low, high, color=colour, alpha=0.25, linewidth=0)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.xaxis.set_major_formatter(lambda size, place: _count(size))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylabel("seconds")
-        axes.legend()
-        return png(figure)
+def _draw_calls(places: Sequence[Mapping[str, Any]], total: int, theme: Theme) -> Figure:
+    title = f"All-reduce of {_count(total)} fp32 elements (median, quartiles)"
+    figure, axes = canvas(title, "elements a call", 7.2, 3.6)
+    for each, colour in zip(places, theme.hooks, strict=False):
+        sizes = [row["size"] for row in each["rows"]]
+        low, median, high = np.array([_quartiles(row, total) for row in each["rows"]]).T
+        axes.plot(sizes, median, marker="o", markersize=4, color=colour, label=each["place"])
+        axes.fill_between(sizes, low, high, color=colour, alpha=0.25, linewidth=0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda size, place: _count(size))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("seconds")
+    axes.legend()
+    return figure
 
 
-def _draw_gradients(models: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:
-    with matplotlib.rc_context(style(theme)):
-        figure, every = canvases("", "", 7.6, 3.4, columns=len(models), sharey=True)
-        for axes, each, colour in zip(every, models, theme.hooks, strict=False):
-            passes = 1e3 * np.array(each["passes"])
-            order = np.median(passes, axis=0).argsort()
-            elements = np.array(each["elements"])[order]
-            share = 100 * elements.cumsum() / elements.sum()
-            low, middle, high = (edge(passes[:, order], axis=0) for edge in (np.min, np.median, np.max))
-            axes.step([0, *middle], [0, *share], where="post", color=colour)
-            axes.fill_betweenx(share, low, high, step="pre", color=colour, alpha=0.25, linewidth=0)
-            axes.set_xlim(0, 1.25 * middle[-1])  # one pass that was disturbed must not squeeze the others
-            axes.set_title(each["model"], loc="left", fontweight="bold")
-            axes.set_xlabel("ms since the backward pass began")
-        every[0].set_ylabel("elements whose gradients are ready, %")
-        return png(figure)
+def _draw_gradients(models: Sequence[Mapping[str, Any]], theme: Theme) -> Figure:
+    figure, every = canvases("", "", 7.6, 3.4, columns=len(models), sharey=True)
+    for axes, each, colour in zip(every, models, theme.hooks, strict=False):
+        passes = 1e3 * np.array(each["passes"])
+        order = np.median(passes, axis=0).argsort()
+        elements = np.array(each["elements"])[order]
+        share = 100 * elements.cumsum() / elements.sum()
+        low, middle, high = (edge(passes[:, order], axis=0) for edge in (np.min, np.median, np.max))
+        axes.step([0, *middle], [0, *share], where="post", color=colour)
+        axes.fill_betweenx(share, low, high, step="pre", color=colour, alpha=0.25, linewidth=0)
+        axes.set_xlim(0, 1.25 * middle[-1])  # one pass that was disturbed must not squeeze the others
+        axes.set_title(each["model"], loc="left", fontweight="bold")
+        axes.set_xlabel("ms since the backward pass began")
+    every[0].set_ylabel("elements whose gradients are ready, %")
+    return figure
 
 
 REPRODUCTION = Reproduction(

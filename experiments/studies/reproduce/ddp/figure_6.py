@@ -12,14 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 
 from commhooks.units import three_digits
-from experiments.report.plots import Theme, canvas, png, style
+from experiments.report.blocks import Block, Picture, Table
+from experiments.report.plots import Theme, canvas
 from experiments.results.medians import Ratio, milliseconds
 
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
+from ..reproduction import Reproduction
 from .hooks import do_not_overlap, overlap
 from .turns import DDPS, MODELS, PARTS, TINY_MODELS, Entrant, link_of, take_turns, whole
 
@@ -96,23 +97,22 @@ def _finding(overlapped: Mapping[str, Any], held: Mapping[str, Any]) -> str:
     return f"{who}: overlap saves {ratio.saved} of an iteration.{hidden} (95 % intervals over turns.)"
 
 
-def _bars(cases: list[Mapping[str, Any]], theme: Theme) -> bytes:
-    with matplotlib.rc_context(style(theme)):
-        figure, axes = canvas(
-            "Where an iteration's time goes", "milliseconds (medians of the parts)", 8.4, 1.3 + 0.42 * len(cases)
-        )
-        colours = (theme.hooks[0], theme.compute, theme.compression, theme.first)
-        rows, left = range(len(cases)), [0.0] * len(cases)
-        for part, colour in zip(PARTS, colours, strict=True):
-            widths = [1e3 * statistics.median(case["taken"][part]) for case in cases]
-            label = "exposed communication" if part == "exposed" else part
-            axes.barh(rows, widths, left=left, height=0.66, color=colour, label=label)
-            left = [begin + width for begin, width in zip(left, widths, strict=True)]
-        axes.set_yticks(rows, [_label(case) for case in cases])
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        figure.legend(loc="outside lower left", ncols=len(PARTS))
-        return png(figure)
+def _bars(cases: list[Mapping[str, Any]], theme: Theme) -> Figure:
+    figure, axes = canvas(
+        "Where an iteration's time goes", "milliseconds (medians of the parts)", 8.4, 1.3 + 0.42 * len(cases)
+    )
+    colours = (theme.hooks[0], theme.compute, theme.compression, theme.first)
+    rows, left = range(len(cases)), [0.0] * len(cases)
+    for part, colour in zip(PARTS, colours, strict=True):
+        widths = [1e3 * statistics.median(case["taken"][part]) for case in cases]
+        label = "exposed communication" if part == "exposed" else part
+        axes.barh(rows, widths, left=left, height=0.66, color=colour, label=label)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    axes.set_yticks(rows, [_label(case) for case in cases])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    figure.legend(loc="outside lower left", ncols=len(PARTS))
+    return figure
 
 
 REPRODUCTION = Reproduction(

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from ddp_core.bucketing import MIB
 from experiments.machine import dilation
-from experiments.report.plots import Theme, canvas, png, style
+from experiments.report.blocks import Block, Picture, Table
+from experiments.report.plots import Theme, canvas
 from experiments.report.words import listed
 from experiments.results.medians import Ratio, milliseconds
 from experiments.results.summary import Spread
@@ -25,7 +26,7 @@ from experiments.specs import Spec
 from experiments.tasks import load_task
 
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
+from ..reproduction import Reproduction
 from .turns import DDPS, MODELS, TINY_MODELS, Entrant, link_of, take_turns, whole
 
 Row = Mapping[str, Any]
@@ -129,30 +130,29 @@ def _size(row: Row) -> str:
     return words.get(row["size"], f"buckets of {row['size']} MiB")
 
 
-def _boxes(each: Mapping[str, Any], theme: Theme) -> bytes:
+def _boxes(each: Mapping[str, Any], theme: Theme) -> Figure:
     boxes = []
     for row in each["rows"]:
         seconds = 1e3 * np.array(row["seconds"])
         low, median, high = np.percentile(seconds, [25, 50, 75])
         boxes.append({"med": median, "q1": low, "q3": high, "whislo": seconds.min(), "whishi": seconds.max()})
-    with matplotlib.rc_context(style(theme)):
-        title = f"{each['model']} on {each['ranks']} hosts: time of an iteration (quartiles and range)"
-        figure, axes = canvas(title, "bucket size, MiB (0: one bucket per gradient; all: one bucket)", 7.2, 3.2)
-        ink = {"color": theme.ink}
-        axes.bxp(
-            boxes,
-            showfliers=False,
-            patch_artist=True,
-            boxprops={"facecolor": theme.hooks[0], "edgecolor": theme.ink},
-            medianprops=ink,
-            whiskerprops=ink,
-            capprops=ink,
-        )
-        axes.set_xticks(range(1, len(boxes) + 1), [row["size"] for row in each["rows"]])
-        axes.set_ylabel("milliseconds")
-        axes.set_ylim(bottom=0)
-        axes.grid(axis="x", visible=False)
-        return png(figure)
+    title = f"{each['model']} on {each['ranks']} hosts: time of an iteration (quartiles and range)"
+    figure, axes = canvas(title, "bucket size, MiB (0: one bucket per gradient; all: one bucket)", 7.2, 3.2)
+    ink = {"color": theme.ink}
+    axes.bxp(
+        boxes,
+        showfliers=False,
+        patch_artist=True,
+        boxprops={"facecolor": theme.hooks[0], "edgecolor": theme.ink},
+        medianprops=ink,
+        whiskerprops=ink,
+        capprops=ink,
+    )
+    axes.set_xticks(range(1, len(boxes) + 1), [row["size"] for row in each["rows"]])
+    axes.set_ylabel("milliseconds")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="x", visible=False)
+    return figure
 
 
 REPRODUCTION = Reproduction(

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import matplotlib
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.futures import Future
 
@@ -30,14 +30,15 @@ from ddp_core import GradBucket
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, parse_latency, parse_rate
 from experiments.machine import dilation
-from experiments.report.plots import Theme, canvases, legend, png, style
+from experiments.report.blocks import Block, Picture, Table
+from experiments.report.plots import Theme, canvases, legend
 from experiments.report.words import listed
 from experiments.results.medians import Ratio, milliseconds
 from experiments.training.stepper import Stepper, same_step
 from experiments.turns import as_given, turns_of
 
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
+from ..reproduction import Reproduction
 from .turns import MODELS, TINY_MODELS, draw_quartiles, end_groups, label_axes, over, warm_up
 
 
@@ -224,24 +225,21 @@ def _latency(latency: str) -> str:
     return f"with {1e3 * seconds:g} ms of latency" if seconds else "without latency"
 
 
-def _draw(settings: Settings, models: Mapping[str, Mapping[str, Any]], theme: Theme) -> bytes:
+def _draw(settings: Settings, models: Mapping[str, Mapping[str, Any]], theme: Theme) -> Figure:
     """Draw a panel for each model: what was measured as medians and quartiles, what was simulated as lines."""
     worlds = [*settings.worlds, *settings.simulated]
-    with matplotlib.rc_context(style(theme)):
-        figure, panels = canvases("", "", 9.6, 3.8, columns=len(models))
-        for axes, (model, found) in zip(panels, models.items(), strict=True):
-            for latency, dashes in zip(settings.latencies, ("-", ":"), strict=True):
-                expected = [1e3 * simulated(settings, found, world, latency) for world in worlds]
-                words = _latency(latency)
-                axes.plot(worlds, expected, color=theme.hooks[1], linestyle=dashes, label=f"simulated, {words}")
-            seconds = [found["seconds"][str(world)] for world in settings.worlds]
-            draw_quartiles(
-                axes, settings.worlds, seconds, colour=theme.hooks[0], label="measured, median and quartiles"
-            )
-            label_axes(axes, f"{model} at {settings.rate}", "hosts", worlds)
-        panels[0].set_ylabel("milliseconds an iteration")
-        legend(figure, panels[0], width=9.6)
-        return png(figure)
+    figure, panels = canvases("", "", 9.6, 3.8, columns=len(models))
+    for axes, (model, found) in zip(panels, models.items(), strict=True):
+        for latency, dashes in zip(settings.latencies, ("-", ":"), strict=True):
+            expected = [1e3 * simulated(settings, found, world, latency) for world in worlds]
+            words = _latency(latency)
+            axes.plot(worlds, expected, color=theme.hooks[1], linestyle=dashes, label=f"simulated, {words}")
+        seconds = [found["seconds"][str(world)] for world in settings.worlds]
+        draw_quartiles(axes, settings.worlds, seconds, colour=theme.hooks[0], label="measured, median and quartiles")
+        label_axes(axes, f"{model} at {settings.rate}", "hosts", worlds)
+    panels[0].set_ylabel("milliseconds an iteration")
+    legend(figure, panels[0], width=9.6)
+    return figure
 
 
 REPRODUCTION = Reproduction(

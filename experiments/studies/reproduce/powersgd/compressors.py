@@ -12,6 +12,7 @@ from typing import Any
 
 from experiments.hooks import make_hook
 from experiments.jobs import run_jobs
+from experiments.report.blocks import Block, Table
 from experiments.report.words import times
 from experiments.specs import Spec
 from experiments.tasks import load_task
@@ -21,7 +22,7 @@ from ..ablation import Ablation, train_variants
 from ..ablations import PAPER, TASKS, TINY
 from ..comparing import show_ablation
 from ..notes import Notes
-from ..reproduction import Block, Reproduction, Table
+from ..reproduction import Reproduction
 
 _VARIANTS = {
     "all-reduce": "all-reduce",

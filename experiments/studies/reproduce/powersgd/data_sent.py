@@ -16,6 +16,7 @@ from torch import nn
 
 import commhooks
 from experiments.hooks import make_hook
+from experiments.report.blocks import Block, Table
 from experiments.report.words import listed
 from experiments.specs import Spec
 from experiments.tasks.images import ResNet18
@@ -24,7 +25,7 @@ from experiments.training.lockstep import join_workers
 
 from ..ablations import PAPER
 from ..notes import Notes
-from ..reproduction import Block, Reproduction, Table
+from ..reproduction import Reproduction
 
 _MIB = 2**20
 _WORD = 4

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import matplotlib
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import commhooks
@@ -26,8 +26,9 @@ from commhooks.language.entries import RESIDUAL
 from commhooks.units import counted
 from experiments.hooks import make_hook
 from experiments.launch import Send, run_world
-from experiments.report.plots import Theme, canvases, legend, png, style
-from experiments.report.words import signed, spread_of, with_bounds
+from experiments.report.blocks import Block, Picture, Table
+from experiments.report.plots import Theme, canvases, legend
+from experiments.report.words import NEVER, signed, spread_of, with_bounds
 from experiments.results.intervals import Estimate, differences
 from experiments.specs import Spec
 from experiments.tasks import load_task
@@ -37,7 +38,7 @@ from experiments.training.stock import is_stock, register_stock
 
 from ..ablations import PAPER
 from ..notes import Notes
-from ..reproduction import NONE, Block, Picture, Reproduction, Table
+from ..reproduction import Reproduction
 
 _POINTS = partial(signed, form=".2f")
 _ONE_BUCKET_MB = 1024.0  # PyTorch's hook does not survive several over Gloo
@@ -275,7 +276,7 @@ def _cells(rows: Sequence[Mapping[str, Any]], skew: float, label: str) -> list[s
         *(f"{value:.3g}" for value in last),
         f"{_mean(own, lambda row: row['norms'][-1] / row['norms'][0]):.3g}",
         f"{_mean(own, lambda row: 100 * row['accuracy']):.2f}",
-        with_bounds(found, _POINTS) if is_compared else NONE,
+        with_bounds(found, _POINTS) if is_compared else NEVER,
     ]
 
 
@@ -300,21 +301,20 @@ def _sentences(rows: Sequence[Mapping[str, Any]], skew: float) -> str:
     return f"{size}; ours is {abs(found.mean):.2f} points {word} accurate ({spread_of(found, _POINTS)})."
 
 
-def _draw(settings: Settings, rows: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:
-    """Return a PNG: a panel for each skew."""
-    with matplotlib.rc_context(style(theme)):
-        figure, panels = canvases("", "step", 8.4, 3.6, columns=len(settings.skews), sharey=True)
-        for axes, skew in zip(panels, settings.skews, strict=True):
-            axes.set_title(f"{_data(skew)} data", loc="left", fontweight="bold", pad=8)
-            axes.set_xlabel("step")
-            axes.set_yscale("log")
-            for field, words, dashes in (("residuals", "one rank", "-"), ("common", "the mean", ":")):
-                for label, colour in ((_STOCK, theme.hooks[1]), (_OURS, theme.hooks[0])):
-                    own = list(_of(rows, skew, label).values())
-                    _curve(axes, own, field, f"{label}: {words}", colour, dashes)
-        panels[0].set_ylabel("norm of the residual / of a rank's gradient")
-        legend(figure, panels[0], width=8.4)
-        return png(figure)
+def _draw(settings: Settings, rows: Sequence[Mapping[str, Any]], theme: Theme) -> Figure:
+    """Draw a panel for each skew."""
+    figure, panels = canvases("", "step", 8.4, 3.6, columns=len(settings.skews), sharey=True)
+    for axes, skew in zip(panels, settings.skews, strict=True):
+        axes.set_title(f"{_data(skew)} data", loc="left", fontweight="bold", pad=8)
+        axes.set_xlabel("step")
+        axes.set_yscale("log")
+        for field, words, dashes in (("residuals", "one rank", "-"), ("common", "the mean", ":")):
+            for label, colour in ((_STOCK, theme.hooks[1]), (_OURS, theme.hooks[0])):
+                own = list(_of(rows, skew, label).values())
+                _curve(axes, own, field, f"{label}: {words}", colour, dashes)
+    panels[0].set_ylabel("norm of the residual / of a rank's gradient")
+    legend(figure, panels[0], width=8.4)
+    return figure
 
 
 def _curve(axes: Axes, rows: Sequence[Mapping[str, Any]], field: str, label: str, colour: str, dashes: str) -> None:

@@ -17,13 +17,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from commhooks.units import three_digits
 from experiments.links.link import format_rate
-from experiments.report.plots import Theme, canvases, legend, png, style
-from experiments.report.words import listed, signed, with_bounds
+from experiments.report.blocks import Block, Picture, Table
+from experiments.report.plots import Theme, canvases, legend
+from experiments.report.words import NEVER, listed, signed, with_bounds
 from experiments.results.intervals import Estimate, differences, ratios
 from experiments.results.summary import Typical, steps_to, target_loss, unprobed
 from experiments.runs import RunResult, RunSettings
@@ -33,7 +34,7 @@ from experiments.training.worker import RunDone
 
 from ..ablations import PAPER
 from ..notes import Notes
-from ..reproduction import NONE, Block, Picture, Reproduction, Table
+from ..reproduction import Reproduction
 
 RANKS = 2
 PARTS = ("compute", "compression", "waiting")  # of a step's seconds
@@ -142,7 +143,7 @@ def _accuracies(settings: Settings, whole: Mapping[str, Any]) -> Table:
                 hook,
                 three_digits(statistics.fmean(by_seed(whole, hook, "payload_bytes").values()) / 1e3),
                 with_bounds(accuracy, _TWO_DECIMALS),
-                with_bounds(gained(whole, hook, base), _POINTS) if hook != base else NONE,
+                with_bounds(gained(whole, hook, base), _POINTS) if hook != base else NEVER,
                 f"{steps.mean:.0f}" if steps.seeds == settings.seeds else f"{steps.seeds} of {settings.seeds} runs",
             ]
         )
@@ -171,9 +172,9 @@ def _times(settings: Settings, found: Mapping[str, Any], whole: Mapping[str, Any
                 hook,
                 three_digits(1e3 * step.mean),
                 " + ".join(three_digits(1e3 * part) for part in parts),
-                with_bounds(speed_up(found, hook, base), _TWO_DECIMALS) if hook != base else NONE,
+                with_bounds(speed_up(found, hook, base), _TWO_DECIMALS) if hook != base else NEVER,
                 three_digits(whole["steps"] * step.mean),
-                three_digits(reached.mean * step.mean) if reached.seeds == settings.seeds else NONE,
+                three_digits(reached.mean * step.mean) if reached.seeds == settings.seeds else NEVER,
             ]
         )
     title = (
@@ -215,32 +216,31 @@ def _time_finding(settings: Settings, found: Mapping[str, Any]) -> str:
     return " ".join(sentences)
 
 
-def _draw(settings: Settings, rates: Sequence[Mapping[str, Any]], theme: Theme) -> bytes:
+def _draw(settings: Settings, rates: Sequence[Mapping[str, Any]], theme: Theme) -> Figure:
     """Draw speed-ups against rates, and accuracies by hook."""
     base, *others = settings.hooks
-    with matplotlib.rc_context(style(theme)):
-        figure, (speed, accuracy) = canvases("Speed-up of a step", "", 9.6, 3.8, columns=2)
-        places = range(len(rates))
-        for hook, colour in zip(others, theme.hooks, strict=False):
-            found = [speed_up(each, hook, base) for each in rates]
-            speed.plot(places, [one.mean for one in found], color=colour, marker="o", markersize=4, label=hook)
-        speed.axhline(1, color=theme.first, label=base)
-        speed.set_yscale("log")
-        ticks = [0.5, 1, 2, 5, 10, 20]
-        speed.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        speed.yaxis.set_minor_formatter(NullFormatter())
-        speed.set_xlim(-0.2, len(rates) - 0.8)
-        speed.set_xticks(places, [each["rate"] for each in rates])
-        speed.set_ylabel(f"times as fast as {base}")
-        accuracy.set_title(f"Accuracy after {rates[-1]['steps']} steps", loc="left", fontweight="bold", pad=10)
-        for place, (hook, colour) in enumerate(zip(settings.hooks, (theme.first, *theme.hooks), strict=False)):
-            one = Estimate.of(by_seed(rates[-1], hook, "accuracy"))
-            below, above = (100 * abs(end - one.mean) for end in one.ends)
-            accuracy.errorbar(place, 100 * one.mean, [[below], [above]], color=colour, marker="o", capsize=3)
-        accuracy.set_xticks(range(len(settings.hooks)), [hook.replace(":", "\n") for hook in settings.hooks])
-        accuracy.set_ylabel("held-out accuracy, % (95 % interval)")
-        legend(figure, speed, width=9.6)
-        return png(figure)
+    figure, (speed, accuracy) = canvases("Speed-up of a step", "", 9.6, 3.8, columns=2)
+    places = range(len(rates))
+    for hook, colour in zip(others, theme.hooks, strict=False):
+        found = [speed_up(each, hook, base) for each in rates]
+        speed.plot(places, [one.mean for one in found], color=colour, marker="o", markersize=4, label=hook)
+    speed.axhline(1, color=theme.first, label=base)
+    speed.set_yscale("log")
+    ticks = [0.5, 1, 2, 5, 10, 20]
+    speed.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    speed.yaxis.set_minor_formatter(NullFormatter())
+    speed.set_xlim(-0.2, len(rates) - 0.8)
+    speed.set_xticks(places, [each["rate"] for each in rates])
+    speed.set_ylabel(f"times as fast as {base}")
+    accuracy.set_title(f"Accuracy after {rates[-1]['steps']} steps", loc="left", fontweight="bold", pad=10)
+    for place, (hook, colour) in enumerate(zip(settings.hooks, (theme.first, *theme.hooks), strict=False)):
+        one = Estimate.of(by_seed(rates[-1], hook, "accuracy"))
+        below, above = (100 * abs(end - one.mean) for end in one.ends)
+        accuracy.errorbar(place, 100 * one.mean, [[below], [above]], color=colour, marker="o", capsize=3)
+    accuracy.set_xticks(range(len(settings.hooks)), [hook.replace(":", "\n") for hook in settings.hooks])
+    accuracy.set_ylabel("held-out accuracy, % (95 % interval)")
+    legend(figure, speed, width=9.6)
+    return figure
 
 
 REPRODUCTION = Reproduction(

@@ -26,12 +26,13 @@ from experiments.launch import run_world
 from experiments.links.link import LinkSettings, format_rate, parse_rate
 from experiments.machine import cores, dilation
 from experiments.planning.profiling import label_in_profile
+from experiments.report.blocks import Block, Picture, Table
 from experiments.report.words import percent
 from experiments.results.medians import milliseconds
 from experiments.specs import Spec
 
 from ..notes import Notes
-from ..reproduction import Block, Picture, Reproduction, Table
+from ..reproduction import Reproduction
 from .cluster_ranks import Case, Work, run_steps
 from .drawing import measured_and_simulated
 

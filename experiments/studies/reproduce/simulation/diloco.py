@@ -18,10 +18,11 @@ from typing import Any
 from commhooks.communicators.links import Link
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from commhooks.units import three_digits
+from experiments.report.blocks import Block, Table
 from experiments.report.words import percent
 
 from ..notes import Notes
-from ..reproduction import Block, Reproduction, Table
+from ..reproduction import Reproduction
 
 _TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 _THEIRS = {"data-parallel": (86.8, 152.6, 184.2, 222.3, 569.0), "DiLoCo, H = 100": (1.4, 6.2, 13.3, 23.3, 86.8)}
