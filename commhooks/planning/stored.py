@@ -56,6 +56,8 @@ def read(kind: type[T], path: Path, *, form: int) -> T:
 
 def _read(kind: Any, raw: Any) -> Any:
     """Return a value of an annotated type, given what JSON makes of it."""
+    if kind is Any:
+        return raw
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)

@@ -76,7 +76,7 @@ def _refuse_to_replace(out: Path, contents: Contents) -> None:
     taken = [path for path in folders if path.is_symlink() or (path.exists() and not path.is_dir())]
     taken += [path for path in files if path.is_symlink() or (path.exists() and not path.is_file())]
     taken += [
-        path for path in files if path not in taken and path.exists() and not _begins(path, contents.files[path.name])
+        path for path in files if path not in taken and path.exists() and not begins(path, contents.files[path.name])
     ]
     if not any(_is_result(path) for path in (out / RESULTS).glob("*.json")) and not _is_report(out, contents):
         taken += (out / PLOTS).glob("*.png")
@@ -91,7 +91,7 @@ def _is_report(out: Path, contents: Contents) -> bool:
     paths = [path for path in out.iterdir() if path.name != LOCK] if out.is_dir() else []
     if {path.name for path in paths} != {REPORT, PLOTS} or any(path.is_symlink() for path in paths):
         return False
-    return _begins(out / REPORT, contents.files[REPORT]) and all(
+    return begins(out / REPORT, contents.files[REPORT]) and all(
         path.is_file() and not path.is_symlink() and _is_picture(path.name, contents)
         for path in (out / PLOTS).iterdir()
     )
@@ -144,11 +144,11 @@ def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[st
         return False
     match parts:
         case (name,):
-            return name in contents.files and _begins(path, contents.files[name])
+            return name in contents.files and begins(path, contents.files[name])
         case ("results", name):
-            return _is_result(path) or (name.endswith(PARTIAL) and _begins(path, HEAD))
+            return _is_result(path) or (name.endswith(PARTIAL) and begins(path, HEAD))
         case ("failures", name):
-            return name.endswith(".txt") and _begins(path, FAILURE)
+            return name.endswith(".txt") and begins(path, FAILURE)
         case ("plots", name):
             if contents.grows:
                 return bool(runs) and _is_picture(name, contents)
@@ -161,7 +161,7 @@ def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[st
     return False
 
 
-def _begins(path: Path, text: str) -> bool:
+def begins(path: Path, text: str) -> bool:
     """Return whether the file begins with `text`, or ends before that: a process may have been killed."""
     with path.open("rb") as file:
         return text.encode().startswith(file.read(len(text.encode())))

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commhooks.planning.stored import write_text
+from commhooks.planning import stored
 from experiments.machine import machine, versions
-from experiments.results.summary import Spread
 
 from .rows import Row
 
@@ -31,7 +30,7 @@ class Measured:
     command: str
     commit: str  # of the code; with "+" if that was changed since
     seconds: float  # that it took
-    machine: Mapping[str, str | int | float]
+    machine: Mapping[str, Any]
     versions: Mapping[str, str]
 
     @property
@@ -42,6 +41,13 @@ class Measured:
 
 Results = dict[str, Measured]
 """By section."""
+
+
+@dataclass(frozen=True)
+class _File:
+    """What the file holds."""
+
+    sections: Mapping[str, Measured]
 
 
 def measured_now(rows: list[Row], command: str, seconds: float) -> Measured:
@@ -80,14 +86,8 @@ def read(path: Path) -> Results:
 
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format"] != FORMAT:
-            raise ValueError(f"it is of format {raw['format']}")
-        return {
-            name: Measured(**{**section, "rows": tuple(map(_row, section["rows"]))})
-            for name, section in raw["sections"].items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return dict(stored.read(_File, path, form=FORMAT).sections)
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{path}: expected results of the benchmarks, of format {FORMAT} ({type(error).__name__}: {error}); "
             "move it away, and measure all sections again"
@@ -97,7 +97,7 @@ def read(path: Path) -> Results:
 def write(path: Path, results: Results) -> None:
     """Write the file, completely or not at all: a line for each row."""
     text = json.dumps({"format": FORMAT, "sections": {name: _plain(one) for name, one in results.items()}}, indent=1)
-    write_text(path, text + "\n")
+    stored.write_text(path, text + "\n")
 
 
 def _plain(measured: Measured) -> dict[str, Any]:
@@ -115,8 +115,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return round(value, _DIGITS) if isinstance(value, float) else value
-
-
-def _row(raw: Mapping[str, Any]) -> Row:
-    spreads = {key: Spread(**raw[key]) for key in ("spread", "noise") if raw.get(key) is not None}
-    return Row(**{**raw, **spreads})

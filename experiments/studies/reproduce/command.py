@@ -58,15 +58,5 @@ def reproduce(
             for each in MODULES:
                 console.print(f"{each:{width}}  {load_reproduction(each).title}", highlight=False, markup=False)
             return
-        run(
-            Request(
-                name=name,
-                out=out,
-                size=size,
-                seeds=seeds,
-                link=link,
-                docs=docs,
-                overwrite=overwrite,
-            ),
-            console,
-        )
+        asked = Request(name=name, out=out, size=size, seeds=seeds, link=link, docs=docs, overwrite=overwrite)
+        run(asked, console)

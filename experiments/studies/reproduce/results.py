@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commhooks.planning import stored
 from experiments.runs import NOT_FINITE, strict
 
 RESULTS = "results.json"
@@ -21,11 +22,10 @@ class Results:
     """A finished reproduction."""
 
     reproduction: str  # its name
-    format: int = FORMAT
     size: str  # "default", "tiny"
     settings: Mapping[str, Any]
     versions: Mapping[str, str]
-    machine: Mapping[str, str | int | float]
+    machine: Mapping[str, Any]
     command: str
     seconds: float  # that the measuring took
     measured: Mapping[str, Any]
@@ -33,10 +33,10 @@ class Results:
     def write(self, folder: Path) -> Path:
         """Write the file, completely or not at all, and return its path."""
         path = folder / RESULTS
-        partial = path.with_suffix(".json.part")
-        lines = [f" {json.dumps(key)}: {json.dumps(strict(value))}" for key, value in vars(self).items()]
-        partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-        return partial.replace(path)
+        raw = {"reproduction": self.reproduction, "format": FORMAT} | vars(self)
+        lines = [f" {json.dumps(key)}: {json.dumps(strict(value))}" for key, value in raw.items()]
+        stored.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+        return path
 
     @classmethod
     def read(cls, path: Path) -> Results:
@@ -47,23 +47,13 @@ class Results:
 
         """
         try:
-            raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if raw.get("format") != FORMAT:
-                raise ValueError(f"it is of format {raw.get('format')}, which another version of commhooks wrote")
-            fields = {field.name for field in dataclasses.fields(cls)}
-            if raw.keys() != fields:
-                raise ValueError(f"it has the keys {', '.join(raw)}")
-            others = [
-                name for name in ("settings", "versions", "machine", "measured") if not isinstance(raw[name], dict)
-            ]
-            if others:
-                raise ValueError(f"its {others[0]} must be an object")
-        except (ValueError, AttributeError) as error:
+            found = stored.read(cls, path, form=FORMAT)
+        except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"{path}: expected the results of a reproduction, of format {FORMAT} ({error}); move it away, or "
                 "replace it with --overwrite"
             ) from error
-        return cls(**{**raw, "measured": _with_numbers(raw["measured"])})
+        return dataclasses.replace(found, measured=_with_numbers(found.measured))
 
     @staticmethod
     def of_settings(settings: Any) -> dict[str, Any]:

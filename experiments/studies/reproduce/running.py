@@ -17,6 +17,7 @@ from experiments.launch import torchrun_world
 from experiments.machine import machine, versions
 from experiments.report.blocks import Block, markdown, write_pictures
 from experiments.sweeps.lock import LOCK, claimed
+from experiments.sweeps.output import begins
 
 from . import load_reproduction, notes, results
 from .notes import PARTS, Notes
@@ -125,22 +126,20 @@ def _check_place(reproduction: Reproduction, settings: Any) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ValueError if the folder belongs to another program."""
+    """Raise ValueError if the folder belongs to another program; a killed process may leave half a file."""
     files = [path for path in folder.iterdir() if path.name != LOCK]
-    beginnings = {RESULTS: results.BEGINNING, PARTS: notes.BEGINNING}
-    strangers = [path.name for path in files if path.suffix not in {".png", ".md", ".part"} and not _is_own(path)]
-    if strangers or (files and not any(path.name in beginnings for path in files)):
+    known = {RESULTS: results.BEGINNING, PARTS: notes.BEGINNING}
+
+    def is_own(path: Path) -> bool:
+        if path.suffix in {".png", ".md", ".part"} or path.name.startswith(f".{RESULTS}."):
+            return True
+        is_plain = path.is_file() and not path.is_symlink()
+        return is_plain and path.name in known and begins(path, known[path.name])
+
+    strangers = [path.name for path in files if not is_own(path)]
+    if strangers or (files and not any(path.name in known for path in files)):
         first = sorted(strangers or [path.name for path in files])[0]
         raise ValueError(f"out: {folder} holds files of another kind ({first}); name a new or empty folder")
-
-
-def _is_own(path: Path) -> bool:
-    """Return whether a reproduction wrote this file; a process that was killed may have left only its beginning."""
-    beginning = {RESULTS: results.BEGINNING, PARTS: notes.BEGINNING}.get(path.name)
-    if beginning is None or path.is_symlink() or not path.is_file():
-        return False
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return beginning.startswith(file.read(len(beginning)))
 
 
 def _finished(folder: Path, request: Request, settings: Any, console: Console) -> Results | None:
