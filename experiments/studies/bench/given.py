@@ -1,8 +1,8 @@
-"""What is given to hooks and compressors that are timed by themselves: shapes of gradients, and a bucket of them."""
+"""What is given to hooks that are timed: shapes of gradients and a bucket of them, or the passes of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,3 +59,15 @@ class GivenBucket:
         """Copy gradients into the memory."""
         for place, gradient in zip(self.gradients(), gradients, strict=True):
             place.copy_(gradient)
+
+
+def refill(buckets: Mapping[str, GivenBucket], gradient: Tensor, who: str) -> None:
+    """Copy the gradient of all parameters into a contender's bucket, if it has one."""
+    if who in buckets:
+        buckets[who].buffer().copy_(gradient)
+
+
+def forward_and_backward(model: nn.Module, *inputs: Tensor) -> None:
+    """Run the forward and the backward pass of the sum of what the model returns."""
+    model.zero_grad()
+    model(*inputs).sum().backward()

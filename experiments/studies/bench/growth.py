@@ -19,6 +19,7 @@ from experiments.specs import Spec
 from experiments.training.registration import wrap_in_ddp
 from experiments.turns import as_given, in_turns, turns_of
 
+from .given import forward_and_backward
 from .rows import EXPONENT, Row
 
 SENTENCE = (
@@ -71,10 +72,10 @@ def _measure_all(quick: bool, tell: Tell) -> dict[str, Curve]:
     tell("growth: parameters")
     curves: dict[str, Curve] = {}
     largest = torch.randn(max(millions) * 1_000_000)
-    curves[COPY] = _curve(millions, rounds, partial(_copy_of, largest))
-    for text in HOOKS[-1:] if quick else HOOKS:
+    for text in (COPY, *(HOOKS[-1:] if quick else HOOKS)):
         tell(f"growth: parameters, {text}")
-        curves[f"parameters in millions: {text}"] = _curve(millions, rounds, partial(_worker_alone, text, largest))
+        name = COPY if text == COPY else f"parameters in millions: {text}"
+        curves[name] = _curve(millions, rounds, partial(_worker_alone, text, largest))
     del largest
     tell("growth: buckets")
     for text in ("all-reduce", "powersgd:rank=4"):
@@ -82,7 +83,8 @@ def _measure_all(quick: bool, tell: Tell) -> dict[str, Curve]:
         curves[f"buckets: {text}"] = _curve(sizes, 4 * rounds, partial(_buckets, text))
     tell("growth: ranks")
     for text in HOOKS[-1:] if quick else HOOKS:
-        curves[f"ranks: {text}"] = _among((2, 3) if quick else (2, 3, 4, 6, 8), 2 * rounds, text)
+        workers = {count: _workers(text, count) for count in ((2, 3) if quick else (2, 3, 4, 6, 8))}
+        curves[f"ranks: {text}"] = turns_of(workers, 2 * rounds, warm_up=2, order=as_given)
     tell("growth: PowerSGD's rank")
     curves["rank r: powersgd"] = _curve((1, 2, 4) if quick else (1, 2, 4, 8, 16, 32), 4 * rounds, _powersgd)
     return curves
@@ -93,13 +95,12 @@ def _curve(sizes: Sequence[int], rounds: int, make: Callable[[int], Callable[[],
     return in_turns({size: make(size) for size in sizes}, rounds, warm_up=1, clock=time.process_time)
 
 
-def _copy_of(memory: Tensor, millions: int) -> Callable[[], object]:
-    part = memory[: millions * 1_000_000]
-    return partial(torch.empty_like(part).copy_, part)
-
-
 def _worker_alone(text: str, memory: Tensor, millions: int) -> Callable[[], object]:
-    matrices = memory[: millions * 1_000_000].view(millions, 1000, 1000)
+    """Return a function that averages so many parameters among one worker, or copies them."""
+    part = memory[: millions * 1_000_000]
+    if text == COPY:
+        return partial(torch.empty_like(part).copy_, part)
+    matrices = part.view(millions, 1000, 1000)
     return _averaging(text, {f"layer{number}": matrix for number, matrix in enumerate(matrices)})
 
 
@@ -121,20 +122,11 @@ def _buckets(text: str, count: int) -> Callable[[], object]:
     model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(count)))
     ddp = wrap_in_ddp(model, "core", 0.15)
     commhooks.attach(ddp, make_hook(Spec.parse(text)))
-    return partial(_step, ddp, torch.randn(8, 200))
-
-
-def _step(ddp: nn.Module, inputs: Tensor) -> None:
-    ddp.zero_grad()
-    ddp(inputs).sum().backward()
-
-
-def _among(sizes: Sequence[int], rounds: int, text: str) -> Curve:
-    """Return the seconds that one worker of so many computes."""
-    return turns_of({size: _workers(text, size) for size in sizes}, rounds, warm_up=2, order=as_given)
+    return partial(forward_and_backward, ddp, torch.randn(8, 200))
 
 
 def _workers(text: str, count: int) -> Callable[[], float]:
+    """Return a function that averages among so many workers, and returns the seconds that one of them computes."""
     gradients = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(worker)) for worker in range(count)]
     hook = make_hook(Spec.parse(text))
     exchangers = [

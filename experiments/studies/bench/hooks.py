@@ -27,7 +27,7 @@ from experiments.results.summary import Spread
 from experiments.training.registration import wrap_in_ddp
 from experiments.turns import in_turns
 
-from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
+from .given import GPT_SHAPES, GivenBucket, Shape, forward_and_backward, refill, resnet18_shapes
 from .memory import KEEPS_FREED, growth_in_turns, is_countable, return_freed_memory
 from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside, pooled
 
@@ -173,12 +173,7 @@ def _exact(name: str, place: str, quantity: str, ours: float, theirs: float) -> 
 def _training_step(job: Job, ddp: str, twin: Twin, who: str) -> Callable[[], None]:
     model = wrap_in_ddp(job.model(), ddp, job.bucket_mib if twin.rank is None else _ONE_BUCKET)
     model.register_comm_hook(*twin.hook(who))  # type: ignore[operator]  # '"Tensor" not callable'
-    return partial(_step, model, torch.randn(job.batch, job.width))
-
-
-def _step(model: nn.Module, inputs: Tensor) -> None:
-    model.zero_grad()
-    model(inputs).sum().backward()
+    return partial(forward_and_backward, model, torch.randn(job.batch, job.width))
 
 
 def _time_steps(jobs: dict[str, Job], rounds: int, tell: Tell) -> dict[tuple[str, str], Seconds]:
@@ -205,17 +200,13 @@ def _time_calls(given: dict[str, list[Shape]], rounds: int, tell: Tell) -> dict[
             buckets = {who: GivenBucket(like) for who in (OURS, THEIRS, AGAIN)}
             gradient = torch.randn(buckets[OURS].buffer().shape)
             calls = {who: partial(_call, *twin.hook(who), bucket) for who, bucket in buckets.items()}
-            refill = partial(_refill, buckets, gradient)
-            found[name, place] = in_turns(calls, rounds, warm_up=4, clock=time.process_time, prepare=refill)
+            prepare = partial(refill, buckets, gradient)
+            found[name, place] = in_turns(calls, rounds, warm_up=4, clock=time.process_time, prepare=prepare)
     return found
 
 
 def _call(state: Any, hook: Callable[..., Any], bucket: GivenBucket) -> None:
     hook(state, bucket).wait()
-
-
-def _refill(buckets: dict[str, GivenBucket], gradient: Tensor, who: str) -> None:
-    buckets[who].buffer().copy_(gradient)
 
 
 def _count(place: str, job: Job, tell: Tell) -> dict[tuple[str, str, str], list[float]]:
@@ -229,7 +220,7 @@ def _count(place: str, job: Job, tell: Tell) -> dict[tuple[str, str, str], list[
             model = wrap_in_ddp(job.model(), "torch", job.bucket_mib if twin.rank is None else _ONE_BUCKET)
             state, hook = twin.hook(who, None if who == OURS else group)
             model.register_comm_hook(state, hook)  # type: ignore[operator]  # as above
-            step = partial(_step, model, torch.randn(job.batch, job.width))
+            step = partial(forward_and_backward, model, torch.randn(job.batch, job.width))
             counts.append(_counted(step, partial(_sent, who, state, group)))
             del model, step  # a DDP must go before its process group does
         for number, quantity in enumerate(("collectives", "payload bytes")):

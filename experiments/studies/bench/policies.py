@@ -22,6 +22,7 @@ from experiments.report.words import seconds_in_words
 from experiments.specs import Spec
 from experiments.turns import in_turns
 
+from .given import forward_and_backward
 from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside
 
 SENTENCE = (
@@ -59,14 +60,9 @@ def _take_turns(quick: bool, tell: Tell) -> dict[str, Seconds]:
         for name, policy in POLICIES.items():
             model = DistributedDataParallel(_HandsIn(given), bucket_cap_mb=BUCKET_MIB * rows / ROWS)
             commhooks.attach(model, make_hook(Spec.parse(text)), policy=policy)
-            contenders[name] = partial(_step, model)
+            contenders[name] = partial(forward_and_backward, model)
         found[text] = in_turns(contenders, rounds, warm_up=4, clock=time.process_time)
     return found
-
-
-def _step(model: nn.Module) -> None:
-    model.zero_grad()
-    model().backward()
 
 
 class _HandsIn(nn.Module):

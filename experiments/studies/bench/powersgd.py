@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
 
 import commhooks
 from experiments.launch import Tell, on_ranks
@@ -15,7 +14,7 @@ from experiments.report.words import seconds_in_words
 from experiments.results.summary import Spread
 from experiments.turns import in_turns
 
-from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
+from .given import GPT_SHAPES, GivenBucket, Shape, refill, resnet18_shapes
 from .rows import Row, Seconds, ratios
 
 SENTENCE = (
@@ -73,14 +72,9 @@ def _take_turns(models: Mapping[str, list[Shape]], rounds: int, tell: Tell) -> d
         for r in RANKS:
             state = commhooks.PowerSGDState(None, r, start_powerSGD_iter=2)
             contenders[f"rank {r}"] = partial(_in_a_backward_pass, partial(_call, state, buckets[f"rank {r}"]))
-        refill = partial(_refill, buckets, gradient)
-        found[model] = in_turns(contenders, rounds, warm_up=6, clock=time.process_time, prepare=refill)
+        prepare = partial(refill, buckets, gradient)
+        found[model] = in_turns(contenders, rounds, warm_up=6, clock=time.process_time, prepare=prepare)
     return found
-
-
-def _refill(buckets: dict[str, GivenBucket], gradient: Tensor, name: str) -> None:
-    if name in buckets:
-        buckets[name].buffer().copy_(gradient)
 
 
 def _call(state: commhooks.PowerSGDState, bucket: GivenBucket) -> None:

@@ -44,7 +44,7 @@ def compare(ablation: Ablation, rows: Sequence[Mapping[str, Any]], task: str) ->
 
 def between(rows: Sequence[Mapping[str, Any]], score: Score, label: str, other: str) -> Interval | None:
     """Return by how much one variant's score exceeds the other's, in `score.unit`; None if a run of either diverged."""
-    ours, theirs = _by_seed(rows, score, label), _by_seed(rows, score, other)
+    ours, theirs = _scores(rows, score, label), _scores(rows, score, other)
     if not all(map(math.isfinite, (*ours.values(), *theirs.values()))):
         return None
     return Interval.of(list(differences(ours, theirs).values())).scaled(score.scale)
@@ -129,7 +129,7 @@ def draw_differences(ablation: Ablation, rows: Sequence[Mapping[str, Any]], them
 
 def _compared(ablation: Ablation, rows: Sequence[Mapping[str, Any]], task: str, score: Score, label: str) -> Compared:
     own = [row for row in rows if row["variant"] == label]
-    scores = list(_by_seed(rows, score, label).values())
+    scores = list(_scores(rows, score, label).values())
     diverged = sum(not math.isfinite(value) for value in scores)
     to = ablation.reference(label)
     return Compared(
@@ -145,11 +145,16 @@ def _compared(ablation: Ablation, rows: Sequence[Mapping[str, Any]], task: str, 
     )
 
 
-def _by_seed(rows: Sequence[Mapping[str, Any]], score: Score, label: str) -> dict[int, float]:
+def by_seed(rows: Sequence[Mapping[str, Any]], **values: Any) -> dict[int, Mapping[str, Any]]:
+    """Return the rows that have all of these values, by seed."""
+    return {row["seed"]: row for row in rows if all(row[name] == value for name, value in values.items())}
+
+
+def _scores(rows: Sequence[Mapping[str, Any]], score: Score, label: str) -> dict[int, float]:
     """Return the score of each seed; NaN for a run that diverged, even if it still guesses some answers right."""
-    own = [row for row in rows if row["variant"] == label]
-    lost = {row["seed"] for row in own if row["diverged"] is not None or row["loss"] is None}
-    return {row["seed"]: math.nan if row["seed"] in lost else row[score.field] for row in own}
+    own = by_seed(rows, variant=label)
+    lost = {seed for seed, row in own.items() if row["diverged"] is not None or row["loss"] is None}
+    return {seed: math.nan if seed in lost else row[score.field] for seed, row in own.items()}
 
 
 def _score_of(task: str, rows: Sequence[Mapping[str, Any]]) -> Score:

@@ -7,21 +7,25 @@ under way. A fixed compressor needs fewer steps than the controller: its steps a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from commhooks.units import seconds_in_words, three_digits
 from experiments.cluster import hosts_on
 from experiments.launch import on_ranks, run_world
 from experiments.links.link import LinkSettings, parse_rate
 from experiments.report.blocks import Block, Picture, Table
+from experiments.report.plots import Theme, canvas, legend, looks
 from experiments.report.words import NEVER, percent
 from experiments.results.medians import Ratio, milliseconds
 from experiments.specs import Spec
 
-from .control_drawing import steps_picture
 from .control_ranks import NewRate, Phases, Ran, run_phases, run_turns
 from .notes import Notes
 from .reproduction import Reproduction
@@ -135,7 +139,7 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
         Picture(
             "steps",
             "Step time over steps: every fixed compressor's mean in each phase, and each step of the controller",
-            lambda theme: steps_picture(controlled[0], fixed, settings.rates, settings.steps, theme),
+            partial(_draw_steps, controlled[0], fixed, settings.rates, settings.steps),
         ),
         Table("The controller's moves", ["run", "step", "from", "to", "reason"], moves or [[NEVER] * 5]),
         _replacing(controlled),
@@ -200,6 +204,53 @@ def _beside(beside: Mapping[str, Any], settings: Settings) -> str:
         f"counted; they took {seconds_in_words(sum(at_first))}, as long as {as_long_as:.0f} steps of a plain "
         "all-reduce."
     )
+
+
+def _draw_steps(
+    controlled: Mapping[str, Any], fixed: Mapping[str, Sequence[float]], rates: Sequence[str], steps: int, theme: Theme
+) -> Figure:
+    """Draw a dot for each step of the controller, in the colour of its compressor; a line for each fixed one.
+
+    Args:
+        controlled: The run of the controller: seconds and rung of each step.
+        fixed: Each fixed compressor's mean step in each phase.
+        rates: Of the phases.
+        steps: Of a phase.
+        theme: The colours.
+
+    """
+    hooks = list(fixed)
+    drawn = looks(hooks, "all-reduce" if "all-reduce" in hooks else None)
+    figure, axes = canvas("Steps on a link that changes", "step", 7.2, 4.2)
+    for hook, means in fixed.items():
+        for phase, seconds in enumerate(means):
+            ends = [phase * steps, (phase + 1) * steps]
+            axes.plot(ends, [1e3 * seconds] * 2, color=drawn[hook].colour, linewidth=1.0, linestyle=(0, (4, 2)))
+    numbered = list(enumerate(zip(controlled["seconds"], controlled["rungs"], strict=True)))
+    for hook, group in groupby(numbered, key=lambda one: one[1][1]):
+        own = list(group)
+        axes.plot(
+            [number for number, _ in own], [1e3 * seconds for _, (seconds, _) in own],
+            color=drawn[hook].colour, marker="o", markersize=2.5, linewidth=0.8, zorder=3,
+        )  # fmt: skip
+    for hook in hooks:  # only for the legend
+        axes.plot([], [], color=drawn[hook].colour, marker="o", markersize=3, label=drawn[hook].label)
+    axes.plot([], [], color=theme.ink, linewidth=1.0, linestyle=(0, (4, 2)), label="fixed: mean of the phase")
+    for phase, rate in enumerate(rates):
+        axes.axvline(phase * steps, color=theme.ink, linewidth=0.6)
+        axes.annotate(
+            rate, (phase * steps, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
+            textcoords="offset points", va="top", zorder=4,
+            bbox={"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 1.5},
+        )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_ylabel("step, ms (logarithmic)")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(0, steps * len(rates))
+    legend(figure, axes)
+    return figure
 
 
 REPRODUCTION = Reproduction(

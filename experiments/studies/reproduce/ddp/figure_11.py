@@ -26,6 +26,7 @@ from experiments.results.intervals import Estimate, differences
 from experiments.specs import Spec
 from experiments.tasks import LoadedTask, load_task
 
+from ..comparing import by_seed
 from ..notes import Notes
 from ..reproduction import Reproduction
 
@@ -106,14 +107,7 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
     """Return a table, sentences and a picture for each batch size."""
     blocks: list[Block] = []
     for batch, rate in settings.batches:
-        runs = {
-            every: {
-                row["seed"]: row
-                for row in measured["runs"]
-                if (row["batch"], row["rate"], row["every"]) == (batch, rate, every)
-            }
-            for every in settings.every
-        }
+        runs = {every: by_seed(measured["runs"], batch=batch, rate=rate, every=every) for every in settings.every}
         title = f"{batch} images per worker, learning rate {rate:g}"
         losses = [loss for of_every in runs.values() for row in of_every.values() for loss in row["curve"]]
         cut = "" if all(loss <= _top(runs) for loss in losses) else " (higher losses are cut off)"

@@ -124,9 +124,10 @@ def _note_bucket(alone: _Alone, bucket: Any) -> Future[Tensor]:
 
 
 def _iteration(stepper: Stepper, alone: _Alone, world: int) -> tuple[float, list[float]]:
-    """Return the seconds of an iteration, the mean over groups of its slowest rank's, and when buckets were ready."""
+    """Return the seconds of an iteration, the mean over groups of its slowest rank's, and when `alone` had buckets."""
     dist.barrier()
-    alone.begin()
+    if world == 1:
+        alone.begin()
     begun = time.perf_counter()
     stepper()
     own = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)

@@ -37,6 +37,7 @@ from experiments.training.stepper import Stepper
 from experiments.training.stock import is_stock, register_stock
 
 from ..ablations import PAPER
+from ..comparing import by_seed
 from ..notes import Notes
 from ..reproduction import Reproduction
 
@@ -242,10 +243,6 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
     ]
 
 
-def _of(rows: Sequence[Mapping[str, Any]], skew: float, label: str) -> dict[int, Mapping[str, Any]]:
-    return {row["seed"]: row for row in rows if (row["skew"], row["label"]) == (skew, label)}
-
-
 def _data(skew: float) -> str:
     return "even" if skew == 0 else "skewed" if skew == 1 else f"{100 * skew:.0f} % skewed"
 
@@ -261,12 +258,14 @@ def _diverged(rows: Sequence[Mapping[str, Any]], skew: float) -> int:
 
 def _accuracies(rows: Sequence[Mapping[str, Any]], skew: float) -> Estimate:
     """Return by how many points our accuracy exceeds that of PyTorch's hook, seed by seed."""
-    ours, theirs = ({s: 100 * row["accuracy"] for s, row in _of(rows, skew, one).items()} for one in (_OURS, _STOCK))
+    ours, theirs = (
+        {s: 100 * row["accuracy"] for s, row in by_seed(rows, skew=skew, label=one).items()} for one in (_OURS, _STOCK)
+    )
     return Estimate.of(differences(ours, theirs))
 
 
 def _cells(rows: Sequence[Mapping[str, Any]], skew: float, label: str) -> list[str]:
-    own = _of(rows, skew, label)
+    own = by_seed(rows, skew=skew, label=label)
     found = _accuracies(rows, skew)
     last = [_mean(own, lambda row: row["residuals"][-1]), _mean(own, lambda row: row["common"][-1])]
     is_compared = label == _OURS and not _diverged(rows, skew)
@@ -282,16 +281,17 @@ def _cells(rows: Sequence[Mapping[str, Any]], skew: float, label: str) -> list[s
 
 def _sentences(rows: Sequence[Mapping[str, Any]], skew: float) -> str:
     """Return what the residuals and the accuracies did on data of this skew."""
+    data = _data(skew)
     if diverged := _diverged(rows, skew):
-        return f"On {_data(skew)} data {counted(diverged, 'run')} diverged, so the two hooks are not compared."
+        return f"On {data} data {counted(diverged, 'run')} diverged, so the two hooks are not compared."
     ratios = Estimate.of_ratios(
         {
-            seed: row["norms"][-1] / _of(rows, skew, _OURS)[seed]["norms"][-1]
-            for seed, row in _of(rows, skew, _STOCK).items()
+            seed: row["norms"][-1] / by_seed(rows, skew=skew, label=_OURS)[seed]["norms"][-1]
+            for seed, row in by_seed(rows, skew=skew, label=_STOCK).items()
         }
     )
     size = (
-        f"On {_data(skew)} data PyTorch's residual ends {ratios.mean:.3g} times as large as ours "
+        f"On {data} data PyTorch's residual ends {ratios.mean:.3g} times as large as ours "
         f"({spread_of(ratios, '{:.3g}'.format)}, {ratios.seeds} seeds)"
     )
     found = _accuracies(rows, skew)
@@ -305,12 +305,12 @@ def _draw(settings: Settings, rows: Sequence[Mapping[str, Any]], theme: Theme) -
     """Draw a panel for each skew."""
     figure, panels = canvases("", "step", 8.4, 3.6, columns=len(settings.skews), sharey=True)
     for axes, skew in zip(panels, settings.skews, strict=True):
-        axes.set_title(f"{_data(skew)} data", loc="left", fontweight="bold", pad=8)
+        axes.set_title(_data(skew) + " data", loc="left", fontweight="bold", pad=8)
         axes.set_xlabel("step")
         axes.set_yscale("log")
         for field, words, dashes in (("residuals", "one rank", "-"), ("common", "the mean", ":")):
             for label, colour in ((_STOCK, theme.hooks[1]), (_OURS, theme.hooks[0])):
-                own = list(_of(rows, skew, label).values())
+                own = list(by_seed(rows, skew=skew, label=label).values())
                 _curve(axes, own, field, f"{label}: {words}", colour, dashes)
     panels[0].set_ylabel("norm of the residual / of a rank's gradient")
     legend(figure, panels[0], width=8.4)
