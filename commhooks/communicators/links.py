@@ -57,6 +57,8 @@ class Transfer(NamedTuple):
     """Of the rank's core, within `seconds`."""
     bytes_sent: int
     """Bytes of data sent per rank, on average over the ranks, also inside hosts."""
+    afterwards: float = 0.0
+    """Seconds of the processor once the answers of its round are there, whatever their number."""
 
 
 class Network(Protocol):
@@ -89,13 +91,15 @@ class Link:
     """Bits per second of a site's uplink; lower than that of its hosts together: oversubscribed."""
     seconds_per_byte: float = 0.0
     """Processor time per byte that a rank sends, of the core that computes. Higher: slower, and less overlap."""
+    seconds_per_round: float = 0.0
+    """Processor time that follows the answers of a round: threads that wait for one another on a core that computes."""
 
     def __post_init__(self) -> None:
         for name in ("rate", "inner_rate", "site_rate"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"Link({name}={value!r}): {name} must be above zero, in bits per second.")
-        for name in ("latency", "inner_latency", "seconds_per_byte"):
+        for name in ("latency", "inner_latency", "seconds_per_byte", "seconds_per_round"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"Link({name}={value!r}): {name} must be in [0, inf), in seconds.")
@@ -125,7 +129,8 @@ class Link:
         sent = ring_bytes(kind, payload, ranks)
         processor = self.seconds_per_byte * sent
         wire = sum(seconds for seconds, _ in legs)
-        return Transfer(max(wire, processor) + sum(delay for _, delay in legs), processor, sent)
+        seconds = max(wire, processor) + sum(delay for _, delay in legs)
+        return Transfer(seconds, processor, sent, self.seconds_per_round)
 
     def _check(self, kind: str, ranks: int) -> None:
         if kind not in KINDS:

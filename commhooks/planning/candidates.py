@@ -15,6 +15,8 @@ from commhooks.wrappers.hierarchical import is_hierarchical
 
 NOOP, ALL_REDUCE = "noop", "allreduce"
 """The labels of the two hooks that every profile has."""
+DENSE = "all-reduce"
+"""The second one's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,11 @@ def named(name: str, *, policy: PolicyName = "fifo", label: str = "", **settings
     return Candidate(written, make_compressor(written), policy, label)
 
 
+def label_in_profile(hook: str) -> str:
+    """Return the label under which a profile has a hook: it always has the all-reduce, under a label of its own."""
+    return ALL_REDUCE if hook == DENSE else hook
+
+
 def candidate_of(hook: Candidate | Compressor | str) -> Candidate:
     """Return the candidate of what a user passes as a hook: also what `attach` takes, with a policy if it is text."""
     if isinstance(hook, Candidate):
@@ -62,7 +69,7 @@ def candidate_of(hook: Candidate | Compressor | str) -> Candidate:
 
 def with_the_two(hooks: Iterable[Candidate | Compressor | str]) -> list[Candidate]:
     """Return noop and all-reduce, and then the others; raise `SettingsError` if one is given twice."""
-    found = {one.label: one for one in (named("noop"), named("all-reduce", label=ALL_REDUCE))}
+    found = {one.label: one for one in (named("noop"), named(DENSE, label=ALL_REDUCE))}
     given = [candidate_of(hook) for hook in hooks]
     for one in given:
         if one.label in found and one.label not in (NOOP, ALL_REDUCE):

@@ -68,6 +68,19 @@ class HookCosts:
     growth: tuple[float, ...]
     """Before each round and after the last: the part by which each rank beyond two increases the cost."""
 
+    @classmethod
+    def free(cls, compressor: str, copies_per_byte: float = 0.0) -> HookCosts:
+        """Return the costs of a compressor of one round whose compression takes no time."""
+        one = Sample(1, (0.0, 0.0))
+        return cls(
+            compressor=compressor,
+            bucket_seconds=0.0,
+            matrices=(one,),
+            vector=one,
+            copies_per_byte=copies_per_byte,
+            growth=(0.0, 0.0),
+        )
+
     def seconds(self, shapes: Sequence[Shape], ranks: int, copy: float, rounds: int) -> tuple[float, ...]:
         """Return the seconds of compression before each round of a bucket, and after the last one.
 
@@ -115,28 +128,6 @@ class Costs:
     machine: Mapping[str, str | int]
     versions: Mapping[str, str]
 
-    def carried_by(self, backend: str, link: Link, hook: str, copy: float) -> Link:
-        """Return a link with what a backend adds to it under a hook.
-
-        Args:
-            backend: One of `BACKENDS`.
-            link: Without it.
-            hook: A name with settings; one that was not measured is taken to send what its name's do, or fp32.
-            copy: Seconds in which one element of fp32 is copied.
-
-        """
-        if backend == "none":
-            return link
-        name = hook.partition(":")[0]
-        known = self.hooks.get(hook) or self.hooks.get(name) or self.hooks["all-reduce"]
-        return dataclasses.replace(
-            link, latency=link.latency + self.hop_seconds, seconds_per_byte=known.copies_per_byte * copy / 4
-        )
-
-    def seconds_of_a_round(self, backend: str) -> float:
-        """Return what a round adds to a step besides its bytes and messages."""
-        return self.round_seconds if backend == "gloo" else 0.0
-
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
         stored.write(self, path, form=FORMAT)
@@ -166,6 +157,39 @@ def check_backend(backend: str) -> None:
     """Raise `SettingsError` if there is no such backend."""
     if backend not in BACKENDS:
         raise SettingsError(f"backend {backend!r} is not known: expected one of {', '.join(BACKENDS)}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """What carries messages, and what that takes of a rank's processor."""
+
+    name: str
+    """One of `BACKENDS`."""
+    copy: float
+    """Seconds in which the processor copies an element of fp32."""
+    costs: Costs
+
+    def __post_init__(self) -> None:
+        check_backend(self.name)
+
+    def carry(self, link: Link, hook: str) -> Link:
+        """Return a link with what the backend adds to it.
+
+        Args:
+            link: Without it.
+            hook: A name with settings; one that was not measured is taken to send what its name's do, or fp32.
+
+        """
+        if self.name == "none":
+            return link
+        costs, name = self.costs, hook.partition(":")[0]
+        known = costs.hooks.get(hook) or costs.hooks.get(name) or costs.hooks["all-reduce"]
+        return dataclasses.replace(
+            link,
+            latency=link.latency + costs.hop_seconds,
+            seconds_per_byte=known.copies_per_byte * self.copy / 4,
+            seconds_per_round=costs.round_seconds,
+        )
 
 
 def copy_seconds() -> float:

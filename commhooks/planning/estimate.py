@@ -1,25 +1,22 @@
 """What each compressor would make of a step, by arithmetic: no processes, and no link.
 
-The step of W ranks under each compressor is that of `commhooks.planning.step_time`, given
+It is the prediction of a profile (`commhooks.planning.predicting`) that was not measured but made of tables
+(`commhooks.planning.tables`), over a `commhooks.communicators.links.Link` with
 
-    compute        C seconds, as stated: a third forward, two thirds backward; the optimizer's seconds come after it
-    buckets        as a DDP makes them; the backward pass takes as long for each as it has elements
-    payloads       counted: the compressor runs here once on random gradients, as one of W ranks
-    compression    of each bucket, before round i:  bucket_seconds / (rounds + 1) + copy · Σ cost_i(parameter),
-                   and round_seconds more after each round
-    link           `communicators.links.Link` with the stated rate, latency + hop_seconds for each message that waits
-                   for another one, and copies_per_byte · copy / 4 seconds of the processor for each byte sent
+    rate           as stated
+    latency        as stated + hop_seconds, for each message that waits for another one
+    processor      copies_per_byte · copy / 4 seconds for each byte sent, and round_seconds after each round
 
-`copy` is the time in which this machine copies an element of fp32; bucket_seconds, cost_i, round_seconds, hop_seconds
-and copies_per_byte are the measured costs of `commhooks.planning.costs`. If nothing overlapped, this would be
+`copy` is the time in which this machine copies an element of fp32; hop_seconds, copies_per_byte and round_seconds are
+the measured costs of `commhooks.planning.costs`. If nothing overlapped, this would be
 
-    seconds = C + optimizer + Σ compression + Σ bytes on the link · 8 / rate + Σ messages · latency
+    seconds = compute + optimizer + Σ compression + Σ bytes on the link · 8 / rate + Σ messages · latency
 
 but a bucket travels while others are computed and compressed, so the model follows the processor and the link through
 the step. Then
 
     speed-up        = seconds under all-reduce / seconds under the compressor
-    utilisation     = (C + optimizer) / seconds
+    utilisation     = (compute + optimizer) / seconds
     pays between    : the rates at which the speed-up is above 1. A compressor that saves bytes pays below a rate, one
                       that saves messages that wait for one another above one, or between two
 
@@ -30,9 +27,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-import torch
 from torch import nn
 
 from commhooks.communicators.links import Link
@@ -40,14 +36,14 @@ from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor
 from commhooks.making import make_compressor
 from commhooks.planning.accuracy import Accuracy, Loss
-from commhooks.planning.costs import Costs, HookCosts, check_backend, copy_seconds
+from commhooks.planning.candidates import DENSE, NOOP, label_in_profile
+from commhooks.planning.costs import Backend, Costs, check_backend, copy_seconds
 from commhooks.planning.paying import RATES, Case, Rates, paying_rates
-from commhooks.planning.payloads import is_padded, rounds_of
-from commhooks.planning.profile import Sends
-from commhooks.planning.sizes import Shape, in_buckets, ready_moments, square_matrices
-from commhooks.planning.step_time import Bucket, Stage, Step, StepTime
+from commhooks.planning.predicting import Unlinked
+from commhooks.planning.sizes import Shape, square_matrices
+from commhooks.planning.step_time import StepTime
+from commhooks.planning.tables import Stated
 
-DENSE = "all-reduce"
 MATRIX = 1_000_000
 """Elements of the square matrices that a model of which only the size is known is taken to consist of."""
 LATENCY = 50e-6
@@ -186,32 +182,31 @@ def estimate(
     compressors = {hook: make_compressor(own.compressor) for hook, own in costs.hooks.items()}
     asked = compressors if hooks is None else [_label_of(hook, compressors) for hook in hooks]
     wanted = list(dict.fromkeys([DENSE, *asked]))
-    made_up = not isinstance(parameters, nn.Module)
-    shapes = _made_up(parameters, matrix) if not isinstance(parameters, nn.Module) else _shapes_of(parameters)
-    places = in_buckets(shapes, bucket_cap_mb)
-    buckets = [tuple(shapes[place] for place in bucket) for bucket in places]
-    copy = copy_seconds() if copy_rate is None else 4 / copy_rate
+    is_number = not isinstance(parameters, nn.Module)
+    stated = Stated(
+        shapes=_made_up(parameters, matrix) if not isinstance(parameters, nn.Module) else _shapes_of(parameters),
+        compute=compute,
+        optimizer=optimizer,
+        cores=cores,
+        bucket_cap_mb=bucket_cap_mb,
+        are_alike=is_number,
+    )
     link = Link(rate=rate, latency=latency, ranks_per_host=ranks_per_host)
     link.transfer("all-reduce", 1, ranks)  # raises if the ranks do not fill their hosts
-    plain = Step(compute=compute, optimizer=optimizer, buckets=(), cores=cores)
-    a_round = costs.seconds_of_a_round(backend)
-    cases, losses = {}, {}
-    for hook in wanted:
-        own = costs.hooks[hook]
-        compressor = compressors[hook]
-        losses[hook] = accuracy.losses_of(compressor)
-        sends = _sends_of(compressor, buckets, ranks, are_alike=made_up)
-        exchanges = _exchanges(own, a_round, buckets, sends, compute, ranks, copy)
-        carried = costs.carried_by(backend, link, hook, copy)
-        cases[hook] = Case(dataclasses.replace(plain, buckets=exchanges), carried, ranks)
+    carrier = Backend(backend, copy_seconds() if copy_rate is None else 4 / copy_rate, costs)
+    profile = stated.profile({hook: costs.hooks[hook] for hook in wanted}, ranks, carrier.copy)
+    cases = {
+        hook: Case(Unlinked.of(profile, profile.hooks[label_in_profile(hook)]), carrier.carry(link, hook))
+        for hook in wanted
+    }
     return Estimate(
-        hooks=_compared(cases, losses),
-        parameters=sum(map(math.prod, shapes)),
-        buckets=len(buckets),
+        hooks=_compared(cases, {hook: accuracy.losses_of(compressors[hook]) for hook in wanted}),
+        parameters=sum(map(math.prod, stated.shapes)),
+        buckets=len(profile.hooks[NOOP].buckets),
         ranks=ranks,
         link=cases[DENSE].link,
         backend=backend,
-        copy_rate=4 / copy,
+        copy_rate=4 / carrier.copy,
         tasks=tuple((task.task, task.unit) for task in accuracy.tasks),
     )
 
@@ -256,52 +251,6 @@ def _shapes_of(model: nn.Module) -> list[Shape]:
     if not shapes:
         raise SettingsError(f"estimate({type(model).__name__}): the model has no parameter that requires a gradient.")
     return shapes
-
-
-def _sends_of(
-    compressor: Compressor, buckets: Sequence[tuple[Shape, ...]], ranks: int, *, are_alike: bool
-) -> list[tuple[Sends, ...]]:
-    """Return what each bucket sends in each round.
-
-    Buckets of the same shapes are counted once. If all parameters are alike, one of them is counted, and its payload
-    multiplied, unless the bucket is padded as a whole.
-    """
-    generator = torch.Generator()
-
-    def count(shapes: Sequence[Shape]) -> tuple[Sends, ...]:
-        generator.manual_seed(0)
-        gradients = {str(place): torch.randn(shape, generator=generator) for place, shape in enumerate(shapes)}
-        return rounds_of(compressor, gradients, ranks)
-
-    are_multiples = are_alike and not is_padded(count(buckets[0][:1]))
-    counted: dict[tuple[Shape, ...], tuple[Sends, ...]] = {}
-    found = []
-    for shapes in buckets:
-        key = shapes[:1] if are_multiples else shapes
-        if key not in counted:
-            counted[key] = count(key)
-        times = len(shapes) // len(key)
-        found.append(tuple(tuple((kind, times * payload) for kind, payload in sends) for sends in counted[key]))
-    return found
-
-
-def _exchanges(
-    costs: HookCosts,
-    round_seconds: float,
-    buckets: Sequence[tuple[Shape, ...]],
-    sends: Sequence[tuple[Sends, ...]],
-    compute: float,
-    ranks: int,
-    copy: float,
-) -> tuple[Bucket, ...]:
-    """Return the exchanges of all buckets under one hook."""
-    moments = ready_moments([sum(map(math.prod, shapes)) for shapes in buckets], compute)
-    found = []
-    for shapes, mine, moment in zip(buckets, sends, moments, strict=True):
-        first, *later = costs.seconds(shapes, ranks, copy, len(mine))
-        *before, after = [first, *(seconds + round_seconds for seconds in later)]
-        found.append(Bucket(moment, tuple(map(Stage, before, mine)), after))
-    return tuple(found)
 
 
 def _compared(cases: Mapping[str, Case], losses: Mapping[str, tuple[Loss, ...]]) -> tuple[HookEstimate, ...]:

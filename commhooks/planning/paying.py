@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from commhooks.communicators.links import Link
-from commhooks.planning.step_time import Step, StepTime, step_time
+from commhooks.planning.predicting import Unlinked
+from commhooks.planning.step_time import StepTime
 
 Rates = tuple[tuple[float, float], ...]
 """Ranges of rates in bits per second, ascending; 0 and `math.inf` stand for every lower and every higher one."""
@@ -23,14 +24,13 @@ _TO_THE = 1e-4  # as a part of the rate
 class Case:
     """A step on a link, whose rate may be varied."""
 
-    step: Step
+    step: Unlinked
     link: Link
-    ranks: int
 
     def time(self, rate: float | None = None) -> StepTime:
         """Return the step's time, at the link's own rate or at another one."""
         link = self.link if rate is None else dataclasses.replace(self.link, rate=rate)
-        return step_time(self.step, link, self.ranks)
+        return self.step.over(link).time
 
     def seconds(self, rates: Sequence[float]) -> list[float]:
         """Return the step's seconds at each rate."""

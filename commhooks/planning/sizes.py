@@ -6,11 +6,8 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from commhooks.planning.step_time import Bucket, Stage, Step
-
 Shape = tuple[int, ...]
 
-BYTES_PER_ELEMENT = {"all-reduce": 4, "fp16": 2, "bf16": 2}
 MIB = 2**20
 FIRST_BUCKET_BYTES, BUCKET_BYTES = MIB, 25 * MIB  # of a DDP, unless it is given a size
 FORWARD_SHARE = 1 / 3  # of compute; the backward pass costs about twice as much
@@ -50,12 +47,3 @@ def ready_moments(elements: Sequence[int], compute: float) -> list[float]:
     forward = FORWARD_SHARE * compute
     done = accumulate(elements)
     return [min(compute, forward + part / sum(elements) * (compute - forward)) for part in done]
-
-
-def step_of_size(parameters: float, bytes_per_parameter: float, compute: float) -> Step:
-    """Return the step of a model whose gradients are all-reduced in equal buckets, and compressed in no time."""
-    buckets = max(1, round(4 * parameters / BUCKET_BYTES))
-    stage = Stage(0.0, (("all-reduce", round(parameters * bytes_per_parameter / buckets)),))
-    return Step(
-        compute=compute, buckets=tuple(Bucket(moment, (stage,)) for moment in ready_moments([1] * buckets, compute))
-    )

@@ -157,6 +157,7 @@ class _Task:
         self.bucket = bucket
         self.begun = 0  # stages that were compressed
         self.arrival = 0.0  # of the last answers asked for
+        self.afterwards = 0.0  # seconds of the processor that these answers will take
 
     @property
     def is_in_last_round(self) -> bool:
@@ -198,7 +199,8 @@ class _Rank:
                 if not self._wait_for(oldest):
                     continue
                 if in_last_round:
-                    self._work(in_last_round.popleft().bucket.after)
+                    ended = in_last_round.popleft()
+                    self._work(ended.afterwards + ended.bucket.after)
                     continue
                 assert issuing is not None, "only a task is waited for"
                 self._compress(issuing)
@@ -206,7 +208,7 @@ class _Rank:
                 self._work(issuing.bucket.after)
                 issuing = None
                 continue
-            issuing.arrival = self._send(issuing.bucket.stages[issuing.begun - 1].collectives)
+            issuing.arrival, issuing.afterwards = self._send(issuing.bucket.stages[issuing.begun - 1].collectives)
             if issuing.is_in_last_round:
                 in_last_round.append(issuing)
                 issuing = None
@@ -226,7 +228,9 @@ class _Rank:
             for task in asking:
                 for kind, payload in task.bucket.stages[task.begun - 1].collectives:
                     payloads[kind] += payload
-            self._advance(self._send(tuple(payloads.items())))
+            arrival, afterwards = self._send(tuple(payloads.items()))
+            self._advance(arrival)
+            self._work(afterwards)
             asking = [task for task in asking if not task.is_in_last_round]
             for task in asking:
                 self._compress(task)
@@ -243,7 +247,7 @@ class _Rank:
     def _compress(self, task: _Task) -> None:
         """Compress up to the next round."""
         if task.bucket.stages:
-            self._work(task.bucket.stages[task.begun].seconds)
+            self._work(task.afterwards + task.bucket.stages[task.begun].seconds)
         task.begun += 1
 
     def _work(self, seconds: float) -> None:
@@ -256,16 +260,16 @@ class _Rank:
             self.now = self._when(seconds)
             self.compression += seconds
 
-    def _send(self, collectives: Sequence[tuple[str, int]]) -> float:
-        """Put collectives on the link, and return when the last one will be through."""
-        for kind, payload in collectives:
-            transfer = self._transfer(kind, payload)
+    def _send(self, collectives: Sequence[tuple[str, int]]) -> tuple[float, float]:
+        """Put a round's collectives on the link; return when it will be through, and what it takes afterwards."""
+        transfers = [self._transfer(kind, payload) for kind, payload in collectives]
+        for transfer in transfers:
             begin = max(self.now, self._free_at)
             self._free_at = begin + transfer.seconds
             self.transfers.append(transfer)
             if transfer.processor_seconds and self.step.cores == 1:
                 self._loads.append((begin, self._free_at, transfer.processor_seconds / transfer.seconds))
-        return self._free_at
+        return self._free_at, max((transfer.afterwards for transfer in transfers), default=0.0)
 
     def _transfer(self, kind: str, payload: int) -> Transfer:
         """Return a collective's transfer; most buckets send as much as another one."""

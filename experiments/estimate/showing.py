@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from commhooks.planning.estimate import DENSE, FASTER, Estimate, HookEstimate
+from commhooks.planning.candidates import DENSE
+from commhooks.planning.estimate import FASTER, Estimate, HookEstimate
 from commhooks.planning.paying import Rates
 from commhooks.units import bytes_in_words, counted, seconds_in_words, three_digits
 

@@ -13,7 +13,7 @@ from rich.table import Table
 import commhooks
 from commhooks.errors import CommHooksError
 from commhooks.planning import Candidate, Profile
-from commhooks.planning.candidates import ALL_REDUCE
+from commhooks.planning.candidates import ALL_REDUCE, label_in_profile
 from commhooks.planning.profile import StepParts
 from commhooks.units import bytes_in_words, counted
 
@@ -120,11 +120,6 @@ def profile_step(
         process_group=group or dist.group.WORLD,
         as_ranks=as_ranks,
     )
-
-
-def label_in_profile(label: str) -> str:
-    """Return the label under which a profile has a hook: it always has the all-reduce, under a label of its own."""
-    return ALL_REDUCE if label == "all-reduce" else label
 
 
 def candidates_of(asked: Asked) -> list[Candidate] | None:

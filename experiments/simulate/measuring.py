@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from commhooks.planning.candidates import label_in_profile
 from commhooks.planning.payloads import rounds_of
 from commhooks.planning.profile import Profile
 from commhooks.planning.series import Counted, Payloads, Series, is_constant
@@ -21,7 +22,7 @@ from ..launch import Send, run_world
 from ..links.link import LinkSettings
 from ..machine import versions
 from ..planning.profiling import Asked as ProfileAsked
-from ..planning.profiling import check_asked, label_in_profile, profile_step, stepper
+from ..planning.profiling import check_asked, profile_step, stepper
 from ..specs import Spec
 from ..tasks import load_task
 from ..training.lockstep import own_gradients

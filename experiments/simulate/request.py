@@ -8,7 +8,6 @@ from pathlib import Path
 
 from commhooks.communicators.links import Link
 from commhooks.planning.costs import check_backend
-from commhooks.planning.sizes import BYTES_PER_ELEMENT
 from commhooks.planning.step_time import Step
 
 from ..links.link import format_rate
@@ -17,6 +16,7 @@ from ..runs import Compute
 from ..specs import Spec
 
 DEFAULT_HOOKS = ("all-reduce", "fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01")
+OF_SIZES = ("all-reduce", "fp16", "bf16")  # hooks whose payload follows from the number of parameters
 TABLE, PICTURE, DATA = "simulation.csv", "utilisation.png", "simulation.json"
 
 
@@ -73,11 +73,11 @@ def _check_sizes(request: Request) -> None:
     """Raise ValueError if sizes alone are not enough."""
     if request.compute is None or Compute.parse(request.compute).seconds is None:
         raise ValueError("--parameters needs the seconds of a step's compute: --compute 100ms")
-    unknown = [hook.label for hook in request.hooks if hook.label not in BYTES_PER_ELEMENT]
+    unknown = [hook.label for hook in request.hooks if hook.label not in OF_SIZES]
     if unknown:
         raise ValueError(
             f"hook {unknown[0]!r} needs the shapes of the parameters and its compression measured: name a task "
-            f"(--task), or simulate {listed(tuple(BYTES_PER_ELEMENT), 'or')} from --parameters"
+            f"(--task), or simulate {listed(OF_SIZES, 'or')} from --parameters"
         )
 
 

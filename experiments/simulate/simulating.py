@@ -15,24 +15,26 @@ from rich.console import Console
 from rich.markup import escape
 
 from commhooks.communicators.links import Link
-from commhooks.planning.candidates import NOOP
+from commhooks.planning.candidates import DENSE, NOOP, label_in_profile
+from commhooks.planning.costs import Backend, Costs, HookCosts, copy_seconds
+from commhooks.planning.estimate import MATRIX
 from commhooks.planning.predicting import Unlinked
+from commhooks.planning.profile import Profile
 from commhooks.planning.series import Series
-from commhooks.planning.sizes import BUCKET_BYTES, BYTES_PER_ELEMENT, FORWARD_SHARE, step_of_size
+from commhooks.planning.sizes import BUCKET_BYTES, FIRST_BUCKET_BYTES, FORWARD_SHARE, square_matrices
 from commhooks.planning.step_time import StepTime
-from commhooks.units import bytes_in_words, counted, seconds_in_words
+from commhooks.planning.tables import Stated
+from commhooks.units import bytes_in_words, counted, seconds_in_words, three_digits
 
 from ..launch import torchrun_world
 from ..links.link import format_rate
 from ..machine import machine, versions
-from ..planning.profiling import label_in_profile
 from ..report.plots import LIGHT
 from ..report.table import plain_table
 from ..report.words import listed, percent
 from ..runs import Compute
 from ..specs import Spec
 from . import files
-from .carrier import Carrier
 from .measuring import Asked, measure
 from .pictures import utilisation_picture
 from .point import Point
@@ -79,15 +81,8 @@ def simulate_measured(request: Request, series: Series) -> Simulation:
     if request.compute is not None:
         stated = Compute.parse(request.compute)
         factor = stated.factor or (stated.seconds or 0.0) / noop
-    carrier = Carrier.of(request, factor)
-    profiles = {ranks: series.at(ranks) for ranks in request.ranks}
-
-    def time(hook: str, ranks: int, link: Link) -> StepTime:
-        profile = profiles[ranks]
-        own = profile.hooks[label_in_profile(hook)]
-        step = Unlinked.of(profile, own, cores=request.cores, slower=factor)
-        return carrier.time(step, link, hook).time
-
+    backend = backend_of(request, factor)
+    points = _points(request, backend, series.at, factor)
     compute = seconds_in_words(factor * noop)
     caption = (
         f"{series.profiles[0].model} on {series.profiles[0].machine}: compute {compute} a step, "
@@ -95,8 +90,8 @@ def simulate_measured(request: Request, series: Series) -> Simulation:
     )
     if max(request.ranks) > series.most_ranks:
         caption += f" Compression beyond {series.most_ranks} ranks is extrapolated."
-    said = (*_said_of(series, factor, request), carrier.in_words(), *_said_of_links(request))
-    return Simulation(_points(request, time), said, caption)
+    said = (*_said_of(series, factor, request), backend_in_words(backend), *_said_of_links(request))
+    return Simulation(points, said, caption)
 
 
 def simulate_sizes(request: Request) -> Simulation:
@@ -104,23 +99,47 @@ def simulate_sizes(request: Request) -> Simulation:
     assert request.parameters is not None and request.compute is not None, "checked before"
     seconds = Compute.parse(request.compute).seconds
     assert seconds is not None, "checked before"
-    carrier = Carrier.of(request)
-
-    def time(hook: str, ranks: int, link: Link) -> StepTime:
-        step = step_of_size(request.parameters or 0, BYTES_PER_ELEMENT[hook], seconds)
-        return carrier.time(Unlinked(step, ranks), link, hook).time
-
+    backend = backend_of(request)
+    sizes = Stated(
+        shapes=square_matrices(request.parameters, MATRIX), compute=seconds, cores=request.cores, are_alike=True
+    )
+    free = {hook.label: HookCosts.free(hook.label) for hook in request.hooks}
+    points = _points(request, backend, lambda ranks: sizes.profile(free, ranks, 0.0))
     said = (
         f"{request.parameters:,.0f} parameters and {seconds_in_words(seconds)} of compute are given; nothing was "
         "measured, and the time of compression is not counted.",
         f"Gradients become ready evenly over the last {percent(1 - FORWARD_SHARE)} of compute, in buckets of "
-        f"{bytes_in_words(BUCKET_BYTES)} (of fp32); the optimizer's time is part of the compute.",
+        f"{bytes_in_words(BUCKET_BYTES)} (of fp32) after a first one of {bytes_in_words(FIRST_BUCKET_BYTES)}; the "
+        "optimizer's time is part of the compute.",
     )
     caption = (
         f"{request.parameters:,.0f} parameters, compute {seconds_in_words(seconds)} a step, latency "
         f"{seconds_in_words(request.links[0].latency)}; the time of compression is not counted."
     )
-    return Simulation(_points(request, time), (*said, carrier.in_words(), *_said_of_links(request)), caption)
+    return Simulation(points, (*said, backend_in_words(backend), *_said_of_links(request)), caption)
+
+
+def backend_of(request: Request, factor: float = 1.0) -> Backend:
+    """Return the backend asked for; a copy that is timed here takes `factor` times as long on the processor."""
+    if request.copy_rate is not None:
+        copy = 4 / request.copy_rate
+    else:
+        copy = factor * copy_seconds() if request.backend == "gloo" else 0.0
+    return Backend(request.backend, copy, Costs.read())
+
+
+def backend_in_words(backend: Backend) -> str:
+    """Return a sentence."""
+    if backend.name == "none":
+        return "Backend: none. What sending costs the processor is not counted; --backend gloo counts what Gloo takes."
+    costs = backend.costs
+    a_byte = costs.hooks[DENSE].copies_per_byte * backend.copy / 4
+    return (
+        f"Backend: gloo. For each byte of fp32 that it sends, the processor is busy for "
+        f"{three_digits(1e9 * a_byte)} ns, as measured for this version, times a copy of memory "
+        f"({bytes_in_words(4 / backend.copy)}/s). A message takes {1e6 * costs.hop_seconds:.0f} µs more, and a "
+        f"round {1e6 * costs.round_seconds:.0f} µs."
+    )
 
 
 def _measurements(request: Request, console: Console) -> Series:
@@ -146,7 +165,16 @@ def _measurements(request: Request, console: Console) -> Series:
     return series
 
 
-def _points(request: Request, time: Callable[[str, int, Link], StepTime]) -> tuple[Point, ...]:
+def _points(
+    request: Request, backend: Backend, profile_of: Callable[[int], Profile], factor: float = 1.0
+) -> tuple[Point, ...]:
+    profiles = {ranks: profile_of(ranks) for ranks in request.ranks}
+
+    def time(hook: str, ranks: int, link: Link) -> StepTime:
+        own = profiles[ranks].hooks[label_in_profile(hook)]
+        step = Unlinked.of(profiles[ranks], own, cores=request.cores, slower=factor)
+        return step.over(backend.carry(link, hook)).time
+
     return tuple(
         Point(hook.label, ranks, link, time(hook.label, ranks, link))
         for link in request.links

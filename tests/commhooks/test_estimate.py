@@ -15,10 +15,12 @@ from torch import nn
 import commhooks
 from commhooks.communicators.links import Link, Transfer
 from commhooks.errors import SettingsError
+from commhooks.planning.candidates import DENSE
 from commhooks.planning.costs import FILE, Costs, HookCosts, Sample, copy_seconds
-from commhooks.planning.estimate import DENSE, FASTER
+from commhooks.planning.estimate import FASTER
 from commhooks.planning.paying import Case, paying_rates
 from commhooks.planning.payloads import rounds_of
+from commhooks.planning.predicting import Unlinked
 from commhooks.planning.sizes import FORWARD_SHARE, in_buckets, ready_moments, square_matrices
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 
@@ -108,7 +110,8 @@ def test_a_faster_link_never_makes_a_step_slower(hook: str) -> None:
 def test_what_only_costs_never_pays_and_what_only_saves_always_does() -> None:
     def step(seconds: float, payload: int) -> Case:
         stage = Stage(seconds, (("all-reduce", payload),))
-        return Case(Step(compute=0.1, buckets=(Bucket(0.1, (stage,)),)), Link(rate=1e9, seconds_per_byte=NS), 2)
+        step = Step(compute=0.1, buckets=(Bucket(0.1, (stage,)),))
+        return Case(Unlinked(step, 2), Link(rate=1e9, seconds_per_byte=NS))
 
     assert paying_rates(step(0.0, 1_000_000), step(0.001, 1_000_000)) == ()
     assert paying_rates(step(0.0, 1_000_000), step(0.0, 500_000)) == ((0.0, math.inf),)
@@ -117,7 +120,7 @@ def test_what_only_costs_never_pays_and_what_only_saves_always_does() -> None:
 def a_case(seconds: float, *collectives: tuple[str, int], latency: float = 0.0, ranks: int = 2) -> Case:
     """Return a step of one bucket, ready at the end of 100 ms, over a ring without headers."""
     step = Step(compute=0.1, buckets=(Bucket(0.1, (Stage(seconds, collectives),)),))
-    return Case(step, Link(rate=1e9, latency=latency, algorithm="ring"), ranks)
+    return Case(Unlinked(step, ranks), Link(rate=1e9, latency=latency, algorithm="ring"))
 
 
 def test_what_saves_messages_and_sends_more_bytes_pays_above_a_rate() -> None:
@@ -143,7 +146,7 @@ def test_two_limits_are_both_said() -> None:
     """A processor that sends a byte in 10 ns makes fast links alike: then the fewer bytes of dense do not count."""
     dense = a_case(0.0, ("all-reduce", 1_000_000), latency=1e-3, ranks=16)
     slow = dataclasses.replace(dense.link, seconds_per_byte=10e-9)
-    other = Case(a_case(0.0, ("all-gather", 500_000)).step, dataclasses.replace(slow, latency=1e-3), 16)
+    other = Case(a_case(0.0, ("all-gather", 500_000), ranks=16).step, dataclasses.replace(slow, latency=1e-3))
     found = paying_rates(dense, other)  # 75 ms of processor time: dense is faster once more
     assert found == ()
     slower = dataclasses.replace(other, link=dataclasses.replace(other.link, seconds_per_byte=2.2e-9))

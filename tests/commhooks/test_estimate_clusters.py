@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 
 import commhooks
-from commhooks.planning.costs import Costs, HookCosts, Sample
-from commhooks.planning.estimate import DENSE
+from commhooks.planning.candidates import DENSE
+from commhooks.planning.costs import Costs, HookCosts
 
 COMPUTE, OPTIMIZER, HOP, ROUND = 0.02, 0.003, 1e-4, 2e-4
 COPY_RATE = 10e9
@@ -46,21 +46,8 @@ _ALL = itertools.product((2**16, 2**18), (2, 3, 8, 32), (1e6, 3e8, 25e9), (0.0, 
 CLUSTERS = (*NAMED, *(Cluster(*one) for one in random.Random(0).sample(list(_ALL), 20)))
 
 
-def free(hook: str) -> HookCosts:
-    """Return a hook whose compression takes no time."""
-    rounds = (0.0, 0.0)
-    return HookCosts(
-        compressor=Costs.read().hooks[hook].compressor,
-        bucket_seconds=0.0,
-        matrices=(Sample(1, rounds), Sample(2, rounds)),
-        vector=Sample(1, rounds),
-        copies_per_byte=COPIES_PER_BYTE[hook],
-        growth=rounds,
-    )
-
-
 FREE = Costs(
-    hooks={hook: free(hook) for hook in COPIES_PER_BYTE},
+    hooks={hook: HookCosts.free(hook, copies) for hook, copies in COPIES_PER_BYTE.items()},
     hop_seconds=HOP,
     round_seconds=ROUND,
     copy_rate=COPY_RATE,

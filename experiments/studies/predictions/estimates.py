@@ -17,8 +17,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from commhooks.planning.candidates import DENSE
 from commhooks.planning.costs import copy_seconds
-from commhooks.planning.estimate import DENSE, estimate
+from commhooks.planning.estimate import estimate
 from commhooks.planning.paying import Rates
 from commhooks.units import three_digits
 from experiments.commands.terminal import errors_in_words

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from commhooks.communicators.links import Link
+from commhooks.planning.candidates import label_in_profile
 from commhooks.planning.predicting import Unlinked
 from commhooks.planning.step_time import Bucket, Stage, Step, StepTime
 from commhooks.units import seconds_in_words, three_digits
@@ -25,7 +26,6 @@ from experiments.cluster import hosts_on
 from experiments.launch import run_world
 from experiments.links.link import LinkSettings, format_rate, parse_rate
 from experiments.machine import cores, dilation
-from experiments.planning.profiling import label_in_profile
 from experiments.report.blocks import Block, Picture, Table
 from experiments.report.words import percent
 from experiments.results.medians import milliseconds
