@@ -51,6 +51,13 @@ def test_a_wheel_holds_every_module_but_studies_and_takes_no_name_but_its_own_tw
     assert {path.parts[0] for path in installed} == {"commhooks", "ddp_core"}
 
 
+def test_every_package_lies_where_its_name_says_so_that_an_editable_install_is_one_path() -> None:
+    """Type checkers follow a path, and no import hook, which setuptools would install if one package lay elsewhere."""
+    setuptools = PROJECT["tool"]["setuptools"]
+    assert setuptools["package-dir"] == {"": "."}
+    assert not [name for name in setuptools["packages"] if not (ROOT / name.replace(".", "/") / "__init__.py").exists()]
+
+
 def test_the_version_has_one_source() -> None:
     assert PROJECT["tool"]["setuptools"]["dynamic"] == {"version": {"attr": "commhooks.__version__"}}
     assert re.fullmatch(r"\d+\.\d+\.\d+", commhooks.__version__)
