@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from torch.nn import Module
 
+from commhooks.communicators.links import Network
 from commhooks.errors import ProbeError, SettingsError
 from commhooks.planning.candidates import ALL_REDUCE, NOOP
 from commhooks.planning.ladder import MOST_SECONDS, seconds_to_reach
 from commhooks.planning.predicting import (
+    Effortless,
     Prediction,
+    link_like,
     payloads_of,
     predict,
     rate_for,
@@ -78,6 +81,10 @@ class Plan:
     wanted_utilisation: float
     plain_error: float
     """Predicted over measured step of the plain all-reduce, minus 1."""
+    backend: str = "gloo"
+    """What carries messages: the probe's backend, or "none"."""
+    seconds_per_byte: float = 0.0
+    """Of the processor, for each byte that a rank sends in an all-reduce."""
 
     @property
     def dense(self) -> Choice:
@@ -92,6 +99,7 @@ def plan(
     model: Module | None = None,
     wanted_utilisation: float = 0.9,
     bucket_caps_mb: Sequence[float] = BUCKET_CAPS_MB,
+    backend: str | None = None,
 ) -> Plan:
     """Predict the step time of every hook in a profile, over the network of a probe, and recommend one.
 
@@ -102,6 +110,8 @@ def plan(
         wanted_utilisation: For which a rate is computed.
         bucket_caps_mb: Bucket sizes to consider besides the profile's, in MiB; those that send larger messages than the
             probe can predict are left out.
+        backend: None: that of the probe, in whose times it is. "none": transfers take the time that was probed and
+            nothing of the processor, as if a network card did all of it.
 
     Raises:
         SettingsError: The profile is of another model, or of other ranks, hosts or another link than the probe; or an
@@ -110,7 +120,11 @@ def plan(
 
     """
     _check(profile, probe, model, wanted_utilisation, bucket_caps_mb)
-    predictions = {label: predict(profile, hook, probe) for label, hook in profile.hooks.items() if label != NOOP}
+    if backend not in (None, "none", probe.backend):
+        raise SettingsError(f"plan(backend={backend!r}): expected {probe.backend!r}, which was probed, or 'none'.")
+    is_effortless = backend == "none"
+    network: Network = Effortless(probe) if is_effortless else probe
+    predictions = {label: predict(profile, hook, network) for label, hook in profile.hooks.items() if label != NOOP}
     doubts = _Doubts(profile, probe, predictions[ALL_REDUCE])
     dense = predictions[ALL_REDUCE]
 
@@ -134,7 +148,7 @@ def plan(
     return Plan(
         choices=tuple(choices),
         other_buckets=tuple(
-            choice(recommended.label, predict(profile, profile.hooks[recommended.label], probe, cap), cap)
+            choice(recommended.label, predict(profile, profile.hooks[recommended.label], network, cap), cap)
             for cap in bucket_caps_mb
             if probe.reaches(payloads_of(profile, profile.hooks[recommended.label], cap_mb=cap))
         ),
@@ -143,10 +157,13 @@ def plan(
         reason=reason,
         bound=dense.seconds / profile.noop.seconds.median,
         rates=tuple(
-            (one.label, rate_for(profile, profile.hooks[one.label], probe, wanted_utilisation)) for one in choices
+            (one.label, rate_for(profile, hook, probe, wanted_utilisation, is_effortless=is_effortless))
+            for one, hook in ((one, profile.hooks[one.label]) for one in choices)
         ),
         wanted_utilisation=wanted_utilisation,
         plain_error=dense.seconds / profile.plain.seconds.median - 1,
+        backend=backend or probe.backend,
+        seconds_per_byte=link_like(probe, math.inf, is_effortless=is_effortless).seconds_per_byte,
     )
 
 

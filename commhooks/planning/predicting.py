@@ -34,6 +34,17 @@ class NoLink:
         return Transfer(0.0, 0.0, ring_bytes(plain_kind(kind), payload, ranks))
 
 
+class Effortless:
+    """A network that takes another one's time and nothing of the processor, as if a network card did all of it."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
+        """Return the time of the network's transfer."""
+        return self._network.transfer(kind, payload, ranks)._replace(processor_seconds=0.0, afterwards=0.0)
+
+
 class _Noting(NoLink):
     """A network that notes the largest payload of each kind."""
 
@@ -190,14 +201,16 @@ def _share(group: Sequence[GradientProfile], pattern: BucketProfile, buckets: Se
     )
 
 
-def link_like(probe: Probe, rate: float) -> Link:
-    """Return a link of another rate, in bits per second, with the latency and processor time that were measured."""
+def link_like(probe: Probe, rate: float, *, is_effortless: bool = False) -> Link:
+    """Return a link of another rate, in bits per second, with the latency that was measured.
+
+    It takes what was measured of the processor too, or nothing if it `is_effortless`.
+    """
     cost = probe.costs["all-reduce"]
     hops = 2 * (probe.ranks - 1)
     sent = ring_bytes("all-reduce", MIB, probe.ranks) / MIB
-    return Link(
-        rate=rate, latency=cost.line.at_zero / hops, seconds_per_byte=cost.processor_line.per_byte / sent
-    )  # fmt: skip
+    a_byte = 0.0 if is_effortless else cost.processor_line.per_byte / sent
+    return Link(rate=rate, latency=cost.line.at_zero / hops, seconds_per_byte=a_byte)
 
 
 def utilisation(profile: Profile, seconds: float) -> float:
@@ -205,7 +218,14 @@ def utilisation(profile: Profile, seconds: float) -> float:
     return profile.noop.seconds.median / seconds
 
 
-def rate_for(profile: Profile, hook: HookProfile, probe: Probe, wanted: float) -> float | None:
+def rate_for(
+    profile: Profile,
+    hook: HookProfile,
+    probe: Probe,
+    wanted: float,
+    *,
+    is_effortless: bool = False,
+) -> float | None:
     """Return the rate, in bits per second, at which a hook reaches a utilisation; 10 kbit/s if it always does.
 
     Returns None if no rate is high enough: what the hook computes, or latency, takes too long by itself.
@@ -213,7 +233,8 @@ def rate_for(profile: Profile, hook: HookProfile, probe: Probe, wanted: float) -
     unlinked = Unlinked.of(profile, hook)
 
     def surplus(log_rate: float) -> float:
-        return utilisation(profile, unlinked.over(link_like(probe, math.exp(log_rate))).seconds) - wanted
+        link = link_like(probe, math.exp(log_rate), is_effortless=is_effortless)
+        return utilisation(profile, unlinked.over(link).seconds) - wanted
 
     low, high = math.log(_SLOWEST), math.log(_FASTEST)
     if surplus(high) < 0:

@@ -28,6 +28,9 @@ def plan(
     profile: Annotated[
         Path | None, typer.Option(help="A file that 'profile --json' wrote, instead of profiling.")
     ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="none: sending takes nothing of the processor; default: as it was probed.")
+    ] = None,
     json: Annotated[Path | None, json_option("plan, probe and profile")] = None,
     seed: Annotated[int, typer.Option(help="Of the task's model and data.")] = 0,
 ) -> None:
@@ -66,6 +69,7 @@ def plan(
             probe_seconds=probe_seconds,
             unsteady=unsteady,
             validate_seconds=_VALIDATE_SECONDS if validate else None,
+            backend=backend,
             **load(probe, profile),
         )
         found = make_plan(asked, number)

@@ -16,6 +16,7 @@ from commhooks.planning import Profile, stored
 from commhooks.planning.candidates import NOOP, default_candidates, with_the_two
 from commhooks.planning.plan import Choice, Plan
 from commhooks.planning.probe import MOST_DISAGREEMENT, Probe
+from commhooks.units import three_digits
 
 from ..launch import Send, WorldError
 from ..links.link import LinkSettings, format_rate
@@ -42,6 +43,7 @@ class Asked:
     probe_seconds: float = 20.0
     unsteady: bool = False  # plan even if halves of the probe disagree
     validate_seconds: float | None = None  # None: predictions are not checked
+    backend: str | None = None  # "none": sending takes nothing of the processor; None: what was probed
     probe: Probe | None = None  # of an earlier command; None: measure it
     profiled: Profile | None = None
 
@@ -82,7 +84,8 @@ def make_plan(asked: Asked, ranks: int) -> Planned | None:
 
     """
     if asked.probe is not None and asked.profiled is not None and asked.validate_seconds is None:
-        return Planned(commhooks.plan(asked.profiled, asked.probe), asked.probe, asked.profiled)
+        plan = commhooks.plan(asked.profiled, asked.probe, backend=asked.backend)
+        return Planned(plan, asked.probe, asked.profiled)
     check_asked(asked.profile)
     found: list[Planned] = []
 
@@ -121,7 +124,7 @@ def plan_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
             probe = asked.probe or probe_link(
                 ProbeAsked(asked.link, asked.probe_seconds, unsteady=asked.unsteady, profile=profile)
             )
-            plan = commhooks.plan(profile, probe, model=step.ddp)
+            plan = commhooks.plan(profile, probe, model=step.ddp, backend=asked.backend)
             measured: Mapping[str, Sequence[float]] = {}
             if asked.validate_seconds is not None:
                 best = {choice.label for choice in hooks_to_validate(plan)}
@@ -186,6 +189,12 @@ def sentences(found: Planned) -> list[str]:
             f"With buckets of {best.bucket_cap_mb:g} MiB, {best.label} is predicted to take "
             f"{seconds_in_words(best.seconds)}."
         )
+    said.append(
+        "Backend: none. Sending is taken to need nothing of the processor."
+        if plan.backend == "none"
+        else f"Backend: {plan.backend}. For each byte that it sends, the processor is busy for "
+        f"{three_digits(1e9 * plan.seconds_per_byte)} ns, as probed."
+    )
     said.append(
         f"The plain all-reduce is predicted {percent(abs(plan.plain_error))} "
         f"{'slower' if plan.plain_error > 0 else 'faster'} than it was measured; the uncertainties include that."

@@ -137,6 +137,25 @@ def test_the_fastest_hook_is_recommended_with_the_line_that_attaches_it() -> Non
     assert found.reason.startswith("powersgd:rank=4 saves 18 % of the all-reduce's step")
 
 
+def test_without_a_backend_the_probed_transfers_take_nothing_of_the_processor() -> None:
+    """Half of a transfer's time is the processor's: the first bucket's 10 ms delay the backward pass by 5."""
+    profile, probe = a_profile(hook("fp16", 0.112, 2)), a_probe()
+    costly = [
+        dataclasses.replace(one, processor_seconds=one.seconds.median / 2) for one in probe.costs["all-reduce"].timings
+    ]
+    probe = dataclasses.replace(probe, costs=dict.fromkeys(MEASURED, Cost(tuple(costly))))
+    probed, without = plan(profile, probe), plan(profile, probe, backend="none")
+    assert (probed.backend, without.backend) == ("gloo", "none")
+    assert probed.seconds_per_byte == pytest.approx(PER_BYTE / 2) and without.seconds_per_byte == 0.0
+    assert probed.dense.seconds == pytest.approx(0.145)
+    assert without.dense.seconds == pytest.approx(0.140)
+    rates = [dict(found.rates)["allreduce"] for found in (probed, without)]
+    assert rates[0] is None and rates[1] is not None, "with half of it on the processor no rate is high enough"
+    assert plan(profile, probe, backend="gloo") == probed
+    with pytest.raises(SettingsError, match=r"plan\(backend='nccl'\): expected 'gloo', which was probed, or 'none'"):
+        plan(profile, probe, backend="nccl")
+
+
 def test_none_pays_if_the_gain_is_small() -> None:
     found = plan(a_profile(hook("fp16", 0.123, 2)), a_probe())  # 138 ms against 140
     assert not found.pays and found.recommended is found.dense and found.recommended.code == ""

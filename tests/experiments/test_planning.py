@@ -42,6 +42,12 @@ def test_a_plan_from_files_names_the_hook_and_the_line_that_attaches_it(files: l
     assert (tmp_path / "plan.json").exists()
 
 
+def test_a_plan_names_its_backend(files: list[str]) -> None:
+    assert "Backend: gloo. For each byte that it sends, the processor is busy for 0.00 ns, as probed." in said(files)
+    assert "Backend: none. Sending is taken to need nothing of the processor." in said([*files, "--backend", "none"])
+    assert "plan(backend='mpi'): expected 'gloo', which was probed, or 'none'" in said([*files, "--backend", "mpi"], 2)
+
+
 def test_a_plan_says_that_none_pays(files: list[str], tmp_path: Path) -> None:
     a_profile(hook("fp16", 0.150, 2)).write(tmp_path / "profile.json")
     assert "None pays: the plain all-reduce is predicted to be fastest." in said(files)
