@@ -189,7 +189,7 @@ def test_a_command_that_does_not_exist_is_refused_without_the_extra_too(bare: Ba
 def test_an_option_given_twice_is_refused(words: list[str], option: str, times: int) -> None:
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 2
-    said = " ".join(ended.output.replace("│", " ").split())
+    said = " ".join(ended.output.split())
     assert f"{option} is given {times} times, but takes one value: give it once." in said
 
 

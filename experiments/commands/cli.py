@@ -6,7 +6,6 @@ import shlex
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from . import cluster
 from .compare import compare
@@ -21,15 +20,18 @@ from .profile import profile
 from .purpose import COMMANDS, GROUPS, PURPOSE, version
 from .simulate import simulate
 from .sweep import report, sweep
-from .terminal import HELP, Command
+from .terminal import CONTEXT, Command, Explained
 
 
-class Commands(TyperGroup):
-    """The commands in the order of their groups; lines of earlier versions are read too."""
+class Commands(Explained):
+    """The commands in their groups; lines of earlier versions are read too."""
 
-    def list_commands(self, ctx: object) -> list[str]:
-        """Return the names; Typer would begin with the command that has commands of its own."""
-        return list(COMMANDS)
+    def format_commands(self, ctx: object, formatter: Any) -> None:
+        """Write each command with its sentence, under what it is for."""
+        width = max(map(len, COMMANDS))
+        for group, commands in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl([(name.ljust(width), summary) for name, summary in commands.items()])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command, and the words after it."""
@@ -44,9 +46,9 @@ class Commands(TyperGroup):
 app = typer.Typer(
     help=PURPOSE,
     cls=Commands,
-    context_settings=HELP,
+    context_settings=CONTEXT,
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
@@ -66,8 +68,7 @@ def commhooks(
     """Run before every command; do nothing except for --version."""
 
 
-_GROUP_OF = {name: group for group, commands in GROUPS.items() for name in commands}
 for function in (estimate, plan, compare, sweep, report, profile, probe, hooks, tasks, simulate, leaderboard):
     name = function.__name__
-    app.command(help=help_of(name), cls=Command, rich_help_panel=_GROUP_OF[name])(function)
-app.add_typer(cluster.app, name="cluster", rich_help_panel=_GROUP_OF["cluster"])
+    app.command(help=help_of(name), cls=Command)(function)
+app.add_typer(cluster.app, name="cluster")

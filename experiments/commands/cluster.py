@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from .purpose import COMMANDS
-from .terminal import HELP, EachOptionOnce, errors_in_words
+from .terminal import CONTEXT, EachOptionOnce, Explained, errors_in_words
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -40,7 +40,12 @@ Host 0 has the address 10.77.0.1, host 1 has 10.77.0.2.
 """
 
 app = typer.Typer(
-    help=_HELP, context_settings=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
+    help=_HELP,
+    cls=Explained,
+    context_settings=CONTEXT,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
 Name = Annotated[str, typer.Argument(help="The cluster's name.")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 
 import commhooks
 
@@ -38,4 +37,6 @@ COMMANDS = {name: summary for commands in GROUPS.values() for name, summary in c
 
 def version() -> str:
     """Return the versions that a bug report should state: those of commhooks, torch and Python."""
+    from importlib import metadata  # as slow as all else that help needs
+
     return f"commhooks {commhooks.__version__}, torch {metadata.version('torch')}, Python {platform.python_version()}"

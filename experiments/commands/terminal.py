@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from .former import renewed
 from .needs import extra_of, missing, not_installed
@@ -20,13 +21,44 @@ from .needs import extra_of, missing, not_installed
 if TYPE_CHECKING:
     from rich.console import Console
 
-HELP = {"help_option_names": ["--help", "-h"]}
+CONTEXT: dict[str, Any] = {"help_option_names": ["--help", "-h"], "max_content_width": 120}
+"""Settings of commands that hold others."""
 STDOUT = Path("-")
 """As a file that is named on the command line."""
 
 
+def write_help(text: str | None, formatter: Any) -> None:
+    """Write a help text: paragraphs are wrapped, examples are indented and stay as they are.
+
+    Rich would draw boxes, and takes longer to import than all else that help needs.
+    """
+    for paragraph in (text or "").strip("\n").split("\n\n"):
+        lead, end, rest = paragraph.removeprefix("[bold]").partition("[/bold]")
+        shown = lead + rest
+        if not shown.startswith(" "):
+            shown = textwrap.fill(shown, formatter.width)
+        formatter.write(f"\n{typer.style(shown[: len(lead)], bold=bool(end))}{shown[len(lead) :]}\n")
+
+
+class Explained(TyperGroup):
+    """A command that holds others."""
+
+    def format_help_text(self, ctx: object, formatter: Any) -> None:
+        """Write what they are for, with examples."""
+        write_help(self.help, formatter)
+
+    def format_commands(self, ctx: object, formatter: Any) -> None:
+        """Write each command with its sentence."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.help or "") for name, command in self.commands.items()])
+
+
 class EachOptionOnce(TyperCommand):
     """A command that rejects an option given twice; Typer would silently take the last one."""
+
+    def format_help_text(self, ctx: object, formatter: Any) -> None:
+        """Write what the command does, with examples."""
+        write_help(self.help, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; options that are lists may be repeated."""
