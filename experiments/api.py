@@ -6,7 +6,6 @@ import ast
 import shlex
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from .launch import WorldError, torchrun_world
 from .links.text import DEFAULT_LINK
+from .sweeps.output import dated_folder
 from .sweeps.plan import plan
 from .sweeps.store import FAILURES, table_of
 from .sweeps.sweep import Sweep, make
@@ -94,7 +94,7 @@ def compare(
         bucket_cap_mb=bucket_cap_mb,
         evaluate_every=evaluate_every,
     )
-    folder = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}" if out is None else Path(out)
+    folder = dated_folder() if out is None else Path(out)
     sweep = Sweep(
         runs=runs,
         out=folder,

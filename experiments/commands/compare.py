@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,6 +66,7 @@ def compare(
 ) -> None:
     """Train one model under several hooks."""
     with errors_in_words() as console:
+        from ..sweeps.output import dated_folder
         from ..sweeps.plan import plan
         from ..sweeps.presets import DEFAULT_HOOKS, DEFAULT_TASKS
         from ..sweeps.sweep import Sweep
@@ -88,7 +87,7 @@ def compare(
         )
         sweep = Sweep(
             runs=runs,
-            out=out or _dated(),
+            out=out or dated_folder(),
             overwrite=overwrite,
             baseline=baseline,
             target_loss=target_loss,
@@ -113,7 +112,3 @@ def _seeds(seed: int | None, seeds: int | None) -> Sequence[int]:
     if seed is not None and seeds is not None:
         raise ValueError("give --seed for one seed or --seeds for several, not both")
     return [seed or 0] if seeds is None else seeds_of(seeds)
-
-
-def _dated() -> Path:
-    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"

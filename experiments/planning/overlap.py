@@ -139,10 +139,10 @@ def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
     noting: list[_Noting] = []
     ddp = wrap_in_ddp(copy.deepcopy(local), settings.ddp, settings.bucket_cap_mb)
 
-    over = around(settings.link) or _as_it_is
+    over = around(settings.link)
 
     def wrap(inner: Communicator) -> Communicator:
-        noting.append(_Noting(over(inner)))
+        noting.append(_Noting(inner if over is None else over(inner)))
         return noting[-1]
 
     attachment = commhooks.attach(ddp, commhooks.make_compressor("all-reduce"), wrap_communicator=wrap)
@@ -151,7 +151,8 @@ def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
             noting[0].sizes.clear()
             _step(task, model, batch)
         sizes = list(noting[0].sizes)
-        link = over(ProcessGroupCommunicator())
+        group = ProcessGroupCommunicator()
+        link = group if over is None else over(group)
         actions: dict[str, Callable[[], None]] = {
             "compute": partial(_step, task, local, batch),
             "communication": partial(_communicate, link, sizes),
@@ -163,10 +164,6 @@ def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
         attachment.detach()
     if rank == 0:
         send(OverlapResult(settings, task.task.batch_size, len(sizes), rounds))
-
-
-def _as_it_is(inner: Communicator) -> Communicator:
-    return inner
 
 
 def _step(task: LoadedTask, model: nn.Module, batch: Any) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from ..report.page import HEAD as TITLE
@@ -41,6 +42,11 @@ COMPARISON = Contents(
     pictures=PICTURES,
     grows=True,
 )
+
+
+def dated_folder() -> Path:
+    """Return the folder of a command that names none: runs/<date-time>."""
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def prepare_folder(out: Path, contents: Contents = COMPARISON, *, overwrite: bool = False) -> None:
