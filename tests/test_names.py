@@ -104,7 +104,7 @@ def test_a_new_process_loads_a_saved_hook_and_imports_no_room_that_it_does_not_u
     monkeypatch.setattr(PowerSGDState, "__getstate__", lambda _: saved)
     torch.save((PowerSGDState(None), powerSGD_hook), tmp_path / "hook.pt")
     program = (
-        "import sys, torch, commhooks\n"
+        "import commhooks, sys, torch\n"
         "state, hook = torch.load(sys.argv[1])\n"
         "print(state.matrix_approximation_rank, hook.__name__)\n"
         "print(*(name for name in sys.modules if name.startswith('commhooks.')))\n"
