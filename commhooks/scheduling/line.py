@@ -76,7 +76,8 @@ class ProcessGroupLine:
         self._address = Address.under(process_group, label)
         self.rank = self._address.rank
         """The number of this rank in the process group."""
-        self.world_size = getattr(wrap_communicator, "world_size", self._address.world_size)
+        pretended = getattr(wrap_communicator, "world_size", None)  # a class, too, may have a property of that name
+        self.world_size = pretended if isinstance(pretended, int) else self._address.world_size
         """The number of ranks in the process group, unless `wrap_communicator` has another `world_size`."""
         self._wrap = wrap_communicator
         self.hook_timeout = hook_timeout
