@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,13 +44,8 @@ class Settings(Ablation):
 
     def again(self) -> Ablation:
         """Return the longer runs: of rank 1 and rank 4 alone."""
-        return Ablation(
-            tasks=(self.longer,),
-            variants={label: self.variants[label] for label in (_FOUR, _ONE)},
-            seeds=self.seeds,
-            workers=self.workers,
-            processes=self.processes,
-        )
+        variants = {label: self.variants[label] for label in (_FOUR, _ONE)}
+        return replace(self, tasks=(self.longer,), variants=variants, against={})
 
 
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _time_worlds(settings: Settings, task: str, link: LinkSettings, slower: floa
         world: same_step(task, "core", settings.bucket_mib, group)
         for world, group in zip(settings.worlds, groups, strict=True)
     }
-    alone = _Alone()
+    alone: list[tuple[float, int]] = []  # when the buckets of a model in a group of one were ready, and their bytes
     steppers[1].ddp.register_comm_hook(alone, _note_bucket)
     for world, stepper in steppers.items():
         warm_up(stepper)
@@ -88,8 +88,8 @@ def _time_worlds(settings: Settings, task: str, link: LinkSettings, slower: floa
     found = {
         "parameters": steppers[1].parameters,
         "seconds": {str(world): [seconds / slower for seconds, _ in turns] for world, turns in taken.items()},
-        "ready": [[moment / slower for moment in ready] for _, ready in taken[1]],
-        "bucket_bytes": alone.sizes,
+        "ready": [[moment / slower for moment, _ in noted] for _, noted in taken[1]],
+        "bucket_bytes": [size for _, size in taken[1][-1][1]],
     }
     for stepper in steppers.values():
         stepper.close()
@@ -97,44 +97,25 @@ def _time_worlds(settings: Settings, task: str, link: LinkSettings, slower: floa
     return found
 
 
-class _Alone:
-    """When the buckets of a model that is alone in its group were ready."""
-
-    def __init__(self) -> None:
-        self.ready: list[float] = []  # seconds since the iteration began
-        self.sizes: list[int] = []  # bytes
-        self._began = 0.0
-
-    def begin(self) -> None:
-        """Begin an iteration."""
-        self.ready, self.sizes = [], []
-        self._began = time.perf_counter()
-
-    def note(self, bucket: GradBucket) -> None:
-        """Note that a bucket is ready."""
-        self.ready.append(time.perf_counter() - self._began)
-        self.sizes.append(tensor_bytes(bucket.buffer()))
-
-
-def _note_bucket(alone: _Alone, bucket: Any) -> Future[Tensor]:
-    alone.note(bucket)
+def _note_bucket(ready: list[tuple[float, int]], bucket: GradBucket) -> Future[Tensor]:
+    """Note when a bucket is ready, and its bytes; return it as its own mean."""
+    ready.append((time.perf_counter(), tensor_bytes(bucket.buffer())))
     mean: Future[Tensor] = Future()
     mean.set_result(bucket.buffer())
     return mean
 
 
-def _iteration(stepper: Stepper, alone: _Alone, world: int) -> tuple[float, list[float]]:
-    """Return the seconds of an iteration, the mean over groups of its slowest rank's, and when `alone` had buckets."""
+def _iteration(stepper: Stepper, alone: list[tuple[float, int]], world: int) -> tuple[float, list[tuple[float, int]]]:
+    """Return the seconds of an iteration, the mean over groups of its slowest rank's, and what `alone` noted in it."""
     dist.barrier()
-    if world == 1:
-        alone.begin()
+    alone.clear()
     begun = time.perf_counter()
     stepper()
     own = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)
     slowest = [max(everyone[first : first + world]).item() for first in range(0, len(everyone), world)]
-    return statistics.fmean(slowest), alone.ready
+    return statistics.fmean(slowest), [(moment - begun, size) for moment, size in alone]
 
 
 def longer(found: Mapping[str, Any], world: int, than: int) -> Ratio:

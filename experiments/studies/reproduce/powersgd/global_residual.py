@@ -20,6 +20,7 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 import commhooks
 from commhooks.language.entries import RESIDUAL
@@ -45,6 +46,9 @@ _POINTS = partial(signed, form=".2f")
 _ONE_BUCKET_MB = 1024.0  # PyTorch's hook does not survive several over Gloo
 _SILENCE_SECONDS = 300.0
 _STOCK, _OURS = "PyTorch's", "ours"
+
+Registered = commhooks.Attachment | PowerSGDState
+"""What keeps the residuals of our hook, or of PyTorch's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,49 +113,29 @@ def train_each(rank: int, ranks: int, argument: Sequence[Training], send: Send) 
             send(row)
 
 
-class _OwnGradients:
-    """The squared norms of this rank's gradients, added up until they are read."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._squares, self._steps = 0.0, 0
-        for parameter in model.parameters():
-            parameter.register_hook(self._add)  # before DDP replaces the gradient by the mean
-
-    def _add(self, gradient: Tensor) -> None:
-        self._squares += gradient.square().sum().item()
-
-    def step(self) -> None:
-        """Count a step."""
-        self._steps += 1
-
-    def read(self) -> float:
-        """Return the mean square of the norms since the last call."""
-        found = self._squares / self._steps
-        self._squares, self._steps = 0.0, 0
-        return found
-
-
 def _train(training: Training, ranks: int) -> dict[str, Any]:
     """Train one model, and look at the residuals every few steps."""
     settings = training.settings
     spec = Spec.parse(settings.task, "task").with_default("skew", training.skew)
     task = load_task(spec, training.seed)
-    gradients = _OwnGradients(task.model)
+    squares: list[float] = []  # of this rank's gradients since the last look
+    for parameter in task.model.parameters():
+        parameter.register_hook(lambda own: squares.append(own.square().sum().item()))  # before DDP averages it
     ddp = wrap_in_ddp(task.model, "torch", _ONE_BUCKET_MB)
     hook = Spec.parse(settings.hooks[training.label])
-    registered = (_Stock if is_stock(hook) else _Ours)(ddp, hook, training.seed)
+    registered = _register(ddp, hook, training.seed)
     stepper = Stepper(task, ddp)
     looks = list[dict[str, float]]()
     for step in range(settings.steps):
         task.set_learning_rate(stepper.optimizer, step, settings.steps)
         stepper()
-        gradients.step()
         if (step + 1) % settings.every == 0:
-            own = gradients.read()
             if step >= settings.start:
-                looks.append(_look(registered.residual(), own, ranks))
-    elements = registered.elements(settings.steps - settings.start)
-    registered.detach()
+                looks.append(_look(_residual(registered), sum(squares) / settings.every, ranks))
+            squares.clear()
+    elements = _elements(registered, settings.steps - settings.start)
+    if isinstance(registered, commhooks.Attachment):  # PyTorch has no way to remove a hook
+        registered.detach()
     return {
         "key": training.key,
         "label": training.label,
@@ -164,6 +148,16 @@ def _train(training: Training, ranks: int) -> dict[str, Any]:
         "elements": elements,
         **task.evaluate(),
     }
+
+
+def _register(ddp: nn.Module, hook: Spec, seed: int) -> Registered:
+    """Put a hook on a DDP, ours or PyTorch's."""
+    if not is_stock(hook):
+        return commhooks.attach(ddp, make_hook(hook, seed))
+    assert dist.group.WORLD is not None, "ranks have a group"
+    state = register_stock(ddp, hook, dist.group.WORLD)
+    assert state is not None, "PowerSGD has a state"
+    return state
 
 
 def _look(residual: Tensor, own: float, ranks: int) -> dict[str, float]:
@@ -179,46 +173,20 @@ def _look(residual: Tensor, own: float, ranks: int) -> dict[str, float]:
     return {"residual": norm / gradient, "common": float(mean.norm()) / gradient, "norm": norm}
 
 
-class _Stock:
-    """PyTorch's hook, registered."""
-
-    def __init__(self, ddp: nn.Module, hook: Spec, seed: int) -> None:
-        assert dist.group.WORLD is not None, "ranks have a group"
-        state = register_stock(ddp, hook, dist.group.WORLD)
-        assert state is not None, "PowerSGD has a state"
-        self._state = state
-
-    def residual(self) -> Tensor:
-        """Return this rank's residual, all parameters in a row."""
-        found: Tensor = self._state.error_dict[0]
-        return found
-
-    def elements(self, steps: int) -> float:
-        """Return the elements sent in a compressed step, of which there were so many."""
-        return float(self._state.compression_stats()[2] / steps)
-
-    def detach(self) -> None:
-        """Do nothing: PyTorch has no way to remove a hook."""
-
-
-class _Ours:
-    """Our hook, attached."""
-
-    def __init__(self, ddp: nn.Module, hook: Spec, seed: int) -> None:
-        self._attachment = commhooks.attach(ddp, make_hook(hook, seed))
-
-    def residual(self) -> Tensor:
-        """Return this rank's residual, all parameters that have one in a row."""
-        (own,) = self._attachment.state_dict()["local"].values()
+def _residual(registered: Registered) -> Tensor:
+    """Return this rank's residual, all parameters that have one in a row."""
+    if isinstance(registered, commhooks.Attachment):
+        (own,) = registered.state_dict()["local"].values()
         return torch.cat([entries[RESIDUAL].flatten() for entries in own.values() if RESIDUAL in entries])
+    found: Tensor = registered.error_dict[0]
+    return found
 
-    def elements(self, steps: int) -> float:
-        """Return the elements sent in the last step."""
-        return self._attachment.last_step().payload_bytes / torch.float32.itemsize
 
-    def detach(self) -> None:
-        """Remove the hook."""
-        self._attachment.detach()
+def _elements(registered: Registered, steps: int) -> float:
+    """Return the elements sent in a compressed step, of which there were so many."""
+    if isinstance(registered, commhooks.Attachment):
+        return registered.last_step().payload_bytes / torch.float32.itemsize
+    return float(registered.compression_stats()[2] / steps)
 
 
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
