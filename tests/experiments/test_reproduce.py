@@ -26,8 +26,7 @@ from experiments.report.blocks import Block, Picture, Table, markdown
 from experiments.studies.app import app
 from experiments.studies.reproduce import MODULES, Reproduction, load_reproduction
 from experiments.studies.reproduce.notes import PARTS, Notes
-from experiments.studies.reproduce.page import MEASURED, page
-from experiments.studies.reproduce.results import RESULTS, Results
+from experiments.studies.reproduce.results import MEASURED, RESULTS, Results, page
 from experiments.studies.reproduce.running import Request, reproduce
 from tests.experiments.standing_ranks import StandingRanks
 

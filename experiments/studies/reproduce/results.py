@@ -1,18 +1,24 @@
-"""The file of a finished reproduction: what was measured, with which settings and versions, and where."""
+"""A finished reproduction: what was measured, with which settings and versions, and where; as a file and as a page."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+
 from commhooks.planning import stored
+from experiments.report.blocks import Block, circumstances, print_blocks
 from experiments.runs import NOT_FINITE, strict
 
-RESULTS = "results.json"
+from .reproduction import Reproduction
+
+RESULTS, MEASURED = "results.json", "measured.md"
 FORMAT = 1  # of the file; increased when readers must change
 BEGINNING = '{\n "reproduction": '  # how its text begins
 
@@ -69,3 +75,33 @@ def _with_numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_numbers(item) for item in value]
     return float(value) if isinstance(value, str) and value in NOT_FINITE else value
+
+
+def page(reproduction: Reproduction, results: Results, blocks: Sequence[Block]) -> list[Block]:
+    """Return what the source says, and what was measured and how, as a page's blocks."""
+    settings = [f"- {name.replace('_', ' ')}: {_plain(value)}" for name, value in results.settings.items() if value]
+    return [
+        "## What the source says",
+        f"{reproduction.source}.",
+        _listed(reproduction),
+        "## What was measured",
+        circumstances(results.command, results.seconds, results.machine, results.versions),
+        *(["With these settings:", "\n".join(settings)] if settings else []),
+        *blocks,
+    ]
+
+
+def print_page(reproduction: Reproduction, blocks: Sequence[Block], console: Console) -> None:
+    """Print what the source says and what was measured."""
+    console.print(f"\n[bold]{escape(reproduction.title)}[/bold]\n{escape(reproduction.source)}\n", highlight=False)
+    print_blocks([_listed(reproduction), *blocks], console)
+
+
+def _listed(reproduction: Reproduction) -> str:
+    return "\n".join(f"- {sentence}" for sentence in reproduction.said)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: `{_plain(item)}`" for key, item in value.items())
+    return ", ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)

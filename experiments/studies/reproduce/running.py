@@ -21,9 +21,8 @@ from experiments.sweeps.output import begins
 
 from . import load_reproduction, notes, results
 from .notes import PARTS, Notes
-from .page import MEASURED, page, print_page
 from .reproduction import Reproduction
-from .results import RESULTS, Results
+from .results import MEASURED, RESULTS, Results, page, print_page
 
 KINDS = ("hosts", "emulated")
 _MOST_SEEDS = 1000

@@ -131,24 +131,19 @@ def _size(row: Row) -> str:
 
 
 def _boxes(each: Mapping[str, Any], theme: Theme) -> Figure:
-    boxes = []
-    for row in each["rows"]:
-        seconds = 1e3 * np.array(row["seconds"])
-        low, median, high = np.percentile(seconds, [25, 50, 75])
-        boxes.append({"med": median, "q1": low, "q3": high, "whislo": seconds.min(), "whishi": seconds.max()})
     title = f"{each['model']} on {each['ranks']} hosts: time of an iteration (quartiles and range)"
     figure, axes = canvas(title, "bucket size, MiB (0: one bucket per gradient; all: one bucket)", 7.2, 3.2)
     ink = {"color": theme.ink}
-    axes.bxp(
-        boxes,
-        showfliers=False,
+    axes.boxplot(
+        [1e3 * np.array(row["seconds"]) for row in each["rows"]],
+        whis=(0, 100),
+        tick_labels=[row["size"] for row in each["rows"]],
         patch_artist=True,
         boxprops={"facecolor": theme.hooks[0], "edgecolor": theme.ink},
         medianprops=ink,
         whiskerprops=ink,
         capprops=ink,
     )
-    axes.set_xticks(range(1, len(boxes) + 1), [row["size"] for row in each["rows"]])
     axes.set_ylabel("milliseconds")
     axes.set_ylim(bottom=0)
     axes.grid(axis="x", visible=False)
