@@ -14,6 +14,7 @@ from commhooks.planning.candidates import Candidate
 from commhooks.scheduling.policy import POLICIES, PolicyName
 
 from ..training.stepper import Stepper
+from ..turns import on_slowest
 
 _IN_A_TURN = 3  # steps that count; one before them does not, as in a profile
 _LEAST_TURNS, _MOST_TURNS = 3, 14
@@ -39,9 +40,7 @@ def measure_steps(
         dist.broadcast(is_last, 0)
         if is_last.item():
             break
-    times = torch.tensor(list(found.values()), dtype=torch.float64)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return dict(zip(found, times.tolist(), strict=True))
+    return {label: on_slowest(taken) for label, taken in found.items()}
 
 
 def _turn(

@@ -19,7 +19,6 @@ from experiments.studies.bench.real_step import LOOPBACK, OURS, PEERS, rows_of
 from experiments.studies.bench.results import Measured, Results, read, write
 from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row, compared, pooled, slack_of
 from experiments.studies.bench.sections import SECTIONS
-from experiments.turns import in_turns
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -102,14 +101,8 @@ def test_what_a_hook_adds_to_noop_is_compared_with_what_the_all_reduce_adds() ->
         assert one.noise is not None and one.noise.median == 1.0
 
 
-def test_every_contender_has_one_turn_a_round_and_warming_up_does_not_count() -> None:
-    ticks = iter(range(1000))
-    called: list[str] = []
-    contenders = {name: lambda name=name: called.append(name) for name in "ab"}
-    seconds = in_turns(contenders, 3, calls=2, warm_up=1, clock=lambda: float(next(ticks)))
-    assert seconds == {"a": [0.5] * 3, "b": [0.5] * 3}
-    assert sorted(called) == ["a"] * 8 + ["b"] * 8
-    assert pooled([seconds, seconds])["a"] == [0.5] * 6
+def test_the_rounds_of_all_launches_are_pooled() -> None:
+    assert pooled([{"a": [1.0, 2.0]}, {"a": [3.0]}]) == {"a": [1.0, 2.0, 3.0]}
 
 
 def test_a_file_that_was_written_reads_the_same_and_a_damaged_one_is_refused(tmp_path: Path) -> None:

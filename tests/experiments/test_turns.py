@@ -1,0 +1,106 @@
+"""Turns: who acts when, what counts, and on which rank; and the steps that are timed in them."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from experiments.launch import Tell, WorldError, on_ranks
+from experiments.training.stepper import same_step
+from experiments.turns import Order, as_given, drawn, forth_and_back, in_turns, on_slowest, rotated, turns_of
+
+
+def test_every_contender_has_one_turn_a_round_and_warming_up_does_not_count() -> None:
+    ticks = iter(range(1000))
+    called: list[str] = []
+    contenders = {name: partial(called.append, name) for name in "ab"}
+    seconds = in_turns(contenders, 3, calls=2, warm_up=1, clock=lambda: float(next(ticks)))
+    assert seconds == {"a": [0.5] * 3, "b": [0.5] * 3}
+    assert sorted(called) == ["a"] * 8 + ["b"] * 8
+
+
+def test_what_is_prepared_is_prepared_before_each_turn_and_not_timed() -> None:
+    clock = [0.0]
+
+    def pass_time(seconds: float) -> None:
+        clock[0] += seconds
+
+    contenders = {"one": partial(pass_time, 1.0), "two": partial(pass_time, 2.0)}
+    seconds = in_turns(contenders, 2, warm_up=0, clock=lambda: clock[0], prepare=lambda _: pass_time(10.0))
+    assert seconds == {"one": [1.0, 1.0], "two": [2.0, 2.0]} and clock == [46.0]
+
+
+@pytest.mark.parametrize(
+    ("order", "rounds"),
+    [
+        (as_given, ["abc", "abc", "abc", "abc"]),
+        (forth_and_back, ["cba", "abc", "cba", "abc"]),
+        (rotated, ["cab", "abc", "bca", "cab"]),
+    ],
+)
+def test_an_order_holds_from_the_rounds_before_the_first_on(order: Order, rounds: list[str]) -> None:
+    called: list[str] = []
+    told: list[str] = []
+    found = turns_of(
+        {name: partial(called.append, name) for name in "abc"}, 3, warm_up=1, order=order, tell=told.append
+    )
+    assert ["".join(called[n : n + 3]) for n in range(0, 12, 3)] == rounds
+    assert {name: len(values) for name, values in found.items()} == {"a": 3, "b": 3, "c": 3}
+    assert told == ["  warming up, 1 to go", "  1 of 3 turns", "  2 of 3 turns", "  3 of 3 turns"]
+
+
+def test_a_drawn_order_is_the_same_on_every_rank_and_differs_between_rounds() -> None:
+    names = list("abcdef")
+    orders = [drawn(number, names) for number in range(20)]
+    assert orders == [drawn(number, names) for number in range(20)]
+    assert all(sorted(order) == names for order in orders) and len({"".join(order) for order in orders}) > 15
+
+
+def slow_on_one(seconds: float, tell: Tell) -> tuple[list[float], list[float], int]:
+    """Sleep on rank 1 alone; return what counts, and the threads."""
+    own = {"sleeps": partial(time.sleep, seconds * dist.get_rank())}
+    taken = in_turns(own, 2, warm_up=0, tell=tell)["sleeps"]
+    return taken, on_slowest([1.0, 4.0] if dist.get_rank() else [3.0, 2.0]), torch.get_num_threads()
+
+
+def fail(tell: Tell) -> None:
+    """Raise on rank 1."""
+    if dist.get_rank() == 1:
+        raise LookupError("the needle is not in the haystack")
+
+
+def steps(tell: Tell) -> tuple[int, list[float], bool]:
+    """Take two steps on one batch; return the parameters, the losses before them, and whether gradients are left."""
+    stepper = same_step("gpt:size=tiny")
+    losses = []
+    for _ in range(2):
+        with torch.no_grad():
+            losses.append(float(stepper.task.loss(stepper.task.model, stepper.task.batch(0, 0, 1))))
+        stepper()
+    left = any(parameter.grad is not None for parameter in stepper.task.model.parameters())
+    parameters = stepper.parameters
+    stepper.close()
+    return parameters, losses, left
+
+
+def test_a_turn_counts_as_on_the_slowest_rank_and_rank_0_returns_and_tells() -> None:
+    told: list[str] = []
+    taken, slowest, threads = on_ranks(partial(slow_on_one, 0.05), 2, told.append)
+    assert min(taken) >= 0.05
+    assert slowest == [3.0, 4.0]
+    assert threads == 1
+    assert told == ["  1 of 2 turns", "  2 of 2 turns"]
+
+
+def test_a_rank_that_fails_fails_the_call() -> None:
+    with pytest.raises(WorldError, match="the needle is not in the haystack"):
+        on_ranks(fail, 2, print)
+
+
+def test_a_step_trains_and_drops_its_gradients() -> None:
+    parameters, (first, second), left = on_ranks(steps, 1, print)
+    assert parameters > 0 and second < first and not left
