@@ -10,12 +10,13 @@ import typer
 
 from .links import constant_link, links_in
 from .options import LINK, BucketCap, Hooks, json_option, latency_option, rate_option, task_option
-from .terminal import errors_in_words, write_json
+from .terminal import check_unused, errors_in_words, write_json
 
 _RATE, _LATENCY = "1Gbit/s", "50us"
 
 
 def estimate(
+    context: typer.Context,
     parameters: Annotated[str | None, typer.Option(help="How many the model has: 25M, 1.5B.")] = None,
     task: Annotated[
         str | None, task_option(" Instead of --parameters: its shapes are used, and its step is timed here.")
@@ -62,8 +63,12 @@ def estimate(
         if measure_costs is not None:
             if parameters or task or costs:
                 raise ValueError("--measure-costs estimates nothing: leave out --parameters, --task and --costs")
+            others = [name for name in context.params if name != "measure_costs"]
+            check_unused(context, others, "with --measure-costs, which estimates nothing")
             measure(measure_costs)
             return
+        if task is not None:
+            check_unused(context, ["matrix"], "with --task, whose shapes are known")
         check_place(json)
         if link is not None and rate is not None:
             raise ValueError("--link and --rate each name a link, and an estimate is for one: leave one of them out")

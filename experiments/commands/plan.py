@@ -8,10 +8,13 @@ from typing import Annotated
 import typer
 
 from .options import BucketCap, Ddp, Hooks, Unsteady, WorldLink, WorldRanks, json_option, task_option
-from .terminal import errors_in_words, write_json
+from .terminal import check_unused, errors_in_words, write_json
+
+_VALIDATE_SECONDS = 30.0
 
 
 def plan(
+    context: typer.Context,
     task: Annotated[str | None, task_option()] = None,
     hook: Hooks = None,
     ranks: WorldRanks = None,
@@ -48,6 +51,7 @@ def plan(
         from ..planning.worlds import check_place, check_world
         from ..specs import Spec
 
+        _check_used(context, probe, profile, validate=validate)
         is_measured = validate or probe is None or profile is None
         if is_measured and task is None:
             raise ValueError(
@@ -84,4 +88,12 @@ def plan(
             write_json(found.write, "plan", json, console)
 
 
-_VALIDATE_SECONDS = 30.0
+def _check_used(context: typer.Context, probe: Path | None, profile: Path | None, *, validate: bool) -> None:
+    """Raise ValueError for an option about measuring what a file holds."""
+    if probe is not None:
+        check_unused(context, ["probe_seconds", "unsteady"], "with --probe, which is measured already")
+    if profile is not None and not validate:
+        check_unused(context, ["hook", "seconds"], "with --profile, whose hooks are measured already")
+        if probe is not None:
+            others = ["task", "ranks", "link", "ddp", "bucket_cap_mb", "seed"]
+            check_unused(context, others, "with --probe and --profile, which leave nothing to measure")

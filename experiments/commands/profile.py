@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from .needs import missing, not_installed
 from .options import BucketCap, Ddp, Hooks, WorldLink, WorldRanks, json_option, task_option
-from .terminal import errors_in_words, write_json
+from .terminal import check_unused, errors_in_words, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,13 +18,14 @@ if TYPE_CHECKING:
 
 
 def profile(
+    context: typer.Context,
     task: Annotated[str, task_option()],
     hook: Hooks = None,
     ranks: WorldRanks = None,
     link: WorldLink = None,
     ddp: Ddp = "core",
     bucket_cap_mb: BucketCap = None,
-    seconds: Annotated[float | None, typer.Option(help="The time that measuring may take; default: 60.")] = None,
+    seconds: Annotated[float, typer.Option(help="The time that measuring may take.")] = 60.0,
     steps: Annotated[
         int | None, typer.Option(help="Steps of each hook; default: as many as fit into the time, up to 42.")
     ] = None,
@@ -47,8 +47,9 @@ def profile(
 
         number, settings = check_world(ranks, link)
         if overlap:
-            for_profiles = {"hook": hook, "seconds": seconds, "json": json, "trace": trace, "picture": picture}
-            _check_left_out(for_profiles)
+            check_unused(
+                context, ("hook", "seconds", "json", "trace", "picture"), "with --overlap, which is no profile"
+            )
             asked_overlap = OverlapSettings(
                 task=Spec.parse(task, "task"),
                 ranks=number,
@@ -71,12 +72,12 @@ def profile(
             ddp=ddp,
             bucket_cap_mb=bucket_cap_mb,
             steps=steps,
-            seconds=60.0 if seconds is None else seconds,
+            seconds=seconds,
             seed=seed,
         )
         joined = torchrun_world()
         if joined is None or joined[0] == 0:
-            how_long = f"for up to {asked.seconds:.0f} s" if steps is None else f"in {steps} steps of each hook"
+            how_long = f"for up to {seconds:.0f} s" if steps is None else f"in {steps} steps of each hook"
             console.print(
                 f"measuring {asked.task.label} on {number} ranks {how_long} ...", highlight=False, markup=False
             )
@@ -106,10 +107,3 @@ def _show(found: Profile, json: Path | None, trace: Path | None, picture: Path |
     for name, file in (("trace", trace), ("picture", picture)):
         if file is not None:
             console.print(f"{name}  {file}", highlight=False, soft_wrap=True, markup=False)
-
-
-def _check_left_out(options: Mapping[str, object]) -> None:
-    """Raise ValueError if one of the options is given, which are for profiles."""
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"--{name} is for a profile, and --overlap makes none: leave one of them out")

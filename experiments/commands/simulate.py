@@ -9,13 +9,14 @@ import typer
 
 from .links import constant_link, links_in
 from .options import REPEAT, BucketCap, ComputeOption, Hooks, Links, latency_option, rate_option, task_option
-from .terminal import command_given, errors_in_words
+from .terminal import check_unused, command_given, errors_in_words
 
 _LATENCY = "0.05ms"
 DEFAULT_RATES = ("100Mbit/s", "1Gbit/s", "10Gbit/s", "100Gbit/s")
 
 
 def simulate(
+    context: typer.Context,
     task: Annotated[str | None, task_option(" Its step is measured; default: gpt:size=base.")] = None,
     hook: Hooks = None,
     link: Links = None,
@@ -57,6 +58,8 @@ def simulate(
             raise ValueError(
                 "--inner-rate is that of a link inside hosts: give the ranks of each with --ranks-per-host"
             )
+        if inner_rate is None:
+            check_unused(context, ["inner_latency"], "without --inner-rate")
         insides = [None] if inner_rate is None else [None, parse_rate(inner_rate) or float("inf")]
         links = tuple(
             Link(

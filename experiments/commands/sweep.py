@@ -10,7 +10,7 @@ import typer
 
 from .compare import make_runs
 from .options import Baseline, Overwrite, Quiet, Target
-from .terminal import command_given, errors_in_words
+from .terminal import check_unused, command_given, errors_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def sweep(
+    context: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="A YAML file with runs.", show_default=False)] = None,
     preset: Annotated[
         str | None, typer.Option(help="Instead of a file: demo, quick, slow-links or slow-links-long.")
@@ -39,6 +40,8 @@ def sweep(
         from ..sweeps.yaml_file import EXAMPLE
 
         if example:
+            others = [name for name in context.params if name not in {"example", "file"}]
+            check_unused(context, others, "with --example")
             typer.echo(EXAMPLE, nl=False)
             return
         asked = _asked_sweep(file, preset)

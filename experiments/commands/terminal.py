@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,6 +117,14 @@ def errors_in_words(json: Path | None = None) -> Iterator[Console]:
         raise typer.Exit(130) from error
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def check_unused(context: typer.Context, options: Sequence[str], why: str) -> None:
+    """Raise ValueError if one of these options is on the command line, where it has no effect; `why` says when."""
+    for name in options:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ValueError(f"--{name.replace('_', '-')} has no effect {why}: leave it out")
 
 
 def command_given() -> str:
