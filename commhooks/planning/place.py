@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from commhooks.communicators.ranks import Ranks
+from commhooks.units import counted
 
 
 @dataclass(frozen=True)
@@ -87,4 +88,4 @@ def load_average() -> float | None:
 
 def machine_in_words() -> str:
     """Return the kind of machine: nothing that identifies it."""
-    return f"{len(usable_processors())} cores, {processor_name()}, {platform.system()} {platform.machine()}"
+    return f"{counted(len(usable_processors()), 'core')}, {processor_name()}, {platform.system()} {platform.machine()}"

@@ -34,7 +34,7 @@ class Series:
     """Profiles of one model, each measured as one of another number of ranks."""
 
     profiles: tuple[Profile, ...]
-    """By ascending number of ranks, with the same hooks, buckets and rounds. Compute is that of the first."""
+    """By ascending number of ranks, with the same hooks, buckets and rounds."""
     counted: tuple[Counted, ...] = ()
 
     def __post_init__(self) -> None:
@@ -51,14 +51,21 @@ class Series:
         """The most ranks as one of which compression was timed."""
         return self.profiles[-1].ranks
 
+    @property
+    def calmest(self) -> Profile:
+        """The profile whose steps without communication were the shortest: other load can only slow them down."""
+        return min(self.profiles, key=lambda profile: profile.noop.seconds.median)
+
     def at(self, ranks: int) -> Profile:
         """Return the profile as one of so many ranks.
 
         Compression is interpolated between the numbers of ranks that were timed. Beyond, what follows a collective
         grows linearly with the bytes of its answer, as adding up what was gathered does; what has an answer of the
-        same size stays as it is. So does what a step takes besides.
+        same size stays as it is. Compute is the calmest profile's. What a hook adds to a step besides is the median
+        over all profiles, and no less than nothing: that does not depend on the ranks, and other load does not spare
+        the processor anything.
         """
-        profile = dataclasses.replace(self.profiles[0], ranks=ranks)
+        profile = dataclasses.replace(self.calmest, ranks=ranks)
         return dataclasses.replace(profile, hooks={label: self._hook(label, profile) for label in profile.hooks})
 
     def sends(self, hook: str, ranks: int) -> Payloads:
@@ -96,7 +103,7 @@ class Series:
     def _hook(self, label: str, profile: Profile) -> HookProfile:
         """Return a hook as one of a profile's ranks."""
         ranks, timed = profile.ranks, {one.ranks: one.hooks[label] for one in self.profiles}
-        first = timed[self.profiles[0].ranks]
+        first = profile.hooks[label]
         buckets = []
         for number, (bucket, sends) in enumerate(zip(first.buckets, self.sends(label, ranks), strict=True)):
             seconds = [
@@ -109,10 +116,10 @@ class Series:
             ]
             rounds = tuple(map(RoundProfile, seconds, sends))
             buckets.append(dataclasses.replace(bucket, rounds=rounds, after=seconds[-1]))
-        unknown = [Unlinked.of(one, one.hooks[label]).unknown for one in self.profiles]
+        unknown = float(np.median([Unlinked.of(one, one.hooks[label]).unknown for one in self.profiles]))
         known = step_time(step_of(profile, first, buckets), NoLink(), ranks).seconds
-        of_ranks = np.interp(ranks, list(timed), unknown) if ranks <= self.most_ranks else np.median(unknown)
-        return dataclasses.replace(first, buckets=tuple(buckets), step=first.step.lasting(known + float(of_ranks)))
+        step = first.step.lasting(known + max(0.0, unknown))
+        return dataclasses.replace(first, buckets=tuple(buckets), step=step)
 
 
 def is_constant(payloads: Sequence[Payloads]) -> bool:

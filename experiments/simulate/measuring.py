@@ -41,7 +41,7 @@ class Asked:
     hooks: tuple[Spec, ...]
     ranks: tuple[int, ...] = ()  # for which payloads are counted
     as_ranks: tuple[int, ...] = RANKS  # with which compression is timed, as far as memory allows
-    steps: int = 6  # of each hook as one of each number of ranks; higher: steadier medians
+    steps: int = 9  # of each hook as one of each number of ranks; higher: steadier medians
     cores: int = 1  # that the process may use; more: the worker thread has one of its own
     bucket_cap_mb: float | None = None
     seed: int = 0

@@ -40,6 +40,8 @@ from .pictures import utilisation_picture
 from .point import Point
 from .request import DATA, PICTURE, TABLE, Request, check_files, check_request, title_of
 
+_NOISE = 0.03  # of a step: what may differ between two medians on an idle machine
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -77,7 +79,7 @@ def simulate(request: Request, console: Console) -> Simulation:
 
 def simulate_measured(request: Request, series: Series) -> Simulation:
     """Return the simulation of measured hooks."""
-    noop, factor = series.profiles[0].noop.seconds.median, 1.0
+    noop, factor = series.calmest.noop.seconds.median, 1.0
     if request.compute is not None:
         stated = Compute.parse(request.compute)
         factor = stated.factor or (stated.seconds or 0.0) / noop
@@ -85,7 +87,7 @@ def simulate_measured(request: Request, series: Series) -> Simulation:
     points = _points(request, backend, series.at, factor)
     compute = seconds_in_words(factor * noop)
     caption = (
-        f"{series.profiles[0].model} on {series.profiles[0].machine}: compute {compute} a step, "
+        f"{series.calmest.model} on {series.calmest.machine}: compute {compute} a step, "
         f"{counted(request.cores, 'core')} a rank, latency {seconds_in_words(request.links[0].latency)}."
     )
     if max(request.ranks) > series.most_ranks:
@@ -185,7 +187,7 @@ def _points(
 
 def _said_of(series: Series, factor: float, request: Request) -> list[str]:
     """Return sentences about what was measured, and what was extrapolated."""
-    profile, timed = series.profiles[0], [one.ranks for one in series.profiles]
+    profile, timed = series.calmest, [one.ranks for one in series.profiles]
     parameters = sum(math.prod(one.shape) for one in profile.gradients)
     compute, buckets = profile.noop.seconds.median, profile.hooks[NOOP].buckets
     load = "an unknown load" if profile.load is None else f"a load of {profile.load}"
@@ -200,6 +202,15 @@ def _said_of(series: Series, factor: float, request: Request) -> list[str]:
     ]
     if min(request.cores, 2) != profile.cores:
         said.append(f"It was measured with {counted(profile.cores, 'core')}; what another number changes is modelled.")
+    if any(
+        hook.step.seconds.median < (1 - _NOISE) * one.noop.seconds.median
+        for one in series.profiles
+        for hook in one.hooks.values()
+    ):
+        said.append(
+            "Other load disturbed the steps: some under a hook took less time than those without one. Simulate again "
+            "when the machine is idle."
+        )
     if factor != 1:
         said.append(
             f"Compute and compression are scaled alike, by {factor:.3g}: {seconds_in_words(factor * compute)} a "

@@ -126,11 +126,19 @@ def test_answers_of_the_same_size_take_the_same_time_with_any_number_of_ranks() 
 
 
 def test_what_a_step_takes_beyond_the_model_is_kept_for_every_number_of_ranks() -> None:
-    found = series({"top-k": gathering({2: 0.002, 4: 0.004}, unknown=0.001)})
-    seconds = {ranks: found.at(ranks).hooks["top-k"].step.seconds.median for ranks in (2, 3, 4, 1024)}
-    assert seconds[2] == pytest.approx(0.1 + 0.01 + 0.002 + 0.002)  # as it was measured
-    assert seconds[3] == pytest.approx(0.1 + 0.01 + 0.003 + 0.003)  # half-way
-    assert seconds[1024] == pytest.approx(0.1 + 0.01 + 1.024 + 0.003)  # the median: it has no reason to grow
+    found = series({"top-k": gathering({2: 0.002, 4: 0.004}, unknown=0.001)})  # 2 and 4 ms more: 3 in the median
+    seconds = {ranks: found.at(ranks).hooks["top-k"].step.seconds.median for ranks in (2, 3, 1024)}
+    assert seconds == pytest.approx({2: 0.1 + 0.012 + 0.003, 3: 0.1 + 0.013 + 0.003, 1024: 0.1 + 0.01 + 1.024 + 0.003})
+
+
+def test_other_load_makes_no_step_shorter_than_its_compute_and_is_named() -> None:
+    found = series({"top-k": gathering({2: 0.002, 4: 0.004}, unknown=-0.02)})
+    assert found.at(2).hooks["top-k"].step.seconds.median == pytest.approx(0.1 + 0.012)
+    request = SimulationRequest(hooks=(Spec("top-k"),), ranks=(2,), links=(Link(rate=math.inf),))
+    disturbed, calm = (simulate_measured(request, one) for one in (found, MADE_UP))
+    said = [" ".join(one.assumptions) for one in (disturbed, calm)]
+    assert ["Other load disturbed the steps" in one for one in said] == [True, False]
+    assert disturbed.points[0].time.utilisation <= 1.0
 
 
 def test_a_bucket_that_starts_other_collectives_with_more_ranks_counts_as_with_the_most() -> None:
