@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import commhooks
-from commhooks import AllReduceMean, Compressor, Match, SettingsError, WireDtype
+from commhooks import AllReduceMean, Compressor, Match, SettingsError, WireDtype, compressors, language
 from commhooks.codecs import Codec, Int8
-from commhooks.compressors import codecs
 from commhooks.language.settings import setting
 
 GIVEN: dict[str, Any] = {
@@ -25,13 +24,14 @@ GIVEN: dict[str, Any] = {
     "threshold": 0.1,
 }
 """What a class must be given that has no default for it."""
+OFFERED = {name: getattr(room, name) for room in (commhooks, compressors, language) for name in room.__all__}
 CLASSES = sorted(
-    (
+    {
         one
-        for one in vars(commhooks).values()
+        for one in OFFERED.values()
         if isinstance(one, type) and issubclass(one, (Compressor, Codec, Match)) and dataclasses.is_dataclass(one)
         if not getattr(one, "__abstractmethods__", None)
-    ),
+    },
     key=lambda one: one.__name__,
 )
 
@@ -328,7 +328,7 @@ REFUSED: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("written", "words"), REFUSED)
 def test_what_cannot_work_is_refused_in_words(written: str, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        eval(written, {**vars(commhooks), **vars(codecs), **globals()})
+        eval(written, {**OFFERED, **globals()})
 
 
 def test_a_setting_without_a_default_must_be_given() -> None:
