@@ -11,13 +11,14 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
 from commhooks.compressors import COMPRESSORS, Registered
 from commhooks.language.spelling import short_name
-from commhooks.making import kind_of, settings_of
+from commhooks.making import ENTRY_POINTS, kind_of, settings_of
 
 from .specs import Spec
 from .tasks import TASKS
@@ -61,8 +62,9 @@ class Card:
 
 
 def hook_names() -> list[str]:
-    """Return the names that a hook can have: those of compressors, and PyTorch's own."""
-    return [*sorted(COMPRESSORS), *stock_names()]
+    """Return the names that a hook can have: those of compressors, other packages' too, and PyTorch's own."""
+    registered = (point.name for point in entry_points(group=ENTRY_POINTS))
+    return [*sorted({*COMPRESSORS, *registered}), *stock_names()]
 
 
 def hook_card(name: str) -> Card:

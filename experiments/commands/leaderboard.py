@@ -7,17 +7,20 @@ from typing import Annotated
 
 import typer
 
-from .options import Hooks, task_option
+from .options import hook_option
 from .terminal import command_given, errors_in_words
 
 
 def leaderboard(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/leaderboard"),
-    task: Annotated[list[str] | None, task_option(" Default: digits and gpt, which can be ranked.")] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="What to train: digits, gpt, lstm; default: the first two. Repeat for more."),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each compressor; more: narrower intervals.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")] = None,
     workers: Annotated[int, typer.Option(help="Workers that share each batch.")] = 4,
-    hook: Hooks = None,
+    hook: Annotated[list[str] | None, hook_option(" Default: all, at their usual settings.")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the results of an earlier leaderboard in that folder.")
     ] = False,

@@ -52,10 +52,14 @@ def task_option(more: str = "") -> Any:
 
 REPEAT = " Repeat for more."
 Tasks = Annotated[list[str] | None, task_option(REPEAT)]
-Hooks = Annotated[
-    list[str] | None,
-    typer.Option("--hook", help=f"A hook, name:setting=value,...{REPEAT}", autocompletion=complete_hook),
-]
+
+
+def hook_option(more: str = "") -> Any:
+    """Return the option --hook of a command, with more to say in its help."""
+    return typer.Option("--hook", help=f"A hook, name:setting=value,...{more}{REPEAT}", autocompletion=complete_hook)
+
+
+Hooks = Annotated[list[str] | None, hook_option()]
 Optimizers = Annotated[
     list[str] | None,
     typer.Option("--optimizer", help="One of PyTorch's: sgd:lr=0.1; default: the task's own. Repeat for more."),
