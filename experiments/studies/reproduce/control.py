@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
@@ -19,14 +19,14 @@ from matplotlib.ticker import LogLocator, NullLocator
 from commhooks.units import seconds_in_words, three_digits
 from experiments.cluster import hosts_on
 from experiments.launch import on_ranks, run_world
-from experiments.links.link import LinkSettings, parse_rate
+from experiments.links.link import LinkSettings
 from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvas, legend, looks
 from experiments.report.words import NEVER, percent
 from experiments.results.medians import Ratio, milliseconds
 from experiments.specs import Spec
 
-from .control_ranks import NewRate, Phases, Ran, run_phases, run_turns
+from .control_ranks import NewRate, Ran, Settings, run_phases, run_turns
 from .notes import Notes
 from .reproduction import Reproduction
 
@@ -37,22 +37,6 @@ _TIMEOUT_SECONDS = 120.0
 _CONTROLLER = "controller"
 _THROUGHPUT_TARGET, _STEPS_TARGET, _SLOWER_TARGET = 0.90, 10, 0.03
 _MET = {True: "met", False: "missed"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is trained, and how the link changes."""
-
-    limited: bool = True  # False: a trial of the code, without hosts whose link could change
-    rates: tuple[str, ...] = ("1Gbit/s", "100Mbit/s", "1Gbit/s")
-    steps: int = 100  # of a phase, with the controller
-    fixed_steps: int = 25  # of a phase, with a fixed compressor
-    runs: int = 2  # of the controller
-    ladder: tuple[str, ...] = ("all-reduce", "fp16", "int8", "top-k:ratio=0.01")
-    task: str = "gpt:size=medium,width=96,heads=4,layers=8,batch_size=20"
-    bucket_cap_mb: float = 0.5
-    turns: int = 10  # of the controller beside a plain all-reduce, without a limit
-    turn_steps: int = 15
 
 
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
@@ -71,20 +55,8 @@ def _link(settings: Settings) -> LinkSettings:
     return LinkSettings(kind="hosts") if settings.limited else LinkSettings()
 
 
-def _ladder(settings: Settings) -> tuple[Spec, ...]:
-    return tuple(map(Spec.parse, settings.ladder))
-
-
 def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]:
     """Return one run over the changing link."""
-    phases = Phases(
-        task=Spec.parse(settings.task, "task"),
-        ladder=_ladder(settings),
-        fixed=fixed,
-        rates=tuple(map(parse_rate, settings.rates)),
-        steps=settings.steps if fixed is None else settings.fixed_steps,
-        bucket_cap_mb=settings.bucket_cap_mb,
-    )
     found: list[Ran] = []
     with hosts_on(_link(settings), _RANKS) as cluster:
 
@@ -94,7 +66,7 @@ def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]
             elif isinstance(message, Ran):
                 found.append(message)
 
-        run_world(run_phases, _RANKS, phases, hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
+        run_world(run_phases, _RANKS, (settings, fixed), hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
     [ran] = found
     medians = ", ".join(seconds_in_words(statistics.median(phase)) for phase in _by_phase(ran.seconds, settings))
     notes.tell(f"{_CONTROLLER if fixed is None else fixed.label}: {medians} a step in the phases")
@@ -103,9 +75,7 @@ def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]
 
 def _turns(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Return the controller's turns beside a plain all-reduce's, on links without a limit."""
-    task, ladder = Spec.parse(settings.task, "task"), _ladder(settings)
-    take = partial(run_turns, task, ladder, settings.turns, settings.turn_steps, settings.bucket_cap_mb)
-    beside = on_ranks(take, _RANKS, notes.tell, link=_link(settings))
+    beside = on_ranks(partial(run_turns, settings), _RANKS, notes.tell, link=_link(settings))
     notes.tell(f"without a limit the controller chose {beside.chosen}")
     return asdict(beside)
 

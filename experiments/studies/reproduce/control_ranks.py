@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,8 +14,9 @@ import commhooks
 from commhooks import Adaptive
 from experiments.hooks import make_hook, policy_of
 from experiments.launch import Send, Tell
+from experiments.links.link import parse_rate
 from experiments.specs import Spec
-from experiments.tasks import LoadedTask, load_task
+from experiments.tasks import load_task
 from experiments.training.registration import wrap_in_ddp
 from experiments.training.stepper import Stepper
 from experiments.training.worker import fingerprint
@@ -25,23 +25,27 @@ from experiments.turns import on_slowest, rotated, turns_of
 _WARM_UP = 3  # steps that are not counted: memory is allocated, and the DDP rebuilds its buckets
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is trained, and how the link changes."""
+
+    limited: bool = True  # False: a trial of the code, without hosts whose link could change
+    rates: tuple[str, ...] = ("1Gbit/s", "100Mbit/s", "1Gbit/s")
+    steps: int = 100  # of a phase, with the controller
+    fixed_steps: int = 25  # of a phase, with a fixed compressor
+    runs: int = 2  # of the controller
+    ladder: tuple[str, ...] = ("all-reduce", "fp16", "int8", "top-k:ratio=0.01")
+    task: str = "gpt:size=medium,width=96,heads=4,layers=8,batch_size=20"
+    bucket_cap_mb: float = 0.5
+    turns: int = 10  # of the controller beside a plain all-reduce, without a limit
+    turn_steps: int = 15
+
+
 @dataclass(frozen=True)
 class NewRate:
     """Rank 0 asks for another rate of all links, in bits per second; None: no limit."""
 
     rate: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phases:
-    """A run over links whose rate changes after so many steps."""
-
-    task: Spec
-    ladder: tuple[Spec, ...]
-    fixed: Spec | None  # the only compressor; None: the controller chooses
-    rates: tuple[float | None, ...]  # of the phases, in bits per second
-    steps: int  # of a phase
-    bucket_cap_mb: float
 
 
 @dataclass(frozen=True)
@@ -55,21 +59,24 @@ class Ran:
     equal: bool  # whether the replicas were equal, bit for bit, after every phase
 
 
-def run_phases(rank: int, ranks: int, phases: Phases, send: Send) -> None:
-    """Take the steps of all phases; rank 0 asks for each phase's rate when its first step begins."""
+def run_phases(rank: int, ranks: int, asked: tuple[Settings, Spec | None], send: Send) -> None:
+    """Take the steps of all phases, with one compressor or, for None, with the controller.
+
+    Rank 0 asks for each phase's rate when its first step begins.
+    """
     torch.set_num_threads(1)
-    task = load_task(phases.task)
-    worker = _Worker(task, phases.ladder, phases.fixed, phases.bucket_cap_mb)
-    for _ in range(_WARM_UP if phases.fixed is not None else 0):
+    settings, fixed = asked
+    worker = _Worker(settings, fixed)
+    for _ in range(_WARM_UP if fixed is not None else 0):
         worker.step()
     worker.forget()
     equal = True
-    for rate in phases.rates:
+    for rate in settings.rates:
         if rank == 0:
-            send(NewRate(rate))
-        for _ in range(phases.steps):
+            send(NewRate(parse_rate(rate)))
+        for _ in range(settings.steps if fixed is None else settings.fixed_steps):
             worker.step()
-        equal = equal and _replicas_are_equal(task.model)
+        equal = equal and _replicas_are_equal(worker.model)
         dist.barrier()
     seconds = on_slowest(worker.seconds)
     worker.attachment.detach()
@@ -89,16 +96,17 @@ class Beside:
     chosen: str
 
 
-def run_turns(task: Spec, ladder: tuple[Spec, ...], turns: int, steps: int, bucket_cap_mb: float, tell: Tell) -> Beside:
-    """Take turns of so many steps; the controller has tried its rungs before the first."""
-    fixed = {"dense": ladder[0], "again": ladder[0], "adaptive": None}
-    workers = {name: _Worker(load_task(task), ladder, one, bucket_cap_mb) for name, one in fixed.items()}
+def run_turns(settings: Settings, tell: Tell) -> Beside:
+    """Take turns of some steps; the controller has tried its rungs before the first."""
+    plain = Spec.parse(settings.ladder[0])
+    workers = {name: _Worker(settings, one) for name, one in {"dense": plain, "again": plain, "adaptive": None}.items()}
     controller = workers["adaptive"]
     for worker in workers.values():
-        for _ in range((len(ladder) + 2) * 3 if worker is controller else _WARM_UP):
+        for _ in range((len(settings.ladder) + 2) * 3 if worker is controller else _WARM_UP):
             worker.step()
     at_first = on_slowest(controller.seconds)
-    taken = turns_of({name: partial(worker.turn, steps) for name, worker in workers.items()}, turns, order=rotated)
+    turns = {name: partial(worker.turn, settings.turn_steps) for name, worker in workers.items()}
+    taken = turns_of(turns, settings.turns, order=rotated)
     for worker in workers.values():
         worker.attachment.detach()
     seconds = {name: [sum(on_slowest(turn)) for turn in own] for name, own in taken.items()}
@@ -108,8 +116,11 @@ def run_turns(task: Spec, ladder: tuple[Spec, ...], turns: int, steps: int, buck
 class _Worker:
     """A model with a compressor, fixed or chosen by a controller, whose steps are timed."""
 
-    def __init__(self, task: LoadedTask, ladder: Sequence[Spec], fixed: Spec | None, bucket_cap_mb: float) -> None:
-        self._stepper = Stepper(task, wrap_in_ddp(task.model, "core", bucket_cap_mb))
+    def __init__(self, settings: Settings, fixed: Spec | None) -> None:
+        task = load_task(Spec.parse(settings.task, "task"))
+        self.model = task.model
+        self._stepper = Stepper(task, wrap_in_ddp(task.model, "core", settings.bucket_cap_mb))
+        ladder = list(map(Spec.parse, settings.ladder))
         first = ladder[0] if fixed is None else fixed
         self._labels = {make_hook(spec): spec.label for spec in ladder}
         self.attachment = commhooks.attach(self._stepper.ddp, make_hook(first), policy=policy_of(first))

@@ -63,26 +63,20 @@ class Settings:
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Return the seconds of all-reduces in calls of each size, and when each gradient was ready."""
     first = next(iter(settings.places))
-    found = {
-        place: notes.once(place, partial(_in_place, place, elements, settings, notes, with_models=place == first))
-        for place, elements in settings.places.items()
-    }
+    found = {}
+    for place, elements in settings.places.items():
+        notes.tell(place)
+        link = link_of(place, settings.kind)
+        ask = partial(_on_rank, settings, elements, link, place == first)
+        found[place] = notes.once(place, partial(on_ranks, ask, settings.ranks, notes.tell, link=link))
     return {
         "places": [{"place": place, "rows": part["rows"]} for place, part in found.items()],
         "models": found[first]["models"],
     }
 
 
-def _in_place(place: str, elements: int, settings: Settings, notes: Notes, *, with_models: bool) -> dict[str, Any]:
-    """Return what one world of ranks measures; in the first one, rank 0 also runs the backward passes."""
-    notes.tell(place)
-    link = link_of(place, settings.kind)
-    measure_rank = partial(_on_rank, settings, elements, link, with_models)
-    return on_ranks(measure_rank, settings.ranks, notes.tell, link=link)
-
-
 def _on_rank(settings: Settings, elements: int, link: LinkSettings, with_models: bool, tell: Tell) -> dict[str, Any]:
-    """Let rank 0 run the backward passes, while the others wait; then all-reduce in calls of every size, in turns."""
+    """All-reduce in calls of every size, in turns; before, rank 0 may run the backward passes, while others wait."""
     models = []
     if with_models and dist.get_rank() == 0:
         tell("  backward passes of one rank")
