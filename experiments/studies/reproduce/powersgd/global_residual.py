@@ -47,6 +47,8 @@ _ONE_BUCKET_MB = 1024.0  # PyTorch's hook does not survive several over Gloo
 _SILENCE_SECONDS = 300.0
 _STOCK, _OURS = "PyTorch's", "ours"
 
+Run = tuple[str, float, int]
+"""Which hook is trained, with which skew and seed."""
 Registered = commhooks.Attachment | PowerSGDState
 """What keeps the residuals of our hook, or of PyTorch's."""
 
@@ -71,59 +73,44 @@ class Settings:
         return {_STOCK: stock, _OURS: f"powersgd:rank={self.rank},start_after={self.start}"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """One run that all ranks make together."""
-
-    label: str
-    skew: float
-    seed: int
-    settings: Settings
-
-    @property
-    def key(self) -> str:
-        """What tells it apart from the others."""
-        return f"{self.label}, skew {self.skew:g}, seed {self.seed}"
-
-
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Return a row for each hook, skew and seed."""
-    trainings = [
-        Training(label=label, skew=skew, seed=seed, settings=settings)
+    runs = {
+        f"{label}, skew {skew:g}, seed {seed}": (label, skew, seed)
         for skew in settings.skews
         for seed in range(settings.seeds)
         for label in settings.hooks
-    ]
-    missing = [one for one in trainings if notes.get(one.key) is None]
+    }
+    missing = {key: run for key, run in runs.items() if notes.get(key) is None}
     if missing:
         keep = lambda row: notes.keep(
             row["key"], row, f"accuracy {row['accuracy']:.3f}, residual / gradient {row['residuals'][-1]:.3g}"
         )
-        run_world(train_each, settings.ranks, missing, keep, timeout=_SILENCE_SECONDS)
-    return {"runs": [notes.get(one.key) for one in trainings]}
+        run_world(train_each, settings.ranks, (settings, missing), keep, timeout=_SILENCE_SECONDS)
+    return {"runs": list(map(notes.get, runs))}
 
 
-def train_each(rank: int, ranks: int, argument: Sequence[Training], send: Send) -> None:
+def train_each(rank: int, ranks: int, argument: tuple[Settings, Mapping[str, Run]], send: Send) -> None:
     """Make the runs one after the other; rank 0 sends a row for each."""
     torch.set_num_threads(1)
-    for training in argument:
-        row = _train(training, ranks)
+    settings, runs = argument
+    for key, run in runs.items():
+        row = _train(settings, *run, ranks)
         gc.collect()  # a DDP that outlives its process group may abort the process
         if rank == 0:
-            send(row)
+            send({"key": key, **row})
 
 
-def _train(training: Training, ranks: int) -> dict[str, Any]:
+def _train(settings: Settings, label: str, skew: float, seed: int, ranks: int) -> dict[str, Any]:
     """Train one model, and look at the residuals every few steps."""
-    settings = training.settings
-    spec = Spec.parse(settings.task, "task").with_default("skew", training.skew)
-    task = load_task(spec, training.seed)
+    spec = Spec.parse(settings.task, "task").with_default("skew", skew)
+    task = load_task(spec, seed)
     squares: list[float] = []  # of this rank's gradients since the last look
     for parameter in task.model.parameters():
         parameter.register_hook(lambda own: squares.append(own.square().sum().item()))  # before DDP averages it
     ddp = wrap_in_ddp(task.model, "torch", _ONE_BUCKET_MB)
-    hook = Spec.parse(settings.hooks[training.label])
-    registered = _register(ddp, hook, training.seed)
+    hook = Spec.parse(settings.hooks[label])
+    registered = _register(ddp, hook, seed)
     stepper = Stepper(task, ddp)
     looks = list[dict[str, float]]()
     for step in range(settings.steps):
@@ -137,10 +124,9 @@ def _train(training: Training, ranks: int) -> dict[str, Any]:
     if isinstance(registered, commhooks.Attachment):  # PyTorch has no way to remove a hook
         registered.detach()
     return {
-        "key": training.key,
-        "label": training.label,
-        "skew": training.skew,
-        "seed": training.seed,
+        "label": label,
+        "skew": skew,
+        "seed": seed,
         "steps": [s for s in range(settings.every, settings.steps + 1, settings.every) if s > settings.start],
         "residuals": [look["residual"] for look in looks],
         "common": [look["common"] for look in looks],
