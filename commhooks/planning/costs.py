@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import time
 from collections import Counter
@@ -68,14 +67,23 @@ class HookCosts:
     growth: tuple[float, ...]
     """Before each round and after the last: the part by which each rank beyond two increases the cost."""
 
+    def __post_init__(self) -> None:
+        sizes = [sample.elements for sample in self.matrices]
+        if len(sizes) < 2 or sizes != sorted(set(sizes)):
+            raise ValueError(f"matrices must be at least two, from the smallest on (got {sizes})")
+        for sample in (*self.matrices, self.vector):
+            rounds, costs = len(self.growth), sample.rounds
+            if len(costs) != rounds or sample.elements < 1 or not all(0 <= cost < math.inf for cost in costs):
+                raise ValueError(f"a sample must have {rounds} costs of at least 0 (got {sample})")
+
     @classmethod
     def free(cls, compressor: str, copies_per_byte: float = 0.0) -> HookCosts:
         """Return the costs of a compressor of one round whose compression takes no time."""
-        one = Sample(1, (0.0, 0.0))
+        one, two = (Sample(elements, (0.0, 0.0)) for elements in (1, 2))
         return cls(
             compressor=compressor,
             bucket_seconds=0.0,
-            matrices=(one,),
+            matrices=(one, two),
             vector=one,
             copies_per_byte=copies_per_byte,
             growth=(0.0, 0.0),
@@ -125,7 +133,7 @@ class Costs:
     """That a round adds to a step of busy ranks besides: threads that wait for one another on a core that computes."""
     copy_rate: float
     """Bytes per second that the machine copied on which this was measured."""
-    machine: Mapping[str, str | int]
+    machine: Mapping[str, Any]
     versions: Mapping[str, str]
 
     def write(self, path: Path) -> None:
@@ -141,12 +149,8 @@ class Costs:
 
         """
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if (found := raw.pop("format")) != FORMAT:
-                raise ValueError(f"its format is {found}, which another version of commhooks wrote")
-            hooks = {label: _hook_of(hook) for label, hook in raw.pop("hooks").items()}
-            return cls(hooks=hooks, **raw)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return stored.read(cls, path, form=FORMAT)
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"costs {path}: expected a file of format {FORMAT} that 'commhooks estimate --measure-costs' wrote "
                 f"({type(error).__name__}: {error}); write it again"
@@ -205,25 +209,3 @@ def copy_seconds() -> float:
         np.copyto(target, source)
         found.append(time.perf_counter() - begun)
     return float(np.quantile(found, 0.25)) / COPIED_ELEMENTS
-
-
-def _hook_of(raw: Mapping[str, Any]) -> HookCosts:
-    growth = tuple(raw["growth"])
-    matrices = tuple(_sample_of(sample, len(growth)) for sample in raw["matrices"])
-    sizes = [sample.elements for sample in matrices]
-    if len(sizes) < 2 or sizes != sorted(set(sizes)):
-        raise ValueError(f"matrices must be at least two, from the smallest on (got {sizes})")
-    return HookCosts(
-        compressor=raw["compressor"],
-        bucket_seconds=raw["bucket_seconds"],
-        copies_per_byte=raw["copies_per_byte"],
-        matrices=matrices,
-        vector=_sample_of(raw["vector"], len(growth)),
-        growth=growth,
-    )
-
-
-def _sample_of(raw: Mapping[str, Any], rounds: int) -> Sample:
-    if len(raw["rounds"]) != rounds or raw["elements"] < 1 or not all(0 <= cost < math.inf for cost in raw["rounds"]):
-        raise ValueError(f"a sample must have {rounds} costs of at least 0 (got {dict(raw)})")
-    return Sample(raw["elements"], tuple(raw["rounds"]))

@@ -32,15 +32,6 @@ class Watcher(Protocol):
         ...
 
 
-def check_is_among_all(collective: Collective) -> None:
-    """Raise `SettingsError` for a collective among some of the ranks, which profiles and the step-time model lack."""
-    if collective.group is not None:
-        raise SettingsError(
-            f"a collective among {collective.group.kind} ranks only has no place in a profile, and is not modelled; "
-            "give the compressor inside Hierarchical, with the ranks of each host and the rate inside."
-        )
-
-
 class PretendingCommunicator:
     """One of `world_size` ranks, of which no other exists.
 
@@ -62,7 +53,11 @@ class PretendingCommunicator:
             SettingsError: It is among some of the ranks only.
 
         """
-        check_is_among_all(collective)
+        if collective.group is not None:
+            raise SettingsError(
+                f"a collective among {collective.group.kind} ranks only has no place in a profile, and is not "
+                "modelled; give the compressor inside Hierarchical, with the ranks of each host and the rate inside."
+            )
         if self._watcher is not None:
             self._watcher.starting(collective)
         answer = self._answer(collective)

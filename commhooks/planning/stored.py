@@ -50,11 +50,11 @@ def read(kind: type[T], path: Path, *, form: int) -> T:
     if not isinstance(raw, dict) or raw.get("format") != form:
         found = raw.get("format") if isinstance(raw, dict) else None
         raise ValueError(f"its format is {found}, not {form}")
-    value: T = _read(kind, {key: one for key, one in raw.items() if key != "format"})
+    value: T = made_of(kind, {key: one for key, one in raw.items() if key != "format"})
     return value
 
 
-def _read(kind: Any, raw: Any) -> Any:
+def made_of(kind: Any, raw: Any) -> Any:
     """Return a value of an annotated type, given what JSON makes of it."""
     if kind is Any:
         return raw
@@ -62,15 +62,15 @@ def _read(kind: Any, raw: Any) -> Any:
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         made: Any = kind
-        return made(**{name: _read(hints[name], value) for name, value in _checked(raw, dict, kind).items()})
+        return made(**{name: made_of(hints[name], value) for name, value in _checked(raw, dict, kind).items()})
     if origin is tuple:
         values = _checked(raw, list, kind)
         each = arguments[:1] * len(values) if arguments[-1] is Ellipsis else arguments
-        return tuple(_read(one, value) for one, value in zip(each, values, strict=True))
+        return tuple(made_of(one, value) for one, value in zip(each, values, strict=True))
     if origin is Mapping:
-        return {key: _read(arguments[1], value) for key, value in _checked(raw, dict, kind).items()}
+        return {key: made_of(arguments[1], value) for key, value in _checked(raw, dict, kind).items()}
     if origin in (types.UnionType, typing.Union):
-        return None if raw is None else _read(next(one for one in arguments if one is not type(None)), raw)
+        return None if raw is None else made_of(next(one for one in arguments if one is not type(None)), raw)
     return _checked(raw, (int, float) if kind is float else kind, kind)
 
 

@@ -187,7 +187,7 @@ def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
                 hop_seconds=hop,
                 round_seconds=round_seconds,
                 copy_rate=4 / copy,
-                machine={name: here[name] for name in ("system", "processor", "cores")},  # type: ignore[misc]  # 'str | int | float'
+                machine={name: here[name] for name in ("system", "processor", "cores")},
                 versions=versions(),
             )
         )

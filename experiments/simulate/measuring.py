@@ -9,11 +9,16 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor, nn
 
+from commhooks.communicators.links import Link
+from commhooks.errors import CommHooksError
+from commhooks.planning import stored
 from commhooks.planning.candidates import label_in_profile
 from commhooks.planning.payloads import rounds_of
+from commhooks.planning.predicting import predict
 from commhooks.planning.profile import Profile
 from commhooks.planning.series import Counted, Payloads, Series, is_constant
 
@@ -28,6 +33,7 @@ from ..tasks import load_task
 from ..training.lockstep import own_gradients
 
 RANKS = (2, 4, 8, 16)
+FORMAT = 2  # of the file; until 1, compression was timed among workers, without steps
 _TIMEOUT_SECONDS = 600.0
 _COPIES = 8  # of the gradients that must fit into memory for each rank: state, buckets, messages, answers
 _LARGEST_ANSWER = 2e9  # bytes; what would be gathered from more ranks is not counted
@@ -78,6 +84,32 @@ def measure(asked: Asked, tell: Callable[[str], None]) -> Series:
 
     run_world(_measure_all, 1, asked, hear, timeout=_TIMEOUT_SECONDS)
     return found[-1]
+
+
+def write_series(series: Series, path: Path) -> None:
+    """Write the file, completely or not at all."""
+    stored.write(series, path, form=FORMAT)
+
+
+def read_series(path: Path) -> Series:
+    """Return the measurements in a file.
+
+    Raises:
+        ValueError: There is no such file, or it does not hold measurements that steps can be computed from.
+
+    """
+    try:
+        series = stored.read(Series, path, form=FORMAT)
+        for ranks in (2, 3, 10_000):
+            profile = series.at(ranks)
+            for hook in profile.hooks.values():
+                predict(profile, hook, Link(rate=1e9))
+    except (OSError, ValueError, LookupError, TypeError, CommHooksError) as error:
+        raise ValueError(
+            f"measured {path}: expected a file of format {FORMAT} that 'commhooks simulate --save' wrote "
+            f"({type(error).__name__}: {error}); measure again with --task and --save"
+        ) from error
+    return series
 
 
 def _measure_all(rank: int, ranks: int, asked: Asked, send: Send) -> None:

@@ -34,8 +34,7 @@ from ..report.table import plain_table
 from ..report.words import listed, percent
 from ..runs import Compute
 from ..specs import Spec
-from . import files
-from .measuring import Asked, measure
+from .measuring import Asked, measure, read_series, write_series
 from .pictures import utilisation_picture
 from .point import Point
 from .request import DATA, PICTURE, TABLE, Request, check_files, check_request, title_of
@@ -66,7 +65,7 @@ def simulate(request: Request, console: Console) -> Simulation:
         measured = _measurements(request, console)
         if request.save is not None:
             request.save.parent.mkdir(parents=True, exist_ok=True)
-            files.write(measured, request.save)
+            write_series(measured, request.save)
         found = simulate_measured(request, measured)
     else:
         found = simulate_sizes(request)
@@ -157,7 +156,7 @@ def _measurements(request: Request, console: Console) -> Series:
             bucket_cap_mb=request.bucket_cap_mb,
         )
         return measure(asked, partial(console.print, highlight=False, markup=False))
-    series = files.read(request.measured)
+    series = read_series(request.measured)
     there = series.profiles[0].hooks
     missing = [hook.label for hook in request.hooks if label_in_profile(hook.label) not in there]
     if missing:

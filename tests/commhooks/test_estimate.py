@@ -257,7 +257,10 @@ def test_each_bucket_costs_and_each_rank_beyond_two() -> None:
 
 def test_a_bucket_of_fewer_rounds_has_the_cost_of_the_others_after_its_last() -> None:
     costs = dataclasses.replace(
-        costs_of(""), matrices=(Sample(1, (1.0, 2.0, 4.0)), Sample(2, (1.0, 2.0, 4.0))), growth=(0.0, 0.0, 0.0)
+        costs_of(""),
+        matrices=(Sample(1, (1.0, 2.0, 4.0)), Sample(2, (1.0, 2.0, 4.0))),
+        vector=Sample(1, (1.0, 2.0, 4.0)),
+        growth=(0.0, 0.0, 0.0),
     )
     assert costs.seconds([(1, 1)], 2, 1.0, 1) == (1.0, 6.0)
     assert costs.seconds([(1, 1)], 2, 1.0, 0) == (7.0,)

@@ -35,8 +35,7 @@ from commhooks.planning.tables import Stated
 from experiments.commands.cli import app
 from experiments.commands.simulate import numbers_in
 from experiments.machine import versions
-from experiments.simulate import files
-from experiments.simulate.measuring import Asked, measure
+from experiments.simulate.measuring import Asked, measure, read_series, write_series
 from experiments.simulate.request import DATA, PICTURE, TABLE
 from experiments.simulate.request import Request as SimulationRequest
 from experiments.simulate.simulating import simulate_measured, simulate_sizes
@@ -97,7 +96,7 @@ MADE_UP = series({"top-k": gathering({2: 0.002, 4: 0.004}), "int8": exchanging()
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "measured.json"
-    files.write(MADE_UP, path)
+    write_series(MADE_UP, path)
     return path
 
 
@@ -107,7 +106,7 @@ def run(*words: str) -> tuple[int, str]:
 
 
 def test_measurements_survive_a_file(saved: Path) -> None:
-    assert files.read(saved) == MADE_UP
+    assert read_series(saved) == MADE_UP
 
 
 def test_what_is_added_up_after_a_gather_grows_with_the_ranks_and_the_rest_stays() -> None:

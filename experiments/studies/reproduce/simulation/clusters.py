@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from commhooks.communicators.links import Link
+from commhooks.planning import stored
 from commhooks.planning.candidates import label_in_profile
 from commhooks.planning.predicting import Unlinked
-from commhooks.planning.step_time import Bucket, Stage, Step, StepTime
+from commhooks.planning.step_time import Step, StepTime
 from commhooks.units import seconds_in_words, three_digits
 from experiments.cluster import hosts_on
 from experiments.launch import run_world
@@ -123,16 +124,7 @@ def _row(hosts: int, case: Case, dilation: float) -> dict[str, Any]:
 
 def simulated(case: Mapping[str, Any]) -> StepTime:
     """Return what is predicted of a case; of an earlier one only the model's part, as it has no step without a link."""
-    given = case["step"]
-    buckets = tuple(
-        Bucket(
-            one["ready"],
-            tuple(Stage(each["seconds"], tuple(map(tuple, each["collectives"]))) for each in one["stages"]),
-            one["after"],
-        )
-        for one in given["buckets"]
-    )
-    unlinked = Unlinked(Step(**{**given, "buckets": buckets}), case["hosts"], case.get("unknown", 0.0))
+    unlinked = Unlinked(stored.made_of(Step, case["step"]), case["hosts"], case.get("unknown", 0.0))
     return unlinked.over(Link(rate=case["rate"], **case["link"])).time
 
 
