@@ -41,7 +41,7 @@ _GRACE_SECONDS = 1.0  # for the other ranks' tracebacks, after the first failure
 _TERMINATE_SECONDS = 2.0
 _CHAPTER = re.compile(r"rank \d+ (failed|died):")
 _TIMEOUT_SECONDS = 120.0  # without a message
-_WIND_UP_SECONDS = 10.0  # without a message, for ranks that were told to end
+_WIND_UP_SECONDS = 30.0  # without a message, for ranks that were told to end
 _EXIT_SECONDS = 30.0  # for a rank that has sent its last message, on a very busy machine
 
 
@@ -114,7 +114,7 @@ def run_world(
             process.
         ranks_per_host: How many ranks share a host of the cluster, and its link.
         on_interrupt: Called at Ctrl-C; returns whether it has told the ranks to end by themselves. They have time until
-            a second Ctrl-C, or ten seconds without a message; otherwise they are ended at once.
+            a second Ctrl-C, or half a minute without a message; otherwise they are ended at once.
 
     Raises:
         ValueError: The cluster has too few hosts.
