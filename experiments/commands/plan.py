@@ -47,6 +47,7 @@ def plan(
             sentences,
             validation_table,
         )
+        from ..planning.probing import check_probe
         from ..planning.profiling import Asked as ProfileAsked
         from ..planning.worlds import check_place, check_world
         from ..specs import Spec
@@ -59,6 +60,8 @@ def plan(
                 "and --profile, without --validate)"
             )
         number, settings = check_world(ranks, link)
+        if probe is None:
+            check_probe(number, probe_seconds)
         check_place(json)
         asked = Asked(
             profile=ProfileAsked(

@@ -28,10 +28,11 @@ def probe(
     """Measure what every collective costs between the ranks."""
     with errors_in_words(json) as console:
         from ..planning.planning import load
-        from ..planning.probing import Asked, measure_probe, probe_tables
+        from ..planning.probing import Asked, check_probe, measure_probe, probe_tables
         from ..planning.worlds import check_place, check_world
 
         number, settings = check_world(ranks, link)
+        check_probe(number, seconds)
         check_place(json)
         given = load(None, profile)["profiled"]
         if given is not None and given.ranks != number:

@@ -10,6 +10,7 @@ from commhooks.communicators.collective import ring_bytes
 from commhooks.communicators.links import plain_kind
 from commhooks.errors import ProbeError
 from commhooks.planning import Profile
+from commhooks.planning.ladder import LEAST_SECONDS, MOST_SECONDS
 from commhooks.planning.probe import MOST_DISAGREEMENT, Cost, Probe
 from commhooks.planning.probing import probe
 from commhooks.units import counted
@@ -40,6 +41,14 @@ class Refused:
     """There is no result."""
 
     why: str
+
+
+def check_probe(ranks: int, seconds: float) -> None:
+    """Raise ValueError if so few ranks have no link, or a probe cannot take so long."""
+    if ranks < 2:
+        raise ValueError(f"a link is measured between two ranks or more (got {ranks}): give --ranks 2")
+    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        raise ValueError(f"a probe takes {LEAST_SECONDS:g} to {MOST_SECONDS:g} seconds (got {seconds:g})")
 
 
 def measure_probe(asked: Asked, ranks: int) -> Probe | None:

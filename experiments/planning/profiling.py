@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from commhooks.errors import CommHooksError
 from commhooks.planning import Candidate, Profile
 from commhooks.planning.candidates import ALL_REDUCE, label_in_profile
 from commhooks.planning.profile import StepParts
+from commhooks.planning.turns import LEAST_STEPS
 from commhooks.units import bytes_in_words, counted
 
 from ..hooks import make_hook, policy_of
@@ -77,8 +79,12 @@ def measure_profile(asked: Asked, ranks: int) -> Profile | None:
 
 
 def check_asked(asked: Asked) -> None:
-    """Raise ValueError if there is no such task or hook, or if it does not accept the task's parameters."""
+    """Raise ValueError if no profile takes such steps, or there is no such task or hook, or it cannot have the task."""
     check_ddp("profile", asked.ddp, asked.bucket_cap_mb)
+    if asked.steps is not None and asked.steps < LEAST_STEPS:
+        raise ValueError(f"steps must be a whole number of at least {LEAST_STEPS} (got {asked.steps})")
+    if not 0 < asked.seconds < math.inf:
+        raise ValueError(f"a profile takes a time above zero, in seconds (got {asked.seconds:g})")
     parameters = dict(load_task(asked.task, asked.seed).model.named_parameters())
     for spec in asked.hooks or ():
         if is_stock(spec):

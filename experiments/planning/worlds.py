@@ -18,8 +18,8 @@ def check_world(ranks: int | None, link: str | None) -> tuple[int, LinkSettings]
     """Return how many ranks there will be, and their link: torchrun's, or those asked for.
 
     Raises:
-        ValueError: torchrun started this process, and other ranks or other hosts are asked for; or the link's text does
-            not parse, is the real network without torchrun, or its rate changes in time.
+        ValueError: There is no rank; torchrun started this process, and other ranks or other hosts are asked for; or
+            the link's text does not parse, is the real network without torchrun, or its rate changes in time.
 
     """
     joined = torchrun_world()
@@ -32,7 +32,10 @@ def check_world(ranks: int | None, link: str | None) -> tuple[int, LinkSettings]
         )
     if settings.schedule:
         raise ValueError(f"link {settings.label!r} changes in time, so no figure holds for it: name one rate")
-    return joined[1] if joined else 2 if ranks is None else ranks, settings
+    number = joined[1] if joined else 2 if ranks is None else ranks
+    if number < 1:
+        raise ValueError(f"ranks must be at least 1 (got {number})")
+    return number, settings
 
 
 def check_place(*files: Path | None) -> None:
