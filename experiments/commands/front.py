@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
+import tempfile
 from typing import NoReturn
 
 from .needs import EXTRAS, extra_of, missing, not_installed
@@ -20,6 +22,8 @@ def main() -> None:
     else:
         from .cli import app
 
+        # torch.optim would otherwise make a folder here when it is imported, and leave it behind.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
         app()
 
 
