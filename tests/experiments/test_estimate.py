@@ -11,14 +11,23 @@ from typer.testing import CliRunner
 
 from commhooks import make_compressor
 from commhooks.compressors import COMPRESSORS
+from commhooks.planning import stored
 from commhooks.planning.costs import Costs
 from experiments.commands.cli import app
 from experiments.estimate.costs import HOOKS, LEFT_OUT, Model, Plan, measure
 from experiments.estimate.request import count_in
 from experiments.hooks import make_hook
 from experiments.specs import Spec
-from experiments.studies.predictions.estimates import CONFIGURATIONS, WORLDS, Checked, check, page
-from experiments.studies.predictions.steps import Steps
+from experiments.studies.predictions.estimates import (
+    CONFIGURATIONS,
+    WORLDS,
+    Checked,
+    StepsAt,
+    World,
+    check,
+    measured,
+    page,
+)
 
 SIZE = ("--parameters", "2M", "--compute", "50ms", "--copy-rate", "10GB/s")
 FEW = ("--hook", "fp16", "--hook", "powersgd:rank=4")
@@ -159,8 +168,12 @@ def test_twenty_configurations_are_compared() -> None:
     assert all(world.hooks[0] == "all-reduce" for world in WORLDS)
 
 
+def steps_of(world: World, seconds: dict[str, tuple[float, ...]]) -> StepsAt:
+    return StepsAt(world=world, rate=1e9, compute=0.05, optimizer=0.01, seconds=seconds)
+
+
 def test_a_comparison_counts_what_is_right_and_what_is_not() -> None:
-    steps = Steps(WORLDS[0], 1e9, 0.1, 0.0, {"all-reduce": (0.2, 0.2), "int8": (0.3, 0.3)})
+    steps = steps_of(WORLDS[0], {"all-reduce": (0.2, 0.2), "int8": (0.3, 0.3)})
     checked = [Checked(steps, "all-reduce", 0.2, False, ()), Checked(steps, "int8", 0.15, True, ((0.0, 1.5e9),))]
     about = {"machine": {"processor": "a processor", "cores": 2}, "versions": {"torch": "2"}, "copy_rate": 1e10}
     text = page(checked, about)
@@ -172,10 +185,20 @@ def test_a_comparison_counts_what_is_right_and_what_is_not() -> None:
 
 def test_a_comparison_gives_the_estimate_only_what_was_measured_without_a_link() -> None:
     world = WORLDS[2]
-    steps = Steps(world, 1e9, 0.05, 0.01, dict.fromkeys(world.hooks, (0.1, 0.2, 0.1)))
+    steps = steps_of(world, dict.fromkeys(world.hooks, (0.1, 0.2, 0.1)))
     found = check([steps], copy_rate=1e10)
     assert [one.hook for one in found] == list(world.hooks)
     assert all(one.estimated > 0.06 and one.measured == 0.1 for one in found)
+
+
+@pytest.mark.timeout(120)  # it starts two processes, which takes long on a busy machine
+def test_real_steps_are_taken_in_turns_with_steps_that_send_nothing() -> None:
+    world = World(task="gpt:size=tiny", ranks=2, hooks=("all-reduce", "int8"), rates=(1e9,), turns=2, kind="emulated")
+    (steps,) = measured(world)
+    assert (steps.world, steps.rate) == (world, 1e9)
+    assert {hook: len(own) for hook, own in steps.seconds.items()} == {"all-reduce": 2, "int8": 2}
+    assert 0 < steps.ready[0] <= steps.ready[-1] <= steps.compute < min(steps.seconds["all-reduce"])
+    assert stored.made_of(StepsAt, json.loads(json.dumps(dataclasses.asdict(steps)))) == steps
 
 
 @pytest.mark.timeout(120)  # it starts two processes, which takes long on a busy machine

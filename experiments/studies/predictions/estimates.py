@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from commhooks.planning import stored
 from commhooks.planning.candidates import DENSE
 from commhooks.planning.costs import copy_seconds
 from commhooks.planning.estimate import estimate
@@ -24,14 +25,37 @@ from commhooks.planning.paying import Rates
 from commhooks.units import three_digits
 from experiments.commands.terminal import errors_in_words
 from experiments.estimate.showing import rates_in_words
-from experiments.links.link import format_rate
+from experiments.links.link import LinkSettings, format_rate
 from experiments.machine import machine, versions
 from experiments.report.table import markdown_table
 from experiments.report.words import percent
 from experiments.results.medians import milliseconds
+from experiments.runs import RunSettings
+from experiments.specs import Spec
 from experiments.tasks import load_task
 
-from .steps import Steps, World, measure_steps
+from .steps import Steps, measure_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A task on hosts of one rank each, at several rates."""
+
+    task: str
+    ranks: int
+    hooks: tuple[str, ...]
+    rates: tuple[float, ...]  # bits per second, as reported
+    turns: int = 9
+    kind: str = "hosts"  # or "emulated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsAt(Steps):
+    """The steps of a world at one of its rates."""
+
+    world: World
+    rate: float
+
 
 FOLDER = Path("docs/guide/estimate")
 STEPS, TABLE = "steps.json", "checked.md"
@@ -52,7 +76,7 @@ WITHIN, OF_ALL = 0.2, 19 / 20
 class Checked:
     """A hook in one configuration."""
 
-    steps: Steps
+    steps: StepsAt
     hook: str
     estimated: float  # seconds
     said_to_pay: bool
@@ -79,7 +103,18 @@ class Checked:
         return any(0.5 <= self.steps.rate / rate <= 2 for edges in self.pays_between for rate in edges if rate)
 
 
-def check(steps: Sequence[Steps], copy_rate: float) -> list[Checked]:
+def measured(world: World) -> list[StepsAt]:
+    """Return a world's steps, at each of its rates."""
+    found = []
+    for rate in world.rates:
+        link = LinkSettings(kind=world.kind, bits_per_second=rate)
+        settings = RunSettings(task=Spec.parse(world.task, "task"), ranks=world.ranks, link=link)
+        taken = measure_steps(settings, world.hooks, world.turns, print)
+        found.append(StepsAt(world=world, rate=rate, **vars(taken)))
+    return found
+
+
+def check(steps: Sequence[StepsAt], copy_rate: float) -> list[Checked]:
     """Return the estimates beside what was measured; `copy_rate` is that of the machine that took the steps."""
     found = []
     for one in steps:
@@ -169,16 +204,9 @@ def estimates(
         if measure:
             about |= {"machine": machine(), "versions": versions(), "copy_rate": 4 / copy_seconds()}
             for number in world or range(len(WORLDS)):
-                taken = measure_steps(WORLDS[number], print)
-                about["steps"][str(number)] = [dataclasses.asdict(one) for one in taken]
-                path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        text = page(check(list(_kept(about)), about["copy_rate"]), about)
+                about["steps"][str(number)] = [dataclasses.asdict(one) for one in measured(WORLDS[number])]
+                stored.write_text(path, json.dumps(about, indent=1) + "\n")
+        steps = stored.made_of(Mapping[str, tuple[StepsAt, ...]], about["steps"])
+        text = page(check([one for number in sorted(steps) for one in steps[number]], about["copy_rate"]), about)
         (folder / TABLE).write_text(text, encoding="utf-8")
         print(text)
-
-
-def _kept(about: Mapping[str, Any]) -> Iterator[Steps]:
-    for raw in (raw for number in sorted(about["steps"]) for raw in about["steps"][number]):
-        world = World(**(raw["world"] | {name: tuple(raw["world"][name]) for name in ("hooks", "rates")}))
-        seconds = {hook: tuple(each) for hook, each in raw["seconds"].items()}
-        yield Steps(**(raw | {"world": world, "seconds": seconds}))

@@ -1,121 +1,106 @@
-"""Real steps on hosts with links of a rate, under several hooks in turns, and steps without communication."""
+"""Real steps under several hooks, in turns with steps without communication, from whose compute they are predicted."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from experiments.cluster import Cluster, hosts_on, set_rate
-from experiments.launch import Send, run_world
-from experiments.links.link import LinkSettings
+import ddp_core
+from experiments.launch import Tell, on_ranks
 from experiments.machine import dilation
 from experiments.runs import RunSettings
 from experiments.specs import Spec
 from experiments.tasks import load_task
 from experiments.training.registration import register
+from experiments.training.stepper import Stepper
+from experiments.turns import as_given, turns_of
 
-from .compute import ComputeClock, ComputeTimes
-
-_WARM_UP = 3  # turns that are not counted
-_TIMEOUT = 120.0  # seconds without a finished rate
+_WARM_UP = 3  # turns that are not counted: memory is allocated in them, and DDPs rebuild their buckets
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
-    """A task on hosts of one rank each, at several rates."""
-
-    task: str
-    ranks: int
-    hooks: tuple[str, ...]
-    rates: tuple[float, ...]  # bits per second, as reported
-    turns: int = 9
-    kind: str = "hosts"  # or "emulated"
-
-
-@dataclass(frozen=True)
 class Steps:
-    """The seconds of each step at one rate, as reported: on ranks with a core each."""
+    """Steps at one rate, in seconds as reported: on ranks with a core each."""
 
-    world: World
-    rate: float
     compute: float  # forward and backward pass, without communication; median of each step's slowest rank
     optimizer: float
-    seconds: dict[str, tuple[float, ...]]  # of each hook's steps, the mean over the ranks
+    ready: tuple[float, ...] = ()  # of each bucket, after the step began; earlier files have none
+    seconds: Mapping[str, tuple[float, ...]]  # of each hook's steps, the mean over the ranks
 
 
-def measure_steps(world: World, tell: Callable[[str], None]) -> list[Steps]:
-    """Return the steps at each rate. With fewer cores than ranks, links and reported times are slowed down alike.
+def measure_steps(settings: RunSettings, hooks: Sequence[str], turns: int, tell: Tell) -> Steps:
+    """Return the steps of new ranks. With fewer cores than ranks, links and reported times are slowed down alike.
+
+    Args:
+        settings: The task, the ranks, their link and the bucket size.
+        hooks: Each has a model of its own.
+        turns: How many steps of each count.
+        tell: Called with a text after each turn.
 
     Raises:
         WorldError: A rank failed.
 
     """
-    found: list[Steps] = []
-    with hosts_on(LinkSettings(kind=world.kind), world.ranks) as cluster:
-        hear = lambda message: found.append(message) if isinstance(message, Steps) else tell(str(message))
-        run_world(_take, world.ranks, (world, cluster), hear, timeout=_TIMEOUT, cluster=cluster)
-    return found
+    link = settings.link.slowed(dilation(settings.ranks))
+    return on_ranks(partial(_take, settings, hooks, turns), settings.ranks, tell, link=link)
 
 
-def _take(rank: int, ranks: int, argument: tuple[World, Cluster | None], send: Send) -> None:
-    torch.set_num_threads(1)
-    world, cluster = argument
-    alone = load_task(Spec.parse(world.task, "task"))
-    clock = ComputeClock(alone, None)
-    clock.warm_up(alone.batch(0, rank, ranks))
-    for rate in world.rates:
-        set_rate(cluster, rank, rate / dilation(ranks))
-        training = [_Training(world, hook, rate) for hook in world.hooks]
-        spent = torch.zeros(world.turns, len(training), dtype=torch.float64)
-        for turn in range(-_WARM_UP, world.turns):
-            batch = alone.batch(turn + _WARM_UP, rank, ranks)
-            if turn >= 0:
-                dist.barrier()
-                clock.step(batch)
-            taken = [one.step(batch) for one in training]
-            if turn >= 0:
-                spent[turn] = torch.tensor(taken)
-        compute = clock.take(partial(dist.all_reduce, op=dist.ReduceOp.MAX))
-        dist.all_reduce(spent)
-        for one in training:
-            one.registered.detach()
-        del one, training
-        if rank == 0:
-            send(_reported(world, rate, compute, spent / ranks))
-    del clock  # a DDP must go before its process group does
+def _take(settings: RunSettings, hooks: Sequence[str], turns: int, tell: Tell) -> Steps:
+    slow = dilation(settings.ranks)
+    came: list[float] = []
+    alone = load_task(settings.task)
+    ddp = ddp_core.DistributedDataParallel(alone.model, bucket_cap_mb=settings.bucket_cap_mb)
+    ddp.register_comm_hook(came, _answer)
+    tasks = {hook: load_task(settings.task) for hook in hooks}
+    registered = {
+        hook: register(dataclasses.replace(settings, hook=Spec.parse(hook)), task.model, slow)
+        for hook, task in tasks.items()
+    }
+    steppers = {"": Stepper(alone, ddp)} | {hook: Stepper(tasks[hook], registered[hook].ddp) for hook in hooks}
+    contenders = {name: partial(_step, stepper, came) for name, stepper in steppers.items()}
+    taken = turns_of(contenders, turns, warm_up=_WARM_UP, order=as_given, tell=tell)
+    for stepper in steppers.values():
+        stepper.close()
+    for one in registered.values():
+        one.detach()
+    without = torch.tensor(taken.pop(""), dtype=torch.float64) / slow
+    dist.all_reduce(without, dist.ReduceOp.MAX)
+    compute, optimizer, *ready = np.median(without.numpy(), axis=0).tolist()
+    moments = np.maximum.accumulate(ready).clip(max=compute).tolist()
+    seconds = torch.tensor([[sum(parts[:2]) for parts in own] for own in taken.values()], dtype=torch.float64) / slow
+    dist.all_reduce(seconds)
+    by_hook = zip(hooks, map(tuple, (seconds / settings.ranks).tolist()), strict=True)
+    return Steps(compute=compute, optimizer=optimizer, ready=tuple(moments), seconds=dict(by_hook))
 
 
-def _reported(world: World, rate: float, compute: ComputeTimes, spent: torch.Tensor) -> Steps:
-    slow = dilation(world.ranks)
-    by_hook = zip(world.hooks, (spent / slow).T.tolist(), strict=True)
-    return Steps(
-        world, rate, compute.seconds / slow, compute.optimizer / slow, {hook: tuple(each) for hook, each in by_hook}
-    )
+def _step(stepper: Stepper, came: list[float]) -> list[float]:
+    """Return the seconds of forward and backward pass, of the optimizer, and until each bucket came to `_answer`.
+
+    All ranks begin a step together.
+    """
+    batch = stepper.next_batch()
+    came.clear()
+    dist.barrier()
+    begun = time.perf_counter()
+    stepper.task.loss(stepper.ddp, batch).backward()
+    computed = time.perf_counter()
+    stepper.optimizer.step()
+    updated = time.perf_counter()
+    stepper.optimizer.zero_grad()
+    return [computed - begun, updated - computed, *(moment - begun for moment in came)]
 
 
-class _Training:
-    """A model of its own under one hook."""
-
-    def __init__(self, world: World, hook: str, rate: float) -> None:
-        task = Spec.parse(world.task, "task")
-        link = LinkSettings(kind=world.kind, bits_per_second=rate)
-        settings = RunSettings(task=task, hook=Spec.parse(hook), ranks=world.ranks, link=link)
-        self.task = load_task(task)
-        self.registered = register(settings, self.task.model, dilation(world.ranks))
-        self.optimizer = self.task.optimizer()
-
-    def step(self, batch: Any) -> float:
-        """Return the seconds of a step, which all ranks begin together."""
-        dist.barrier()
-        begun = time.perf_counter()
-        self.task.loss(self.registered.ddp, batch).backward()
-        self.optimizer.step()
-        seconds = time.perf_counter() - begun
-        self.optimizer.zero_grad()
-        return seconds
+def _answer(came: list[float], bucket: ddp_core.GradBucket) -> torch.futures.Future[Tensor]:
+    """Note when a bucket came, and send nothing."""
+    came.append(time.perf_counter())
+    answered: torch.futures.Future[Tensor] = torch.futures.Future()
+    answered.set_result(bucket.buffer())
+    return answered

@@ -13,31 +13,40 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from commhooks.communicators.links import Link
-from commhooks.planning import stored
+from commhooks.planning import Profile, stored
 from commhooks.planning.candidates import label_in_profile
 from commhooks.planning.predicting import Unlinked
 from commhooks.planning.step_time import Step, StepTime
 from commhooks.units import seconds_in_words, three_digits
-from experiments.cluster import hosts_on
-from experiments.launch import run_world
+from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, format_rate, parse_rate
 from experiments.machine import cores, dilation
+from experiments.planning.profiling import Asked, profile_step
 from experiments.report.blocks import Block, Picture, Table
 from experiments.report.words import percent
 from experiments.results.medians import milliseconds
+from experiments.runs import RunSettings
 from experiments.specs import Spec
+from experiments.tasks import load_task
+from experiments.training.registration import wrap_in_ddp
+from experiments.training.stepper import Stepper
+from experiments.turns import in_turns
 
+from ...predictions.steps import measure_steps
 from ..notes import Notes
 from ..reproduction import Reproduction
-from .cluster_ranks import Case, Work, run_steps
 from .drawing import measured_and_simulated
 
-_TIMEOUT_SECONDS = 180.0
+_PROBES = 9
+_LARGE = 1_000_000  # elements of fp32
 _MEDIAN_TARGET, _NINE_IN_TEN_TARGET = 0.15, 0.25
 
 
@@ -55,71 +64,75 @@ class Settings:
 
 
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
-    """Return the cases of all numbers of hosts, each with what the model is given."""
+    """Return the cases of all numbers of hosts and rates, each with what the model is given."""
     cases: list[Any] = []
     for hosts in settings.hosts:
-        cases += notes.once(f"{hosts} hosts", lambda hosts=hosts: _measure(settings, hosts, notes))  # type: ignore[misc]  # 'Cannot infer type of lambda'
+        for rate in settings.rates:
+            take = partial(_measure, settings, hosts, rate, notes.tell)
+            cases += notes.once(f"{hosts} hosts, {rate}", take)
     return {"cases": cases}
 
 
-def _measure(settings: Settings, hosts: int, notes: Notes) -> list[dict[str, Any]]:
-    """Return the cases of one number of hosts."""
-    rates = tuple(parse_rate(rate) or math.inf for rate in settings.rates)
-    work = {
-        "task": Spec.parse(settings.task, "task"),
-        "hooks": tuple(map(Spec.parse, settings.hooks)),
-        "rates": rates,
-        "kind": settings.kind,
-        "steps": settings.steps,
-        "bucket_cap_mb": settings.bucket_cap_mb,
-        "dilation": dilation(hosts),
-        "cores": cores(),
-    }
-    cases: list[Case] = []
-
-    def hear(message: object) -> None:
-        assert isinstance(message, Case), "rank 0 sends nothing else"
-        cases.append(message)
-        seconds = seconds_in_words(statistics.median(message.seconds))
-        notes.tell(f"{hosts} hosts, {format_rate(message.rate)}, {message.hook}: {seconds} a step")
-
-    with hosts_on(LinkSettings(kind=settings.kind), hosts) as cluster:
-        whole = Work(**work, cluster=cluster)  # type: ignore[arg-type]  # 'has incompatible type "object"': each fits
-        run_world(run_steps, hosts, whole, hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
-    return [_row(hosts, case, whole.dilation) for case in cases]
-
-
-def _row(hosts: int, case: Case, dilation: float) -> dict[str, Any]:
-    """Return a case with what the model is given for it, in the seconds that are reported."""
-    profile, compute = case.unlimited.profile, case.compute
-    assert profile is not None, "rank 0 has one"
-    hook = profile.hooks[label_in_profile(case.hook)]
-    unlinked = Unlinked.of(profile, hook)  # timed on a core of its own
-    moments = (moment / dilation for moment in compute.ready)
-    step = dataclasses.replace(
-        unlinked.step,
-        compute=compute.seconds / dilation,
-        optimizer=compute.optimizer / dilation,
-        buckets=tuple(
-            dataclasses.replace(bucket, ready=moment)
-            for bucket, moment in zip(unlinked.step.buckets, moments, strict=True)
-        ),
-        cores=1,
+def _measure(settings: Settings, hosts: int, rate: str, tell: Tell) -> list[dict[str, Any]]:
+    """Return a case for each hook; what the model is given, anew for each rate, as a machine's other load changes."""
+    tell(f"{hosts} hosts, {rate}")
+    unlimited = LinkSettings(kind=settings.kind)
+    run = RunSettings(
+        task=Spec.parse(settings.task, "task"),
+        ranks=hosts,
+        link=dataclasses.replace(unlimited, bits_per_second=parse_rate(rate)),
+        bucket_cap_mb=settings.bucket_cap_mb,
     )
-    link = Link(
-        rate=case.rate,
-        latency=case.unlimited.hop_seconds / dilation,
-        seconds_per_byte=case.unlimited.seconds_per_byte / dilation,
-    )
-    return {
-        "hosts": hosts,
-        "rate": case.rate,
-        "hook": case.hook,
-        "steps": list(case.seconds),
-        "step": asdict(step),
-        "unknown": unlinked.unknown,
-        "link": {"latency": link.latency, "seconds_per_byte": link.seconds_per_byte},
-    }
+    profile, link = on_ranks(partial(_without_a_limit, run, settings), hosts, tell, link=unlimited)
+    taken = measure_steps(run, settings.hooks, settings.steps, tell)
+    cases = []
+    for hook, seconds in taken.seconds.items():
+        tell(f"{hook}: {seconds_in_words(statistics.median(seconds))} a step")
+        unlinked = Unlinked.of(profile, profile.hooks[label_in_profile(hook)])  # timed on a core of its own
+        buckets = zip(unlinked.step.buckets, taken.ready, strict=True)
+        step = dataclasses.replace(
+            unlinked.step,
+            compute=taken.compute,
+            optimizer=taken.optimizer,
+            buckets=tuple(dataclasses.replace(bucket, ready=moment) for bucket, moment in buckets),
+            cores=1,
+        )
+        cases.append(
+            {
+                "hosts": hosts,
+                "rate": parse_rate(rate) or math.inf,
+                "hook": hook,
+                "steps": list(seconds),
+                "step": asdict(step),
+                "unknown": unlinked.unknown,
+                "link": link,
+            }
+        )
+    return cases
+
+
+def _without_a_limit(run: RunSettings, settings: Settings, tell: Tell) -> tuple[Profile, dict[str, float]]:
+    """Return, on rank 0, a profile as one of the ranks on a core that no other uses, and what links carry, as reported.
+
+    Links are measured with an all-reduce of 4 bytes, each rank's hops one after another, and with a large one.
+    """
+    ranks, slow = run.ranks, dilation(run.ranks)
+    payloads = {elements: partial(dist.all_reduce, torch.zeros(elements)) for elements in (1, _LARGE)}
+    taken = in_turns(payloads, _PROBES, warm_up=0)
+    small, large = (statistics.median(seconds) / slow for seconds in taken.values())
+    sent = 2 * (ranks - 1) / ranks * 4 * _LARGE
+    link = {"latency": small / (2 * (ranks - 1)), "seconds_per_byte": max(0.0, large - small) / sent}
+    profile: Any = None  # on a rank that finds no core
+    on_cores = range(min(ranks, cores()))
+    group = dist.new_group(on_cores)
+    if dist.get_rank() in on_cores:
+        task = load_task(run.task)
+        step = Stepper(task, wrap_in_ddp(task.model, run.ddp, run.bucket_cap_mb, group))
+        hooks = tuple(map(Spec.parse, settings.hooks))
+        asked = Asked(task=run.task, hooks=hooks, link=LinkSettings(), steps=settings.steps)
+        profile = profile_step(step, asked, as_ranks=ranks, group=group)
+        step.close()
+    return profile, link
 
 
 def simulated(case: Mapping[str, Any]) -> StepTime:
