@@ -200,8 +200,8 @@ class Case:
 
 
 def beside(even: Compressor, odd: Compressor) -> Compressor:
-    """Return a compressor for the parameters with an even digit in their name beside one for the others."""
-    return PerParameter(rules=(("*[02468]*", even),), otherwise=odd)
+    """Return a compressor for the parameters with an even digit, or "conv", in their name beside one for the others."""
+    return PerParameter(rules=(("*[02468v]*", even),), otherwise=odd)
 
 
 CASES = [

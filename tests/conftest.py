@@ -43,9 +43,12 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files of long tests first; skip tests marked `gpu`, saying why, where there is no CUDA device."""
+    """Put files of long tests first, and give soaks time; skip tests marked `gpu` where there is no GPU."""
     place = {f"tests/{file}": number for number, file in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+    for item in items:
+        if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))
     if torch.cuda.is_available():
         return
     for item in items:
