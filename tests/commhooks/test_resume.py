@@ -71,8 +71,9 @@ def resumed(rank: int, kind: str, policy: str, folder: str, steps: int, cases: l
 
 def save_and_resume(folder: Path, world_size: int, kind: str, policy: str, steps: int, cases: list[str]) -> None:
     given = (kind, policy, str(folder), steps, cases)
-    run_world(saved_and_whole, world_size, *given)
-    run_world(resumed, world_size, *given)
+    timeout = 50.0 if cases else 280.0  # of every row
+    run_world(saved_and_whole, world_size, *given, timeout=timeout)
+    run_world(resumed, world_size, *given, timeout=timeout)
 
 
 def first_resumed_steps(
