@@ -35,23 +35,29 @@ def _options_in(words: Sequence[str]) -> Iterator[Option]:
 
 def _run(given: list[Option]) -> list[Option]:
     """Return the options of a comparison that is a single run, which ends after its steps."""
-    needed: list[Option] = [("--hook", "all-reduce"), ("--go-on", "1")]
-    needed += [("--task", None)]  # which is refused
-    return [*given, *(option for option in needed if option[0] not in dict(given))]
+    if dict(given).keys() & {"--help", "-h"}:
+        return given
+    needed = [("--hook", "all-reduce"), ("--go-on", "1"), ("--task", "TASK")]  # there is none of that name
+    return _valued_first([*given, *(option for option in needed if option[0] not in dict(given))])
 
 
 def _overlap(given: list[Option]) -> list[Option]:
     """Return the options of `profile --overlap`, which assumes no task and no link."""
-    left = dict(given)
+    left, names = dict(given), {"--rounds": "--steps"}
     if len(left) < len(given):  # which is refused
-        return [("--overlap", None), *given]
+        names |= {"--rate": "--link", "--latency": "--link", "--size": "--task"}
+        return [("--overlap", None), *((names.get(name, name), value) for name, value in given)]
     task, size = left.pop("--task", "gpt"), left.pop("--size", None)
     if task and size and "size=" not in task:
         task += f"{',' if '=' in task else ':'}size={size}"
     link = f"{left.pop('--rate', '100Mbit/s')},latency={left.pop('--latency', '0.2ms')}"
-    names = {"--rounds": "--steps"}
-    others = [(names.get(name, name), value) for name, value in left.items()]
-    return [("--overlap", None), ("--task", task), ("--link", link), *others]
+    options = [("--task", task), ("--link", link), *((names.get(name, name), value) for name, value in left.items())]
+    return [("--overlap", None), *_valued_first(options)]
+
+
+def _valued_first(options: list[Option]) -> list[Option]:
+    """Return the options in an order in which one whose value is missing does not take a name for it."""
+    return sorted(options, key=lambda option: option[1] is None)
 
 
 def _option(command: str, name: str, value: str | None) -> list[Option]:

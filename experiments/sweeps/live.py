@@ -23,7 +23,7 @@ from ..results.rates import bytes_per_second, link_use
 from ..results.summary import SMOOTHING_STEPS, total_seconds
 from ..runs import RunResult, RunSettings, StepRecord
 from ..specs import Spec
-from ..training.worker import BeginsAgain, Evaluated, RunDone, StepDone
+from ..training.worker import BeginsAgain, Evaluated, NotSaved, RunDone, StepDone
 from .execute import Listener, RunFailed
 from .pace import Pace
 
@@ -143,7 +143,7 @@ class Live:
         if self._quiet:
             return
         line = None
-        if isinstance(message, RunDone | RunFailed | BeginsAgain):
+        if isinstance(message, RunDone | RunFailed | BeginsAgain | NotSaved):
             line = self._line(settings, message)
         elif self._display is None and self._clock() - self._printed >= _HEARTBEAT_SECONDS:
             row = self._rows[settings]
@@ -206,10 +206,12 @@ class Live:
             table.add_row(label, *(cell for name, cell in cells if name in columns), style=style)
         return table
 
-    def _line(self, settings: RunSettings, message: RunDone | RunFailed | BeginsAgain) -> str:
+    def _line(self, settings: RunSettings, message: RunDone | RunFailed | BeginsAgain | NotSaved) -> str:
         written = settings.to_dict()
         varying = [f"{key} {written[key]}" for key in self._varying if key in written]
         label = " · ".join([settings.label, *varying])
+        if isinstance(message, NotSaved):
+            return f"{label}: goes on, but its progress could not be saved: {message.reason}"
         if isinstance(message, BeginsAgain):
             return f"{label}: begins again, since what was saved of it cannot be used: {message.reason}"
         if isinstance(message, RunFailed):

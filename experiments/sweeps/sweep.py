@@ -129,8 +129,8 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
             made = execute(missing, sweep.out, listeners(live, logs), going_on=sweep.going_on(known), known=known)
     except (KeyboardInterrupt, SystemExit, WorldError, ClusterError, OSError):
         there = sum((sweep.out / RESULTS / f"{settings.name}.json").is_file() for settings in sweep.runs)
-        saved = sorted({steps for settings in sweep.runs if (steps := saved_steps(sweep.out, settings))})
-        goes_on = f" and goes on where runs were saved, after step {' or '.join(map(str, saved))}" if saved else ""
+        saved = [steps for settings in sweep.runs if (steps := saved_steps(sweep.out, settings))]
+        goes_on = f", {len(saved)} of them from step {' or '.join(map(str, sorted(set(saved))))} on" if saved else ""
         print(
             f"\n{there} of {len(sweep.runs)} runs are finished, in {sweep.out}; the same command, with this folder as "
             f"--out, {'makes the others' if there < len(sweep.runs) else 'writes the report'}{goes_on}",

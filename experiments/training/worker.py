@@ -93,6 +93,14 @@ class BeginsAgain:
 
 
 @dataclass(frozen=True)
+class NotSaved:
+    """A run's progress could not be written; the run goes on."""
+
+    run: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class RunDone:
     """All ranks finished a run."""
 
@@ -267,7 +275,10 @@ class _Run:
             "evaluations": [dataclasses.asdict(one) for one in self.evaluations],
             "probes": [dataclasses.asdict(one) for one in self.probes],
         }
-        self.registered.save(folder / self.settings.name, len(self.steps), self.optimizer, extra)
+        try:
+            self.registered.save(folder / self.settings.name, len(self.steps), self.optimizer, extra)
+        except CheckpointError as error:  # on all ranks
+            self.send(NotSaved(self.number, str(error)))
 
     def load(self, folder: Path) -> bool:
         """Go on where the run was saved, if it was; what it reported until then is reported again.

@@ -99,7 +99,10 @@ MISTAKES = {
     "cluster create": "Missing argument 'name'",
     "cluster crate": "Did you mean 'create'",
     "cluster set-rate demo 1Mbit/s --direction left": "is not one of 'up', 'down', 'both'",
-    "run": "Option '--task' requires an argument",
+    "run": "task 'TASK' is not known",
+    "run --task digits --steps 3 --hook": "Option '--hook' requires an argument",
+    "overlap --task": "Option '--task' requires an argument",
+    "overlap --rate 5 --rate 6": "--link is given 2 times",
 }
 
 
@@ -160,7 +163,8 @@ def test_every_command_explains_itself_in_two_spellings(command: str) -> None:
     ("former", "now"),
     {
         "run --task gpt": "compare --task gpt --hook all-reduce --go-on 1",
-        "run --task gpt --hook=fp16 --quiet": "compare --task gpt --hook fp16 --quiet --go-on 1",
+        "run --task gpt --hook=fp16 --quiet": "compare --task gpt --hook fp16 --go-on 1 --quiet",
+        "run --help": "compare --help",
         "overlap": "profile --overlap --task gpt --link 100Mbit/s,latency=0.2ms",
         "overlap --size small --rate 1Gbit/s --rounds 3 --ranks 4": (
             "profile --overlap --task gpt:size=small --link 1Gbit/s,latency=0.2ms --steps 3 --ranks 4"

@@ -11,7 +11,7 @@ from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.sweeps.execute import execute, saved_steps
 from experiments.training.progress import PROGRESS, can_continue
-from experiments.training.worker import BeginsAgain, Evaluated, StepDone
+from experiments.training.worker import BeginsAgain, Evaluated, NotSaved, StepDone
 
 HOOKS = ("all-reduce", "powersgd:rank=2,start_after=5", "dgc:ratio=0.05")
 STOPPED = 38
@@ -63,6 +63,23 @@ def test_ctrl_c_at_38_of_60_steps_goes_on_there(tmp_path: Path) -> None:
     whole = execute(RUNS, tmp_path / "whole", lambda *_: None)
     for run in RUNS:
         assert learned(made.results[run]) == learned(whole.results[run])
+
+
+def test_what_cannot_be_saved_goes_on_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / PROGRESS).mkdir()
+    (tmp_path / PROGRESS / RUNS[0].name).write_text("in the way")
+    heard: list[object] = []
+
+    def press(run: RunSettings, message: object) -> None:
+        heard.append(message)
+        if isinstance(message, StepDone) and (run, message.record.step) == (RUNS[1], 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(RUNS[:2], tmp_path, press)
+    (said,) = [message for message in heard if isinstance(message, NotSaved)]
+    assert RUNS[0].name in said.reason
+    assert saved_steps(tmp_path, RUNS[0]) == 0 and saved_steps(tmp_path, RUNS[1]) >= 2
 
 
 @pytest.mark.parametrize(
