@@ -10,11 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from experiments.launch import RankFunction, Send, run_world
+from experiments.launch import RankFunction, Send, WorldError, run_world
 
 RANKS = 2
 _DONE = "the function has returned on this rank"
 _KEY = b"standing ranks"
+_IDLE = 3600.0  # seconds without a call, between which other tests run
 
 
 class StandingRanks:
@@ -46,7 +47,10 @@ class StandingRanks:
             connection.send((function, argument))
         left = RANKS
         while left:
-            message = self._said.get(timeout=self._timeout)
+            try:
+                message = self._said.get(timeout=self._timeout)
+            except queue.Empty:
+                message = WorldError(f"the standing ranks reported nothing for {self._timeout:.0f} s")
             if isinstance(message, BaseException):
                 self.close()
                 raise message
@@ -71,7 +75,7 @@ class StandingRanks:
 
     def _watch(self, address: tuple[str, int]) -> None:
         try:
-            run_world(serve, RANKS, address, self._said.put, timeout=self._timeout)
+            run_world(serve, RANKS, address, self._said.put, timeout=_IDLE)
         except BaseException as error:
             self._said.put(error)
 
