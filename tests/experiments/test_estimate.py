@@ -193,9 +193,10 @@ def test_a_comparison_gives_the_estimate_only_what_was_measured_without_a_link()
 
 @pytest.mark.timeout(120)  # it starts two processes, which takes long on a busy machine
 def test_real_steps_are_taken_in_turns_with_steps_that_send_nothing() -> None:
-    world = World(task="gpt:size=tiny", ranks=2, hooks=("all-reduce", "int8"), rates=(1e9,), turns=2, kind="emulated")
+    # 10 Mbit/s: 218 kB of gradients take 174 ms, beside which a busy machine's noise in the compute is nothing
+    world = World(task="gpt:size=tiny", ranks=2, hooks=("all-reduce", "int8"), rates=(1e7,), turns=2, kind="emulated")
     (steps,) = measured(world)
-    assert (steps.world, steps.rate) == (world, 1e9)
+    assert (steps.world, steps.rate) == (world, 1e7)
     assert {hook: len(own) for hook, own in steps.seconds.items()} == {"all-reduce": 2, "int8": 2}
     assert 0 < steps.ready[0] <= steps.ready[-1] <= steps.compute < min(steps.seconds["all-reduce"])
     assert stored.made_of(StepsAt, json.loads(json.dumps(dataclasses.asdict(steps)))) == steps
