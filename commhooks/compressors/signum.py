@@ -64,7 +64,9 @@ class Signum(Compressor):
         momenta = []
         for slot in bucket.slots:
             m = slot.form() * (1 - self.beta)
-            momenta.append(m.add_(slot.state("momentum").to(m), alpha=self.beta) if self.beta else m)
+            if self.beta:
+                m.add_(slot.state("momentum").to(m, non_blocking=True), alpha=self.beta)
+            momenta.append(m)
             slot.gradient.copy_(m)
         votes = TwoHop(codec=Vote(block=self.block), server_feedback=False, seed=self.seed)
         verdict = _Verdict()

@@ -270,7 +270,8 @@ class TwoHop(Compressor):
                 of_all = [payload[:, own].flatten(0, 1) for payload in received]
                 y = self._mean(of_all, context)
                 if self.server_feedback:
-                    y += share.slot.state(SERVER_ERROR)[start - share.start : own.stop - share.start].to(y)
+                    error = share.slot.state(SERVER_ERROR)[start - share.start : own.stop - share.start]
+                    y += error.to(y, non_blocking=True)
                 code = self._encode(y, context, share.slot.name, "server", number)
                 for payload, part in zip(coded, code, strict=True):
                     payload[own] = part

@@ -19,7 +19,7 @@ class Copies:
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self._live = [tensor for slot in slots for tensor in slot.remembered.tensors.values()]
-        self.kept = [torch.empty_like(tensor) for tensor in self._live]
+        self.kept = [torch.empty_like(tensor, pin_memory=tensor.is_pinned()) for tensor in self._live]
         self.refresh()
 
     def refresh(self) -> None:
@@ -36,7 +36,8 @@ class Copies:
                 torch._foreach_copy_(self._live, self.kept)
             return
         for live, kept in zip(self._live, self.kept, strict=True):
-            queue_copy(live, torch.where(wanted, kept.to(wanted.device), live.to(wanted.device)))
+            before, now = (state.to(wanted.device, non_blocking=True) for state in (kept, live))
+            queue_copy(live, torch.where(wanted, before, now))
 
 
 class UndoLog:

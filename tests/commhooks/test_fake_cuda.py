@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import streams
 from commhooks.communicators.collective import Traffic
+from commhooks.engine.undo import UndoLog
 from commhooks.language import BucketView, Context, Place
 from commhooks.language.randomness import seeded_normal
 from commhooks.scheduling.ledger import Ledger
@@ -47,6 +48,25 @@ class Recorded(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Blocking(TorchDispatchMode):
+    """Note the copies between devices for which the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # 'Call to untyped function "__init__"'
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source = args[0] if function is torch.ops.aten._to_copy.default else args[1]
+            waits = not (kwargs or {}).get("non_blocking") and not args[2:]
+            if result.device != source.device and waits:
+                self.copies.append(f"{function} of {tuple(source.shape)}: {source.device} to {result.device}")
+        return result
+
+
 class Deviceless(TorchFunctionMode):
     """Go around those methods that look for the device before they do anything, in a PyTorch not built for CUDA."""
 
@@ -57,15 +77,14 @@ class Deviceless(TorchFunctionMode):
             return torch.ops.aten.copy_(*args, **(kwargs or {}))
         if function is Tensor.contiguous:
             return torch.ops.aten.contiguous(*args)
+        if function is Tensor.__invert__:
+            return torch.ops.aten.bitwise_not(*args)
         if function is Tensor.__getitem__:
             return _item(*args)
         if function is Tensor.__setitem__:
             tensor, index, value = args
             place = _item(tensor, index)
             return torch.ops.aten.copy_(place, value) if isinstance(value, Tensor) else place.fill_(value)
-        if function is torch._foreach_add_ and isinstance(args[1], Tensor):
-            # A fake's asks for the value, a device's does not: tests/gpu has the host raise if it waits.
-            return [tensor.add_(args[1]) for tensor in args[0]]
         settings = dict(kwargs or {})
         if function is torch.rand:
             settings.pop("generator")  # of the processor, for want of another
@@ -105,8 +124,12 @@ def _count_blocks() -> None:
 def device() -> Iterator[torch.device]:
     """Make every tensor a fake one, and give a device that is not there."""
     _count_blocks()
-    never_done = types.SimpleNamespace(query=bool, synchronize=int)
-    queue = mock.patch.object(streams, "_queue", side_effect=lambda kept, value: (kept.copy_(value), never_done)[1])
+
+    def queued(kept: Tensor, value: Tensor) -> Any:
+        kept.copy_(value, non_blocking=True)
+        return types.SimpleNamespace(query=bool, synchronize=int)  # never done
+
+    queue = mock.patch.object(streams, "_queue", side_effect=queued)
     kept = mock.patch.object(streams, "keep_until_read")
     place = mock.patch.object(streams, "_place", side_effect=id)
     of_cpu = torch.Generator
@@ -125,9 +148,15 @@ def test_a_step_on_a_gpu_asks_for_no_value(case: Case, storage: Any, device: tor
     parameters = [torch.empty(shape, device=device) for shape in SHAPES]
     memory = torch.empty(sum(parameter.numel() for parameter in parameters), device=device)
     view = bucket_of(parameters, memory, StateTable(0, 1, storage), compressor)
+    undo = UndoLog()
     for step in range(3):
-        mean = run_alone(view, compressor.compress(view, Context(0, 1, step)))
+        undo.begin_step()
+        undo.expect(last=True)
+        with Blocking() as blocking:
+            mean = run_alone(view, undo.watch(view, compressor.compress(view, Context(0, 1, step))))
+            undo.settle(mean)
         assert (mean.device, mean.shape) == (device, memory.shape)
+    assert blocking.copies == [], "in a step after the first"
 
 
 def test_random_numbers_are_copied_without_waiting(device: torch.device) -> None:

@@ -178,7 +178,8 @@ class PowerSGD(Compressor):
 
         finite = yield Judge(*received, *means_of_rest, *plan.largest(side, means))
         if not surely(finite):  # one bad element makes the whole mean non-finite, on every rank
-            torch._foreach_add_(means, torch.where(finite, 0.0, torch.nan))
+            # A list, since PyTorch takes one 0-dim tensor for a number, which the host would wait to read.
+            torch._foreach_add_(means, [torch.where(finite, 0.0, torch.nan)] * len(means))
         plan.finish(side, means, len(sides), context, finite)
         if self.warm_start:
             self._keep(plan.groups, side, means, finite)
