@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster torch-suite gpu clean
+.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster torch-suite gpu gpu-cost clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -36,6 +36,7 @@ help:
 	@echo "make soak-network  another: stores that stop answering, cables that are pulled, links and their counters (needs root and iproute2)"
 	@echo "make soak-cluster  another: what compression saves between hosts at 100 Mbit/s, and how true the emulated link is"
 	@echo "make gpu          the tests that need a CUDA device; they are skipped where there is none"
+	@echo "make gpu-cost     count the launches, bytes and host waits of every hook; nothing is measured on a GPU"
 	@echo "make clean        remove .venv and everything that was built"
 
 # torch first and by name: with it in place, the rest is resolved against the version that constraints.txt names.
@@ -113,6 +114,9 @@ soak-cluster: $(STAMP)
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -v tests/gpu
+
+gpu-cost: $(STAMP)
+	$(BIN)/python -m experiments.studies gpu-cost --device cpu
 
 clean:
 	rm -rf .venv .venv-frameworks site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

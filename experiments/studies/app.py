@@ -1,4 +1,4 @@
-"""The studies by name: what was published, how fast this package is, and how close its predictions come."""
+"""The studies by name: what was published, how fast this package is, what GPUs do, how close predictions come."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import typer
 from experiments.commands.terminal import EachOptionOnce
 
 from .bench.command import bench
+from .gpu_cost.command import gpu_cost
 from .predictions.estimates import estimates
 from .predictions.plans import plans
 from .reproduce.command import HELP, reproduce
@@ -15,7 +16,7 @@ app = typer.Typer(
     help=__doc__, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 app.command(help=HELP, cls=EachOptionOnce)(reproduce)
-for study in (bench, estimates, plans):
+for study in (bench, estimates, gpu_cost, plans):
     app.command(cls=EachOptionOnce)(study)
 
 

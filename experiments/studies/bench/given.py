@@ -28,7 +28,7 @@ class GivenBucket:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = [p if isinstance(p, nn.Parameter) else nn.Parameter(p) for p in parameters]
-        self._memory = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+        self._memory = parameters[0].new_zeros(sum(p.numel() for p in parameters))
 
     def index(self) -> int:
         """Return its number in the step."""

@@ -1,0 +1,235 @@
+"""Counting what calls of PyTorch's operators would ask of a GPU: launches, bytes touched, and waits of the host.
+
+The operators are seen where PyTorch hands them to a device (a dispatch mode), whatever that device is. So nothing is
+known of kernels; what a call counts is an assumption, and `ASSUMPTIONS` has all of them in words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FOREACH_TENSORS = 64
+"""A multi-tensor kernel takes so many tensors at most."""
+CAT_TENSORS = 128
+"""So many a kernel that puts tensors side by side."""
+LAUNCHES: Mapping[str, int] = {
+    "linalg_cholesky_ex": 2,
+    "linalg_qr": 2,
+    "linalg_solve_triangular": 2,
+    "linalg_svd": 20,
+    "_linalg_svd": 20,
+    "nonzero": 4,
+    "sort": 8,
+    "topk": 16,
+}
+"""By operator, where it is not 1; of QR, besides two library calls for each matrix of a batch."""
+_OF_EACH_MATRIX = {"linalg_qr": 2, "_linalg_svd": 20, "linalg_svd": 20}
+
+ASSUMPTIONS: Sequence[str] = (
+    "A launch is a call of an ATen operator with a tensor on the device. Views and allocations launch nothing.",
+    f"A `_foreach_` call launches one kernel for every {FOREACH_TENSORS} tensors, or one for each tensor if their "
+    f"dtypes differ (except to copy); `cat` and `stack` launch one for every {CAT_TENSORS}. A collective is one "
+    "launch.",
+    "QR is two copies, and for each matrix of the batch two library calls (`geqrf` and `orgqr`), each counted as one "
+    "launch. Other operators of several kernels: "
+    + ", ".join(f"`{name}` {count}" for name, count in LAUNCHES.items() if name not in _OF_EACH_MATRIX)
+    + ". These are guesses, the same for every hook.",
+    "Bytes are those of every tensor that a call reads or writes, once a call, as if nothing stayed in a cache. An "
+    "expanded tensor counts with the memory that it has. Operators with indices touch the elements that these name, "
+    "and the indices. Collectives are left out.",
+    "The host waits where a value is read (`item`), where a size depends on values (`nonzero`, a mask as index), and "
+    "where a copy between host and device blocks.",
+)
+
+_NO_LAUNCH = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
+    *("detach", "alias", "lift_fresh", "_reshape_alias", "_unsafe_view", "unbind", "split", "split_with_sizes"),
+}
+"""Allocations, and aliases that PyTorch does not call views."""
+_OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_"}
+"""Operators in place that do not read what they write over."""
+_READ_BY_INDEX = {"index", "index_select", "gather", "take", "embedding"}
+_WRITTEN_BY_INDEX = {"index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_", "put_", "index_fill_"}
+_OF_VALUES = {"nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "repeat_interleave"}
+
+
+@dataclasses.dataclass
+class Cost:
+    """What was counted."""
+
+    launches: int = 0
+    bytes: int = 0
+    waits: int = 0
+    collectives: int = 0
+    """Also counted as launches."""
+    by_operator: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Launches."""
+
+
+class Counting(TorchDispatchMode):
+    """A context in which this thread's operators on a device are counted."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # 'Call to untyped function "__init__"'
+        self.cost = Cost()
+        self._device = device.type
+        self._queued: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and count it."""
+        kwargs = kwargs or {}
+        answer = func(*args, **kwargs)
+        if self._reaches_device(func, args, kwargs, answer):
+            self._count(func, args, kwargs, answer)
+            self._queued.append((func, answer))
+        return answer
+
+    def replay(self) -> Replaying:
+        """Return a context in which the calls counted here are made again, without their kernels."""
+        return Replaying(self._queued, self._reaches_device)
+
+    def _reaches_device(self, func: Any, args: Any, kwargs: Any, answer: Any) -> bool:
+        if func.namespace == "c10d":
+            return True
+        if func.is_view or str(func.overloadpacket.__name__) in _NO_LAUNCH:
+            return False
+        return any(tensor.device.type == self._device for tensor in _tensors((args, kwargs, answer)))
+
+    def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> None:
+        name = str(func.overloadpacket.__name__)
+        if func.namespace == "c10d":
+            self.cost.collectives += 1
+            self._launch(name, 1)
+            return
+        given, got = list(_tensors((args, kwargs))), list(_tensors(answer))
+        self._launch(name, launches_of(name, args))
+        self.cost.bytes += bytes_of(func, args, kwargs, got)
+        self.cost.waits += self._waits(name, args, kwargs, [*given, *got])
+
+    def _launch(self, name: str, count: int) -> None:
+        self.cost.launches += count
+        self.cost.by_operator[name] += count
+
+    def _waits(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:
+        if name in ("copy_", "_to_copy"):
+            crosses = len({tensor.device.type for tensor in tensors}) > 1
+            in_place = bool(args[2]) if name == "copy_" and len(args) > 2 else False
+            return crosses and not (kwargs.get("non_blocking") or in_place)
+        by_mask = name in ("index", "index_put_") and any(one.dtype == torch.bool for one in _indices(args))
+        return by_mask or name == "_local_scalar_dense" or name in _OF_VALUES
+
+
+class Replaying(TorchDispatchMode):
+    """A context in which calls that reach the device find their answers from before, so that only the host works.
+
+    Raises `RuntimeError` if the calls are not those that were recorded.
+    """
+
+    def __init__(self, queued: Sequence[tuple[Any, Any]], reaches_device: Callable[[Any, Any, Any, Any], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # 'Call to untyped function "__init__"'
+        self.calls = 0
+        """Also of views, and of operators on the host."""
+        self.own_seconds = 0.0
+        """Spent in here rather than by whoever calls operators."""
+        self._queued = queued
+        self._reaches_device = reaches_device
+        self._next = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer an operator of the device from before; run any other one."""
+        begun = time.perf_counter()
+        kwargs, spent = kwargs or {}, 0.0
+        recorded, answer = self._queued[self._next] if self._next < len(self._queued) else (None, None)
+        if recorded is func and self._reaches_device(func, args, kwargs, answer):
+            self._next += 1
+            written = _written(func, args, kwargs)
+            answer = answer if written is None else written
+        elif self._reaches_device(func, args, kwargs, None):
+            raise RuntimeError(f"{func} was called instead of {recorded}: the calls of two steps differ.")
+        else:
+            running = time.perf_counter()
+            answer = func(*args, **kwargs)
+            spent = time.perf_counter() - running
+        self.calls += 1
+        self.own_seconds += time.perf_counter() - begun - spent
+        return answer
+
+
+def launches_of(name: str, args: Sequence[Any]) -> int:
+    """Return how many kernels a call of an operator launches, in the words of `ASSUMPTIONS`."""
+    if name.startswith("_foreach_"):
+        lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
+        is_one_kind = name == "_foreach_copy_" or len({tensor.dtype for one in lists for tensor in one}) == 1
+        return math.ceil(len(lists[0]) / FOREACH_TENSORS) if is_one_kind else len(lists[0])
+    if name in ("cat", "stack"):
+        return math.ceil(len(args[0]) / CAT_TENSORS)
+    of_each = _OF_EACH_MATRIX.get(name, 0)
+    matrices = math.prod(args[0].shape[:-2]) if of_each else 0
+    return LAUNCHES.get(name, 1) + of_each * (matrices if name == "linalg_qr" else max(matrices - 1, 0))
+
+
+def bytes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], got: Sequence[Tensor]) -> int:
+    """Return how many bytes a call of an operator reads and writes, in the words of `ASSUMPTIONS`."""
+    name = str(func.overloadpacket.__name__)
+    indices = _indices(args)
+    if name in _READ_BY_INDEX:
+        return sum(2 * _memory(tensor) for tensor in got) + sum(map(_memory, indices))
+    if name in _WRITTEN_BY_INDEX:
+        values = [one for one in _tensors((args[1:], kwargs)) if all(one is not index for index in indices)]
+        written = max((_memory(one) for one in values), default=args[0].element_size() * indices[0].numel())
+        is_read = name in ("index_add_", "scatter_add_")
+        return sum(map(_memory, [*values, *indices])) + written * (2 if is_read else 1)
+    total, seen = 0, set()
+    for number, argument in enumerate(func._schema.arguments):
+        value = kwargs.get(argument.name) if number >= len(args) else args[number]
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        is_read = not is_written or (not argument.is_out and name not in _OVERWRITING)
+        for tensor in _tensors(value):
+            seen.add(id(tensor))
+            total += _memory(tensor) * (is_written + is_read)
+    return total + sum(_memory(tensor) for tensor in got if id(tensor) not in seen)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operator returns of what it was given to write to; None if it returns none of that."""
+    returned = [each for each in func._schema.returns if each.alias_info is not None and each.alias_info.is_write]
+    if not returned:
+        return None
+    written = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[number] if number < len(args) else kwargs[argument.name])
+    return written[0] if len(returned) == 1 else tuple(written)
+
+
+def _indices(args: Sequence[Any]) -> list[Tensor]:
+    return [one for one in _tensors(args[1:]) if one.dtype in (torch.int64, torch.int32, torch.bool)]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the bytes of the memory that a tensor's elements lie in, each once."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return (math.prod(sizes) if tensor.numel() else 0) * tensor.element_size()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,105 @@
+"""The tables of what was counted, and the page with everything that was assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from commhooks.units import three_digits
+from experiments.leaderboard.contenders import USUAL
+from experiments.report.blocks import Block, Table, markdown
+
+from ..bench.given import GPT_SHAPES, Shape, resnet18_shapes
+from .counting import ASSUMPTIONS
+from .rank import LAUNCH_SECONDS, PEERS, POWERSGD, RANKS, STEPS_BEFORE, Counted
+
+MODELS: dict[str, Sequence[Shape]] = {
+    "ResNet-18": resnet18_shapes(),
+    "GPT block": GPT_SHAPES[:8],
+    "embedding": [(50_000, 800)],
+}
+"""Shapes of parameters, all in one bucket."""
+TOO_SMALL = 1e-6
+"""Seconds that cannot be told from what the measurement itself takes."""
+
+BEGINNING = f"""# Launches on a GPU, counted
+
+What hooks would ask of a GPU: launches, bytes and waits of the host, **counted, not measured**. No GPU was used, and
+the page says nothing about the speed of one. Rows that begin with `torch.` are PyTorch's own hooks.
+
+One rank of {RANKS} takes a step with all of a model's gradients in one fp32 bucket, over a process group that answers
+at once (PyTorch's "fake" one). `{{command}}` counted the step after the first {STEPS_BEFORE}, on {{device}}. What it
+assumes:
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A hook on a model."""
+
+    model: str
+    hook: str
+    counted: Counted
+
+    @property
+    def elements(self) -> int:
+        """How many the model has."""
+        return sum(map(math.prod, MODELS[self.model]))
+
+    @property
+    def least_bytes(self) -> int:
+        """What any hook with this state must read or write: the gradient, the mean, and twice what it keeps."""
+        return 2 * 4 * self.elements + 2 * self.counted.residual_bytes
+
+
+def all_hooks(names: Sequence[str]) -> list[str]:
+    """Return PyTorch's hooks, and all compressors of these names at their usual settings."""
+    return [*PEERS, POWERSGD, *(hook for name in names for hook in USUAL.get(name, (name,)))]
+
+
+def table(model: str, rows: Sequence[Row]) -> Table:
+    """Return what was counted on a model."""
+    columns = [
+        *("hook", "launches", "collectives", "waits", "bytes/element", "bytes/least"),
+        *("Python, ms", "host, ms"),
+    ]
+    own = [row for row in rows if row.model == model]
+    title = f"{model}: {own[0].elements:,} elements in {len(MODELS[model])} parameters"
+    return Table(title, columns, list(map(_cells, own)))
+
+
+def render(rows: Sequence[Row], command: str, device: str) -> str:
+    """Return the page, in Markdown."""
+    assumed = [*ASSUMPTIONS, _OF_BYTES, _OF_HOST]
+    blocks: list[Block] = [
+        BEGINNING.format(command=command, device=device).rstrip(),
+        "\n".join(f"- {sentence}" for sentence in assumed),
+        *(table(model, rows) for model in dict.fromkeys(row.model for row in rows)),
+    ]
+    return markdown(blocks).rstrip() + "\n"
+
+
+_OF_BYTES = (
+    "The least bytes are those of reading the gradient, writing the mean, and reading and writing what the hook keeps "
+    "of its own: residuals, momenta."
+)
+_OF_HOST = (
+    "The host's time is the hook's Python, measured on the machine that counted, in a step whose kernels are left out, "
+    f"and {1e6 * LAUNCH_SECONDS:g} µs more for each launch."
+)
+
+
+def _cells(row: Row) -> Sequence[str]:
+    cost = row.counted.cost
+    python = row.counted.host_seconds
+    return [
+        f"`{row.hook}`",
+        f"{cost.launches:,}",
+        str(cost.collectives),
+        str(cost.waits),
+        three_digits(cost.bytes / row.elements),
+        f"{cost.bytes / row.least_bytes:.2f}",
+        f"{1e3 * python:.2f}",
+        f"{1e3 * (python + cost.launches * LAUNCH_SECONDS):.2f}",
+    ]

@@ -1,0 +1,216 @@
+"""One rank of several that do not exist, and a bucket that it hands to a hook."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from commhooks.communicators import ProcessGroupCommunicator
+from commhooks.engine.engine import Engine
+from commhooks.scheduling.inline import InlineScheduler, SideStream
+from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.policy import PolicyName
+from experiments.hooks import make_hook
+from experiments.specs import Spec
+
+from ..bench.given import GivenBucket, Shape
+from .counting import Cost, Counting
+
+RANKS = 8
+"""In whose place PyTorch's "fake" process group answers every collective with what this rank put in."""
+LAUNCH_SECONDS = 5e-6
+"""What the host is assumed to spend in PyTorch and the driver for each launch."""
+STEPS_BEFORE = 3
+"""Lay out state and plans; and PyTorch's PowerSGD begins only with the third."""
+POWERSGD = "torch.powersgd"
+"""PyTorch's, at rank 4."""
+PEERS: Mapping[str, Callable[..., Any]] = {
+    "torch.all-reduce": default_hooks.allreduce_hook,
+    "torch.fp16": default_hooks.fp16_compress_hook,
+    "torch.bf16": default_hooks.bf16_compress_hook,
+}
+"""PyTorch's hooks without state."""
+_TURNS = 9
+_CALLS = 200
+
+Hook = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What one step of one bucket was counted to cost."""
+
+    cost: Cost
+    host_seconds: float
+    """Of this machine's Python, without what launches take."""
+    residual_bytes: int
+    """Of the residuals that the hook keeps."""
+
+
+class _HostsOrder(SideStream):
+    """In place of a side stream on the CPU, where everything runs in the order of the calls."""
+
+    def __init__(self) -> None:
+        """Make nothing."""
+
+    def follow(self) -> None:
+        """Do nothing."""
+
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context that changes nothing."""
+        return contextlib.nullcontext()
+
+
+class _Line:
+    """The line of a hook that runs in the caller's own thread, as it does on NCCL."""
+
+    policy: PolicyName = "fifo"
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._communicator = ProcessGroupCommunicator(process_group)
+        self.rank, self.world_size = self._communicator.rank, self._communicator.world_size
+
+    def carries_groups(self, device: torch.device) -> bool:
+        """Return False, as on NCCL."""
+        return False
+
+    def join(self) -> int:
+        """Return the number of the only lane."""
+        return 0
+
+    def open(self, lane: Lane, device: torch.device, fingerprint: str) -> InlineScheduler:
+        """Open the lane; there is no other rank to compare settings with."""
+        stream = _HostsOrder() if device.type == "cpu" else SideStream(device)
+        scheduler = InlineScheduler(self._communicator, lambda text: None, stream)
+        scheduler.open(lane, fingerprint)
+        return scheduler
+
+    def leave(self) -> None:
+        """Do nothing: nothing runs in the background."""
+
+
+class _PeersGroup(dist.ProcessGroup):
+    """The group as PyTorch's hooks want it: they take the answer from the work's future."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # 'Missing "store"': the stub has one constructor of two
+        self._inner = inner
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]  # 'Signature incompatible' with an overload
+        """Answer at once with what was put in."""
+        self._inner.allreduce(tensors, options or dist.AllreduceOptions())
+        return _Done(tensors)
+
+
+class _Done(dist.Work):
+    """A work that is done."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        devices: list[Any] = [tensor.device for tensor in tensors if tensor.is_cuda]
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
+        self._future.set_result(tensors)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return at once."""
+        return True
+
+    def get_future(self) -> Any:
+        """Return the future of the answer."""
+        return self._future
+
+
+@contextlib.contextmanager
+def fake_group() -> Iterator[dist.ProcessGroup]:
+    """Make this process one of `RANKS` ranks, of which no other exists, for the time of the context."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        yield dist.group.WORLD  # type: ignore[misc]  # "object has no attribute": it is None only before
+    finally:
+        dist.destroy_process_group()
+
+
+def count(hook: str, shapes: Sequence[Shape], group: dist.ProcessGroup, device: torch.device) -> Counted:
+    """Return what a step costs under a hook of this name, ours or PyTorch's, in one bucket of fp32 gradients.
+
+    Args:
+        hook: As `make_compressor` takes it, or "torch." and one of PyTorch's: all-reduce, fp16, bf16, powersgd.
+        shapes: Of the parameters.
+        group: From `fake_group`.
+        device: Where the gradients are.
+
+    Raises:
+        SettingsError: There is no such hook.
+
+    """
+    generator = torch.Generator().manual_seed(0)
+    bucket = GivenBucket([torch.zeros(shape, device=device) for shape in shapes])
+    gradient = torch.randn(bucket.buffer().numel(), generator=generator)
+    run, residuals = _hook(hook, bucket, group)
+    for _ in range(STEPS_BEFORE):
+        bucket.buffer().copy_(gradient)
+        _step(run, bucket)
+    bucket.buffer().copy_(gradient)
+    counting = Counting(device)
+    # PyTorch's PowerSGD waits for the whole device, of which operators show nothing.
+    with mock.patch.object(torch.cuda, "synchronize", wraps=torch.cuda.synchronize) as synchronize, counting:
+        _step(run, bucket)
+    counting.cost.waits += synchronize.call_count
+    return Counted(counting.cost, _host_seconds(run, bucket, counting), residuals())
+
+
+def _hook(hook: str, bucket: GivenBucket, group: dist.ProcessGroup) -> tuple[Hook, Callable[[], int]]:
+    """Return a hook, and a function that returns the bytes of what it keeps."""
+    if hook in PEERS:
+        return functools.partial(PEERS[hook], _PeersGroup(group)), lambda: 0
+    if hook == POWERSGD:
+        state = powerSGD_hook.PowerSGDState(_PeersGroup(group), matrix_approximation_rank=4, start_powerSGD_iter=2)
+        return functools.partial(powerSGD_hook.powerSGD_hook, state), lambda: _bytes_of(state.error_dict.values())
+    engine = Engine(make_hook(Spec.parse(hook)), _Line(group), may_join=False)
+    engine.bind([(f"layer{number}", parameter) for number, parameter in enumerate(bucket.parameters())])
+    return engine.run, lambda: engine.memory_report().residuals
+
+
+def _host_seconds(run: Hook, bucket: GivenBucket, counting: Counting) -> float:
+    """Return the seconds of a step in which no kernel runs, less what a replay adds; the fewest of several turns."""
+    empty = bucket.buffer().new_zeros(1)
+    known = Counting(empty.device)
+    with known:
+        _call_often(empty)
+    of_a_call = min(_replayed(functools.partial(_call_often, empty), known, 0.0) for _ in range(_TURNS)) / _CALLS
+    step = functools.partial(_step, run, bucket)
+    return max(min(_replayed(step, counting, of_a_call) for _ in range(_TURNS)), 0.0)
+
+
+def _replayed(step: Callable[[], None], counting: Counting, seconds_of_a_call: float) -> float:
+    """Return the seconds of a step without kernels, less so many for each call."""
+    replaying = counting.replay()
+    with replaying:
+        begun = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - begun
+    return seconds - replaying.own_seconds - replaying.calls * seconds_of_a_call
+
+
+def _call_often(empty: Tensor) -> None:
+    for _ in range(_CALLS):
+        empty.add_(1)
+
+
+def _step(run: Hook, bucket: GivenBucket) -> None:
+    run(bucket).wait()
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
