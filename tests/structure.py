@@ -202,6 +202,14 @@ def short_and_named_once(sources: Sequence[Source], most: int = 3) -> list[str]:
     return sorted(node.name for node, length in pairs if node.name in once and length <= most)
 
 
+def words_of(source: Source) -> set[str]:
+    """Return the names that a file uses or assigns, and its strings, each as a whole."""
+    nodes = list(ast.walk(source.tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return names | attributes | {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+
+
 def attributes_of(class_name: str, path: Path) -> set[str]:
     """Return the distinct `x` of every `self.x` that the class assigns in its methods, and a dataclass's fields."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -23,9 +23,10 @@ from tests.structure import (
     short_and_named_once,
     sources_of,
     table,
+    words_of,
 )
 
-MOST_FILES_AND_CALLS = {"all-reduce": (19, 120), "powersgd": (26, 300)}
+MOST_FILES_AND_CALLS = {"all-reduce": (20, 120), "powersgd": (27, 310)}
 """Of a steady-state step."""
 LONGEST_CHAIN = {"commhooks": 8, "ddp_core": 8, "experiments": 8, STUDIES: 8}
 """Folders, each of which imports the next."""
@@ -54,6 +55,11 @@ def test_no_package_imports_studies() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_file_is_too_long_to_be_read_in_one_go(package: str) -> None:
     assert longest_files(sources_of(package)) == {}, f"at most {MOST_LINES} lines"
+
+
+def test_one_file_asks_about_devices() -> None:
+    asking = {str(s.path) for s in sources_of("commhooks") if {"is_cuda", "cuda", "nccl"} & words_of(s)}
+    assert asking == {"commhooks/devices.py"}
 
 
 @pytest.mark.parametrize("package", SHORT_AND_NAMED_ONCE)
@@ -126,6 +132,12 @@ def test_the_longest_chain_takes_the_longest_way_and_there_is_none_in_a_circle()
 def test_docstrings_comments_and_blank_lines_are_no_code(package: Path) -> None:
     three = next(source for source in sources_of("sample", package) if source.module == "sample.three")
     assert (three.lines, three.code, three.comments) == (10, {6, 7, 8}, 1)
+
+
+def test_words_are_names_and_strings_without_comments_and_longer_texts(package: Path) -> None:
+    (package / "sample" / "four.py").write_text('"""Of cuda."""\n\nx = a.is_cuda or b == "nccl"  # cuda\n')
+    four = next(source for source in sources_of("sample", package) if source.module == "sample.four")
+    assert words_of(four) == {"x", "a", "is_cuda", "b", "nccl", "Of cuda."}
 
 
 def test_uses_of_private_functions_are_counted_without_their_definition(package: Path) -> None:

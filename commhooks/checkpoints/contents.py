@@ -14,6 +14,7 @@ from torch import Tensor
 
 from commhooks.checkpoints.disk import crc32_of, read_tensors
 from commhooks.checkpoints.run import FORMAT_VERSION, Run, Saved, optimizer_class
+from commhooks.devices import set_generator_states
 from commhooks.errors import CheckpointError
 from commhooks.state.snapshot import LoadRules, Snapshot
 
@@ -61,8 +62,7 @@ class Contents:
             for name, buffer in run.buffers().items():
                 buffer.copy_(self.own["buffers"][name])
         torch.set_rng_state(self.own["generators"]["cpu"])
-        if "cuda" in self.own["generators"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.own["generators"]["cuda"])
+        set_generator_states(self.own["generators"])
 
 
 def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> Contents:

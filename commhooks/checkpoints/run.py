@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from commhooks.communicators.ranks import Ranks
+from commhooks.devices import generator_states
 from commhooks.errors import CheckpointError
 from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.unwrapping import is_ddp, unwrapped
@@ -84,9 +85,7 @@ class Run:
 
         `save` names the save, so that no file can be taken for that of another one.
         """
-        generators = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            generators["cuda"] = torch.cuda.get_rng_state()
+        generators = {"cpu": torch.get_rng_state(), **generator_states()}
         part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "generators": generators}
         part["buffers"] = self.buffers()
         return part if snapshot is None else part | {"hooks": {"local": snapshot.as_dict()["local"]}}

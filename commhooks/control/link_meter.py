@@ -16,6 +16,7 @@ from commhooks.communicators.noticeboard import Noticeboard, SilentStoreError
 from commhooks.communicators.parent_group import backend_of
 from commhooks.communicators.process_group import WorkPending
 from commhooks.control.deciding import Decider, Seen, link_of, sends_of
+from commhooks.devices import device_in_use, runs_on_streams
 from commhooks.errors import AttachError, CollectiveError, SettingsError
 from commhooks.scheduling.ledger import Statistics
 
@@ -53,9 +54,9 @@ class LinkMeter:
         if self.ranks < 2:
             raise SettingsError("Adaptive: one rank has no link to adapt to; at least 2 are needed.")
         # On NCCL the host does not see how long a collective takes: the whole step stands for it.
-        cuda = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
-        self._sees_waiting = cuda is None or backend_of(group, cuda) != "nccl"
-        self._device = torch.device("cpu") if self._sees_waiting or cuda is None else cuda
+        device = device_in_use()
+        self._sees_waiting = device is None or not runs_on_streams(backend_of(group, device))
+        self._device = torch.device("cpu") if self._sees_waiting or device is None else device
         # On NCCL a wait with a limit would end the process: the group's own timeout holds there.
         self._limit = attachment.hook_timeout if self._sees_waiting else None
         self._board = Address.under(group, "Adaptive").noticeboard() if self._limit is not None else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from commhooks.communicators.disagreement import refusal_as_fingerprint
 from commhooks.compressors.all_reduce import AllReduceMean
+from commhooks.devices import future_on, mark_of
 from commhooks.engine.buckets import Bucket, Buckets
 from commhooks.engine.guards import are_zeros, keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.replay import Resumed, put_together
@@ -92,13 +93,13 @@ class Engine:
         task = BucketTask(
             exchange=self._exchange(view),
             bucket=view,
-            future=torch.futures.Future(devices=[memory.device]) if memory.is_cuda else torch.futures.Future(),
+            future=future_on(memory.device),
             step=self.step,
             is_last=bucket.is_last(),
             parameters=lambda: self.state.describe(bucket.parameters()),
             world_size=self.line.world_size,
             undo=self._undo,
-            ready=torch.cuda.current_stream(memory.device).record_event() if memory.is_cuda else None,
+            ready=mark_of(memory.device),
         )
         if task.is_last and not self._names_are_checked:
             self._names_are_checked = True

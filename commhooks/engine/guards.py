@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks.devices import runs_later, wait_for_copies
 from commhooks.engine.undo import Copies
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange, map_requests
 from commhooks.language.requests import AllReduce, Asked, Judge, Part
-from commhooks.streams import wait_for_copies
 
 _ELEMENTS_TO_SAMPLE = 1024
 _PART_ELEMENTS = 1 << 18
@@ -23,7 +23,7 @@ _PART_ELEMENTS = 1 << 18
 
 def are_zeros(memory: Tensor) -> bool:
     """Return whether all elements are zero. A few elements usually rule it out; only zeros are read completely."""
-    if memory.is_cuda:  # the host waits for each look, so look only once
+    if runs_later(memory):  # the host waits for each look, so look only once
         return not bool(memory.count_nonzero())
     sample = memory[:: max(1, memory.numel() // _ELEMENTS_TO_SAMPLE)]
     return not bool(sample.count_nonzero()) and not any(part.count_nonzero() for part in memory.split(_PART_ELEMENTS))
@@ -75,7 +75,7 @@ class _Rider:
         self._parts = [slot.part(count) for slot, count in zip(bucket.slots, self._counts.split(1), strict=True)]
         self._has_ridden = False
         # On a GPU the host does not wait to know which are zero here, so all may be unused.
-        numbers = range(len(counts)) if self._counts.is_cuda else [n for n, count in enumerate(counts) if not count]
+        numbers = range(len(counts)) if runs_later(self._counts) else [n for n, count in enumerate(counts) if not count]
         self._copies = {number: Copies([self._slots[number]]) for number in numbers}
 
     def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:

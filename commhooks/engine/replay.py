@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks.devices import runs_later
 from commhooks.engine.buckets import Bucket
 from commhooks.state.table import StateTable
 
@@ -41,7 +42,7 @@ class Resumed:
         memory, parameters = bucket.buffer(), bucket.parameters()
         if (
             memory.is_sparse
-            or memory.is_cuda
+            or runs_later(memory)
             or memory.dim() > 1
             or hasattr(bucket, "output")
             or sum(p.numel() for p in parameters) != memory.numel()

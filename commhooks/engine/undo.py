@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from commhooks.devices import queue_copy, runs_later, wait_for_copies
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Exchange
-from commhooks.streams import queue_copy, wait_for_copies
 from commhooks.tensors import all_finite
 
 
@@ -30,7 +30,7 @@ class Copies:
 
     def restore(self, wanted: Tensor | None = None) -> None:
         """Restore the copies: always, or if a 0-dim bool is true; on a GPU the host does not wait to know."""
-        if wanted is None or not wanted.is_cuda:
+        if wanted is None or not runs_later(wanted):
             wait_for_copies(self._live)
             if self._live and (wanted is None or wanted):
                 torch._foreach_copy_(self._live, self.kept)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from commhooks.devices import future_on
 from commhooks.errors import CompressorError, GradientError
 
 AnyHook = Callable[[Any, Any], Any]
@@ -62,7 +63,7 @@ def _future_of_work(work: dist.Work, bucket: GradBucket) -> torch.futures.Future
 
 def completed(value: Tensor) -> torch.futures.Future[Tensor]:
     """Return a future that already holds `value`."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[value.device] if value.is_cuda else None)
+    future = future_on(value.device)
     future.set_result(value)
     return future
 

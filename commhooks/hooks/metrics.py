@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from commhooks.devices import wait_for_copies
 from commhooks.engine.engine import Engine
 from commhooks.errors import SettingsError
-from commhooks.streams import wait_for_copies
 
 
 class ScalarWriter(Protocol):

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks.streams import queue_copy
+from commhooks.devices import queue_copy, runs_later
 
 
 def commit(memory: Tensor, value: Tensor, allowed: Tensor) -> None:
     """Write `value` into `memory` where `allowed` (a broadcastable bool) is true; dtype and device may differ."""
     if memory is value:
         return
-    if allowed.numel() == 1 and not allowed.is_cuda:
+    if allowed.numel() == 1 and not runs_later(allowed):
         if allowed:
             memory.copy_(value)
     elif memory.device == value.device:
@@ -28,7 +28,7 @@ def commit_all(memories: Sequence[Tensor], values: Tensor, allowed: Tensor) -> N
 
     All memory is on one device; dtypes may differ.
     """
-    if allowed.is_cuda:
+    if runs_later(allowed):
         values = torch.where(allowed, values, torch.stack(list(memories)).to(values.dtype))
     elif not allowed:
         return
@@ -51,4 +51,4 @@ def surely(mask: Tensor) -> bool:
 
     Always False on a GPU, where finding out would mean waiting, and without memory (meta tensors).
     """
-    return not (mask.is_cuda or mask.is_meta) and bool(mask if mask.dim() == 0 else mask.all())
+    return not (runs_later(mask) or mask.is_meta) and bool(mask if mask.dim() == 0 else mask.all())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator
 from commhooks.communicators.connection import Address, Connection, WrapCommunicator
 from commhooks.communicators.parent_group import backend_of
+from commhooks.devices import ACCELERATOR, runs_on_streams, wait_for_device
 from commhooks.errors import ProbeError
 from commhooks.language.requests import Group, ranks_in
 from commhooks.planning.ladder import ATTEMPTS, LEAST_SECONDS, MOST_SECONDS, ladders_of
@@ -69,15 +70,16 @@ def probe(
             "--nproc-per-node 2'."
         )
     where = _device_of(group, device)
-    clocks = Clocks() if where.type == "cpu" else Clocks(settle=torch.cuda.synchronize)
-    if backend_of(group, where) == "nccl":
+    clocks = Clocks() if where.type == "cpu" else Clocks(settle=wait_for_device)
+    backend = backend_of(group, where)
+    if runs_on_streams(backend):
         carrier = ProcessGroupCommunicator(group)
         communicator: Communicator = wrap_communicator(carrier) if wrap_communicator else carrier
         return probe_over(
             communicator,
             seconds,
             1,
-            backend="nccl",
+            backend=backend,
             link=link,
             device=where,
             clocks=clocks,
@@ -184,4 +186,4 @@ def _agreed(communicator: Communicator, ranks_per_host: int, device: torch.devic
 def _device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    return torch.device("cuda" if backend_of(group, torch.device("cuda")) == "nccl" else "cpu")
+    return ACCELERATOR if runs_on_streams(backend_of(group, ACCELERATOR)) else torch.device("cpu")

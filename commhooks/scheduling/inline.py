@@ -8,7 +8,6 @@ than the collectives of its step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -16,11 +15,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 
 from commhooks.communicators import Communicator, Pending
+from commhooks.devices import Mark, SideStream
 from commhooks.errors import CollectiveError
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.scheduler import Board, Scheduler
@@ -29,35 +28,6 @@ from commhooks.scheduling.worker import JOIN_SECONDS
 
 POLL_SECONDS = 0.0005
 """How often the watch checks the device while something is under way."""
-
-
-class Mark(Protocol):
-    """A position in a stream's queue: a CUDA event."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached it."""
-        ...
-
-
-class SideStream:
-    """The stream on which compressors compute, and which waits for collectives."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._device = device
-
-    def follow(self) -> None:
-        """Make later work wait for everything queued so far on the stream where the hook is called."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def entered(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which everything is queued on this stream."""
-        return torch.cuda.stream(self._stream)
-
-    def mark(self) -> Mark:
-        """Return a mark behind everything queued so far."""
-        mark: Mark = self._stream.record_event()
-        return mark
 
 
 class InlineScheduler(Scheduler):
@@ -88,7 +58,6 @@ class InlineScheduler(Scheduler):
         if self.error is not None or lane.is_closed:
             self._turn_away(lane, task)
             return
-        self.stream.follow()
         with self.stream.entered():
             try:
                 self.listen()

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from commhooks.communicators.collective import KindTraffic, Traffic
+from commhooks.devices import runs_later
 from commhooks.language.requests import Layout
 from commhooks.scheduling.task import BucketTask
 from commhooks.tensors import tensor_bytes, tensor_elements
@@ -189,7 +190,7 @@ class Ledger:
         totals = self._totals
         totals.buckets += 1
         memory = task.bucket.memory
-        totals.buckets_on_gpu += int(memory.is_cuda)
+        totals.buckets_on_gpu += int(runs_later(memory))
         totals.gradient_elements += tensor_elements(memory)
         gradient_bytes = tensor_bytes(memory)
         totals.gradient_bytes += gradient_bytes

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.communicators.connection import Address, Agreements, WrapCommunicator
 from commhooks.communicators.parent_group import backend_of, warn_of_bypass
-from commhooks.scheduling.inline import InlineScheduler, SideStream
+from commhooks.devices import SideStream, runs_on_streams
+from commhooks.scheduling.inline import InlineScheduler
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
 from commhooks.scheduling.scheduler import Scheduler
@@ -95,7 +96,7 @@ class ProcessGroupLine:
 
     def carries_groups(self, device: torch.device) -> bool:
         """Return True unless this is NCCL, on which groups would need communicators of their own."""
-        return self._backend(device) != "nccl"
+        return not runs_on_streams(self._backend(device))
 
     def join(self) -> int:
         """Reserve a lane, and return its number."""
@@ -113,7 +114,7 @@ class ProcessGroupLine:
         """Open a reserved lane; on NCCL every rank has come by then, otherwise the thread waits for them."""
         backend = self._backend(device)
         running: InlineScheduler | Worker
-        if backend == "nccl" or self._inline is not None:
+        if runs_on_streams(backend) or self._inline is not None:
             running = self._inline = self._inline or self._on_a_stream(device)
         else:
             running = self._worker = self._worker or self._on_a_thread(backend)

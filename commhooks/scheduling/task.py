@@ -13,6 +13,7 @@ from torch import Tensor
 
 from commhooks.communicators import Pending
 from commhooks.communicators.collective import ring_bytes
+from commhooks.devices import Mark
 from commhooks.errors import CompressorError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
@@ -53,8 +54,8 @@ class BucketTask:
     world_size: int
     undo: Undo | None = None
     """Where the means of a step's buckets are judged together."""
-    ready: Any = None
-    """On a GPU, the event recorded when the bucket was handed in."""
+    ready: Mark | None = None
+    """On a GPU, a mark behind what had been queued when the bucket was handed in, such as its gradients."""
     handed_in: float = dataclasses.field(default_factory=time.perf_counter)
     judge: Judge | None = None
     """The pending request for a verdict."""
@@ -80,7 +81,7 @@ class BucketTask:
         """Run the compressor up to its first request; a second call does nothing."""
         if self.is_done or self.requests or self.judge is not None:
             return
-        if self.ready is not None:
+        if self.ready is not None:  # this may be another stream than that of the hook's caller
             self.ready.wait()
         self._run(None)
 

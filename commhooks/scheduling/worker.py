@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 from commhooks.communicators import Pending
 from commhooks.communicators.connection import Address, Connection, WrapCommunicator
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, SilentStoreError
+from commhooks.devices import use_own_stream
 from commhooks.errors import AttachError, CollectiveError
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.scheduler import SLICE_SECONDS, Scheduler, StopOrderError
@@ -190,7 +191,7 @@ class Worker(Scheduler):
             self._ended += 1
             return True
         if item.ready is not None:
-            _use_side_stream(item.bucket.memory.device)
+            use_own_stream(item.bucket.memory.device)
         if not self._lanes.add(lane, item):
             return False
         self._more_to_come = not item.is_last
@@ -305,13 +306,6 @@ class Worker(Scheduler):
         self._board.close()
         if connection is not None and not connection.close(PATIENCE_SECONDS):
             self.abandoned = connection
-
-
-def _use_side_stream(device: torch.device) -> None:
-    """Give this thread its own stream, once."""
-    if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
-        torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()

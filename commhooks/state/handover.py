@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from commhooks.devices import wait_for_copies
 from commhooks.language.bucket import Slot
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL, Entry, blocks_served
 from commhooks.language.place import Place
 from commhooks.state.table import StateTable
-from commhooks.streams import wait_for_copies
 
 
 class _Unsent(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from commhooks.devices import runs_later, wait_for_copies
 from commhooks.errors import SettingsError
-from commhooks.streams import wait_for_copies
 
 
 class Scaler(Protocol):
@@ -73,12 +73,12 @@ class LossScale:
         """
         scale: float | Tensor = self._of_residuals if self._announced is None else self._announced
         if self._scaler is not None:  # a tensor if it is on a GPU, for which the host does not wait
-            on_gpu = device.type == "cuda"
-            scale = self._scaler.scale(torch.ones((), device=device)) if on_gpu else self._scaler.get_scale()
+            one = torch.ones((), device=device)
+            scale = self._scaler.scale(one) if runs_later(one) else self._scaler.get_scale()
         if not isinstance(scale, Tensor) and not self._changes_to(scale):
             return
         local = find()
-        if isinstance(scale, Tensor) and any(not kept.is_cuda for tensors in local.values() for kept in tensors):
+        if isinstance(scale, Tensor) and any(not runs_later(kept) for tensors in local.values() for kept in tensors):
             assert self._scaler is not None
             scale = self._scaler.get_scale()
         if isinstance(scale, Tensor):

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from commhooks.devices import runs_later
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.state.table import StateTable
 from commhooks.units import bytes_in_words, counted, in_columns
@@ -63,7 +64,7 @@ def memory_report(
     own = [kept for one in states for kept in one.of_kind("residual", "private", "share").values()]
     return MemoryReport(  # in this order: memory that is shared counts for the first
         gradients=counter.add(view.memory for view in views),
-        residuals_on_host=counter.add(kept for kept in own if table.storage == "host" and not kept.is_cuda),
+        residuals_on_host=counter.add(kept for kept in own if table.storage == "host" and not runs_later(kept)),
         residuals=counter.add(own),
         bases=counter.add(kept for one in states for kept in one.of_kind("replicated").values()),
         copies=counter.add(copies),

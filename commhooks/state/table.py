@@ -9,11 +9,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from commhooks.devices import keep_until_read, wait_for_copies
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import CHOICE, RESIDUAL, Declared, Entry, ParameterState, blocks_served
-from commhooks.streams import keep_until_read, wait_for_copies
 from commhooks.tensors import computing_dtype, is_dense
 
 ResidualStorage = Literal["fp32", "bf16", "host"]

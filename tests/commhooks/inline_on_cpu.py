@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 
+from commhooks.devices import SideStream
 from commhooks.scheduling import line
-from commhooks.scheduling.inline import SideStream
 
 
 class ToldMark:
@@ -21,6 +21,12 @@ class ToldMark:
     def query(self) -> bool:
         return self.reached
 
+    def wait(self) -> None:
+        """Do nothing: what is queued is done at once."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
 
 class HostStream(SideStream):
     """A stream that does its work as it is queued, on a device that advances when told to."""
@@ -28,9 +34,6 @@ class HostStream(SideStream):
     def __init__(self, device: torch.device | None = None, *, keeps_up: bool = True) -> None:
         self.keeps_up = keeps_up
         self.marks: list[ToldMark] = []
-
-    def follow(self) -> None:
-        """Do nothing: there is nothing to wait for."""
 
     def entered(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks import streams
+from commhooks import devices
 from commhooks.communicators.collective import Traffic
 from commhooks.engine.undo import UndoLog
 from commhooks.language import BucketView, Context, Place
@@ -129,9 +129,9 @@ def device() -> Iterator[torch.device]:
         kept.copy_(value, non_blocking=True)
         return types.SimpleNamespace(query=bool, synchronize=int)  # never done
 
-    queue = mock.patch.object(streams, "_queue", side_effect=queued)
-    kept = mock.patch.object(streams, "keep_until_read")
-    place = mock.patch.object(streams, "_place", side_effect=id)
+    queue = mock.patch.object(devices, "_queue", side_effect=queued)
+    kept = mock.patch.object(devices, "keep_until_read")
+    place = mock.patch.object(devices, "_place", side_effect=id)
     of_cpu = torch.Generator
     generators = mock.patch.object(torch, "Generator", side_effect=lambda *device: of_cpu())
     with FakeTensorMode(), Deviceless(), queue, kept, place, generators:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import streams
+from commhooks import devices
 from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.undo import UndoLog
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Place
@@ -60,7 +60,7 @@ class LateStream:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> LateStream:
     late = LateStream()
-    monkeypatch.setattr(streams, "_queue", late.queue)
+    monkeypatch.setattr(devices, "_queue", late.queue)
     return late
 
 
@@ -84,7 +84,7 @@ class Halving(Compressor):
         bucket.memory.copy_(half)
         (mean,) = yield AllReduce(tile.part(), average=True, last=True)
         for residual, unsent in zip(residuals, half.split([r.numel() for r in residuals]), strict=True):
-            streams.queue_copy(residual, unsent)
+            devices.queue_copy(residual, unsent)
         tile.write(mean)
 
 
@@ -169,13 +169,13 @@ def test_what_is_loaded_replaces_what_was_queued(stream: LateStream) -> None:
 def test_what_is_known_of_copies_does_not_grow_with_memory_that_is_gone(
     stream: LateStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_EVENTS_TO_KEEP", 8)
-    monkeypatch.setattr(streams, "_last", {})
+    monkeypatch.setattr(devices, "_EVENTS_TO_KEEP", 8)
+    monkeypatch.setattr(devices, "_last", {})
     kept = [torch.zeros(1) for _ in range(100)]
     for one in kept:
-        streams.queue_copy(one, torch.ones(1))
+        devices.queue_copy(one, torch.ones(1))
         stream.come_to()
-    assert len(streams._last) <= 8
+    assert len(devices._last) <= 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

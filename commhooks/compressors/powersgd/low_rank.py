@@ -22,6 +22,7 @@ from torch import Tensor
 from commhooks.compressors.powersgd.blind_rows import Probe, replace_blind_rows, with_probes
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.compressors.powersgd.precision import in_full
+from commhooks.devices import runs_later
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Context
 from commhooks.language.requests import Layout, Part
@@ -108,8 +109,8 @@ class _InBlocks:
 
     def __init__(self, x: LowRankMatrix, place: int, P: Tensor, Q: Tensor) -> None:
         self.place: int | slice = place
-        (n, m, _), threads = x.form, 1 if P.is_cuda else torch.get_num_threads()
-        self._block_rows = min(n, rows_of_a_block(m, 1 if P.is_cuda else x.r, threads))
+        (n, m, _), threads = x.form, 1 if runs_later(P) else torch.get_num_threads()
+        self._block_rows = min(n, rows_of_a_block(m, 1 if runs_later(P) else x.r, threads))
         tiles = x.tile.rows(x.form, self._block_rows)
         self._blocks = list(map(_Block, tiles, P.split(self._block_rows, dim=1)))
         self._Q = Q

@@ -8,10 +8,10 @@ nowhere. The setting belongs to the whole process, and a backward pass may be ru
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from commhooks.devices import matmul_settings
 
 _LEADING = -(1 << 16)  # sign, exponent and the first 8 significant bits of an fp32 number, as bf16 has them
 
@@ -33,10 +33,10 @@ def is_reduced(like: Tensor) -> bool:
     """Return whether products of matrices like this one may be computed with reduced precision."""
     if like.dtype != torch.float32:
         return False
-    backend: Any = torch.backends.cuda.matmul if like.is_cuda else getattr(torch.backends.mkldnn, "matmul", None)
-    if not hasattr(backend, "fp32_precision"):  # before PyTorch 2.9
+    settings = matmul_settings(like)
+    if not hasattr(settings, "fp32_precision"):  # before PyTorch 2.9
         return torch.get_float32_matmul_precision() != "highest"
-    return backend.fp32_precision not in ("ieee", "none")
+    return settings.fp32_precision not in ("ieee", "none")
 
 
 def _parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,8 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from commhooks.communicators import ProcessGroupCommunicator
+from commhooks.devices import SideStream
 from commhooks.engine.engine import Engine
-from commhooks.scheduling.inline import InlineScheduler, SideStream
+from commhooks.scheduling.inline import InlineScheduler
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
 from experiments.hooks import make_hook
@@ -63,9 +64,6 @@ class _HostsOrder(SideStream):
 
     def __init__(self) -> None:
         """Make nothing."""
-
-    def follow(self) -> None:
-        """Do nothing."""
 
     def entered(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that changes nothing."""
