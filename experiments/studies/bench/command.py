@@ -11,6 +11,7 @@ import typer
 from commhooks.planning.stored import write_text
 from commhooks.units import unknown
 from experiments.commands.terminal import errors_in_words
+from experiments.planning.worlds import check_place
 from experiments.report.blocks import print_blocks
 
 from .gate import SAME, WORSE, changes, other_places
@@ -44,6 +45,7 @@ def bench(
             raise ValueError("--quick shows that the suite runs; it is not comparable: leave out --results and --check")
         if render_only and results is None:
             raise ValueError("--render writes the page of a file: name it with --results")
+        check_place(results)
         stored = read(check) if check else {}
         known = read(results) if results and results.exists() else {}
         found: Results = {}

@@ -27,6 +27,7 @@ from experiments.commands.terminal import errors_in_words
 from experiments.estimate.showing import rates_in_words
 from experiments.links.link import LinkSettings, format_rate
 from experiments.machine import machine, versions
+from experiments.planning.worlds import check_place
 from experiments.report.table import markdown_table
 from experiments.report.words import percent
 from experiments.results.medians import milliseconds
@@ -200,6 +201,13 @@ def estimates(
     """Compare what `commhooks estimate` says with real steps on hosts in network namespaces."""
     with errors_in_words():
         path = folder / STEPS
+        if world and not measure:
+            raise ValueError("--world says which steps are measured: give it with --measure")
+        if unknown := [number for number in world or () if number not in range(len(WORLDS))]:
+            raise ValueError(f"world {unknown[0]}: expected a number from 0 to {len(WORLDS) - 1}")
+        if not measure and not path.exists():
+            raise ValueError(f"{path} does not exist: measure the steps with --measure, or name another folder")
+        check_place(path)
         about = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"steps": {}}
         if measure:
             about |= {"machine": machine(), "versions": versions(), "copy_rate": 4 / copy_seconds()}

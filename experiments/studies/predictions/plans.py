@@ -31,15 +31,16 @@ from experiments.commands.terminal import errors_in_words
 from experiments.launch import Send
 from experiments.links.link import LinkSettings
 from experiments.planning.probing import Asked as ProbeAsked
-from experiments.planning.probing import probe_link
+from experiments.planning.probing import check_probe, probe_link
 from experiments.planning.profiling import Asked as ProfileAsked
-from experiments.planning.profiling import profile_step, stepper
+from experiments.planning.profiling import check_asked, profile_step, stepper
 from experiments.planning.stepping import measure_steps
-from experiments.planning.worlds import around, run_over
+from experiments.planning.worlds import around, check_place, check_world, run_over
 from experiments.specs import Spec
 
 TASKS = ("gpt:size=medium", "lstm:size=medium", "digits:size=medium", "digits:size=tiny,channels=512", "gpt:size=base")
 HOOKS = ("fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01", "powersgd:policy=fused,rank=1")
+RANKS = 2
 _FORMAT = 1  # of the file of cases
 _SLICE_NANOSECONDS = 100_000
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the number of the system call; neither Python nor glibc has it
@@ -103,8 +104,13 @@ def measure(work: Work) -> Cases:
         else:
             refused.append(str(message))
 
-    run_over(work.link, _on_rank, 2, work, hear, timeout=120.0 + work.probe_seconds)
+    run_over(work.link, _on_rank, RANKS, work, hear, timeout=120.0 + work.probe_seconds)
     return Cases(tuple(cases), tuple(refused))
+
+
+def _asked(work: Work, task: str) -> ProfileAsked:
+    hooks = tuple(map(Spec.parse, HOOKS))
+    return ProfileAsked(task=Spec.parse(task, "task"), hooks=hooks, link=work.link, seconds=work.seconds)
 
 
 def summary(cases: Sequence[Case]) -> Mapping[str, float]:
@@ -131,9 +137,7 @@ def _on_rank(rank: int, ranks: int, work: Work, send: Send) -> None:
     _ask_for_short_slices()
     candidates = [one for one in with_the_two(default_candidates()) if one.label in (*HOOKS, NOOP, ALL_REDUCE)]
     for task in work.tasks * work.repeat:
-        asked = ProfileAsked(
-            task=Spec.parse(task, "task"), hooks=tuple(map(Spec.parse, HOOKS)), link=work.link, seconds=work.seconds
-        )
+        asked = _asked(work, task)
         with stepper(asked) as step:
             try:
                 profile = profile_step(step, asked)
@@ -176,23 +180,39 @@ def plans(
 ) -> None:
     """Compare what `commhooks plan` predicts with real steps under every hook, and print tables in Markdown."""
     with errors_in_words():
+        check_place(json)
         if kept:
-            files = [stored.read(Cases, path, form=_FORMAT) for path in kept]
+            files = [_read(path) for path in kept]
             found = Cases(sum((one.cases for one in files), ()), sum((one.refused for one in files), ()))
         else:
-            found = measure(
-                Work(
-                    link=LinkSettings.parse(link),
-                    tasks=tuple(task or TASKS),
-                    seconds=seconds,
-                    probe_seconds=probe_seconds,
-                    repeat=repeat,
-                )
+            _, settings = check_world(RANKS, link)
+            check_probe(RANKS, probe_seconds)
+            if repeat < 1:
+                raise ValueError(f"repeat must be at least 1 (got {repeat})")
+            work = Work(
+                link=settings,
+                tasks=tuple(task or TASKS),
+                seconds=seconds,
+                probe_seconds=probe_seconds,
+                repeat=repeat,
             )
+            for name in work.tasks:
+                check_asked(_asked(work, name))
+            found = measure(work)
         if json is not None:
             stored.write(found, json, form=_FORMAT)
         for line in [*summaries(found.cases), "", *table(found.cases), *(f"\nRefused: {why}" for why in found.refused)]:
             print(line)
+
+
+def _read(path: Path) -> Cases:
+    try:
+        return stored.read(Cases, path, form=_FORMAT)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path}: expected cases of format {_FORMAT} that --json wrote ({type(error).__name__}: {error}); "
+            "measure again"
+        ) from error
 
 
 def summaries(cases: Sequence[Case]) -> list[str]:
