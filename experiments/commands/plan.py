@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import BucketCap, Ddp, Hooks, Unsteady, WorldLink, WorldRanks, json_option, task_option
-from .terminal import check_unused, errors_in_words, write_json
+from .terminal import announce, check_unused, errors_in_words, write_json
 
 _VALIDATE_SECONDS = 30.0
 
@@ -79,6 +79,8 @@ def plan(
             backend=backend,
             **load(probe, profile),
         )
+        if is_measured:
+            announce(console, f"measuring {asked.profile.task.label} on {number} ranks for up to {asked.seconds:.0f} s")
         found = make_plan(asked, number)
         if found is None:
             return

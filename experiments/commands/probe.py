@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import Unsteady, WorldLink, WorldRanks, json_option
-from .terminal import errors_in_words, write_json
+from .terminal import announce, errors_in_words, write_json
 
 
 def probe(
@@ -39,6 +39,7 @@ def probe(
             raise ValueError(
                 f"the profile is of {given.ranks} ranks, and the probe of {number}: give --ranks {given.ranks}"
             )
+        announce(console, f"probing the link {settings.label} between {number} ranks for up to {seconds:.0f} s")
         found = measure_probe(Asked(settings, seconds, ranks_per_host, unsteady, given), number)
         if found is None:
             return

@@ -9,7 +9,7 @@ import typer
 
 from .needs import missing, not_installed
 from .options import BucketCap, Ddp, Hooks, WorldLink, WorldRanks, json_option, task_option
-from .terminal import check_unused, errors_in_words, write_json
+from .terminal import announce, check_unused, errors_in_words, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +39,6 @@ def profile(
 ) -> None:
     """Measure where the time of a step goes."""
     with errors_in_words(json) as console:
-        from ..launch import torchrun_world
         from ..planning.overlap import OverlapSettings, measure_overlap, overlap_table
         from ..planning.profiling import Asked, measure_profile
         from ..planning.worlds import check_place, check_world
@@ -59,6 +58,9 @@ def profile(
                 bucket_cap_mb=0.5 if bucket_cap_mb is None else bucket_cap_mb,
                 seed=seed,
             )
+            announce(
+                console, f"measuring {asked_overlap.task.label} on {number} ranks in {asked_overlap.rounds} rounds"
+            )
             if (measured := measure_overlap(asked_overlap)) is not None:
                 console.print(overlap_table(measured))
             return
@@ -75,12 +77,8 @@ def profile(
             seconds=seconds,
             seed=seed,
         )
-        joined = torchrun_world()
-        if joined is None or joined[0] == 0:
-            how_long = f"for up to {seconds:.0f} s" if steps is None else f"in {steps} steps of each hook"
-            console.print(
-                f"measuring {asked.task.label} on {number} ranks {how_long} ...", highlight=False, markup=False
-            )
+        how_long = f"for up to {seconds:.0f} s" if steps is None else f"in {steps} steps of each hook"
+        announce(console, f"measuring {asked.task.label} on {number} ranks {how_long}")
         found = measure_profile(asked, number)
         if found is not None:
             _show(found, json, trace, picture, console)

@@ -127,6 +127,14 @@ def check_unused(context: typer.Context, options: Sequence[str], why: str) -> No
             raise ValueError(f"--{name.replace('_', '-')} has no effect {why}: leave it out")
 
 
+def announce(console: Console, text: str) -> None:
+    """Print what is about to be measured and how long that takes; under torchrun on rank 0 alone."""
+    from ..launch import torchrun_world
+
+    if (torchrun_world() or (0,))[0] == 0:
+        console.print(f"{text} ...", highlight=False, markup=False, soft_wrap=True)
+
+
 def command_given() -> str:
     """Return the command line, for reports that say how to get them again."""
     words = sys.argv[1:]

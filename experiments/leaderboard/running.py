@@ -13,6 +13,7 @@ from commhooks.errors import CommHooksError
 
 from ..jobs import run_jobs
 from ..machine import cores
+from ..report.heartbeat import Heartbeat
 from ..results.summary import Spread
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
@@ -190,8 +191,8 @@ class _Listener:
         self._file = RunsFile(out)
 
     def show(self, progress: Progress) -> None:
-        """Show two bars."""
-        self._progress = progress
+        """Show two bars; where there is no terminal, a line after every minute without one."""
+        self._progress, self._heartbeat = progress, Heartbeat(progress.console)
         self._bars = progress.add_task("train", total=len(self._order)), progress.add_task("time", total=self._timed)
 
     def __call__(self, message: object) -> None:
@@ -208,6 +209,9 @@ class _Listener:
                 self._failed.add((message.task, message.contender))
         is_run = isinstance(message, Run) or (isinstance(message, Failed) and message.task is not None)
         self._progress.advance(self._bars[0 if is_run else 1])
+        if self._progress.disable and self._heartbeat.due:
+            done = (f"{task.description} {task.completed:g} of {task.total:g}" for task in self._progress.tasks)
+            self._heartbeat.print(" · ".join(done))
 
     def whole_runs(self) -> list[Run]:
         """Return all runs in the order in which they were planned, without those of contenders that failed."""
@@ -220,7 +224,7 @@ class _Listener:
             return
         score = SCORES[run.task]
         text = ", ".join(f"{score.of(one.trained):.3f}" for one in own)
-        self._progress.console.print(f"{run.task} · {run.contender.label}: {score.name} {text}", highlight=False)
+        self._heartbeat.print(f"{run.task} · {run.contender.label}: {score.name} {text}")
 
 
 def _progress(console: Console) -> Progress:

@@ -52,6 +52,13 @@ class Asked:
         """What is between the ranks."""
         return self.profile.link
 
+    @property
+    def seconds(self) -> float:
+        """The seconds that measuring may take."""
+        profile = self.profile.seconds if self.profiled is None else 0.0
+        probe = self.probe_seconds if self.probe is None else 0.0
+        return profile + probe + (self.validate_seconds or 0.0)
+
 
 @dataclass(frozen=True)
 class Planned:

@@ -19,6 +19,7 @@ from rich.text import Text
 from commhooks.units import bytes_in_words, counted, seconds_in_words
 
 from ..launch import reason_of, torchrun_world
+from ..report.heartbeat import Heartbeat
 from ..results.rates import bytes_per_second, link_use
 from ..results.summary import SMOOTHING_STEPS, total_seconds
 from ..runs import RunResult, RunSettings, StepRecord
@@ -31,7 +32,6 @@ _NONE = "–"
 _OTHER_LINES = 4  # of the terminal: progress, scene, the table's header, hooks that are not shown
 # Beside the hook, and their least width in characters.
 _COLUMNS = {"step": 7, "loss": 6, "step time": 9, "sent/s": 9, "link": 5, "held-out": 8}
-_HEARTBEAT_SECONDS = 60.0  # between two lines of progress if there is no terminal
 _NARROW = 72  # characters; a terminal with fewer shows only these columns:
 _IF_NARROW = {"step", "loss", "step time", "held-out"}
 
@@ -99,7 +99,8 @@ class Live:
         self._console = console
         self._quiet = quiet or (world is not None and world[0] != 0)
         self._clock = clock
-        self._began = self._printed = clock()
+        self._began = clock()
+        self._heartbeat = Heartbeat(console, clock)
         self._pace = Pace(runs, finished, clock)
         self._rows = {settings: _Row(settings) for settings in runs}
         for settings, result in finished.items():
@@ -145,12 +146,11 @@ class Live:
         line = None
         if isinstance(message, RunDone | RunFailed | BeginsAgain | NotSaved):
             line = self._line(settings, message)
-        elif self._display is None and self._clock() - self._printed >= _HEARTBEAT_SECONDS:
+        elif self._display is None and self._heartbeat.due:
             row = self._rows[settings]
             line = " · ".join([f"{settings.label}: step {_cells(row)[0]}", *self._progress_in_words()])
         if line is not None:
-            self._printed = self._clock()
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._heartbeat.print(line)
 
     def drawn(self) -> RenderableType:
         """Return what the terminal shows at this moment."""

@@ -19,6 +19,7 @@ from experiments.leaderboard.accuracy import accuracy_of
 from experiments.leaderboard.board import Results, RunsFile, prepare_board, print_board, write_board
 from experiments.leaderboard.contenders import LeftOut
 from experiments.leaderboard.grace import compare_with_grace
+from experiments.report import heartbeat
 from tests.experiments.standing_samples import rows, runs
 from tests.experiments.test_report import Links
 
@@ -64,12 +65,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_it_trains_times_and_writes_what_it_found(tmp_path: Path) -> None:
+def test_it_trains_times_and_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "SECONDS", 0.0)
     out = tmp_path / "out"
     ended = run(
         *ONLY, "--out", str(out), "--docs", str(tmp_path / "docs"), "--accuracy", str(tmp_path / "accuracy.json")
     )
     assert ended.exit_code == 0, ended.output
+    lines = ended.output.splitlines()
+    assert "train 1 of 6 · time 0 of 3" in lines and "train 6 of 6 · time 3 of 3" in lines
     forms = [("all-reduce", "False"), ("fp16", "False"), ("fp16", "True")]
     standings = read(out / "standings.csv")
     assert [(row["compressor"], row["error_feedback"]) for row in standings] == forms

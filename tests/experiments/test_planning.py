@@ -53,6 +53,31 @@ def test_a_plan_says_that_none_pays(files: list[str], tmp_path: Path) -> None:
     assert "None pays: the plain all-reduce is predicted to be fastest." in said(files)
 
 
+@pytest.mark.parametrize(
+    ("module", "function", "line", "expected"),
+    [
+        ("probing", "measure_probe", "probe --seconds 5", "probing the link unlimited between 2 ranks for up to 5 s"),
+        ("planning", "make_plan", "plan --task gpt", "measuring gpt on 2 ranks for up to 100 s"),
+        ("planning", "make_plan", "plan --task gpt --validate", "measuring gpt on 2 ranks for up to 130 s"),
+        ("profiling", "measure_profile", "profile --task gpt", "measuring gpt on 2 ranks for up to 60 s"),
+        (
+            "overlap",
+            "measure_overlap",
+            "profile --task gpt --overlap --link 1Mbit/s",
+            "measuring gpt on 2 ranks in 9 rounds",
+        ),
+    ],
+)
+def test_what_is_measured_and_for_how_long_is_said_first(
+    module: str, function: str, line: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"experiments.planning.{module}.{function}", lambda *_: None)
+    assert said(line.split()) == f"{expected} ..."
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert said(line.split()) == ""
+
+
 def test_files_that_hold_something_else_are_named(files: list[str], tmp_path: Path) -> None:
     (tmp_path / "probe.json").write_text("{}")
     assert "probe.json: expected a file of format 1" in said(files, 2)
