@@ -23,7 +23,8 @@ class ProcessGroupCommunicator:
     `open_for_sparse` returns another group of the same ranks, for sums of sparse tensors: over a Gloo group with two
     threads these occasionally corrupt the heap. Without it they go over `process_group`. `open_some` returns a group of
     some of the ranks; it is called for the first collective that names the group, at the same point on all ranks, which
-    `wait` waits for.
+    `wait` waits for. `has_tensor_forms` tells that the group gathers and scatters whole tensors, as NCCL does, which
+    copies lists of them.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class ProcessGroupCommunicator:
         open_for_sparse: Callable[[], Any] | None = None,
         open_some: Callable[[Group], Any] | None = None,
         wait: Callable[[WorkPending], None] | None = None,
+        has_tensor_forms: bool = False,
     ) -> None:
         group = dist.group.WORLD if process_group is None else process_group
         if group is None:
@@ -44,6 +46,7 @@ class ProcessGroupCommunicator:
         self._for_sparse: Any = None
         self._open_some = open_some
         self._wait = wait
+        self._has_tensor_forms = has_tensor_forms
         self._of_some: dict[Group, Any] = {}
         self.rank: int = self.group.rank()
         self.world_size: int = self.group.size()
@@ -92,10 +95,15 @@ class ProcessGroupCommunicator:
         if collective.kind == "all-reduce":
             group = self._group_for_sparse() if tensor.is_sparse else group
             work = group.allreduce([tensor])
-        elif collective.kind == "all-gather":
-            work = group.allgather([list(room.unbind(0))], [tensor])
         elif collective.kind == "all-to-all":
             work = group.alltoall_base(room, tensor, [], [])
+        elif collective.kind == "all-gather":
+            if self._has_tensor_forms:
+                work = group._allgather_base(room.view(-1), tensor.view(-1))
+            else:
+                work = group.allgather([list(room.unbind(0))], [tensor])
+        elif self._has_tensor_forms:
+            work = group._reduce_scatter_base(room.view(-1), tensor.view(-1))
         else:
             work = group.reduce_scatter([room], [list(tensor.unbind(0))])
         return WorkPending(work, f"{collective.kind} of {collective.payload_bytes} bytes", room)

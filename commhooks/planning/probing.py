@@ -73,7 +73,7 @@ def probe(
     clocks = Clocks() if where.type == "cpu" else Clocks(settle=wait_for_device)
     backend = backend_of(group, where)
     if runs_on_streams(backend):
-        carrier = ProcessGroupCommunicator(group)
+        carrier = ProcessGroupCommunicator(group, has_tensor_forms=True)
         communicator: Communicator = wrap_communicator(carrier) if wrap_communicator else carrier
         return probe_over(
             communicator,

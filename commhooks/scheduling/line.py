@@ -129,7 +129,7 @@ class ProcessGroupLine:
         process_group = self._process_group()
         assert process_group is not None, "its backend was just asked for"
         # A proxy: an engine is found by its group, and must not keep it alive.
-        carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group))
+        carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group), has_tensor_forms=True)
         agreements = Agreements(carrier, self._address, device)
         communicator = self._wrap(carrier) if self._wrap else carrier
         board = self._address.noticeboard()

@@ -164,8 +164,10 @@ def test_parts_of_any_dtype_and_shape_come_back_typed(by_name: bool) -> None:
 # --- communicators --------------------------------------------------------------------------------------------------
 
 
-def test_lockstep_and_gloo_answer_alike() -> None:
-    gathered = run_world(_ask_everything, 3)
+@pytest.mark.parametrize("has_tensor_forms", [False, True])
+def test_lockstep_and_gloo_answer_alike(has_tensor_forms: bool) -> None:
+    """Also in the forms that NCCL is asked in, which Gloo has too."""
+    gathered = run_world(_ask_everything, 3, has_tensor_forms)
     every_rank = [_requests(rank, 3) for rank in range(3)]
     for name in every_rank[0]:
         for ours, expected in zip(gathered, carried_out([asked[name] for asked in every_rank]), strict=True):
@@ -195,8 +197,8 @@ def _plain(tensor: Tensor) -> Any:
     return (dense if dense.is_complex() else dense.double()).tolist()
 
 
-def _ask_everything(rank: int) -> dict[str, Any]:
-    communicator = ProcessGroupCommunicator()
+def _ask_everything(rank: int, has_tensor_forms: bool) -> dict[str, Any]:
+    communicator = ProcessGroupCommunicator(has_tensor_forms=has_tensor_forms)
     answers = {}
     for name, request in _requests(rank, communicator.world_size).items():
         own = list(request.parts)

@@ -76,7 +76,7 @@ class _Line:
     policy: PolicyName = "fifo"
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self._communicator = ProcessGroupCommunicator(process_group)
+        self._communicator = ProcessGroupCommunicator(process_group, has_tensor_forms=True)
         self.rank, self.world_size = self._communicator.rank, self._communicator.world_size
 
     def carries_groups(self, device: torch.device) -> bool:
