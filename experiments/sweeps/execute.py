@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -141,6 +141,15 @@ def saved_steps(out: Path, settings: RunSettings) -> int:
     """Return after how many steps a run in progress was saved; 0: it was not."""
     path = newest(_progress_of(settings, out))
     return 0 if path is None else int(path.name.rpartition("-")[2])
+
+
+def goes_on_from(out: Path, runs: Iterable[RunSettings]) -> list[int]:
+    """Return after how many steps runs were saved, of those that go on there when all of these are made again."""
+    scenes: dict[RunSettings, list[RunSettings]] = {}
+    for settings in runs:
+        scenes.setdefault(settings.scene, []).append(settings)
+    able = [settings for scene in scenes.values() if all(map(can_continue, scene)) for settings in scene]
+    return [steps for settings in able if (steps := saved_steps(out, settings))]
 
 
 def _forget(settings: RunSettings, out: Path) -> None:

@@ -22,7 +22,7 @@ from ..results.goals import GoingOn
 from ..results.outcomes import chosen_baseline, took_turns
 from ..runs import RunResult, RunSettings
 from ..specs import Spec
-from .execute import Made, execute, saved_steps
+from .execute import Made, execute, goes_on_from
 from .live import Live, listeners
 from .lock import claimed
 from .output import COMPARISON, PLOTS, prepare_folder
@@ -128,12 +128,12 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
         ):
             made = execute(missing, sweep.out, listeners(live, logs), going_on=sweep.going_on(known), known=known)
     except (KeyboardInterrupt, SystemExit, WorldError, ClusterError, OSError):
-        there = sum((sweep.out / RESULTS / f"{settings.name}.json").is_file() for settings in sweep.runs)
-        saved = [steps for settings in sweep.runs if (steps := saved_steps(sweep.out, settings))]
+        left = [one for one in sweep.runs if not (sweep.out / RESULTS / f"{one.name}.json").is_file()]
+        there, saved = len(sweep.runs) - len(left), goes_on_from(sweep.out, left)
         goes_on = f", {len(saved)} of them from step {' or '.join(map(str, sorted(set(saved))))} on" if saved else ""
         print(
             f"\n{there} of {len(sweep.runs)} runs are finished, in {sweep.out}; the same command, with this folder as "
-            f"--out, {'makes the others' if there < len(sweep.runs) else 'writes the report'}{goes_on}",
+            f"--out, {'makes the others' if left else 'writes the report'}{goes_on}",
             file=sys.stderr,
         )
         raise

@@ -172,16 +172,16 @@ def dilation_of(settings: RunSettings, compute_here: float | None) -> float:
 def _train_in_turns(runs: Mapping[int, RunSettings], work: Work, send: Send) -> None:
     """Train several runs, a step of each in turn, on the default process group; every rank calls this."""
     training: dict[int, _Run] = {}
-    saved = work.progress if all(can_continue(settings) for settings in runs.values()) else None
+    able = all(can_continue(settings) for settings in runs.values())
     for number, settings in runs.items():
         run = _Run(number, settings, work.dilations.get(number, 1.0), send)
-        if saved is not None and not run.load(saved):
+        if work.progress is not None and not run.load(work.progress, able=able):
             run.close()
             run = _Run(number, settings, run.dilation, send)
         training[number] = run
         send(Preparing())  # a task may take long to load
     send(StepsBegin())
-    others, progress = OtherPrograms(), Progress(saved)
+    others, progress = OtherPrograms(), Progress(work.progress if able else None)
     try:
         for step in range(max(settings.steps for settings in runs.values())):
             due = [run for run in training.values() if len(run.steps) == step < run.settings.steps]
@@ -280,14 +280,20 @@ class _Run:
         except CheckpointError as error:  # on all ranks
             self.send(NotSaved(self.number, str(error)))
 
-    def load(self, folder: Path) -> bool:
+    def load(self, folder: Path, *, able: bool) -> bool:
         """Go on where the run was saved, if it was; what it reported until then is reported again.
 
         Returns whether the run can be used. If not, it must be made anew: what was saved is damaged, or of another
-        version of the task.
+        version of the task. Runs that are not `able` to go on, perhaps because of one that takes turns with them, begin
+        with their first step.
         """
+        place = folder / self.settings.name
+        if not able:
+            if place.exists():
+                self.send(BeginsAgain(self.number, "it takes turns with a run that cannot be continued"))
+            return True
         try:
-            found = self.registered.load(folder / self.settings.name, self.optimizer)
+            found = self.registered.load(place, self.optimizer)
         except CheckpointError as error:  # on all ranks
             self.send(BeginsAgain(self.number, str(error)))
             return False

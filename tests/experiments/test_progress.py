@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
-from experiments.sweeps.execute import execute, saved_steps
+from experiments.sweeps.execute import execute, goes_on_from, saved_steps
 from experiments.training.progress import PROGRESS, can_continue
 from experiments.training.worker import BeginsAgain, Evaluated, NotSaved, StepDone
 
@@ -17,7 +18,7 @@ HOOKS = ("all-reduce", "powersgd:rank=2,start_after=5", "dgc:ratio=0.05")
 STOPPED = 38
 
 
-def settings(hook: str, compute: str | None = None, link: str | LinkSettings = "10Mbit/s") -> RunSettings:
+def settings(hook: str, compute: str | None = None, link: str | LinkSettings = "100Mbit/s") -> RunSettings:
     return RunSettings(
         task=Spec.parse("digits:size=small", "task"),
         hook=Spec.parse(hook),
@@ -80,6 +81,19 @@ def test_what_cannot_be_saved_goes_on_and_says_why(tmp_path: Path) -> None:
     (said,) = [message for message in heard if isinstance(message, NotSaved)]
     assert RUNS[0].name in said.reason
     assert saved_steps(tmp_path, RUNS[0]) == 0 and saved_steps(tmp_path, RUNS[1]) >= 2
+
+
+def test_what_was_saved_is_not_promised_beside_a_run_that_cannot_be_continued(tmp_path: Path) -> None:
+    runs = [dataclasses.replace(settings(hook), steps=2) for hook in ("fp16", "torch.none")]
+    saved = tmp_path / PROGRESS / runs[0].name / "checkpoint-00001-step-1"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    assert goes_on_from(tmp_path, runs[:1]) == [1]
+    assert goes_on_from(tmp_path, runs) == []
+    heard: list[tuple[RunSettings, object]] = []
+    execute(runs, tmp_path, lambda run, message: heard.append((run, message)))
+    (said,) = [(run, message.reason) for run, message in heard if isinstance(message, BeginsAgain)]
+    assert said == (runs[0], "it takes turns with a run that cannot be continued")
 
 
 @pytest.mark.parametrize(
