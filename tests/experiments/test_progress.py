@@ -20,7 +20,7 @@ STOPPED = 38
 
 def settings(hook: str, compute: str | None = None, link: str | LinkSettings = "100Mbit/s") -> RunSettings:
     return RunSettings(
-        task=Spec.parse("digits:size=small", "task"),
+        task=Spec.parse("digits:size=tiny", "task"),
         hook=Spec.parse(hook),
         steps=60,
         compute=compute,
