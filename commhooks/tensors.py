@@ -74,4 +74,5 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     norms = [torch.stack(torch._foreach_norm(alike, math.inf)) for alike in by_dtype.values()]
     if not norms:
         return torch.ones((), dtype=torch.bool, device=device)
-    return torch.cat([torch.isfinite(of_dtype) for of_dtype in norms]).all()
+    are_finite = [of_dtype < math.inf for of_dtype in norms]  # `isfinite` would be four calls
+    return (are_finite[0] if len(are_finite) == 1 else torch.cat(are_finite)).all()

@@ -241,19 +241,35 @@ class Tile:
         return [flat[first : first + kept.numel()] for first, kept in self._residuals]
 
 
+def form_together(tiles: Sequence[Tile]) -> None:
+    """Form tiles of one bucket in as few calls as possible; leave those that must be formed where they are used."""
+    memories, residuals = [], []
+    for tile in tiles:
+        if not tile._scratch.is_needed and tile._formed_in != tile._scratch.turn:
+            tile._formed_in = tile._scratch.turn
+            memories += [tile.gradient] if tile._whole is not None else tile._places(tile.gradient)
+            residuals += [kept for _, kept in tile._residuals]
+    if memories:
+        add_residuals(memories, residuals, tiles[0]._decay)
+
+
 class TileStack:
     """Tiles of one shape, side by side: a call costs more than the arithmetic of a small tile, so all share one.
 
-    Use it like a tile whose tensors have one more dimension, the first. `form` and `room` are the scratch buffer.
+    Use it like a tile whose tensors have one more dimension, the first. `form` and `room` are the scratch buffer, or
+    with `apart` memory of its own, in which the tiles are formed once a step.
     """
 
-    def __init__(self, tiles: Sequence[Tile]) -> None:
+    def __init__(self, tiles: Sequence[Tile], *, apart: bool = False) -> None:
         self._tiles = tiles
         self._scratch = tiles[0]._scratch
         self._gradients = [tile.gradient for tile in tiles]
         self._means = [tile.mean for tile in tiles]
         self._shape = torch.Size((len(tiles), *tiles[0].gradient.shape))
         self._residuals = [tile._whole for tile in tiles if tile._whole is not None]
+        own = tiles[0].gradient
+        self._own = own.new_empty(self._shape, dtype=computing_dtype(own.dtype)) if apart else None
+        self._formed_in = -1
 
     @staticmethod
     def takes(tile: Tile) -> bool:
@@ -268,19 +284,27 @@ class TileStack:
 
     @property
     def room(self) -> Tensor:
-        """Memory for all tiles, in the computing dtype, which all tiles of a bucket share."""
+        """Memory for all tiles, in the computing dtype, which all tiles of a bucket share unless it is `apart`."""
+        if self._own is not None:
+            self._formed_in = -1
+            return self._own
         if _IS_CHECKED:
             self._scratch.lend(self)
         return self._scratch.room(self._shape)
 
     def form(self) -> Tensor:
         """Return gradient + residual of every tile in `room`."""
-        room = self.room
+        if self._own is not None and self._formed_in == self._scratch.turn:
+            return self._own
+        room, is_formed = self.room, False
+        if self._own is not None:
+            form_together(self._tiles)
+            self._formed_in, is_formed = self._scratch.turn, not self._scratch.is_needed
         if self._scratch.is_needed:
             room.copy_(torch.stack(self._gradients))
         else:
             torch.stack(self._gradients, out=room)
-        if self._residuals:
+        if self._residuals and not is_formed:
             add_residuals([room], [torch.stack(self._residuals)], self._tiles[0]._decay)
         return room
 

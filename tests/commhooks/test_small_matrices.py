@@ -30,13 +30,55 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MIXED = [(20, 30), (30,), (20, 30), (8, 4, 3, 3), (20, 30), (8, 4, 3, 3), (90, 80), (5,), (30, 20), (90, 80)]
 
 
-@pytest.fixture(params=["all together", "two at a time", "none"])
+@pytest.fixture(params=["all together", "two at a time", "none", "launched"])
 def stacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let stacks have as many matrices as fit, or two, or be none."""
+    """Let stacks have as many matrices as fit, or two, or be none; or let the code for a GPU run."""
+    if request.param == "launched":
+        launch(monkeypatch)
     if request.param == "two at a time":
         monkeypatch.setattr(low_rank, "STACK_ELEMENTS", 1300)
     if request.param == "none":
         monkeypatch.setattr(low_rank, "SMALL_ELEMENTS", 0)
+
+
+def launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let matrices on the CPU be processed as on a GPU, where every call launches a kernel."""
+    monkeypatch.setattr(low_rank, "runs_later", lambda tensor: True)
+
+
+@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("settings", [*SETTINGS.values(), {"rank": 2, "matrices": "whole-bucket"}], ids=str)
+def test_the_code_for_a_gpu_gives_the_same_numbers(
+    settings: dict[str, Any], dtype: torch.dtype, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for is_launched in (False, True):
+        if is_launched:
+            launch(monkeypatch)
+        workers = Workers(
+            commhooks.make_compressor("powersgd", **settings), 2, zeros(*MIXED, dtype=dtype), storage=storage
+        )
+        means = [workers.step(normal(workers.parameters, 2, seed=step)) for step in range(3)][-1]
+        found.append(
+            [*(mean for of_rank in means for mean in of_rank), *(workers.residual(1, i) for i in range(len(MIXED)))]
+        )
+    stored = torch.bfloat16 if storage == "bf16" else dtype
+    bound = max(bounds.IN_FLOAT64, 4 * torch.finfo(dtype).eps, 4 * torch.finfo(stored).eps)
+    for launched, blocked in zip(*found[::-1], strict=True):
+        assert relative(launched - blocked, blocked) < bound
+
+
+def test_the_code_for_a_gpu_keeps_a_basis_where_a_row_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(monkeypatch)
+    workers = Workers(commhooks.make_compressor("powersgd", rank=2), 1, zeros((16, 24), (16, 24), (30, 20)))
+    workers.step(normal(workers.parameters, 1, seed=1))
+    for number in range(3):  # nothing is left to send either
+        workers.states[0].of(workers.parameters[number])["residual"].zero_()
+    before = workers.saved()
+    workers.step([[torch.zeros_like(p) for p in workers.parameters]])
+    workers.step_number -= 1
+    assert workers.saved() == before
 
 
 @pytest.mark.usefixtures("stacks")

@@ -1,8 +1,8 @@
 """What a low-rank compressor prepares for a bucket's matrices: their factors, and the products with them.
 
-Matrices of one shape and rank form a group, whose factors are one batch. Large matrices are multiplied one by one, in
-blocks of rows that stay in the cores' caches. Small ones are copied side by side and multiplied by one call, since a
-call takes longer than their arithmetic.
+Matrices of one shape and rank form a group, whose factors are one batch. Large matrices are multiplied one by one: on a
+CPU in blocks of rows that stay in the cores' caches, on a GPU in one call, since each is a kernel that the host must
+launch. Small ones are copied side by side and multiplied by one call, since a call takes longer than their arithmetic.
 
 Legend: M n×m a gradient plus its residual; P r×n the left factor and Q r×m the right one, both kept transposed, since
 products along rows of M are faster; r the rank; k the number of matrices in a group. The last bits of a product depend
@@ -13,6 +13,7 @@ give the same bits.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
@@ -26,7 +27,7 @@ from commhooks.devices import runs_later
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Context
 from commhooks.language.requests import Layout, Part
-from commhooks.language.tile import Tile, TileStack
+from commhooks.language.tile import Tile, TileStack, form_together
 from commhooks.tensors import computing_dtype
 
 Item = TypeVar("Item")
@@ -81,6 +82,8 @@ class _Products(Protocol):
 
     place: int | slice
     """The position in the group."""
+    tiles: list[Tile]
+    """All that is multiplied."""
 
     def multiply(self, side: Side, probe: Probe | None) -> None:
         """Compute this rank's own factor of one side: M times the factor of the other side; for P, also the probe."""
@@ -109,10 +112,10 @@ class _InBlocks:
 
     def __init__(self, x: LowRankMatrix, place: int, P: Tensor, Q: Tensor) -> None:
         self.place: int | slice = place
-        (n, m, _), threads = x.form, 1 if runs_later(P) else torch.get_num_threads()
-        self._block_rows = min(n, rows_of_a_block(m, 1 if runs_later(P) else x.r, threads))
-        tiles = x.tile.rows(x.form, self._block_rows)
-        self._blocks = list(map(_Block, tiles, P.split(self._block_rows, dim=1)))
+        n, m, _ = x.form
+        self._block_rows = n if runs_later(P) else min(n, rows_of_a_block(m, x.r, torch.get_num_threads()))
+        self.tiles = x.tile.rows(x.form, self._block_rows)
+        self._blocks = list(map(_Block, self.tiles, P.split(self._block_rows, dim=1)))
         self._Q = Q
 
     def multiply(self, side: Side, probe: Probe | None) -> None:
@@ -122,6 +125,8 @@ class _InBlocks:
                 torch.mm(self._Q, M.t(), out=block.P)  # r×m · m×rows
                 if probe:
                     torch.mv(M, probe.direction, out=probe.shown[first : first + len(M)])
+        elif len(self._blocks) == 1:
+            torch.mm(self._blocks[0].P, self.tiles[0].form(), out=self._Q)  # r×n · n×m
         else:
             self._Q.zero_()
             for block in self._blocks:
@@ -153,7 +158,8 @@ class _SideBySide:
 
     def __init__(self, matrices: Sequence[LowRankMatrix], first: int, P: Tensor, Q: Tensor) -> None:
         self.place: int | slice = slice(first, first + len(matrices))
-        self._stack = TileStack([tile for x in matrices for tile in x.tile.rows(x.form, x.form.n)])
+        self.tiles = [tile for x in matrices for tile in x.tile.rows(x.form, x.form.n)]
+        self._stack = TileStack(self.tiles, apart=runs_later(P))
         self._P, self._Q = P, Q
 
     def multiply(self, side: Side, probe: Probe | None) -> None:
@@ -184,6 +190,7 @@ class LowRankGroup:
         first, k = matrices[0], len(matrices)
         (n, m, _), r, gradient = first.form, first.r, first.tile.gradient
         self.matrices, self.r = matrices, r
+        self._runs_later = runs_later(gradient)
         self.P = gradient.new_zeros(k, r, n, dtype=computing_dtype(gradient.dtype))
         self.Q = gradient.new_zeros(k, r, m, dtype=self.P.dtype)
         keys = tuple(x.home.name for x in matrices)
@@ -194,7 +201,7 @@ class LowRankGroup:
         is_small = n * m <= SMALL_ELEMENTS and TileStack.takes(first.tile)
         most = STACK_ELEMENTS // (n * m) if is_small else 1
         chunks = zip(range(0, k, most), self.P.split(most), self.Q.split(most), strict=True)
-        self._products: list[_Products] = [
+        self.products: list[_Products] = [
             _SideBySide(matrices[at : at + len(P)], at, P, Q) if len(P) > 1 else _InBlocks(matrices[at], at, P[0], Q[0])
             for at, P, Q in chunks
         ]
@@ -205,7 +212,7 @@ class LowRankGroup:
 
     def multiply(self, side: Side, turn: int, probe: Probe | None = None) -> None:
         """Compute this rank's own factors of one side: each M times its factor of the other side; and maybe a probe."""
-        for product in there_and_back(self._products, turn):
+        for product in there_and_back(self.products, turn):
             product.multiply(side, probe and probe.at(product.place))
 
     def finish(self, side: Side, mean: Tensor, sent: Tensor, turn: int, finite: Tensor) -> None:
@@ -215,24 +222,24 @@ class LowRankGroup:
         of_sent = self._factors(side, sent) if side == "P" else of_mean._replace(Q=sent)
         # No residual would hold the products' rounding error.
         of_mean, of_sent = Factors(*in_full(*of_mean)), Factors(*in_full(*of_sent))
-        for product in there_and_back(self._products, turn):
+        for product in there_and_back(self.products, turn):
             product.finish(of_mean.at(product.place), of_sent.at(product.place), finite)
 
     def write(self, side: Side, mean: Tensor) -> None:
         """Write means, given the mean factors of one side."""
         of_mean = self._factors(side, mean)
-        for product in self._products:
+        for product in self.products:
             product.write(of_mean.at(product.place))
 
     def largest(self, side: Side, mean: Tensor) -> Tensor:
         """Return the means' largest magnitude, 0-dim; this overwrites what was formed."""
         of_mean = Factors(*in_full(*self._factors(side, mean)))
-        return torch.stack([product.largest(of_mean.at(product.place)) for product in self._products]).amax()
+        return torch.stack([product.largest(of_mean.at(product.place)) for product in self.products]).amax()
 
     def _factors(self, side: Side, mean: Tensor) -> Factors:
-        """Return the factors, of which one side's is `mean`, with P as columns, which products read faster."""
+        """Return the factors, of which one side's is `mean`, with P as columns, which products on a CPU read faster."""
         P, Q = (mean, self.Q) if side == "P" else (self.P, mean)
-        return Factors(P.mT.contiguous(), Q)
+        return Factors(P.mT if self._runs_later else P.mT.contiguous(), Q)
 
 
 class Uncompressed:
@@ -272,13 +279,18 @@ class LowRankPlan(NamedTuple):
     matrices: Sequence[LowRankMatrix]
     groups: Sequence[LowRankGroup]
     rest: Uncompressed
+    rows: Tensor | None
+    """If work is queued, so that what concerns all groups is done in one: for each element of all Q, one group's
+    after another's, the number of its row."""
 
     @classmethod
     def of(cls, matrices: Sequence[LowRankMatrix], rest: Sequence[Tile]) -> LowRankPlan:
         """Form groups, and the parts of what is sent uncompressed."""
         groups = _groups(matrices)
         # Sent together with factors, the rest is as wide as they are; sent alone, it keeps its own dtype.
-        return cls(matrices, groups, Uncompressed(rest, groups[0].P.dtype if groups else None))
+        return cls(
+            matrices, groups, Uncompressed(rest, groups[0].P.dtype if groups else None), _rows_of_right_factors(groups)
+        )
 
     @classmethod
     def of_slots(
@@ -299,19 +311,28 @@ class LowRankPlan(NamedTuple):
     def at(self, ranks: Sequence[int]) -> LowRankPlan:
         """Return the plan for the same matrices with other ranks."""
         matrices = [dataclasses.replace(x, r=r) for x, r in zip(self.matrices, ranks, strict=True)]
-        return self._replace(matrices=matrices, groups=_groups(matrices))
+        groups = _groups(matrices)
+        return self._replace(matrices=matrices, groups=groups, rows=_rows_of_right_factors(groups))
 
     def multiply(self, side: Side, turn: int) -> None:
         """Compute this rank's own factors of one side."""
+        if self.rows is not None:
+            self._form_at_once()
         for group in there_and_back(self.groups, turn):
             group.multiply(side, turn)
 
     def multiply_and_compare(self, seed: int) -> None:
         """Compute this rank's own P, in which what a probe shows replaces rows that are blind."""
+        if self.rows is not None:
+            self._form_at_once()
         probed = with_probes([(group.P, group.Q) for group in self.groups], seed)
         for group, one in zip(self.groups, probed, strict=True):
             group.multiply("P", 0, one.probe)
         replace_blind_rows(probed)
+
+    def _form_at_once(self) -> None:
+        """Form all matrices in few calls; on a CPU each is formed when it is multiplied, so that it is in the cache."""
+        form_together([tile for group in self.groups for product in group.products for tile in product.tiles])
 
     def finish(self, side: Side, means: Sequence[Tensor], turn: int, context: Context, finite: Tensor) -> None:
         """Write means and residuals, from the mean factors of the last side and this rank's own ones."""
@@ -335,6 +356,32 @@ def _groups(matrices: Sequence[LowRankMatrix]) -> list[LowRankGroup]:
     for x in matrices:
         alike.setdefault(x.kind, []).append(x)
     return [LowRankGroup(of_kind) for of_kind in alike.values()]
+
+
+def _rows_of_right_factors(groups: Sequence[LowRankGroup]) -> Tensor | None:
+    """Return the number of each element's row, for `keep_scaled`."""
+    if not (groups and runs_later(groups[0].Q)):
+        return None
+    numbers, first = [], 0
+    for group in groups:
+        k, r, m = group.Q.shape
+        rows = torch.arange(first, first + k * r, dtype=torch.int32, device=group.Q.device)
+        numbers.append(rows.unsqueeze(1).expand(-1, m).reshape(-1))
+        first += k * r
+    return torch.cat(numbers)
+
+
+def keep_scaled(kept: Sequence[Tensor], means: Sequence[Tensor], rows: Tensor, finite: Tensor) -> None:
+    """Keep each row of the means, scaled to a largest magnitude of 1, in as few calls for all groups as for one.
+
+    Rows of zeros keep what is there, and so do all rows if `finite` is false.
+    """
+    largest = torch.stack(torch._foreach_norm([row for mean in means for row in mean.flatten(0, 1).unbind()], math.inf))
+    scale = largest.index_select(0, rows)
+    before = torch.cat([basis.reshape(-1) for basis in kept])
+    found = torch.cat([mean.reshape(-1) for mean in means]) / scale
+    bases = torch.where((scale > 0) & finite, found, before).split([basis.numel() for basis in kept])
+    torch._foreach_copy_(list(kept), [basis.view(own.shape) for basis, own in zip(bases, kept, strict=True)])
 
 
 def there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:

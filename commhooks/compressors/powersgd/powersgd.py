@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.powersgd.blind_rows import is_due
-from commhooks.compressors.powersgd.low_rank import OTHER, LowRankGroup, LowRankMatrix, LowRankPlan, Side
+from commhooks.compressors.powersgd.low_rank import OTHER, LowRankGroup, LowRankMatrix, LowRankPlan, Side, keep_scaled
 from commhooks.compressors.powersgd.matrices import (
     MatrixForm,
     MatrixRule,
@@ -157,10 +157,13 @@ class PowerSGD(Compressor):
         received: list[Tensor] = []
         means: list[Tensor] = []
         for turn, side in enumerate(sides):
-            for number, group in enumerate(plan.groups):
-                other = OTHER[side]
-                bases = orthonormal_rows(means[number], self.epsilon) if turn else self._bases(group, other, context)
-                group.factor(other).copy_(bases)
+            other = OTHER[side]
+            if plan.rows is not None and (turn or self.warm_start):
+                self._set_at_once(plan, other, means)
+            else:
+                for at, group in enumerate(plan.groups):
+                    bases = orthonormal_rows(means[at], self.epsilon) if turn else self._bases(group, other, context)
+                    group.factor(other).copy_(bases)
             # Other bases do not stay blind: cold ones are redrawn, and alternating ones are made orthonormal.
             if turn == 0 and self.warm_start and not self.alternating and is_due(context.step):
                 plan.multiply_and_compare(stable_seed("powersgd", "probe", self.seed, context.step))
@@ -178,11 +181,11 @@ class PowerSGD(Compressor):
 
         finite = yield Judge(*received, *means_of_rest, *plan.largest(side, means))
         if not surely(finite):  # one bad element makes the whole mean non-finite, on every rank
-            # A list, since PyTorch takes one 0-dim tensor for a number, which the host would wait to read.
-            torch._foreach_add_(means, [torch.where(finite, 0.0, torch.nan)] * len(means))
+            one = finite.to(means[0].dtype)
+            torch._foreach_mul_(means, one / one)  # 1, or 0/0
         plan.finish(side, means, len(sides), context, finite)
         if self.warm_start:
-            self._keep(plan.groups, side, means, finite)
+            self._keep(plan, side, means, finite)
         plan.rest.write(means_of_rest)
         return Exchanged(finite, means, means_of_riders)
 
@@ -252,6 +255,15 @@ class PowerSGD(Compressor):
         like = group.factor(side)[0]
         return torch.stack([self._random_basis(x.key, side, like, context.step) for x in group.matrices])
 
+    def _set_at_once(self, plan: LowRankPlan, side: Side, means: Sequence[Tensor]) -> None:
+        """Set one side's factors, in one call, to bases of the means, or to the last step's if there is no mean yet."""
+        factors = [group.factor(side) for group in plan.groups]
+        if means:
+            torch._foreach_copy_(factors, [orthonormal_rows(mean, self.epsilon) for mean in means])
+        else:
+            kept = [basis for group in plan.groups for basis in self._kept(group, side)]
+            torch._foreach_copy_([matrix for factor in factors for matrix in factor.unbind()], kept)
+
     def _kept(self, group: LowRankGroup, side: Side) -> list[Tensor]:
         """Return the memory of the bases, as many rows of each as are in use."""
         name, r = self._name(side), group.r
@@ -264,11 +276,16 @@ class PowerSGD(Compressor):
         basis = seeded_normal(tuple(like.shape), seed, like)
         return orthonormal_rows(basis).contiguous() if self.alternating else basis
 
-    def _keep(self, groups: Sequence[LowRankGroup], side: Side, means: Sequence[Tensor], finite: Tensor) -> None:
-        """Keep the means of the last factors as the bases of the next step."""
-        for group, mean in zip(groups, means, strict=True):
+    def _keep(self, plan: LowRankPlan, side: Side, means: Sequence[Tensor], finite: Tensor) -> None:
+        """Keep the means of the last factors as the bases of the next step.
+
+        Rows are scaled to a largest magnitude of 1. A row of zeros would never recover, so the old one stays.
+        """
+        if plan.rows is not None and not self.alternating:
+            keep_scaled([basis for group in plan.groups for basis in self._kept(group, side)], means, plan.rows, finite)
+            return
+        for group, mean in zip(plan.groups, means, strict=True):
             kept = self._kept(group, side)
-            # Rows are scaled to a largest magnitude of 1. A row of zeros would never recover, so the old one stays.
             largest = mean.abs().amax(dim=-1, keepdim=True)  # r×1
             bases = torch.where(largest > 0, mean / largest, torch.stack(kept))
             if self.alternating:  # the next product is also the last one, and needs an orthonormal basis

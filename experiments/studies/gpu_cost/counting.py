@@ -36,9 +36,9 @@ _OF_EACH_MATRIX = {"linalg_qr": 2, "_linalg_svd": 20, "linalg_svd": 20}
 
 ASSUMPTIONS: Sequence[str] = (
     "A launch is a call of an ATen operator with a tensor on the device. Views and allocations launch nothing.",
-    f"A `_foreach_` call launches one kernel for every {FOREACH_TENSORS} tensors, or one for each tensor if their "
-    f"dtypes differ (except to copy); `cat` and `stack` launch one for every {CAT_TENSORS}. A collective is one "
-    "launch.",
+    f"A `_foreach_` call launches one kernel for every {FOREACH_TENSORS} tensors, or one for each tensor if those that "
+    "it combines differ in shape or dtype (in a copy, in shape). "
+    f"`cat` and `stack` launch one for every {CAT_TENSORS}. A collective is one launch.",
     "QR is two copies, and for each matrix of the batch two library calls (`geqrf` and `orgqr`), each counted as one "
     "launch. Other operators of several kernels: "
     + ", ".join(f"`{name}` {count}" for name, count in LAUNCHES.items() if name not in _OF_EACH_MATRIX)
@@ -71,6 +71,8 @@ class Cost:
     waits: int = 0
     collectives: int = 0
     """Also counted as launches."""
+    views: int = 0
+    """And allocations: calls that launch nothing."""
     by_operator: Counter[str] = dataclasses.field(default_factory=Counter)
     """Launches."""
 
@@ -82,7 +84,7 @@ class Counting(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # 'Call to untyped function "__init__"'
         self.cost = Cost()
         self._device = device.type
-        self._queued: list[tuple[Any, Any]] = []
+        self._launched: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -92,18 +94,17 @@ class Counting(TorchDispatchMode):
         answer = func(*args, **kwargs)
         if self._reaches_device(func, args, kwargs, answer):
             self._count(func, args, kwargs, answer)
-            self._queued.append((func, answer))
+            if launches(func):
+                self._launched.append((func, answer))
         return answer
 
     def replay(self) -> Replaying:
         """Return a context in which the calls counted here are made again, without their kernels."""
-        return Replaying(self._queued, self._reaches_device)
+        return Replaying(self._launched, self._reaches_device)
 
     def _reaches_device(self, func: Any, args: Any, kwargs: Any, answer: Any) -> bool:
         if func.namespace == "c10d":
             return True
-        if func.is_view or str(func.overloadpacket.__name__) in _NO_LAUNCH:
-            return False
         return any(tensor.device.type == self._device for tensor in _tensors((args, kwargs, answer)))
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> None:
@@ -111,6 +112,9 @@ class Counting(TorchDispatchMode):
         if func.namespace == "c10d":
             self.cost.collectives += 1
             self._launch(name, 1)
+            return
+        if not launches(func):
+            self.cost.views += 1
             return
         given, got = list(_tensors((args, kwargs))), list(_tensors(answer))
         self._launch(name, launches_of(name, args))
@@ -131,18 +135,20 @@ class Counting(TorchDispatchMode):
 
 
 class Replaying(TorchDispatchMode):
-    """A context in which calls that reach the device find their answers from before, so that only the host works.
+    """A context in which calls that launch something are answered as before, so that only their callers work.
 
     Raises `RuntimeError` if the calls are not those that were recorded.
     """
 
-    def __init__(self, queued: Sequence[tuple[Any, Any]], reaches_device: Callable[[Any, Any, Any, Any], bool]) -> None:
+    def __init__(
+        self, recorded: Sequence[tuple[Any, Any]], reaches_device: Callable[[Any, Any, Any, Any], bool]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # 'Call to untyped function "__init__"'
         self.calls = 0
-        """Also of views, and of operators on the host."""
+        """Also of operators on the host."""
         self.own_seconds = 0.0
         """Spent in here rather than by whoever calls operators."""
-        self._queued = queued
+        self._recorded = recorded
         self._reaches_device = reaches_device
         self._next = 0
 
@@ -152,8 +158,10 @@ class Replaying(TorchDispatchMode):
         """Answer an operator of the device from before; run any other one."""
         begun = time.perf_counter()
         kwargs, spent = kwargs or {}, 0.0
-        recorded, answer = self._queued[self._next] if self._next < len(self._queued) else (None, None)
-        if recorded is func and self._reaches_device(func, args, kwargs, answer):
+        recorded, answer = self._recorded[self._next] if self._next < len(self._recorded) else (None, None)
+        if not launches(func):
+            answer = func(*args, **kwargs)  # its time is not the caller's
+        elif recorded is func and self._reaches_device(func, args, kwargs, answer):
             self._next += 1
             written = _written(func, args, kwargs)
             answer = answer if written is None else written
@@ -168,11 +176,23 @@ class Replaying(TorchDispatchMode):
         return answer
 
 
+def launches(func: Any) -> bool:
+    """Return whether an operator does more than to name memory in another way, or to allocate some."""
+    return not func.is_view and str(func.overloadpacket.__name__) not in _NO_LAUNCH
+
+
 def launches_of(name: str, args: Sequence[Any]) -> int:
     """Return how many kernels a call of an operator launches, in the words of `ASSUMPTIONS`."""
     if name.startswith("_foreach_"):
         lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
-        is_one_kind = name == "_foreach_copy_" or len({tensor.dtype for one in lists for tensor in one}) == 1
+        kinds = zip(
+            *(
+                [tensor.shape if name == "_foreach_copy_" else (tensor.shape, tensor.dtype) for tensor in one]
+                for one in lists
+            ),
+            strict=True,
+        )
+        is_one_kind = all(len(set(of_each)) == 1 for of_each in kinds)
         return math.ceil(len(lists[0]) / FOREACH_TENSORS) if is_one_kind else len(lists[0])
     if name in ("cat", "stack"):
         return math.ceil(len(args[0]) / CAT_TENSORS)

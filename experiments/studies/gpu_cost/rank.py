@@ -32,6 +32,8 @@ RANKS = 8
 """In whose place PyTorch's "fake" process group answers every collective with what this rank put in."""
 LAUNCH_SECONDS = 5e-6
 """What the host is assumed to spend in PyTorch and the driver for each launch."""
+VIEW_SECONDS = 1e-6
+"""The same for each view or allocation."""
 STEPS_BEFORE = 3
 """Lay out state and plans; and PyTorch's PowerSGD begins only with the third."""
 POWERSGD = "torch.powersgd"
@@ -54,7 +56,7 @@ class Counted:
 
     cost: Cost
     host_seconds: float
-    """Of this machine's Python, without what launches take."""
+    """Of this machine's Python, without what operators take."""
     residual_bytes: int
     """Of the residuals that the hook keeps."""
 
