@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster torch-suite gpu gpu-cost clean
+.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster torch-suite gpu gpu-cost clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-frameworks  the integrations with Lightning, Accelerate, Trainer, Ray and torchft, in .venv-frameworks; and the wheel by itself"
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
 	@echo "make test-torch-suite  most of PyTorch's own DDP tests, with ddp_core's class in place of theirs"
+	@echo "make test-virtual-device  the CUDA code, late and in odd orders, on a device that lives in the CPU (needs g++)"
 	@echo "make check        lint, format, types, and the documentation built strictly"
 	@echo "make docs         build the documentation into site/"
 	@echo "make bench        ratios to PyTorch's own DDP and hooks, and to memory copies; writes docs/benchmarks.md (a quarter of an hour)"
@@ -75,6 +76,11 @@ test-processors: $(STAMP)
 test-torch-suite: $(STAMP)
 	$(BIN)/python -m pytest -m "torch_suite and not soak" tests/torch_suite
 
+# A process of its own: the device stays until it ends. VIRTUAL_DEVICE_REQUIRED=1: a device that cannot be built is an error.
+test-virtual-device: $(STAMP)
+	$(BIN)/python -m pytest -p tests.virtual_device.plugin --virtual-device=late,random:1 \
+		-m "(gpu or virtual_device) and not soak" -n 2 --dist worksteal tests/gpu tests/virtual_device
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -87,7 +93,12 @@ docs: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m experiments.studies bench $(BENCH) --results docs/benchmarks.json
 
-bench-check: $(STAMP)
+bench-# A process of its own: the device stays until it ends. VIRTUAL_DEVICE_REQUIRED=1: a device that cannot be built is an error.
+test-virtual-device: $(STAMP)
+	$(BIN)/python -m pytest -p tests.virtual_device.plugin --virtual-device=late,random:1 \
+		-m "(gpu or virtual_device) and not soak" -n 2 --dist worksteal tests/gpu tests/virtual_device
+
+check: $(STAMP)
 	$(BIN)/python -m experiments.studies bench $(BENCH) --check docs/benchmarks.json
 
 torch-suite: $(STAMP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import importlib
 import inspect
 import os
 import pickle
@@ -14,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -138,6 +139,19 @@ def _let_the_fork_server_go() -> None:
 
 def _run(assignment: Assignment) -> Any:
     function, args, kwargs = _unpickled_call(assignment.call)
+    with _around(assignment.rank):
+        return _run_in_group(assignment, function, args, kwargs)
+
+
+def _around(rank: int) -> AbstractContextManager[None]:
+    """Return the context that WORLD_AROUND names as module:function."""
+    module, _, name = os.environ.get("WORLD_AROUND", "").partition(":")
+    return getattr(importlib.import_module(module), name)(rank) if name else nullcontext()
+
+
+def _run_in_group(
+    assignment: Assignment, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if assignment.options.backend is None:
         return function(assignment.rank, *args, **kwargs)
     in_turn = assignment.options.backend == IN_TURN

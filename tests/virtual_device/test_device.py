@@ -1,0 +1,302 @@
+"""What the device runs, in which order, and what it reports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.virtual_device import BuildError, begin, building, ranks, report
+from tests.world import WorldError, run_world
+
+pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(120)]
+
+RUNS = ["eager", "late", "random:1", "random:2"]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _begun() -> None:
+    begin("late")
+
+
+def _trained(run: str) -> list[Tensor]:
+    begin(*ranks.parse(run))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Dropout(0.5), nn.Linear(30, 5)).cuda()
+    side = torch.cuda.Stream()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        batch = torch.randn(16, 20, generator=torch.Generator().manual_seed(step)).cuda(non_blocking=True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            doubled = batch * 2
+        batch.record_stream(side)
+        torch.cuda.current_stream().wait_stream(side)
+        doubled.record_stream(torch.cuda.current_stream())
+        optimizer.zero_grad()
+        model.eval()
+        model(doubled).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("run", RUNS[1:])
+def test_a_program_in_order_has_one_result_and_no_race(run: str) -> None:
+    expected, found = _trained("eager"), _trained(run)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    seen = report()
+    assert seen.races == ()
+    assert seen.kernels > 100
+
+
+def test_late_runs_nothing_before_the_host_waits() -> None:
+    target = torch.empty(4, pin_memory=True)
+    target.zero_()
+    target.copy_(torch.ones(4, device=CUDA), non_blocking=True)
+    assert target.tolist() == [0.0] * 4
+    torch.cuda.synchronize()
+    assert target.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_two_streams_that_write_in_no_order_are_a_race(run: str) -> None:
+    begin(*ranks.parse(run))
+    x, side = torch.zeros(8, device=CUDA), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+    x.mul_(2)
+    (read, written) = report().races
+    assert "mul.out reads on stream 0 what add.out writes on stream" in read
+    assert "mul.out writes on stream 0 what add.out writes on stream" in written
+
+
+def test_other_parts_of_a_tensor_are_no_race() -> None:
+    x, side = torch.zeros(8, device=CUDA), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x[:4].add_(1)
+    x[4:].add_(1)
+    assert report().races == ()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_freed_memory_that_another_stream_reads_is_a_race_unless_it_was_recorded(recorded: bool) -> None:
+    x, side = torch.ones(1000, device=CUDA), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        read = x + 1
+    if recorded:
+        x.record_stream(side)
+    del x
+    races = report().races
+    assert ("the next owner of freed memory writes on stream 0 what add.out reads" in str(races)) is not recorded
+    if recorded:
+        assert set(read.tolist()) == {2.0}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_host_that_reads_pinned_memory_before_its_copy_is_a_race(waits: bool) -> None:
+    kept = torch.empty(4, pin_memory=True)
+    kept.copy_(torch.ones(4, device=CUDA), non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    if waits:
+        event.synchronize()
+    total = float(kept.sum())
+    assert (total == 4) is waits
+    assert (
+        "sum reads by the host what copy_ to the host writes on stream 0, in no order" in report().races
+    ) is not waits
+
+
+def test_a_host_that_overwrites_pinned_memory_that_is_still_to_be_read_is_a_race() -> None:
+    kept = torch.ones(4, pin_memory=True)
+    kept.to(CUDA, non_blocking=True)
+    kept.fill_(7)
+    assert "fill_ writes by the host what copy_ to the device reads on stream 0, in no order" in report().races
+
+
+def test_every_host_wait_is_listed_with_its_place_and_may_be_refused() -> None:
+    x = torch.ones(4, device=CUDA)
+    x.sum().item()
+    x.nonzero()
+    x.cpu()
+    torch.cuda.current_stream().record_event().synchronize()
+    waits = report().host_waits
+    assert {wait.what for wait in waits} == {"item", "nonzero", "copy_", "event.synchronize"}
+    assert {wait.place.rpartition(":")[0] for wait in waits} == {__file__}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation: item"):
+            x.sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_sleep_keeps_its_stream_busy_and_no_other() -> None:
+    slow, begun = torch.cuda.Stream(), time.monotonic()
+    with torch.cuda.stream(slow):
+        torch.cuda._sleep(300_000_000)
+        late = slow.record_event()
+    assert float(torch.ones(2, device=CUDA).sum()) == 2
+    assert not late.query()
+    late.synchronize()
+    assert time.monotonic() - begun >= 0.2
+    assert late.query()
+
+
+def test_random_numbers_are_the_seeds_and_do_not_depend_on_the_schedule() -> None:
+    drawn = []
+    for run in RUNS:
+        begin(*ranks.parse(run))
+        torch.manual_seed(3)
+        drawn.append(torch.cat([torch.randn(4, device=CUDA), torch.rand(4, device=CUDA)]).cpu())
+    assert all(torch.equal(each, drawn[0]) for each in drawn)
+    assert not torch.equal(drawn[0], torch.randn(8, device=CUDA).cpu())
+
+
+def test_an_error_of_the_user_is_raised_where_it_is_made() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(3, device=CUDA) + torch.ones(3)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        torch.ones(3, device=CUDA) + torch.ones(4, device=CUDA)
+
+
+def test_empty_counts_kernels_and_runs_none() -> None:
+    begin("empty")
+    x = torch.zeros(4, device=CUDA)
+    x.fill_(7).mul_(2)
+    assert report().kernels == 3
+    begin("late")
+    assert x.tolist() == [0.0] * 4
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="'soon' is not known: expected one of eager, late, random, empty"):
+        begin("soon")
+
+
+def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(building, "BUILT", tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match="needs a C\\+\\+ compiler, and no-such-compiler did not start"):
+        building._built()
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(BuildError, match="false could not compile the virtual device"):
+        building._built()
+
+
+@pytest.mark.parametrize(("required", "code", "text"), [("1", 4, "needs a C++ compiler"), ("", 0, "skipped")])
+def test_without_a_compiler_tests_are_skipped_unless_the_device_is_required(
+    required: str, code: int, text: str
+) -> None:
+    program = (
+        "from tests.virtual_device import building; import pathlib, pytest, sys;"
+        "building.BUILT = pathlib.Path('/nonexistent') / 'device';"
+        "building.BUILT.__class__.mkdir = lambda *a, **k: None;"
+        "sys.exit(pytest.main(['-p', 'tests.virtual_device.plugin', '-p', 'no:cacheprovider', '-q', '-m', 'gpu',"
+        " 'tests/gpu/test_streams.py', '-k', 'narrow']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "CXX": "no-such-compiler", "VIRTUAL_DEVICE_REQUIRED": required},
+        cwd=building.SOURCE.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert text in done.stdout + done.stderr
+
+
+# ---- across processes ----
+@pytest.mark.parametrize("run", ["eager", "late", "random:1"])
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_collectives_across_processes(backend: str, run: str) -> None:
+    run_world(_collectives, 2, backend=backend, environment=ranks.environment(run))
+
+
+def _collectives(rank: int) -> None:
+    def mine(count: int = 6, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (torch.arange(count, device=CUDA) + 10 * rank).to(dtype)
+
+    total = mine()
+    dist.all_reduce(total, async_op=True).wait()
+    assert total.tolist() == [10.0 + 2 * n for n in range(6)]
+    largest = mine(dtype=torch.bfloat16)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    assert largest.tolist() == [10.0 + n for n in range(6)]
+    gathered = [torch.empty(3, device=CUDA) for _ in range(2)]
+    dist.all_gather(gathered, mine(3))
+    assert [each.tolist() for each in gathered] == [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]
+    given = mine(3)
+    dist.broadcast(given, src=1)
+    assert given.tolist() == [10.0, 11.0, 12.0]
+    swapped = torch.empty(4, device=CUDA)
+    if dist.get_backend() == "nccl":  # PyTorch's Gloo has no such form for CUDA
+        dist.all_to_all_single(swapped, mine(4))
+        assert swapped.tolist() == [2.0 * rank, 2.0 * rank + 1, 10 + 2.0 * rank, 11 + 2.0 * rank]
+        row = torch.empty(3, device=CUDA)
+        dist.reduce_scatter_tensor(row, mine())
+        assert row.tolist() == [10.0 + 2 * (n + 3 * rank) for n in range(3)]
+        joined = torch.empty(6, device=CUDA)
+        dist.all_gather_into_tensor(joined, mine(3))
+        assert joined.tolist() == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0]
+    dist.barrier()
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    with pytest.raises(WorldError) as caught:
+        run_world(_disagree, 2, backend="nccl", environment=ranks.environment("late"))
+    assert "ranks disagree about collective 0 of their group" in str(caught.value)
+    assert "all-reduce of 16 bytes of Float" in str(caught.value)
+
+
+def _disagree(rank: int) -> None:
+    dist.all_reduce(torch.ones(4 + rank, device=CUDA))
+    torch.cuda.synchronize()
+
+
+def test_a_rank_that_never_comes_ends_with_the_timeout_of_its_group() -> None:
+    with pytest.raises(WorldError, match="all-reduce among processes.*Timed out"):
+        run_world(_one_never_comes, 2, backend="nccl", environment=ranks.environment("late"))
+
+
+def _one_never_comes(rank: int) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    if rank == 0:
+        dist.all_reduce(torch.ones(4, device=CUDA), group=group)
+        torch.cuda.synchronize()
+    time.sleep(4)
+
+
+@pytest.mark.parametrize("run", ["late", "random:1"])
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_pytorchs_own_ddp_trains_on_it(backend: str, run: str) -> None:
+    ours, theirs = run_world(_own_ddp, 2, "torch", backend=backend, environment=ranks.environment(run))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert ours[0].abs().sum() > 0
+
+
+def _own_ddp(rank: int, kind: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5)).cuda(), bucket_cap_mb=0.001
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
