@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators import Collective
+from commhooks.devices import runs_later
 from commhooks.errors import CompressorError
 from commhooks.language.requests import (
     AllGather,
@@ -293,10 +294,16 @@ def _alone(part: Part, request: AllReduce, world_size: int) -> Collective:
     divisor = world_size if request.average else 1
     if part.tensor.is_sparse:
         return Collective("all-reduce", part.tensor / divisor, group=request.group)
-    own = part.tensor if part.in_place else part.tensor.clone()
+    own, wire = part.tensor, part.on_wire
+    if divisor > 1 and wire != own.dtype and not own.is_complex() and runs_later(own):
+        # One kernel, which reads the memory and writes the message; on a CPU it would make a copy in between.
+        payload = torch.div(own, divisor, out=own.new_empty(own.shape, dtype=wire))
+        return Collective("all-reduce", payload, group=request.group)
+    if not part.in_place:
+        own = own.clone()
     if divisor > 1:
         own.div_(divisor)
-    payload = (torch.view_as_real(own) if own.is_complex() else own).to(part.on_wire.to_real())
+    payload = (torch.view_as_real(own) if own.is_complex() else own).to(wire.to_real())
     return Collective("all-reduce", payload, group=request.group)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from commhooks import AllReduceMean, Cast, Compressor, ErrorFeedback, WireDtype
+from commhooks.scheduling import packing
 from tests.commhooks.workers import Workers
 
 RANKS = 64
@@ -55,3 +56,14 @@ def test_error_feedback_sends_it_later() -> None:
 def test_what_must_not_overflow_is_a_share(compressor: Compressor) -> None:
     assert mean_of(compressor, 1e5, 0.0) == pytest.approx(5e4, rel=2**-11)
     assert not abs(mean_of(compressor, 3e5, -3e5)) < 1  # shares of 1.5e5: inf - inf, although the mean is 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_one_call_on_a_gpu_rounds_as_two_do_on_a_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = [[torch.randn(1000, generator=torch.Generator().manual_seed(rank))] for rank in range(3)]
+    found = []
+    for is_queued in (False, True):
+        monkeypatch.setattr(packing, "runs_later", lambda tensor, is_queued=is_queued: is_queued)
+        workers = Workers(Cast(dtype=dtype), 3, [torch.zeros(1000)])
+        found.append([mean for (mean,) in workers.step(gradients)])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from typer.testing import CliRunner
 
+from commhooks.compressors.powersgd import low_rank
+from commhooks.language import memory
+from commhooks.scheduling import packing
 from experiments.studies.app import app
+from experiments.studies.bench.given import Shape
 from experiments.studies.gpu_cost import page
 from experiments.studies.gpu_cost.counting import ASSUMPTIONS, Cost, Counting
 from experiments.studies.gpu_cost.rank import count, fake_group
@@ -109,6 +113,39 @@ def test_a_plain_hook_launches_at_most_two_kernels_more_than_pytorchs(hook: str,
     ours, peers = (count(name, SMALL, group, CPU).cost for name in (hook, f"torch.{hook}"))
     assert ours.launches <= peers.launches + 2
     assert ours.collectives == peers.collectives == 1
+
+
+def let_work_be_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the code for a GPU run on the CPU's memory, where compressors ask whether work is queued."""
+    for module in (low_rank, memory, packing):
+        monkeypatch.setattr(module, "runs_later", lambda tensor: True)
+
+
+def test_on_a_gpu_a_cast_touches_fewer_bytes_than_pytorchs(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_work_be_queued(monkeypatch)
+    ours, peers = (count(name, SMALL, group, CPU).cost for name in ("fp16", "torch.fp16"))
+    assert (ours.launches, peers.launches) == (3, 4)
+    assert (ours.bytes, peers.bytes) == (12 * ELEMENTS, 16 * ELEMENTS)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "launches"),
+    [
+        pytest.param(page.MODELS["GPT block"], 64, id="GPT block"),
+        pytest.param(page.MODELS["ResNet-18"], 200, id="ResNet-18"),
+        pytest.param([(5_000, 800)], 35, id="embedding"),
+    ],
+)
+def test_on_a_gpu_powersgd_launches_few_kernels_and_touches_no_more_bytes_than_pytorchs(
+    shapes: Sequence[Shape], launches: int, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_work_be_queued(monkeypatch)
+    ours, peers = (count(name, shapes, group, CPU).cost for name in ("powersgd:rank=4", "torch.powersgd"))
+    assert ours.launches <= launches  # a ratchet: fewer are welcome, and become the bound
+    assert ours.waits == 0
+    assert ours.bytes <= 1.05 * peers.bytes  # pytorch's keeps its residual whether or not the step is finite
 
 
 def test_pytorchs_hooks_count_what_their_code_says(group: dist.ProcessGroup) -> None:
