@@ -81,11 +81,6 @@ test-virtual-device: $(STAMP)
 	$(BIN)/python -m pytest -p tests.virtual_device.plugin --virtual-device=late,random:1 \
 		-m "(gpu or virtual_device) and not soak" -n 2 --dist worksteal tests/gpu tests/virtual_device
 
-# A process of its own: the device stays until it ends. VIRTUAL_DEVICE_REQUIRED=1: a device that cannot be built is an error.
-test-virtual-device: $(STAMP)
-	$(BIN)/python -m pytest -p tests.virtual_device.plugin --virtual-device=late,random:1 \
-		-m "(gpu or virtual_device) and not soak" -n 2 --dist worksteal tests/gpu tests/virtual_device
-
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
