@@ -16,6 +16,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
+#include <sstream>
 
 namespace virtual_device {
 
@@ -114,11 +115,37 @@ inline bool says_no_shape(const std::string& error) {
     if (error.find(part) != error.npos) return true;
   return false;
 }
-// What the call returns, not yet computed: arguments that it writes, or new tensors. Nothing if only running it can tell.
-inline std::optional<Stack> shapes_of(Call& call) {
+// The shapes that a call returns, which depend on nothing but the shapes and numbers that it is given. Asking the meta
+// device takes PyTorch up to a millisecond, for many of its kernels are written in Python; so each call is asked for once.
+struct Shapes {
+  bool are_known = true;                                             // without running it
+  std::vector<std::pair<size_t, std::vector<int64_t>>> resized;      // out= arguments, and their new sizes
+  std::vector<std::pair<std::optional<size_t>, c10::IValue>> returns;  // the argument that is returned, or tensors on meta
+};
+inline auto& known_shapes = *new std::map<std::string, Shapes>;
+
+inline std::string key_of(const Call& call) {
+  std::ostringstream key;
+  key << c10::toString(call.schema.operator_name());
+  for (auto& argument : call.arguments) {
+    key << '|';
+    bool has_tensors = false;
+    each_tensor(argument, [&](const Tensor& tensor) {
+      has_tensors = true;
+      key << tensor.sizes() << tensor.strides() << tensor.scalar_type() << tensor.is_cuda() << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    });
+    if (argument.isOptionalTensorList())
+      for (const auto& tensor : argument.toOptionalTensorVector()) key << (tensor && tensor->defined());
+    else if (argument.isObject() || argument.isGenerator()) key << "object";
+    else if (!has_tensors) key << argument.tagKind() << argument;
+  }
+  return key.str();
+}
+inline Shapes ask_for_shapes(Call& call) {
+  Shapes shapes;
   for (auto& result : call.schema.returns()) {
     bool is_tensor = result.type()->isSubtypeOf(*c10::TensorType::get());
-    if (!is_tensor && result.type()->kind() != c10::TypeKind::ListType) return std::nullopt;
+    if (!is_tensor && result.type()->kind() != c10::TypeKind::ListType) return {false};
   }
   std::vector<std::pair<Tensor, Tensor>> made;
   auto to_meta = [&](const Tensor& tensor) {
@@ -138,30 +165,49 @@ inline std::optional<Stack> shapes_of(Call& call) {
     at::DisableRecordFunctionGuard unobserved;
     call.op.callBoxed(&stack);
   } catch (const c10::NotImplementedError&) {
-    return std::nullopt;
+    return {false};
   } catch (const pybind11::error_already_set&) {
-    return std::nullopt;
+    return {false};
   } catch (const c10::Error& error) {
     if (!says_no_shape(error.what())) throw;  // the user's mistake
-    return std::nullopt;
+    return {false};
   }
   auto& arguments = call.schema.arguments();
-  for (size_t i = 0; i < arguments.size(); i++) {  // out= may have been resized
+  for (size_t i = 0; i < arguments.size(); i++) {
     if (!writes(arguments[i]) || !given[i].isTensor() || !given[i].toTensor().defined()) continue;
     auto wanted = given[i].toTensor().sizes();
-    if (wanted != call.arguments[i].toTensor().sizes()) at::native::resize_output(call.arguments[i].toTensor(), wanted);
+    if (wanted != call.arguments[i].toTensor().sizes()) shapes.resized.emplace_back(i, wanted.vec());
   }
-  c10::DeviceGuard there({at::kCUDA, (DeviceIndex)call.device});
   for (size_t r = 0; r < stack.size(); r++) {
     auto* alias = call.schema.returns()[r].alias_info();
-    if (!alias || !alias->isWrite()) {
-      stack[r] = mapped(stack[r], [&](const Tensor& meta) { return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(at::kCUDA)); });
-      continue;
-    }
-    for (size_t i = 0; i < arguments.size(); i++)
-      if (writes(arguments[i]) && arguments[i].alias_info()->beforeSets() == alias->beforeSets()) stack[r] = call.arguments[i];
+    std::optional<size_t> returned;
+    if (alias && alias->isWrite())
+      for (size_t i = 0; i < arguments.size(); i++)
+        if (writes(arguments[i]) && arguments[i].alias_info()->beforeSets() == alias->beforeSets()) returned = i;
+    shapes.returns.emplace_back(returned, returned ? c10::IValue() : stack[r]);
   }
-  return stack;
+  return shapes;
+}
+// What the call returns, not yet computed: arguments that it writes, or new tensors. Nothing if only running it can tell.
+inline std::optional<Stack> results_of(Call& call) {
+  std::string key = key_of(call);
+  std::optional<Shapes> shapes;
+  {
+    Lock lock;
+    if (auto found = known_shapes.find(key); found != known_shapes.end()) shapes = found->second;
+  }
+  if (!shapes) {
+    shapes = ask_for_shapes(call);  // without the lock: it may take the interpreter's
+    Lock lock;
+    known_shapes[key] = *shapes;
+  }
+  if (!shapes->are_known) return std::nullopt;
+  for (auto& [i, sizes] : shapes->resized) at::native::resize_output(call.arguments[i].toTensor(), sizes);
+  c10::DeviceGuard there({at::kCUDA, (DeviceIndex)call.device});
+  Stack results;
+  for (auto& [argument, meta] : shapes->returns)
+    results.push_back(argument ? call.arguments[*argument] : mapped(meta, [&](const Tensor& shape) { return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(at::kCUDA)); }));
+  return results;
 }
 inline void touch_arguments(Call& call, uint64_t time) {
   for (size_t i = 0; i < call.arguments.size(); i++)
@@ -172,7 +218,7 @@ inline void touch_arguments(Call& call, uint64_t time) {
 
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   Call call(op, *stack);
-  auto results = shapes_of(call);
+  auto results = results_of(call);
   Storages storages;
   auto on_cpu = std::make_shared<Stack>();
   for (size_t i = 0; i < call.arguments.size(); i++) {
