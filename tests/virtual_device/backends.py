@@ -177,7 +177,7 @@ class LockstepGroup:
 
     def _start(self, kind: int, sent: list[Tensor], received: list[Tensor], root: int = 0) -> Work:
         self._stream.wait_stream(current_stream(self._rank))
-        self._issued += 1
         with torch.cuda.stream(self._stream):
             extension().meet(self._number, self._issued, self._world_size, self._rank, kind, sent, received, root)
+        self._issued += 1
         return Work(self._stream.record_event(), [*sent, *received], self._rank)

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.virtual_device import BuildError, begin, building, ranks, report
+from tests.virtual_device.backends import LockstepGroup
 from tests.world import WorldError, run_world
 
 pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(120)]
 
 RUNS = ["eager", "late", "random:1", "random:2"]
 CUDA = torch.device("cuda", 0)
+ROOT = building.SOURCE.parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +211,7 @@ def test_without_a_compiler_tests_are_skipped_unless_the_device_is_required(
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "CXX": "no-such-compiler", "VIRTUAL_DEVICE_REQUIRED": required},
-        cwd=building.SOURCE.parents[2],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=100,
@@ -300,3 +302,64 @@ def _own_ddp(rank: int, kind: str) -> list[Tensor]:
         model(batch).square().mean().backward()
         optimizer.step()
     return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+# ---- ranks that are devices of this process ----
+@pytest.mark.parametrize("run", RUNS)
+def test_collectives_in_lockstep(run: str) -> None:
+    begin(*ranks.parse(run))
+    total, gathered, swapped, row = [], [], [], []
+    for rank, group in enumerate(LockstepGroup.world(2)):
+        mine = torch.arange(6, device=f"cuda:{rank}") + 10.0 * rank
+        total.append(mine.clone())
+        gathered.append(torch.empty(12, device=mine.device))
+        swapped.append(torch.empty(6, device=mine.device))
+        row.append(torch.empty(3, device=mine.device))
+        torch.cuda.set_device(rank)
+        group.allreduce([total[rank]]).wait()
+        group._allgather_base(gathered[rank], mine).wait()
+        group.alltoall_base(swapped[rank], mine, [], []).wait()
+        group._reduce_scatter_base(row[rank], mine).wait()
+    torch.cuda.set_device(0)
+    first, second = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
+    sums = [a + b for a, b in zip(first, second, strict=True)]
+    assert [each.tolist() for each in total] == [sums, sums]
+    assert [each.tolist() for each in gathered] == [first + second] * 2
+    assert [each.tolist() for each in swapped] == [first[:3] + second[:3], first[3:] + second[3:]]
+    assert [each.tolist() for each in row] == [sums[:3], sums[3:]]
+    assert report().races == ()
+
+
+def test_devices_that_disagree_are_told() -> None:
+    first, second = LockstepGroup.world(2)
+    first.allreduce([torch.ones(4, device="cuda:0")])
+    with pytest.raises(RuntimeError, match="rank 1 asks for an all-gather of 16 bytes, rank 0 for an all-reduce of 16"):
+        second._allgather_base(torch.empty(8, device="cuda:1"), torch.ones(4, device="cuda:1"))
+    second.allreduce([torch.ones(4, device="cuda:1")])  # what the first one waits for
+
+
+def test_a_result_that_is_read_before_the_stream_waits_is_a_race() -> None:
+    (group,) = LockstepGroup.world(1)
+    x = torch.ones(4, device=CUDA)
+    work = group.allreduce([x])
+    x.add_(1)
+    work.wait()
+    assert "add.out writes on stream 0 what all-reduce writes on stream" in str(report().races)
+
+
+def test_a_device_that_cannot_go_on_is_an_error_that_says_what_it_waits_for() -> None:
+    program = (
+        "import torch\n"
+        "from tests.virtual_device import begin, install\n"
+        "install(); begin('late')\n"
+        "from tests.virtual_device.backends import LockstepGroup\n"
+        "x = torch.ones(4, device='cuda:0')\n"
+        "LockstepGroup.world(2)[0].allreduce([x]).wait()\n"
+        "x.tolist()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "virtual device: nothing can run, and the host waits for stream 0: a deadlock." in done.stderr
+    assert "first all-reduce, begun" in done.stderr
