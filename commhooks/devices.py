@@ -87,6 +87,10 @@ class SideStream:
         mark: Mark = self._stream.record_event()
         return mark
 
+    def join(self, other: SideStream) -> None:
+        """Make later work on this stream wait for everything queued so far on another one."""
+        self._stream.wait_stream(other._stream)
+
 
 def mark_of(device: torch.device) -> Mark | None:
     """Return a mark behind everything queued so far on a device's current stream; None for the CPU."""

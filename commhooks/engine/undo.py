@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from commhooks.devices import queue_copy, runs_later, wait_for_copies
+from commhooks.devices import Mark, keep_until_read, mark_of, queue_copy, runs_later, wait_for_copies
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Exchange
 from commhooks.tensors import all_finite
@@ -35,6 +35,7 @@ class Copies:
             if self._live and (wanted is None or wanted):
                 torch._foreach_copy_(self._live, self.kept)
             return
+        keep_until_read(self.kept)  # this may be another stream than that of the bucket, on which they were made
         for live, kept in zip(self._live, self.kept, strict=True):
             before, now = (state.to(wanted.device, non_blocking=True) for state in (kept, live))
             queue_copy(live, torch.where(wanted, before, now))
@@ -55,6 +56,7 @@ class UndoLog:
         """Forget the previous step."""
         self._of_step: list[Copies] = []
         self._finite: list[Tensor] = []
+        self._settled: list[Mark] = []
         self._buckets = 0
         self._complete = False
 
@@ -87,7 +89,12 @@ class UndoLog:
     def settle(self, mean: Tensor) -> None:
         """Include a bucket's mean; after the step's last one, undo the step if one was not finite."""
         self._finite.append(all_finite([mean]))
+        if (mark := mark_of(mean.device)) is not None:
+            self._settled.append(mark)
         if self._complete and len(self._finite) == self._buckets:
+            for mark in self._settled:  # buckets may be on several streams
+                mark.wait()
+            keep_until_read(self._finite)
             spoilt = ~torch.stack(self._finite).all()
             for copies in self._of_step:
                 copies.restore(spoilt)

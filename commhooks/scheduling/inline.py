@@ -31,18 +31,26 @@ POLL_SECONDS = 0.0005
 
 
 class InlineScheduler(Scheduler):
-    """Issues requests where the hook is called, on a side stream that waits instead of the host (NCCL)."""
+    """Issues requests where the hook is called, on two side streams that wait instead of the host (NCCL).
+
+    Under "fifo" a step's buckets take turns on them: while one stream waits for a bucket's collective, the next bucket
+    is compressed on the other. All of a bucket's work is on one stream, and so is all of a step's under "fused".
+    """
 
     def __init__(
         self,
         communicator: Communicator,
         agree: Callable[[str], None],
-        stream: SideStream,
+        streams: tuple[SideStream, SideStream],
         hook_timeout: float | None = None,
         board: Board | None = None,
     ) -> None:
         super().__init__(communicator.rank, self._wait, board)
-        self.stream = stream
+        self._streams = streams
+        self._way = 0
+        """The number of the stream in use."""
+        self._step: tuple[Lane, int] | None = None
+        """The step that the streams are working on."""
         self._communicator = communicator
         self._agree = agree
         self._watch = _Watch(hook_timeout, self) if hook_timeout is not None else None
@@ -54,11 +62,12 @@ class InlineScheduler(Scheduler):
 
     @torch.no_grad()
     def submit(self, lane: Lane, task: BucketTask) -> None:
-        """Run the whole exchange; its computation waits on the side stream for the collectives."""
+        """Run the whole exchange; its computation waits on a side stream for the collectives."""
         if self.error is not None or lane.is_closed:
             self._turn_away(lane, task)
             return
-        with self.stream.entered():
+        self._take_turns(lane, task)
+        with self._stream.entered():
             try:
                 self.listen()
                 self._lanes.add(lane, task)
@@ -93,30 +102,47 @@ class InlineScheduler(Scheduler):
         if failure.__cause__ is error and self.board is not None:
             self.board.post(str(failure))  # last, since it may take a while
 
+    @property
+    def _stream(self) -> SideStream:
+        return self._streams[self._way]
+
+    def _take_turns(self, lane: Lane, task: BucketTask) -> None:
+        """Choose a bucket's stream. A step begins on each stream when both have ended the one before."""
+        assert lane.policy is not None, "an inline lane is open from the beginning"
+        if self._step != (lane, task.step):
+            self._step, self._way = (lane, task.step), 0
+            first, second = self._streams
+            first.join(second)
+            second.join(first)
+        elif not lane.policy.packs_by_name:
+            self._way = 1 - self._way
+        lane.policy.way = self._way
+
     def _wait(self, pending: Pending) -> bool:
         """Make the stream wait for a collective; the watch sees when the wait begins and when it ends."""
         touching = self._lanes.touching()
         if self._watch is None or touching is None:
             pending.wait()
             return True
-        asked = self.stream.mark()
+        asked = self._stream.mark()
         pending.wait()
-        self._watch.expect(_Stage(*touching, asked, self.stream.mark()))
+        self._watch.expect(_Stage(*touching, self._stream, asked, self._stream.mark()))
         return True
 
     def _complete(self, lane: Lane, task: BucketTask) -> None:
         if self._watch is None:
             task.succeed()
         else:
-            self._watch.expect(_Stage(lane, task, None, self.stream.mark()))
+            self._watch.expect(_Stage(lane, task, self._stream, None, self._stream.mark()))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """A section of the stream's queue: a collective of a task, or what follows its last one."""
+    """A section of a stream's queue: a collective of a task, or what follows its last one."""
 
     lane: Lane
     task: BucketTask
+    stream: SideStream
     asked: Mark | None
     """Reached when the stream begins to wait for the collective; None after the task's last one."""
     reached: Mark
@@ -125,7 +151,8 @@ class _Stage:
 class _Watch:
     """Completes futures on a thread as the device progresses; fails them when a collective takes too long.
 
-    Stages are reached in the order in which they were queued, since they are on one stream.
+    It waits for stages in the order in which they were queued. A stream may reach one before an earlier one of the
+    other stream; the time of its collective is then counted from when the earlier one was reached.
     """
 
     def __init__(self, limit: float, scheduler: InlineScheduler) -> None:
@@ -171,7 +198,7 @@ class _Watch:
             try:
                 self._wait_for(stage)
                 if stage.asked is None and not stage.task.future.done():
-                    with self._scheduler.stream.entered():  # where the mean was written, and so where its readers wait
+                    with stage.stream.entered():  # where the mean was written, and so where its readers wait
                         stage.task.succeed()
                 with self._changed:
                     self._unreached -= 1

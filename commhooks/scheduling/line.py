@@ -133,7 +133,9 @@ class ProcessGroupLine:
         agreements = Agreements(carrier, self._address, device)
         communicator = self._wrap(carrier) if self._wrap else carrier
         board = self._address.noticeboard()
-        return InlineScheduler(communicator, agreements.agree, SideStream(device), self.hook_timeout, board)
+        return InlineScheduler(
+            communicator, agreements.agree, (SideStream(device), SideStream(device)), self.hook_timeout, board
+        )
 
     def _on_a_thread(self, backend: str) -> Worker:
         process_group = self._process_group()

@@ -213,19 +213,20 @@ class Packer:
         self._messages: dict[Hashable, list[_Sum | _Rows]] = {}
         self._taken = 0
 
-    def ship(self, requests: Sequence[Request]) -> list[Shipment]:
+    def ship(self, requests: Sequence[Request], way: int = 0) -> list[Shipment]:
         """Return as few collectives as possible for requests made at the same time.
 
-        Whoever sends them gives each message back once its answers are no longer needed.
+        Whoever sends them gives each message back once its answers are no longer needed. A message that was given back
+        is taken again only on the same `way`: on a GPU the number of the stream, on which it may be read even later.
         """
         if len(requests) == 1 and len(requests[0].parts) == 1 and isinstance(requests[0], AllReduce):
-            return [self._shipment(requests[0], [Place(0, 0, requests[0].parts[0])])]  # what most buckets request
+            return [self._shipment(requests[0], [Place(0, 0, requests[0].parts[0])], way)]  # what most buckets request
         alike: dict[Hashable, list[Place]] = {}
         for number, request in enumerate(requests):
             for position, part in enumerate(request.parts):
                 place = Place(number, position, part)
                 alike.setdefault(self._kind_of(request, place), []).append(place)
-        return [self._shipment(requests[places[0].request], places) for places in alike.values()]
+        return [self._shipment(requests[places[0].request], places, way) for places in alike.values()]
 
     def memories(self) -> list[Tensor]:
         """Return the messages' memory."""
@@ -245,7 +246,7 @@ class Packer:
             return ReduceScatter, tensor.dtype, tensor.device, request.average, request.group
         return type(request), tensor.device, request.group
 
-    def _shipment(self, request: Request, places: Sequence[Place]) -> Shipment:
+    def _shipment(self, request: Request, places: Sequence[Place], way: int) -> Shipment:
         part, ranks = places[0].part, ranks_in(request.group, self._world_size)
         if isinstance(request, AllReduce) and len(places) == 1:
             only_itself = part.tensor.is_sparse or part.tensor.is_complex()
@@ -260,7 +261,7 @@ class Packer:
                 return _Sum(parts, by_name=self._by_name)
             return _Rows(parts, type(request), ranks)
 
-        message = self._take((type(request), part.tensor.device, ranks, *of_parts), make)
+        message = self._take((type(request), way, part.tensor.device, ranks, *of_parts), make)
         return Shipment(places, message.pack(parts, request, ranks), message)
 
     def _take(self, layout: Hashable, make: Callable[[], _Sum | _Rows]) -> _Sum | _Rows:

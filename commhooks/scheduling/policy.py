@@ -32,6 +32,8 @@ class Policy(ABC):
     """
 
     touching: BucketTask | None = None
+    way: int = 0
+    """The number of the stream in use; what is sent from one is not sent from memory that another may be using."""
     packs_by_name: ClassVar[bool] = False
     """Whether messages carry the requests of many buckets."""
 
@@ -88,7 +90,7 @@ class Policy(ABC):
             for number, request in enumerate(task.requests):
                 asked.append((task, number))
                 requests.append(request)
-        shipments = self._packer.ship(requests)
+        shipments = self._packer.ship(requests, self.way)
         tasks[0].seconds_compressing += time.perf_counter() - begun
         for shipment in shipments:
             self.touching = asked[shipment.places[0].request][0]

@@ -35,6 +35,9 @@ class HostStream(SideStream):
         self.keeps_up = keeps_up
         self.marks: list[ToldMark] = []
 
+    def join(self, other: SideStream) -> None:
+        """Do nothing: there is one order."""
+
     def entered(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 

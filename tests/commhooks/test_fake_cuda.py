@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import devices
 from commhooks.communicators.collective import Traffic
-from commhooks.engine.undo import UndoLog
+from commhooks.engine import undo
 from commhooks.language import BucketView, Context, Place
 from commhooks.language.randomness import seeded_normal
 from commhooks.scheduling.ledger import Ledger
@@ -130,11 +130,12 @@ def device() -> Iterator[torch.device]:
         return types.SimpleNamespace(query=bool, synchronize=int)  # never done
 
     queue = mock.patch.object(devices, "_queue", side_effect=queued)
-    kept = mock.patch.object(devices, "keep_until_read")
+    kept = mock.patch.object(undo, "keep_until_read")
+    mark = mock.patch.object(undo, "mark_of", return_value=None)
     place = mock.patch.object(devices, "_place", side_effect=id)
     of_cpu = torch.Generator
     generators = mock.patch.object(torch, "Generator", side_effect=lambda *device: of_cpu())
-    with FakeTensorMode(), Deviceless(), queue, kept, place, generators:
+    with FakeTensorMode(), Deviceless(), queue, kept, mark, place, generators:
         yield torch.device("cuda", 0)
 
 
@@ -148,13 +149,13 @@ def test_a_step_on_a_gpu_asks_for_no_value(case: Case, storage: Any, device: tor
     parameters = [torch.empty(shape, device=device) for shape in SHAPES]
     memory = torch.empty(sum(parameter.numel() for parameter in parameters), device=device)
     view = bucket_of(parameters, memory, StateTable(0, 1, storage), compressor)
-    undo = UndoLog()
+    log = undo.UndoLog()
     for step in range(3):
-        undo.begin_step()
-        undo.expect(last=True)
+        log.begin_step()
+        log.expect(last=True)
         with Blocking() as blocking:
-            mean = run_alone(view, undo.watch(view, compressor.compress(view, Context(0, 1, step))))
-            undo.settle(mean)
+            mean = run_alone(view, log.watch(view, compressor.compress(view, Context(0, 1, step))))
+            log.settle(mean)
         assert (mean.device, mean.shape) == (device, memory.shape)
     assert blocking.copies == [], "in a step after the first"
 

@@ -5,6 +5,7 @@ tests/gpu has the same on a real one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from commhooks import AllReduceMean, CollectiveError, CompressorError
 from commhooks.communicators import LockstepGroup
+from commhooks.devices import SideStream
 from commhooks.language import BucketView, Compressor, Context
 from commhooks.language.compressor import Exchange
-from commhooks.language.requests import AllReduce
+from commhooks.language.requests import AllGather, AllReduce, Part
 from commhooks.scheduling.inline import InlineScheduler
 from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.packing import Message, Packer
 from commhooks.scheduling.task import BucketTask
 from tests.commhooks.inline_on_cpu import HostStream
 
@@ -54,24 +57,29 @@ class Harness:
     def __init__(self, policy: Any, limit: float | None, *, keeps_up: bool = False) -> None:
         self.stream, self.board = HostStream(keeps_up=keeps_up), Told()
         communicator = LockstepGroup(1).communicators()[0]
-        self.scheduler = InlineScheduler(communicator, _agree, self.stream, limit, self.board)
+        self.scheduler = InlineScheduler(communicator, _agree, (self.stream, self.stream), limit, self.board)
         self.lane = Lane(policy=policy)
         self.scheduler.open(self.lane, "")
 
     def submit(self, compressor: Compressor | None = None) -> torch.futures.Future[Tensor]:
         """Hand in a bucket of its own, the only one of its step."""
-        view = BucketView(0, torch.ones(3))
-        task = BucketTask(
-            exchange=(compressor or AllReduceMean()).compress(view, Context(0, 1, 0)),
-            bucket=view,
-            future=self.board.future,
-            step=0,
-            is_last=True,
-            parameters=lambda: "parameters a, b",
-            world_size=1,
-        )
+        task = _task(compressor or AllReduceMean())
+        task.future = self.board.future
         self.scheduler.submit(self.lane, task)
         return task.future
+
+
+def _task(compressor: Compressor, step: int = 0, *, is_last: bool = True) -> BucketTask:
+    view = BucketView(0, torch.ones(3))
+    return BucketTask(
+        exchange=compressor.compress(view, Context(0, 1, step)),
+        bucket=view,
+        future=torch.futures.Future(),
+        step=step,
+        is_last=is_last,
+        parameters=lambda: "parameters a, b",
+        world_size=1,
+    )
 
 
 def _agree(terms: str) -> None:
@@ -115,6 +123,52 @@ def test_without_a_timeout_nobody_waits_for_the_device(policy: str) -> None:
     assert harness.submit().done()
     assert harness.stream.marks == []
     assert "commhooks watch" not in [thread.name for thread in threading.enumerate()]
+
+
+class Turns(HostStream):
+    """Note which stream is entered, and which is waited for."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        super().__init__()
+        self.name, self.seen = name, seen
+
+    def join(self, other: SideStream) -> None:
+        assert isinstance(other, Turns)
+        self.seen.append(f"{self.name} joins {other.name}")
+
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        self.seen.append(self.name)
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(("policy", "of_step"), [("fifo", ["a", "b", "a"]), ("fused", ["a", "a", "a"])])
+def test_buckets_of_a_step_take_turns_on_two_streams_unless_they_are_sent_together(
+    policy: Any, of_step: list[str]
+) -> None:
+    """A step begins on each stream when both have ended the one before."""
+    seen: list[str] = []
+    streams = Turns("a", seen), Turns("b", seen)
+    scheduler = InlineScheduler(LockstepGroup(1).communicators()[0], _agree, streams)
+    lane = Lane(policy=policy)
+    scheduler.open(lane, "")
+    for step in range(2):
+        tasks = [_task(AllReduceMean(), step=step, is_last=number == 2) for number in range(3)]
+        for task in tasks:
+            scheduler.submit(lane, task)
+        assert all(task.future.done() for task in tasks)
+    assert seen == ["a joins b", "b joins a", *of_step] * 2
+
+
+def test_a_message_is_taken_again_on_its_own_stream_alone() -> None:
+    packer = Packer(2, by_name=False)
+    parts = [Part(torch.ones(3)), Part(torch.ones(2))]
+    sent: list[list[Message]] = []
+    for way in (0, 1, 0, 1):
+        shipments = packer.ship([AllGather(*parts)], way)
+        sent.append([one.message for one in shipments if one.message is not None])
+        for message in sent[-1]:
+            message.give_back()
+    assert sent[0] == sent[2] != sent[1] == sent[3]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

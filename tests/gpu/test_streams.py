@@ -5,6 +5,7 @@ tests/commhooks/test_streams.py has what can be made up of this without a device
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,14 +13,19 @@ import torch
 from torch import Tensor
 
 from commhooks import make_compressor
+from commhooks.communicators import LockstepGroup
+from commhooks.devices import SideStream, future_on, mark_of
 from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.undo import UndoLog
-from commhooks.language import Entry
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange
 from commhooks.language.randomness import seeded_normal
+from commhooks.scheduling.inline import InlineScheduler
+from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.task import BucketTask
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.table import RESIDUAL_STORAGES, StateTable
 from tests.commhooks.alone import ALONE, bucket_of, run_alone
-from tests.gpu.late import LATE
+from tests.gpu.late import LATE, LateCommunicator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -131,6 +137,46 @@ def test_a_random_basis_makes_nobody_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(drawn.cpu(), expected)
     assert torch.equal(expected, seeded_normal((64, 8), 1, torch.zeros(1)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Noting(Compressor):
+    """All-reduce, and note two places in each bucket's work: when it is formed, and when its mean is there."""
+
+    formed: list[torch.cuda.Event] = dataclasses.field(default_factory=list)
+    done: list[torch.cuda.Event] = dataclasses.field(default_factory=list)
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        self.formed.append(torch.cuda.current_stream().record_event())
+        yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, last=True)
+        self.done.append(torch.cuda.current_stream().record_event())
+
+
+def test_a_bucket_is_compressed_while_the_one_before_waits_for_its_collective() -> None:
+    device = torch.device(DEVICE, torch.cuda.current_device())
+    communicator = LateCommunicator(LockstepGroup(1).communicators()[0], LATE)
+    streams = SideStream(device), SideStream(device)
+    scheduler, lane = InlineScheduler(communicator, lambda terms: None, streams), Lane()
+    scheduler.open(lane, "")
+    compressor = Noting()
+    torch.cuda.synchronize()
+    for number in range(2):
+        view = BucketView(number, torch.ones(3, device=device))
+        task = BucketTask(
+            exchange=compressor.compress(view, ALONE),
+            bucket=view,
+            future=future_on(device),
+            step=0,
+            is_last=number == 1,
+            parameters=lambda: "its own",
+            world_size=1,
+            ready=mark_of(device),
+        )
+        scheduler.submit(lane, task)
+    compressor.formed[1].synchronize()
+    assert not compressor.done[0].query(), "the second bucket waited for the first one's mean"
+    torch.cuda.synchronize()
+    assert all(done.query() for done in compressor.done)
 
 
 @pytest.mark.parametrize("allowed", [False, True])

@@ -67,6 +67,9 @@ class _HostsOrder(SideStream):
     def __init__(self) -> None:
         """Make nothing."""
 
+    def join(self, other: SideStream) -> None:
+        """Do nothing: there is one order."""
+
     def entered(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that changes nothing."""
         return contextlib.nullcontext()
@@ -91,8 +94,8 @@ class _Line:
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> InlineScheduler:
         """Open the lane; there is no other rank to compare settings with."""
-        stream = _HostsOrder() if device.type == "cpu" else SideStream(device)
-        scheduler = InlineScheduler(self._communicator, lambda text: None, stream)
+        streams = [_HostsOrder() if device.type == "cpu" else SideStream(device) for _ in range(2)]
+        scheduler = InlineScheduler(self._communicator, lambda text: None, (streams[0], streams[1]))
         scheduler.open(lane, fingerprint)
         return scheduler
 
