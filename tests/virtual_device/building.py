@@ -36,7 +36,7 @@ def load() -> ModuleType:
 
 
 def _built() -> Path:
-    files = sorted(SOURCE.iterdir())
+    files = sorted(SOURCE.glob("[!.]*"))
     versions = f"{torch.__version__} {sysconfig.get_config_var('SOABI')} {_FLAGS}"
     digest = hashlib.sha256(versions.encode() + b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     library = BUILT / digest / f"{_NAME}.so"

@@ -1,7 +1,7 @@
 // Collectives on a stream of their own, among processes or among the devices of one process.
 //
-// Ranks exchange bytes, then compute in rank order, so that a sum has the bits of the lockstep's. Ranks that disagree on
-// what they exchange are told; real NCCL would hang, or mix data.
+// Ranks exchange bytes, then compute in rank order, so that a sum has the bits of the lockstep's. Ranks that disagree
+// on what they exchange are told; real NCCL would hang, or mix data.
 #pragma once
 #include "operators.h"
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -27,20 +27,26 @@ struct Part {
     int64_t bytes = 0, dtype = sent.empty() ? -1 : (int64_t)sent[0].scalar_type();
     for (auto& tensor : sent) bytes += tensor.numel() * tensor.element_size();
     bool is_typed = kind == ALL_REDUCE || kind == REDUCE_SCATTER;
-    return {kind, kind == BROADCAST || kind == ALL_TO_ALL ? (int64_t)sent.size() : bytes, is_typed ? dtype : 0, is_typed ? (int64_t)op : 0, root};
+    return {kind, kind == BROADCAST || kind == ALL_TO_ALL ? (int64_t)sent.size() : bytes, is_typed ? dtype : 0,
+            is_typed ? (int64_t)op : 0, root};
   }
   std::string describe(const std::vector<int64_t>& header) const {
-    return std::string(name_of((Kind)header[0])) + " of " + std::to_string(header[1]) + (header[0] == BROADCAST || header[0] == ALL_TO_ALL ? " tensors" : " bytes") +
+    return std::string(name_of((Kind)header[0])) + " of " + std::to_string(header[1]) +
+           (header[0] == BROADCAST || header[0] == ALL_TO_ALL ? " tensors" : " bytes") +
            (header[2] > 0 ? std::string(" of ") + c10::toString((c10::ScalarType)header[2]) : "");
   }
   bool sends_rows() const { return kind == ALL_TO_ALL || kind == REDUCE_SCATTER; }
   void reduce(const std::vector<Tensor>& rows, Tensor& into) const {
     Tensor total = rows[0].clone();
     for (size_t r = 1; r < rows.size(); r++) {
-      if (op == c10d::ReduceOp::MAX) total = at::maximum(total, rows[r]);
-      else if (op == c10d::ReduceOp::MIN) total = at::minimum(total, rows[r]);
-      else if (op == c10d::ReduceOp::PRODUCT) total.mul_(rows[r]);
-      else total.add_(rows[r]);
+      if (op == c10d::ReduceOp::MAX)
+        total = at::maximum(total, rows[r]);
+      else if (op == c10d::ReduceOp::MIN)
+        total = at::minimum(total, rows[r]);
+      else if (op == c10d::ReduceOp::PRODUCT)
+        total.mul_(rows[r]);
+      else
+        total.add_(rows[r]);
     }
     if (op == c10d::ReduceOp::AVG) total.div_((double)rows.size());
     into.copy_(total.view_as(into));
@@ -63,7 +69,9 @@ struct Meeting {
   bool is_done = false;
 
   void run() {
-    auto each = [&](auto visit) { for (int r = 0; r < world; r++) visit(r); };
+    auto each = [&](auto visit) {
+      for (int r = 0; r < world; r++) visit(r);
+    };
     auto column = [&](int place, size_t n) {
       std::vector<Tensor> rows;
       each([&](int s) { rows.push_back(parts[s].sent[place < 0 ? n : place]); });
@@ -74,14 +82,20 @@ struct Meeting {
       Part& own = parts[r];
       auto& out = results[r];
       if (own.kind == ALL_REDUCE)
-        for (size_t n = 0; n < own.sent.size(); n++) own.reduce(column(-1, n), out.emplace_back(at::empty_like(own.sent[n])));
-      else if (own.kind == REDUCE_SCATTER) own.reduce(column(r, 0), out.emplace_back(at::empty_like(own.received[0])));
-      else if (own.kind == ALL_GATHER) each([&](int s) { out.push_back(parts[s].sent[0].clone()); });
-      else if (own.kind == ALL_TO_ALL) each([&](int s) { out.push_back(parts[s].sent[r].clone()); });
-      else if (own.kind == BROADCAST) for (auto& tensor : parts[own.root].sent) out.push_back(tensor.clone());
+        for (size_t n = 0; n < own.sent.size(); n++)
+          own.reduce(column(-1, n), out.emplace_back(at::empty_like(own.sent[n])));
+      else if (own.kind == REDUCE_SCATTER)
+        own.reduce(column(r, 0), out.emplace_back(at::empty_like(own.received[0])));
+      else if (own.kind == ALL_GATHER)
+        each([&](int s) { out.push_back(parts[s].sent[0].clone()); });
+      else if (own.kind == ALL_TO_ALL)
+        each([&](int s) { out.push_back(parts[s].sent[r].clone()); });
+      else if (own.kind == BROADCAST)
+        for (auto& tensor : parts[own.root].sent) out.push_back(tensor.clone());
     });
     each([&](int r) {
-      for (size_t n = 0; n < results[r].size(); n++) parts[r].received[n].copy_(results[r][n].view_as(parts[r].received[n]));
+      for (size_t n = 0; n < results[r].size(); n++)
+        parts[r].received[n].copy_(results[r][n].view_as(parts[r].received[n]));
     });
     is_done = true;
   }
@@ -118,7 +132,9 @@ struct Exchange : Job {
   std::vector<Tensor> mine, theirs;  // of the header, then of the data
   bool has_agreed = false, is_done = false;
 
-  Exchange(std::shared_ptr<Channel> channel, Part part) : channel(std::move(channel)), part(std::move(part)) { remote_jobs++; }
+  Exchange(std::shared_ptr<Channel> channel, Part part) : channel(std::move(channel)), part(std::move(part)) {
+    remote_jobs++;
+  }
   ~Exchange() override { remote_jobs--; }
   bool is_elsewhere() const override { return true; }
 
@@ -138,7 +154,8 @@ struct Exchange : Job {
         run_below_python([&] { has_agreed ? finish() : agree(); });
       }
     } catch (const std::exception& error) {
-      errors.push_back(std::string(name_of(part.kind)) + " among processes: " + std::string(error.what()).substr(0, 400));
+      errors.push_back(std::string(name_of(part.kind)) +
+                       " among processes: " + std::string(error.what()).substr(0, 400));
       is_done = true;
     }
     return true;
@@ -155,8 +172,13 @@ struct Exchange : Job {
   void agree() {
     for (int r = 0; r < channel->world; r++)
       if (!theirs[r].equal(mine[0])) {
-        auto read = [](const Tensor& header) { return std::vector<int64_t>(header.const_data_ptr<int64_t>(), header.const_data_ptr<int64_t>() + header.numel()); };
-        TORCH_CHECK(false, "ranks disagree about collective ", read(mine[0]).back(), " of their group: rank ", channel->rank, " asks for an ", part.describe(read(mine[0])), ", rank ", r, " for an ", part.describe(read(theirs[r])));
+        auto read = [](const Tensor& header) {
+          return std::vector<int64_t>(header.const_data_ptr<int64_t>(),
+                                      header.const_data_ptr<int64_t>() + header.numel());
+        };
+        TORCH_CHECK(false, "ranks disagree about collective ", read(mine[0]).back(), " of their group: rank ",
+                    channel->rank, " asks for an ", part.describe(read(mine[0])), ", rank ", r, " for an ",
+                    part.describe(read(theirs[r])));
       }
     has_agreed = true;
     works.clear();
@@ -229,8 +251,14 @@ struct Work final : c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future;
 
   Work(TicketPtr done, std::vector<Tensor> kept, std::vector<Tensor> results, int device, int stream, bool host_waits)
-      : c10d::Work(-1), done(std::move(done)), kept(std::move(kept)), results(results), device(device), host_waits(host_waits) {
-    future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{{at::kCUDA, (DeviceIndex)device}});
+      : c10d::Work(-1),
+        done(std::move(done)),
+        kept(std::move(kept)),
+        results(results),
+        device(device),
+        host_waits(host_waits) {
+    future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                      std::vector<c10::Device>{{at::kCUDA, (DeviceIndex)device}});
     c10::StreamGuard on(Guard::wrap(stream));
     future->markCompleted(at::IValue(std::move(results)));
   }
@@ -245,7 +273,8 @@ struct Work final : c10d::Work {
     synchronize();
     if (host_waits) {
       bool is_limited = timeout != ::kNoTimeout && timeout.count() > 0;
-      TORCH_CHECK(wait_until(done, is_limited ? Seconds(timeout).count() : INFINITY), "Timed out waiting ", timeout.count(), "ms for a collective");
+      TORCH_CHECK(wait_until(done, is_limited ? Seconds(timeout).count() : INFINITY), "Timed out waiting ",
+                  timeout.count(), "ms for a collective");
     }
     return true;
   }
@@ -256,7 +285,8 @@ struct Work final : c10d::Work {
 class Group final : public c10d::Backend {
  public:
   Group(c10::intrusive_ptr<c10d::Backend> gloo, std::string name)
-      : c10d::Backend(gloo->getRank(), gloo->getSize()), name_(std::move(name)),
+      : c10d::Backend(gloo->getRank(), gloo->getSize()),
+        name_(std::move(name)),
         channel_(std::make_shared<Channel>(Channel{gloo, gloo->getRank(), gloo->getSize()})) {
     keep_pace();
   }
@@ -274,7 +304,9 @@ class Group final : public c10d::Backend {
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return start({ALL_REDUCE, {}, {}, 0, options.reduceOp}, tensors, tensors);
   }
-  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override { return allreduce(tensors, options); }
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return allreduce(tensors, options);
+  }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return start({BROADCAST, {}, {}, options.rootRank}, tensors, tensors);
   }
@@ -282,20 +314,27 @@ class Group final : public c10d::Backend {
     return start({ALL_GATHER}, inputs, outputs.at(0));
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions&) override {
-    TORCH_CHECK(output.numel() == input.numel() * getSize(), "all-gather: the output holds ", output.numel(), " elements, not ", getSize(), " times ", input.numel());
+    TORCH_CHECK(output.numel() == input.numel() * getSize(), "all-gather: the output holds ", output.numel(),
+                " elements, not ", getSize(), " times ", input.numel());
     return start({ALL_GATHER}, {input}, rows(output));
   }
-  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
     return start({REDUCE_SCATTER, {}, {}, 0, options.reduceOp}, inputs.at(0), outputs);
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    TORCH_CHECK(input.numel() == output.numel() * getSize(), "reduce-scatter: the input holds ", input.numel(), " elements, not ", getSize(), " times ", output.numel());
+    TORCH_CHECK(input.numel() == output.numel() * getSize(), "reduce-scatter: the input holds ", input.numel(),
+                " elements, not ", getSize(), " times ", output.numel());
     return start({REDUCE_SCATTER, {}, {}, 0, options.reduceOp}, rows(input), {output});
   }
-  WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& out, std::vector<int64_t>& in, const c10d::AllToAllOptions&) override {
-    return start({ALL_TO_ALL}, in.empty() ? rows(input) : input.split_with_sizes(in), out.empty() ? rows(output) : output.split_with_sizes(out));
+  WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& out, std::vector<int64_t>& in,
+                        const c10d::AllToAllOptions&) override {
+    return start({ALL_TO_ALL}, in.empty() ? rows(input) : input.split_with_sizes(in),
+                 out.empty() ? rows(output) : output.split_with_sizes(out));
   }
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override { return start({ALL_TO_ALL}, inputs, outputs); }
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
+    return start({ALL_TO_ALL}, inputs, outputs);
+  }
   WorkPtr barrier(const c10d::BarrierOptions&) override {
     auto work = start({BARRIER}, {}, {});
     wait_until(static_cast<Work*>(work.get())->done);  // NCCL's blocks the host too

@@ -1,11 +1,13 @@
-// Everything of PyTorch's insides that the device leans on. Another version may have it otherwise: constraints.txt names
-// the one that this was written for.
+// Everything of PyTorch's insides that the device leans on. Another version may have it otherwise: constraints.txt
+// names the one that this was written for.
 //
 // 1. c10::impl::device_guard_impl_registry: the slot of kCUDA is empty in a CPU build, and takes a guard at any time.
-// 2. at::detail::getCUDAHooks(): an object that says "no CUDA", made when torch is imported; ours is built in its place.
+// 2. at::detail::getCUDAHooks(): an object that says "no CUDA", made when torch is imported; ours is built in its
+// place.
 // 3. c10::SetAllocator(kCUDA).
 // 4. c10d::TimerRegistry: PyTorch's DDP asks for the timer of its parameters' device.
-// 5. The dispatch key CUDA has neither kernels nor a fallback in a CPU build (operators.h), and CompositeExplicitAutograd
+// 5. The dispatch key CUDA has neither kernels nor a fallback in a CPU build (operators.h), and
+// CompositeExplicitAutograd
 //    kernels stand before a fallback.
 #pragma once
 #include "memory.h"
@@ -23,17 +25,21 @@ using c10::DeviceIndex;
 inline at::Generator& generator_of(int device) {
   static auto& generators = *new std::vector<at::Generator>;
   Lock lock;
-  while ((int)generators.size() <= device) generators.push_back(at::detail::createCPUGenerator(c10::detail::getNonDeterministicRandom()));
+  while ((int)generators.size() <= device)
+    generators.push_back(at::detail::createCPUGenerator(c10::detail::getNonDeterministicRandom()));
   return generators[device];
 }
 
-struct Event { TicketPtr ticket; };
+struct Event {
+  TicketPtr ticket;
+};
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static int index(c10::Device device) { return device.index() >= 0 ? device.index() : current_device; }
   static c10::Stream wrap(int stream) {
     ensure_default_streams();
-    return c10::Stream(c10::Stream::UNSAFE, {at::kCUDA, (DeviceIndex)streams[stream]->device}, stream < devices ? 0 : stream);
+    return c10::Stream(c10::Stream::UNSAFE, {at::kCUDA, (DeviceIndex)streams[stream]->device},
+                       stream < devices ? 0 : stream);
   }
   static int unwrap(const c10::Stream& stream) {
     ensure_default_streams();
@@ -52,7 +58,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getStream(c10::Device device) const override { return wrap(stream_of(index(device))); }
   c10::Stream getDefaultStream(c10::Device device) const override { return wrap(index(device)); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return wrap(new_stream(index(device))); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return wrap(new_stream(index(device)));
+  }
   c10::Stream getNewStream(c10::Device device, int) const override { return wrap(new_stream(index(device))); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     int number = unwrap(stream), device = streams[number]->device;
@@ -137,12 +145,14 @@ struct HostTimer final : c10d::Timer {
 };
 
 inline void install() {
-  TORCH_CHECK(!at::detail::getCUDAHooks().hasCUDA(), "the virtual device is for a PyTorch without CUDA, and this one has it");
+  TORCH_CHECK(!at::detail::getCUDAHooks().hasCUDA(),
+              "the virtual device is for a PyTorch without CUDA, and this one has it");
   ensure_default_streams();
   c10::impl::device_guard_impl_registry[(size_t)at::kCUDA].store(&guard);
   c10::SetAllocator(at::kCUDA, &device_allocator, 1);
   new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();
-  c10d::TimerRegistry()->Register(at::kCUDA, [](c10::Device device) { return std::unique_ptr<c10d::Timer>(new HostTimer(device)); });
+  c10d::TimerRegistry()->Register(
+      at::kCUDA, [](c10::Device device) { return std::unique_ptr<c10d::Timer>(new HostTimer(device)); });
 }
 
 }  // namespace virtual_device

@@ -16,15 +16,18 @@ struct Access {
 struct Block {
   char* base;
   size_t size;
-  int device;            // HOST: pinned memory
-  int stream;            // on which it was allocated, and to whose pool it returns
+  int device;             // HOST: pinned memory
+  int stream;             // on which it was allocated, and to whose pool it returns
   std::set<int> users{};  // streams named by record_stream
   std::vector<Access> accesses{};
 };
 
 inline auto& blocks = *new std::map<uintptr_t, std::unique_ptr<Block>>;
 inline auto& pools = *new std::map<std::pair<int, size_t>, std::vector<Block*>>;  // freed blocks, by stream and size
-struct Deferred { Block* block; std::vector<TicketPtr> tickets; };
+struct Deferred {
+  Block* block;
+  std::vector<TicketPtr> tickets;
+};
 inline auto& deferred = *new std::vector<Deferred>;
 inline auto& races = *new std::set<std::string>;
 
@@ -44,10 +47,13 @@ inline void note(Block& block, const Access& now, const Clock& known) {
     auto seen = known.find(before.stream);
     bool is_ordered = before.stream == now.stream || (seen != known.end() && seen->second >= before.time);
     if (overlaps && !is_ordered && (now.writes || before.writes))
-      races.insert(now.name + (now.writes ? " writes " : " reads ") + place(now.stream) + " what " + before.name + (before.writes ? " writes " : " reads ") + place(before.stream) + ", in no order");
+      races.insert(now.name + (now.writes ? " writes " : " reads ") + place(now.stream) + " what " + before.name +
+                   (before.writes ? " writes " : " reads ") + place(before.stream) + ", in no order");
     bool covers = now.begin <= before.begin && before.end <= now.end;
-    if (covers && is_ordered && (now.writes || (!before.writes && before.stream == now.stream))) earlier.erase(earlier.begin() + n);
-    else n++;
+    if (covers && is_ordered && (now.writes || (!before.writes && before.stream == now.stream)))
+      earlier.erase(earlier.begin() + n);
+    else
+      n++;
   }
   earlier.push_back(now);
 }
@@ -60,7 +66,8 @@ inline void touch(const at::Tensor& tensor, bool writes, int stream, uint64_t ti
   size_t first = tensor.storage_offset(), last = first, width = tensor.element_size();
   for (int64_t d = 0; d < tensor.dim(); d++) last += (tensor.size(d) - 1) * tensor.stride(d);
   size_t offset = data - block->base;
-  note(*block, {offset + first * width, offset + (last + 1) * width, writes, stream, time, name}, stream == HOST ? host : streams[stream]->clock);
+  note(*block, {offset + first * width, offset + (last + 1) * width, writes, stream, time, name},
+       stream == HOST ? host : streams[stream]->clock);
 }
 inline void touch_by_host(const at::Tensor& tensor, bool writes, const std::string& name) {
   Lock lock;
@@ -73,7 +80,10 @@ inline void settle_frees() {
     auto& [block, tickets] = deferred[n];
     bool all = true;
     for (auto& ticket : tickets) all &= ticket->done;
-    if (!all) { n++; continue; }
+    if (!all) {
+      n++;
+      continue;
+    }
     for (auto& ticket : tickets) join(host, ticket->clock);  // the allocator has seen the events
     pools[{block->stream, block->size}].push_back(block);
     deferred.erase(deferred.begin() + n);
@@ -91,7 +101,8 @@ inline void release(void* address) {
   if (!tickets.empty()) return deferred.push_back({block, std::move(tickets)});
   // whoever allocates next on this stream may write from here on
   uint64_t time = launch(block->stream);
-  note(*block, {0, block->size, true, block->stream, time, "the next owner of freed memory"}, streams[block->stream]->clock);
+  note(*block, {0, block->size, true, block->stream, time, "the next owner of freed memory"},
+       streams[block->stream]->clock);
   push(block->stream, Item{"overwrite freed memory", [block] { std::memset(block->base, 0xff, block->size); }});
   pools[{block->stream, block->size}].push_back(block);
 }
@@ -125,7 +136,8 @@ struct DeviceAllocator final : c10::Allocator {
 inline DeviceAllocator& device_allocator = *new DeviceAllocator;
 
 // ---- pinned memory ----
-// It begins as NaN, as whoever had it before may have left it. Items that are queued keep it alive, as CUDA's allocator does.
+// It begins as NaN, as whoever had it before may have left it. Items that are queued keep it alive, as CUDA's allocator
+// does.
 inline void unpin(void* address) {
   Lock lock;
   blocks.erase((uintptr_t)address);

@@ -4,7 +4,6 @@
 
 namespace virtual_device {
 
-
 // Finish what is queued, forget what was seen, and begin again under another schedule.
 void begin(uint64_t seed, int how, double how_eager) {
   for (int device = 0; device < devices; device++) wait_for_device(device);
@@ -21,13 +20,16 @@ void begin(uint64_t seed, int how, double how_eager) {
   for (auto& [address, block] : blocks) block->accesses.clear();
 }
 
-void meet(int64_t group, int64_t number, int world, int rank, int kind, std::vector<at::Tensor> sent, std::vector<at::Tensor> received, int64_t root) {
+void meet(int64_t group, int64_t number, int world, int rank, int kind, std::vector<at::Tensor> sent,
+          std::vector<at::Tensor> received, int64_t root) {
   Lock lock;
   auto& meeting = meetings[{group, number}];
   if (!meeting) meeting = std::make_shared<Meeting>(Meeting{world});
   Part part{(Kind)kind, aliases(sent), aliases(received), root};
   for (auto& [other, theirs] : meeting->parts)
-    TORCH_CHECK(theirs.header() == part.header(), "ranks disagree about collective ", number, " of their group: rank ", rank, " asks for an ", part.describe(part.header()), ", rank ", other, " for an ", theirs.describe(theirs.header()));
+    TORCH_CHECK(theirs.header() == part.header(), "ranks disagree about collective ", number, " of their group: rank ",
+                rank, " asks for an ", part.describe(part.header()), ", rank ", other, " for an ",
+                theirs.describe(theirs.header()));
   int stream = stream_of(current_device);
   kernels++;
   uint64_t time = launch(stream);
@@ -52,16 +54,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     observe_the_host();
   });
   m.def("begin", &begin);
-  m.def("races", [] { Lock lock; return std::vector<std::string>(races.begin(), races.end()); });
+  m.def("races", [] {
+    Lock lock;
+    return std::vector<std::string>(races.begin(), races.end());
+  });
   m.def("host_waits", [] {
     Lock lock;
     std::vector<std::pair<std::string, std::string>> all;
     for (auto& wait : host_waits) all.emplace_back(wait.what, wait.place);
     return all;
   });
-  m.def("forget_host_waits", [] { Lock lock; host_waits.clear(); });
-  m.def("errors", [] { Lock lock; return errors; });
-  m.def("kernels", [] { Lock lock; return kernels; });
+  m.def("forget_host_waits", [] {
+    Lock lock;
+    host_waits.clear();
+  });
+  m.def("errors", [] {
+    Lock lock;
+    return errors;
+  });
+  m.def("kernels", [] {
+    Lock lock;
+    return kernels;
+  });
   m.def("pending", [] {
     Lock lock;
     size_t count = 0;
@@ -77,7 +91,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     current_device = device;
   });
   m.def("current_stream", [](int device) { return (int64_t)guard.getStream({at::kCUDA, (DeviceIndex)device}).id(); });
-  m.def("set_stream", [](int device, int64_t id) { guard.exchangeStream(c10::Stream(c10::Stream::UNSAFE, {at::kCUDA, (DeviceIndex)device}, id)); });
+  m.def("set_stream", [](int device, int64_t id) {
+    guard.exchangeStream(c10::Stream(c10::Stream::UNSAFE, {at::kCUDA, (DeviceIndex)device}, id));
+  });
   m.def("synchronize", [](int device) { guard.synchronizeDevice(device); });
   m.def("sleep", [](double seconds) {
     Item item{"sleep"};
@@ -88,5 +104,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_rng_state", [](int device, const at::Tensor& state) { generator_of(device).set_state(state); });
   m.def("manual_seed", [](int device, uint64_t seed) { generator_of(device).set_current_seed(seed); });
   m.def("meet", &meet);
-  py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "Group").def(py::init<c10::intrusive_ptr<c10d::Backend>, std::string>());
+  py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "Group")
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>, std::string>());
 }

@@ -39,9 +39,12 @@ inline Tensor alias_of(const Tensor& tensor, Storages& known) {
   void* own = tensor.storage().unsafeGetStorageImpl();
   if (!known.count(own)) {
     auto& storage = tensor.storage();
-    known[own] = !tensor.is_cuda() ? storage : c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), at::DataPtr((void*)storage.data(), at::kCPU), nullptr, false);
+    known[own] = !tensor.is_cuda() ? storage
+                                   : c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                                                  at::DataPtr((void*)storage.data(), at::kCPU), nullptr, false);
   }
-  Tensor alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(known[own]), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  Tensor alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(known[own]),
+                                                          c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   auto* impl = alias.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
   impl->set_storage_offset(tensor.storage_offset());
@@ -87,13 +90,15 @@ struct Call {
   std::vector<c10::IValue> arguments;
   int device = -1, stream = 0;
 
-  Call(const c10::OperatorHandle& op, const Stack& stack) : op(op), schema(op.schema()), name(c10::toString(schema.operator_name())) {
+  Call(const c10::OperatorHandle& op, const Stack& stack)
+      : op(op), schema(op.schema()), name(c10::toString(schema.operator_name())) {
     if (name.rfind("aten::", 0) == 0) name = name.substr(6);
     arguments.assign(stack.end() - schema.arguments().size(), stack.end());
     for (auto& argument : arguments)
       each_tensor(argument, [&](const Tensor& tensor) {
         if (tensor.is_cuda() && device < 0) device = tensor.device().index();
-        TORCH_CHECK_NOT_IMPLEMENTED(!tensor.is_sparse(), "virtual device: ", name, " of sparse tensors is not modelled");
+        TORCH_CHECK_NOT_IMPLEMENTED(!tensor.is_sparse(), "virtual device: ", name,
+                                    " of sparse tensors is not modelled");
       });
     if (device < 0) device = current_device;
     stream = stream_of(device);
@@ -106,7 +111,8 @@ struct Call {
 };
 
 inline Tensor meta_of(const Tensor& tensor) {
-  Tensor meta = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).pinned_memory(false));
+  Tensor meta =
+      at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).pinned_memory(false));
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
   return meta;
 }
@@ -116,11 +122,13 @@ inline bool says_no_shape(const std::string& error) {
   return false;
 }
 // The shapes that a call returns, which depend on nothing but the shapes and numbers that it is given. Asking the meta
-// device takes PyTorch up to a millisecond, for many of its kernels are written in Python; so each call is asked for once.
+// device takes PyTorch up to a millisecond, for many of its kernels are written in Python; so each call is asked for
+// once.
 struct Shapes {
-  bool are_known = true;                                             // without running it
-  std::vector<std::pair<size_t, std::vector<int64_t>>> resized;      // out= arguments, and their new sizes
-  std::vector<std::pair<std::optional<size_t>, c10::IValue>> returns;  // the argument that is returned, or tensors on meta
+  bool are_known = true;                                         // without running it
+  std::vector<std::pair<size_t, std::vector<int64_t>>> resized;  // out= arguments, and their new sizes
+  std::vector<std::pair<std::optional<size_t>, c10::IValue>>
+      returns;  // the argument that is returned, or tensors on meta
 };
 inline auto& known_shapes = *new std::map<std::string, Shapes>;
 
@@ -132,12 +140,15 @@ inline std::string key_of(const Call& call) {
     bool has_tensors = false;
     each_tensor(argument, [&](const Tensor& tensor) {
       has_tensors = true;
-      key << tensor.sizes() << tensor.strides() << tensor.scalar_type() << tensor.is_cuda() << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      key << tensor.sizes() << tensor.strides() << tensor.scalar_type() << tensor.is_cuda()
+          << tensor.unsafeGetTensorImpl()->is_wrapped_number();
     });
     if (argument.isOptionalTensorList())
       for (const auto& tensor : argument.toOptionalTensorVector()) key << (tensor && tensor->defined());
-    else if (argument.isObject() || argument.isGenerator()) key << "object";
-    else if (!has_tensors) key << argument.tagKind() << argument;
+    else if (argument.isObject() || argument.isGenerator())
+      key << "object";
+    else if (!has_tensors)
+      key << argument.tagKind() << argument;
   }
   return key.str();
 }
@@ -188,7 +199,8 @@ inline Shapes ask_for_shapes(Call& call) {
   }
   return shapes;
 }
-// What the call returns, not yet computed: arguments that it writes, or new tensors. Nothing if only running it can tell.
+// What the call returns, not yet computed: arguments that it writes, or new tensors. Nothing if only running it can
+// tell.
 inline std::optional<Stack> results_of(Call& call) {
   std::string key = key_of(call);
   std::optional<Shapes> shapes;
@@ -206,7 +218,9 @@ inline std::optional<Stack> results_of(Call& call) {
   c10::DeviceGuard there({at::kCUDA, (DeviceIndex)call.device});
   Stack results;
   for (auto& [argument, meta] : shapes->returns)
-    results.push_back(argument ? call.arguments[*argument] : mapped(meta, [&](const Tensor& shape) { return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(at::kCUDA)); }));
+    results.push_back(argument ? call.arguments[*argument] : mapped(meta, [&](const Tensor& shape) {
+      return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(at::kCUDA));
+    }));
   return results;
 }
 inline void touch_arguments(Call& call, uint64_t time) {
@@ -223,10 +237,17 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* 
   auto on_cpu = std::make_shared<Stack>();
   for (size_t i = 0; i < call.arguments.size(); i++) {
     auto& argument = call.arguments[i];
-    bool draws = argument.isNone() && call.schema.arguments()[i].type()->annotation_str().find("Generator") != std::string::npos;
-    if (argument.isDevice()) on_cpu->push_back(at::Device(at::kCPU));
-    else if (draws) on_cpu->push_back(at::detail::createCPUGenerator(at::check_generator<at::CPUGeneratorImpl>(generator_of(call.device))->random64()));
-    else on_cpu->push_back(mapped(argument, [&](const Tensor& tensor) { return tensor.is_cuda() ? alias_of(tensor, storages) : tensor.detach().clone(); }));
+    bool draws =
+        argument.isNone() && call.schema.arguments()[i].type()->annotation_str().find("Generator") != std::string::npos;
+    if (argument.isDevice())
+      on_cpu->push_back(at::Device(at::kCPU));
+    else if (draws)
+      on_cpu->push_back(at::detail::createCPUGenerator(
+          at::check_generator<at::CPUGeneratorImpl>(generator_of(call.device))->random64()));
+    else
+      on_cpu->push_back(mapped(argument, [&](const Tensor& tensor) {
+        return tensor.is_cuda() ? alias_of(tensor, storages) : tensor.detach().clone();
+      }));
   }
   torch::jit::drop(*stack, call.arguments.size());
   if (!results) {  // the host must know the answer: it waits
@@ -263,12 +284,14 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* 
     });
   }
   push(call.stream, Item{call.name, [handle = op, on_cpu, outputs] {
-    handle.callBoxed(on_cpu.get());
-    for (size_t r = 0; r < outputs->size(); r++) {
-      size_t k = 0;
-      if (!(*outputs)[r].empty()) each_tensor((*on_cpu)[r], [&](const Tensor& computed) { (*outputs)[r][k++].copy_(computed); });
-    }
-  }});
+                           handle.callBoxed(on_cpu.get());
+                           for (size_t r = 0; r < outputs->size(); r++) {
+                             size_t k = 0;
+                             if (!(*outputs)[r].empty())
+                               each_tensor((*on_cpu)[r],
+                                           [&](const Tensor& computed) { (*outputs)[r][k++].copy_(computed); });
+                           }
+                         }});
   for (auto& result : *results) stack->push_back(std::move(result));
 }
 
@@ -277,13 +300,17 @@ inline c10::ScalarType dtype_of(std::optional<c10::ScalarType> dtype) {
   return dtype.value_or(at::typeMetaToScalarType(at::get_default_dtype()));
 }
 using Layout = std::optional<at::Layout>;
-inline Tensor empty(at::IntArrayRef size, std::optional<c10::ScalarType> dtype, Layout, std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+inline Tensor empty(at::IntArrayRef size, std::optional<c10::ScalarType> dtype, Layout,
+                    std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   c10::OptionalDeviceGuard there(device);
-  return at::detail::empty_generic(size, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype_of(dtype), format);
+  return at::detail::empty_generic(size, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                   dtype_of(dtype), format);
 }
-inline Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<c10::ScalarType> dtype, Layout, std::optional<at::Device> device, std::optional<bool>) {
+inline Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<c10::ScalarType> dtype, Layout,
+                            std::optional<at::Device> device, std::optional<bool>) {
   c10::OptionalDeviceGuard there(device);
-  return at::detail::empty_strided_generic(size, stride, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype_of(dtype));
+  return at::detail::empty_strided_generic(size, stride, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                           dtype_of(dtype));
 }
 
 inline void queue_copy(int stream, const Tensor& to, const Tensor& from, const Tensor& read, const std::string& name) {
@@ -297,7 +324,8 @@ inline void queue_copy(int stream, const Tensor& to, const Tensor& from, const T
 }
 inline Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   if (to.is_same(from) || to.numel() == 0) return to;
-  TORCH_CHECK_NOT_IMPLEMENTED(!to.is_sparse() && !from.is_sparse(), "virtual device: copies of sparse tensors are not modelled");
+  TORCH_CHECK_NOT_IMPLEMENTED(!to.is_sparse() && !from.is_sparse(),
+                              "virtual device: copies of sparse tensors are not modelled");
   bool to_device = to.is_cuda(), from_device = from.is_cuda();
   int stream = stream_of((to_device ? to : from).device().index());
   if (to_device && from_device) {
@@ -337,7 +365,9 @@ inline at::Scalar local_scalar(const Tensor& tensor) {
   run_below_python([&] { number = alias_of(tensor).item(); });
   return number;
 }
-inline void record_stream(Tensor& tensor, c10::Stream stream) { guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream); }
+inline void record_stream(Tensor& tensor, c10::Stream stream) {
+  guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+}
 inline const Tensor& resize_(const Tensor& tensor, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
   size_t bytes = at::detail::computeStorageNbytesContiguous(size, tensor.element_size(), tensor.storage_offset());
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(size);
@@ -346,7 +376,9 @@ inline const Tensor& resize_(const Tensor& tensor, at::IntArrayRef size, std::op
     c10::DeviceGuard there(tensor.device());
     auto larger = device_allocator.allocate(bytes);
     if (size_t kept = storage->nbytes()) {
-      auto alias = [](const void* data, size_t count) { return at::from_blob((void*)data, {(int64_t)count}, at::kByte); };
+      auto alias = [](const void* data, size_t count) {
+        return at::from_blob((void*)data, {(int64_t)count}, at::kByte);
+      };
       Tensor target = alias(larger.get(), kept), source = alias(storage->data(), kept);
       Lock lock;
       launch(stream_of(current_device));
@@ -357,7 +389,8 @@ inline const Tensor& resize_(const Tensor& tensor, at::IntArrayRef size, std::op
   }
   return tensor;
 }
-inline Tensor& set_storage(Tensor& tensor, c10::Storage storage, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+inline Tensor& set_storage(Tensor& tensor, c10::Storage storage, int64_t offset, at::IntArrayRef size,
+                           at::IntArrayRef stride) {
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(storage));
   impl->set_sizes_and_strides(size, stride);
@@ -369,8 +402,8 @@ inline Tensor& set_tensor(Tensor& tensor, const Tensor& source) {
 }
 
 // ---- the host's own accesses of pinned memory ----
-// Every CPU kernel is seen on its way through the dispatcher. What views, queues or only asks for shapes has no kernel of
-// the CPU's own, or says in its schema that what it returns is its argument's memory.
+// Every CPU kernel is seen on its way through the dispatcher. What views, queues or only asks for shapes has no kernel
+// of the CPU's own, or says in its schema that what it returns is its argument's memory.
 inline std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction& function) {
   if (!has_pinned) return nullptr;
   auto op = function.operator_name();
@@ -388,11 +421,13 @@ inline std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction& fu
   }
   if (!accesses || !pinned) return nullptr;
   for (size_t i = 0; i < arguments.size() && i < inputs.size(); i++)
-    each_tensor(inputs[i], [&](const Tensor& tensor) { touch_by_host(tensor, writes(arguments[i]), op->name.substr(6)); });
+    each_tensor(inputs[i],
+                [&](const Tensor& tensor) { touch_by_host(tensor, writes(arguments[i]), op->name.substr(6)); });
   return nullptr;
 }
 inline void observe_the_host() {
-  at::addGlobalCallback(at::RecordFunctionCallback(&observe).needsInputs(true).scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+  at::addGlobalCallback(at::RecordFunctionCallback(&observe).needsInputs(true).scopes(
+      {at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
 }
 
 }  // namespace virtual_device

@@ -1,7 +1,7 @@
 // Streams, events and the adversary: what is queued, and when it runs.
 //
-// A stream is a queue of items. An item runs when it stands first and what it waits for is done. Which stream goes on is
-// the schedule's choice: as soon as possible (eager), only what the host waits for (late), or any (random, seeded).
+// A stream is a queue of items. An item runs when it stands first and what it waits for is done. Which stream goes on
+// is the schedule's choice: as soon as possible (eager), only what the host waits for (late), or any (random, seeded).
 #pragma once
 #include <torch/csrc/utils/pybind.h>
 #include <chrono>
@@ -46,7 +46,7 @@ struct Job {
   virtual ~Job() = default;
   virtual void begin() = 0;
   virtual bool is_finished() = 0;
-  virtual std::vector<int> needs() { return {}; }       // streams of this process that must go on before it can end
+  virtual std::vector<int> needs() { return {}; }      // streams of this process that must go on before it can end
   virtual bool is_elsewhere() const { return false; }  // it waits for wall time or for other processes
 };
 
@@ -69,8 +69,8 @@ enum Schedule { EAGER, LATE, RANDOM, EMPTY };  // EMPTY: kernels are counted and
 
 // The whole device. One lock: kernels run one after another, on whichever thread lets time pass.
 inline std::recursive_mutex mutex;
-// Whoever has the interpreter's lock gives it up before waiting for this one: kernels may need that lock (Gloo takes the
-// caller's Python stack).
+// Whoever has the interpreter's lock gives it up before waiting for this one: kernels may need that lock (Gloo takes
+// the caller's Python stack).
 class Lock {
  public:
   Lock() {
@@ -141,7 +141,8 @@ inline void step(Stream& stream) {  // of one that can
     }
     if (first.run) run_below_python(first.run);
   } catch (const std::exception& error) {
-    errors.push_back(first.name + " on stream " + std::to_string(stream.id) + ": " + std::string(error.what()).substr(0, 400));
+    errors.push_back(first.name + " on stream " + std::to_string(stream.id) + ": " +
+                     std::string(error.what()).substr(0, 400));
     if (first.job && !stream.items.empty()) first.job = nullptr;  // it will not end by itself
   }
   Item done = std::move(stream.items.front());
@@ -181,13 +182,17 @@ inline void let_time_pass() {  // after something was queued
   if (is_running) return;
   last_call = now();
   if (schedule == EAGER || schedule == EMPTY)
-    while (step_any()) {}
+    while (step_any()) {
+    }
   else if (schedule == RANDOM)
-    while (uniform() < eagerness && step_any()) {}
+    while (uniform() < eagerness && step_any()) {
+    }
 }
 inline bool waits_elsewhere() {
   for (auto& stream : streams)
-    if (!stream->items.empty() && stream->items.front().job && stream->items.front().begun && stream->items.front().job->is_elsewhere()) return true;
+    if (!stream->items.empty() && stream->items.front().job && stream->items.front().begun &&
+        stream->items.front().job->is_elsewhere())
+      return true;
   return false;
 }
 
@@ -198,7 +203,8 @@ inline void push(int stream, Item item) {
   streams[stream]->items.push_back(std::move(item));
   let_time_pass();
 }
-inline uint64_t launch(int stream) {  // a kernel follows what is before it on its stream, and what the host has waited for
+inline uint64_t launch(
+    int stream) {  // a kernel follows what is before it on its stream, and what the host has waited for
   auto& clock = streams[stream]->clock;
   join(clock, host);
   return ++clock[stream];
@@ -209,8 +215,10 @@ inline TicketPtr record_on(int stream) {
   ticket->stream = stream;
   ticket->clock = streams[stream]->clock;
   join(ticket->clock, host);
-  if (streams[stream]->items.empty()) ticket->done = true, ticket->at = now();
-  else push(stream, Item{"record", nullptr, nullptr, ticket});
+  if (streams[stream]->items.empty())
+    ticket->done = true, ticket->at = now();
+  else
+    push(stream, Item{"record", nullptr, nullptr, ticket});
   return ticket;
 }
 inline void wait_on(int stream, const TicketPtr& ticket) {
@@ -235,7 +243,8 @@ inline std::string describe_streams() {
   for (auto& stream : streams) {
     if (stream->items.empty()) continue;
     const Item& first = stream->items.front();
-    text += " Stream " + std::to_string(stream->id) + " holds " + std::to_string(stream->items.size()) + " items, first " + first.name;
+    text += " Stream " + std::to_string(stream->id) + " holds " + std::to_string(stream->items.size()) +
+            " items, first " + first.name;
     if (first.wait) text += " for stream " + std::to_string(first.wait->stream);
     if (first.begun) text += ", begun";
     text += ".";
@@ -267,7 +276,8 @@ inline bool wait_until(const TicketPtr& ticket, double limit = INFINITY) {
       raise_errors();
     }
     if (now() - begun > limit) return false;
-    TORCH_CHECK(now() - moved < patience, "virtual device: nothing can run, and the host waits for stream ", ticket->stream, ": a deadlock.", describe_streams());
+    TORCH_CHECK(now() - moved < patience, "virtual device: nothing can run, and the host waits for stream ",
+                ticket->stream, ": a deadlock.", describe_streams());
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
 }
@@ -306,7 +316,9 @@ inline void keep_pace() {
       for (int number = 0; number < (int)streams.size(); number++) {
         bool has_remote = false;
         for (auto& item : streams[number]->items) has_remote |= item.job && item.job->is_elsewhere();
-        if (has_remote) while (step_by_schedule(number)) {}
+        if (has_remote)
+          while (step_by_schedule(number)) {
+          }
       }
     }
   }).detach();

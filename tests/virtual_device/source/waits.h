@@ -5,7 +5,9 @@
 
 namespace virtual_device {
 
-struct HostWait { std::string what, place; };
+struct HostWait {
+  std::string what, place;
+};
 inline auto& host_waits = *new std::vector<HostWait>;
 inline int sync_debug_mode = 0;  // 0 default, 1 warn, 2 error
 
@@ -20,7 +22,8 @@ inline std::string place_in_python() {
     std::string file = pybind11::str(code->co_filename);
     int line = PyFrame_GetLineNumber(frame);
     Py_DECREF(code);
-    if (file.find("/torch/") == file.npos && file.find("/virtual_device/torch_cuda") == file.npos && file.find("<frozen") == file.npos) {
+    if (file.find("/torch/") == file.npos && file.find("/virtual_device/torch_cuda") == file.npos &&
+        file.find("<frozen") == file.npos) {
       found = file + ":" + std::to_string(line);
       Py_DECREF(frame);
       break;
