@@ -47,7 +47,9 @@ class DeviceLine:
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> InlineScheduler:
         """Open a reserved lane; ranks of one process are given the same fingerprint."""
         if self.scheduler is None:
-            self.scheduler = InlineScheduler(self._communicator, _agree, SideStream(device), self._hook_timeout)
+            self.scheduler = InlineScheduler(
+                self._communicator, _agree, (SideStream(device), SideStream(device)), self._hook_timeout
+            )
         self.scheduler.open(lane, fingerprint)
         return self.scheduler
 
