@@ -37,7 +37,8 @@ help:
 	@echo "make soak-network  another: stores that stop answering, cables that are pulled, links and their counters (needs root and iproute2)"
 	@echo "make soak-cluster  another: what compression saves between hosts at 100 Mbit/s, and how true the emulated link is"
 	@echo "make gpu          the tests that need a CUDA device; they are skipped where there is none"
-	@echo "make gpu-cost     count the launches, bytes and host waits of every hook; nothing is measured on a GPU"
+	@echo "make gpu-cost     count the launches, bytes and host waits of every hook, on the virtual device;"
+	@echo "                  writes docs/guide/gpu-cost.md (half an hour)"
 	@echo "make clean        remove .venv and everything that was built"
 
 # torch first and by name: with it in place, the rest is resolved against the version that constraints.txt names.
@@ -122,7 +123,7 @@ gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -v tests/gpu
 
 gpu-cost: $(STAMP)
-	$(BIN)/python -m experiments.studies gpu-cost --device cpu
+	$(BIN)/python -m tests.virtual_device.gpu_cost --page docs/guide/gpu-cost.md
 
 clean:
 	rm -rf .venv .venv-frameworks site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

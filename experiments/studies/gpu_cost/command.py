@@ -12,13 +12,14 @@ from commhooks.compressors import COMPRESSORS
 from commhooks.planning.stored import write_text
 from commhooks.units import unknown
 from experiments.commands.terminal import errors_in_words
+from experiments.machine import machine
 from experiments.report.blocks import print_blocks
 
 from .counting import ASSUMPTIONS
 from .page import MODELS, Row, all_hooks, render, table
 from .rank import count, fake_group
 
-DEVICES = {"cpu": "the CPU, so what is counted is the code for a CPU", "cuda": "a CUDA device"}
+DEVICES = ("cpu", "cuda")
 
 
 def gpu_cost(
@@ -48,4 +49,10 @@ def gpu_cost(
             rows += own
         print_blocks([f"- {sentence}" for sentence in ASSUMPTIONS], console)
         if page:
-            write_text(page, render(rows, command, DEVICES[device]))
+            write_text(page, render(rows, command, _in_words(device), machine()["load"]))
+
+
+def _in_words(device: str) -> str:
+    if device == "cpu":
+        return "the CPU, so this is the code for a CPU"
+    return f"a device whose name is {torch.cuda.get_device_name()!r}"

@@ -95,7 +95,7 @@ class Counting(TorchDispatchMode):
         if self._reaches_device(func, args, kwargs, answer):
             self._count(func, args, kwargs, answer)
             if launches(func):
-                self._launched.append((func, answer))
+                self._launched.append((func, _without_memory(answer)))
         return answer
 
     def replay(self) -> Replaying:
@@ -158,13 +158,13 @@ class Replaying(TorchDispatchMode):
         """Answer an operator of the device from before; run any other one."""
         begun = time.perf_counter()
         kwargs, spent = kwargs or {}, 0.0
-        recorded, answer = self._recorded[self._next] if self._next < len(self._recorded) else (None, None)
+        recorded, like = self._recorded[self._next] if self._next < len(self._recorded) else (None, None)
+        written = _written(func, args, kwargs)
+        answer = written if written is not None or recorded is not func else _with_memory(like)
         if not launches(func):
             answer = func(*args, **kwargs)  # its time is not the caller's
         elif recorded is func and self._reaches_device(func, args, kwargs, answer):
             self._next += 1
-            written = _written(func, args, kwargs)
-            answer = answer if written is None else written
         elif self._reaches_device(func, args, kwargs, None):
             raise RuntimeError(f"{func} was called instead of {recorded}: the calls of two steps differ.")
         else:
@@ -233,6 +233,30 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[number] if number < len(args) else kwargs[argument.name])
     return written[0] if len(returned) == 1 else tuple(written)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What is remembered of a tensor, so that a step's temporaries can be freed."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _without_memory(answer: Any) -> Any:
+    """Return an operator's answer with shapes in place of its tensors."""
+    if isinstance(answer, Tensor):
+        return _Shape(answer.shape, answer.stride(), answer.dtype, answer.device)
+    return type(answer)(map(_without_memory, answer)) if isinstance(answer, (list, tuple)) else answer
+
+
+def _with_memory(answer: Any) -> Any:
+    """Return an operator's answer with new memory, in which nothing was computed."""
+    if isinstance(answer, _Shape):
+        return torch.empty_strided(answer.shape, answer.stride, dtype=answer.dtype, device=answer.device)
+    return type(answer)(map(_with_memory, answer)) if isinstance(answer, (list, tuple)) else answer
 
 
 def _indices(args: Sequence[Any]) -> list[Tensor]:

@@ -27,8 +27,12 @@ What hooks would ask of a GPU: launches, bytes and waits of the host, **counted,
 the page says nothing about the speed of one. Rows that begin with `torch.` are PyTorch's own hooks.
 
 One rank of {RANKS} takes a step with all of a model's gradients in one fp32 bucket, over a process group that answers
-at once (PyTorch's "fake" one). `{{command}}` counted the step after the first {STEPS_BEFORE}, on {{device}}. What it
-assumes:
+at once (PyTorch's "fake" one). What is counted is the step after the first {STEPS_BEFORE}, on {{device}}. The times are
+from a machine on which {{load}} processes wanted to run. The page was made with
+
+    {{command}}
+
+What it assumes:
 """
 
 
@@ -67,11 +71,11 @@ def table(model: str, rows: Sequence[Row]) -> Table:
     return Table(title, columns, list(map(_cells, own)))
 
 
-def render(rows: Sequence[Row], command: str, device: str) -> str:
-    """Return the page, in Markdown."""
+def render(rows: Sequence[Row], command: str, device: str, load: float | int | str) -> str:
+    """Return the page, in Markdown; `load` is how many processes wanted to run meanwhile."""
     assumed = [*ASSUMPTIONS, _OF_BYTES, _OF_HOST]
     blocks: list[Block] = [
-        BEGINNING.format(command=command, device=device).rstrip(),
+        BEGINNING.format(command=command, device=device, load=load).rstrip(),
         "\n".join(f"- {sentence}" for sentence in assumed),
         *(table(model, rows) for model in dict.fromkeys(row.model for row in rows)),
     ]

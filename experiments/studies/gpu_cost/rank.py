@@ -44,7 +44,8 @@ PEERS: Mapping[str, Callable[..., Any]] = {
     "torch.bf16": default_hooks.bf16_compress_hook,
 }
 """PyTorch's hooks without state."""
-_TURNS = 9
+_TURNS, _SECONDS = 9, 0.5
+"""How often a step is replayed at most, unless so many seconds are over."""
 _CALLS = 200
 
 Hook = Callable[[Any], Any]
@@ -192,8 +193,11 @@ def _host_seconds(run: Hook, bucket: GivenBucket, counting: Counting) -> float:
     with known:
         _call_often(empty)
     of_a_call = min(_replayed(functools.partial(_call_often, empty), known, 0.0) for _ in range(_TURNS)) / _CALLS
-    step = functools.partial(_step, run, bucket)
-    return max(min(_replayed(step, counting, of_a_call) for _ in range(_TURNS)), 0.0)
+    step, begun = functools.partial(_step, run, bucket), time.perf_counter()
+    turns: list[float] = []
+    while len(turns) < _TURNS and (not turns or time.perf_counter() - begun < _SECONDS):
+        turns.append(_replayed(step, counting, of_a_call))
+    return max(min(turns), 0.0)
 
 
 def _replayed(step: Callable[[], None], counting: Counting, seconds_of_a_call: float) -> float:

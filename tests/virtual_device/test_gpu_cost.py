@@ -1,0 +1,80 @@
+"""What hooks launch on a device, counted, beside PyTorch's own; the bounds of PowerSGD are ratchets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commhooks import PowerSGD
+from experiments.studies.gpu_cost.counting import Counting
+from experiments.studies.gpu_cost.page import MODELS
+from experiments.studies.gpu_cost.rank import count, fake_group
+from tests.virtual_device import begin, report
+
+pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(120)]
+
+CUDA = torch.device("cuda", 0)
+SMALL = [(96, 64), (64,)]
+POWERSGD = "powersgd:rank=4"
+LAUNCHES = {"GPT block": 64, "ResNet-18": 200, "embedding": 35}
+"""Of PowerSGD at rank 4, by model; fewer are welcome, and become the bound."""
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    begin("empty")
+    with fake_group() as group:
+        yield group
+
+
+@pytest.mark.parametrize("hook", ["all-reduce", "fp16", "bf16"])
+def test_a_plain_hook_launches_at_most_two_kernels_more_than_pytorchs(hook: str, group: dist.ProcessGroup) -> None:
+    ours, peers = (count(name, SMALL, group, CUDA).cost for name in (hook, f"torch.{hook}"))
+    assert ours.launches <= peers.launches + 2
+    assert ours.bytes <= peers.bytes
+    assert ours.waits == peers.waits == 0
+
+
+@pytest.mark.parametrize("model", LAUNCHES)
+def test_powersgd_launches_few_kernels_and_makes_the_host_wait_nowhere(model: str, group: dist.ProcessGroup) -> None:
+    ours = count(POWERSGD, MODELS[model], group, CUDA).cost
+    assert ours.launches <= LAUNCHES[model]
+    assert ours.waits == 0
+    assert ours.collectives == 2
+
+
+@pytest.mark.parametrize("model", ["GPT block", "ResNet-18"])
+def test_powersgd_launches_at_most_twelve_kernels_a_group_and_five_a_further_matrix_besides_qr(
+    model: str, group: dist.ProcessGroup
+) -> None:
+    ours = count(POWERSGD, MODELS[model], group, CUDA).cost
+    compressed = [shape for shape in MODELS[model] if PowerSGD(rank=4).compresses(torch.empty(shape, device="meta"))]
+    groups = {(shape[0], math.prod(shape[1:])) for shape in compressed}
+    most = 12 * len(groups) + 5 * (len(compressed) - len(groups))
+    assert ours.launches - ours.by_operator["linalg_qr"] <= most
+
+
+@pytest.mark.parametrize("model", ["GPT block", "ResNet-18"])
+def test_powersgd_touches_about_as_many_bytes_as_pytorchs_which_cannot_refuse_a_step(
+    model: str, group: dist.ProcessGroup
+) -> None:
+    ours, peers = (count(name, MODELS[model], group, CUDA).cost for name in (POWERSGD, "torch.powersgd"))
+    assert ours.bytes <= 1.05 * peers.bytes
+
+
+def test_the_device_counts_as_many_kernels_and_waits_as_operators_are_seen_to_launch() -> None:
+    memory, many = torch.zeros(10, device=CUDA), [torch.zeros(2, device=CUDA) for _ in range(3)]
+    together = torch.empty(3, 2, device=CUDA)
+    begin("eager")
+    counting = Counting(CUDA)
+    with counting:
+        memory.add_(1).view(2, 5).t()
+        torch.stack(many, out=together)
+        memory.sum().item()
+    seen = report()
+    assert counting.cost.waits == seen.host_waits.total() == 1
+    assert counting.cost.launches == seen.kernels + 1  # the copy by which the host reads, which is no kernel
