@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.virtual_device.mutants import MUTANTS, table
 from tests.world import run_world
 
 ROOT = Path(__file__).parent.parent
@@ -92,6 +93,12 @@ def test_an_excerpt_stands_in_the_file_that_it_names(block: Block) -> None:
 def without_indent(text: str) -> str:
     """Return the text with white space at line starts and empty lines gone: an excerpt may be indented otherwise."""
     return "\n".join(["", *(line.strip() for line in text.splitlines() if line.strip()), ""])
+
+
+def test_the_page_of_the_virtual_device_shows_every_mutant() -> None:
+    assert (ROOT / "docs/guide/virtual-device/mutants.md").read_text() == table(MUTANTS), (
+        "python -m tests.virtual_device.mutants"
+    )
 
 
 def test_the_readme_is_short() -> None:

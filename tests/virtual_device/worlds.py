@@ -24,6 +24,9 @@ from tests.virtual_device import ranks
 from tests.virtual_device.backends import LockstepGroup
 from tests.virtual_device.device import HostWait, begin, report
 
+Futures = list[list[torch.futures.Future[Tensor]]]
+"""Of each rank's means, by bucket."""
+
 
 class DeviceLine:
     """One rank's line over a lockstep group, on a side stream of its own, as over NCCL; see `Line`."""
@@ -101,13 +104,17 @@ class DeviceWorld:
             sizes = [sum(own[i].numel() for i in members) for members in self.dealt]
             self.memories.append([torch.zeros(size, dtype=dtype, device=device) for size in sizes])
 
-    @torch.no_grad()
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Average gradients[rank][parameter], which are on the CPU; return each rank's means, in the same form.
 
-        Ranks take turns, bucket by bucket. The means are on the devices, queued behind the step.
+        The means are on the devices, queued behind the step.
         """
-        futures: list[list[torch.futures.Future[Tensor]]] = [[] for _ in self.engines]
+        return self.means(self.hand_in(gradients))
+
+    @torch.no_grad()
+    def hand_in(self, gradients: Sequence[Sequence[Tensor]]) -> Futures:
+        """Hand a step's buckets in, of all ranks in turn; return each rank's futures of means, by bucket."""
+        futures: Futures = [[] for _ in self.engines]
         for number, members in enumerate(self.dealt):
             for rank, engine in enumerate(self.engines):
                 with torch.cuda.device(rank):
@@ -116,6 +123,11 @@ class DeviceWorld:
                     memory.copy_(torch.cat(parts).to(memory.device, non_blocking=True))
                     is_last = number == len(self.dealt) - 1
                     futures[rank].append(engine.run(GivenBucket(number, memory, owners, is_last=is_last)))
+        return futures
+
+    @torch.no_grad()
+    def means(self, futures: Futures) -> list[list[Tensor]]:
+        """Let every rank's current stream wait for its means, and copy them."""
         return [self._means(rank, own) for rank, own in enumerate(futures)]
 
     def _means(self, rank: int, futures: Sequence[torch.futures.Future[Tensor]]) -> list[Tensor]:
@@ -177,8 +189,13 @@ def see(program: Callable[[], list[Tensor]], run: str, eagerness: float = 0.3) -
         found = report()
     gc.collect()
     begin("eager")
-    waits = Counter({wait: count for wait, count in found.host_waits.items() if "/tests/" not in wait.place})
-    return Seen(values, error, found.races, waits, found.kernels)
+    tested = {wait: count for wait, count in found.host_waits.items() if _is_tested(wait.place)}
+    return Seen(values, error, found.races, Counter(tested), found.kernels)
+
+
+def _is_tested(place: str) -> bool:
+    """Return whether a place is in what is tested, for which mutants stand in."""
+    return "/tests/" not in place or "/tests/virtual_device/mutants.py:" in place
 
 
 def steps(

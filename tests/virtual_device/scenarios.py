@@ -1,0 +1,252 @@
+"""Short runs of the CUDA code on the virtual device, right as they are, in which mutants are found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+import commhooks
+from commhooks.hooks.metrics import metrics_of
+from commhooks.language import Entry
+from tests.commhooks.models import Given, Shape, gradients_of, wrap
+from tests.commhooks.workers import normal, zeros
+from tests.virtual_device.worlds import DeviceWorld, steps
+
+SHAPES: list[Shape] = [(24, 40), (30, 20), (40,), (20, 24), (7,)]
+GRADIENTS = [normal(zeros(*SHAPES), 2, seed=step) for step in range(3)]
+"""Of each step, rank and parameter."""
+DEVICES = "commhooks/devices.py"
+"""Where hooks wait for copies into the host's memory, which the GPU guide permits."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A program that returns what it computes, and the files in which the host may wait for the device."""
+
+    name: str
+    program: Callable[[], list[Tensor]]
+    waits_in: tuple[str, ...] = ()
+
+
+def _world(compressor: str = "powersgd", world_size: int = 2, settings: Any = None, **of_engine: Any) -> DeviceWorld:
+    made = commhooks.make_compressor(compressor, **(settings or {}))
+    return DeviceWorld(made, world_size, SHAPES, buckets=2, **of_engine)
+
+
+def _changed(changes: dict[tuple[int, int, int], float]) -> list[list[list[Tensor]]]:
+    """Return the gradients times so much, for (step, rank, parameter)."""
+    return [
+        [[g * changes.get((step, rank, i), 1.0) for i, g in enumerate(own)] for rank, own in enumerate(given)]
+        for step, given in enumerate(GRADIENTS)
+    ]
+
+
+def _plain() -> list[Tensor]:
+    return steps(_world, GRADIENTS)
+
+
+def _fused() -> list[Tensor]:
+    return steps(lambda: _world(policy="fused"), GRADIENTS)
+
+
+def _codes() -> list[Tensor]:
+    return steps(lambda: _world("int8"), GRADIENTS)
+
+
+def _alone() -> list[Tensor]:
+    return steps(lambda: _world(world_size=1, atomic=True), GRADIENTS)
+
+
+def _alone_on_host() -> list[Tensor]:
+    return steps(lambda: _world("top-k", world_size=1, storage="host"), GRADIENTS)
+
+
+def _cold() -> list[Tensor]:
+    return steps(lambda: _world(settings={"warm_start": False}), GRADIENTS)
+
+
+def _host_loss_scale() -> list[Tensor]:
+    def announce(world: DeviceWorld, step: int) -> None:
+        for engine in world.engines:
+            engine.loss_scale.announce(2.0**step)
+
+    return steps(lambda: _world(storage="host"), GRADIENTS, announce)
+
+
+def _atomic() -> list[Tensor]:
+    return steps(lambda: _world(atomic=True), _changed({(1, 1, 2): torch.inf}))
+
+
+def _atomic_rounds() -> list[Tensor]:
+    """Hand every step in before the means of the one before are waited for, in memory of its own."""
+    world, under_way = _world(atomic=True), []
+    try:
+        for given in _changed({(1, 1, 2): torch.inf}):
+            world.memories = [[torch.empty_like(memory) for memory in own] for own in world.memories]
+            under_way.append(world.hand_in(given))
+        return [mean for futures in under_way for own in world.means(futures) for mean in own] + world.state()
+    finally:
+        world.stop()
+
+
+def _host_atomic() -> list[Tensor]:
+    return steps(lambda: _world(storage="host", atomic=True), _changed({(1, 1, 2): torch.inf}))
+
+
+def _host_joined() -> list[Tensor]:
+    absent = {(1, 1, parameter): 0.0 for parameter in range(len(SHAPES))}
+    return steps(lambda: _world(storage="host", may_join=True), _changed(absent))
+
+
+def _host_unused() -> list[Tensor]:
+    unused = {(1, rank, 0): 0.0 for rank in range(2)}
+    return steps(lambda: _world(storage="host", may_be_unused=True), _changed(unused))
+
+
+def _host_loaded() -> list[Tensor]:
+    return steps(lambda: _world(storage="host"), GRADIENTS, lambda world, step: _load(world) if step == 1 else None)
+
+
+def _load(world: DeviceWorld) -> None:
+    """Load residuals of the matrices, in bf16 as after a run with `residuals="bf16"`."""
+    for engine, parameters in zip(world.engines, world.parameters, strict=True):
+        own = {
+            f"layer{i}": {"residual": torch.full((p.numel(),), 3.0, dtype=torch.bfloat16, device=p.device)}
+            for i, p in enumerate(parameters)
+            if p.dim() == 2
+        }
+        engine.state.load({}, own, {name: {"residual": Entry(kind="residual")} for name in own})
+
+
+def _loaded_on_own_stream() -> list[Tensor]:
+    default, own = torch.cuda.default_stream(0), torch.cuda.Stream(0)
+
+    def load_elsewhere(world: DeviceWorld, step: int) -> None:
+        torch.cuda.set_stream(default)
+        if step == 0:
+            _load(world)
+        own.wait_stream(default)
+        torch.cuda.set_stream(own)
+
+    try:
+        return steps(lambda: _world(world_size=1), GRADIENTS, load_elsewhere)
+    finally:
+        torch.cuda.set_stream(default)
+
+
+def _host_replaced() -> list[Tensor]:
+    def replace(world: DeviceWorld, step: int) -> None:
+        if step == 2:
+            for rank, engine in enumerate(world.engines):
+                engine.replace(commhooks.make_compressor("powersgd"), torch.device("cuda", rank))
+
+    return steps(lambda: _world("int8", storage="host"), GRADIENTS, replace)
+
+
+def _host_metrics() -> list[Tensor]:
+    """Return the metrics after each step, too."""
+    world, found = _world("top-k", storage="host"), []
+    try:
+        for given in GRADIENTS:
+            for engine, parameters, means in zip(world.engines, world.parameters, world.step(given), strict=True):
+                for parameter, mean in zip(parameters, means, strict=True):
+                    parameter.grad = mean
+                metrics = metrics_of(engine, by_parameter=False)
+                found += [torch.tensor(metrics["commhooks/residual_norm_over_gradient_norm"]), *means]
+        return [*found, *world.state()]
+    finally:
+        world.stop()
+
+
+def _two_models() -> list[Tensor]:
+    """Let two models of the same shapes, in bf16, have steps under way at the same time."""
+    models = [_world("top-k", dtype=torch.bfloat16) for _ in range(2)]
+    found: list[Tensor] = []
+    try:
+        for given in GRADIENTS:
+            other = [[-3 * gradient for gradient in own] for own in given]
+            under_way = [model.hand_in(own) for model, own in zip(models, (given, other), strict=True)]
+            for model, futures in zip(models, under_way, strict=True):
+                found += [mean for own in model.means(futures) for mean in own]
+        return [*found, *(kept for model in models for kept in model.state())]
+    finally:
+        for model in models:
+            model.stop()
+
+
+def _ddp() -> list[Tensor]:
+    """Train through ddp_core and an attached hook, with real backward passes, over NCCL with one rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # this PyTorch has no NCCL; and one rank is told that compression saves nothing
+        dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+        model = wrap("core", Given(*SHAPES).cuda(), bucket_cap_mb=0.004)
+        attachment = commhooks.attach(model, "powersgd", policy="fifo")
+    try:
+        found = []
+        for given in GRADIENTS:
+            model.zero_grad()
+            model(*[gradient.to("cuda", non_blocking=True) for gradient in given[0]]).backward()
+            found += gradients_of(model)
+        torch.cuda.synchronize()
+        attachment.detach()
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+PLAIN = Scenario("steps", _plain)
+FUSED = Scenario("fused steps", _fused)
+CODES = Scenario("steps of int8", _codes, ("commhooks/compressors/two_hop.py",))
+ALONE = Scenario("steps of one rank, atomic", _alone)
+ALONE_ON_HOST = Scenario("steps of one rank, residuals on the host", _alone_on_host)
+COLD = Scenario("steps without warm start", _cold)
+ATOMIC = Scenario("atomic steps", _atomic)
+ATOMIC_ROUNDS = Scenario("atomic steps, several under way", _atomic_rounds)
+HOST_LOSS_SCALE = Scenario("residuals on the host, a loss scale that changes", _host_loss_scale, (DEVICES,))
+HOST_ATOMIC = Scenario("residuals on the host, atomic", _host_atomic, (DEVICES,))
+HOST_JOINED = Scenario(
+    "residuals on the host, a rank that has joined", _host_joined, (DEVICES, "commhooks/engine/guards.py")
+)
+HOST_UNUSED = Scenario("residuals on the host, unused parameters", _host_unused, (DEVICES,))
+HOST_LOADED = Scenario("residuals on the host, state loaded", _host_loaded, (DEVICES, "commhooks/state/table.py"))
+LOADED = Scenario("state loaded, hooks called on the user's stream", _loaded_on_own_stream)
+HOST_REPLACED = Scenario(
+    "residuals on the host, the compressor replaced",
+    _host_replaced,
+    (DEVICES, "commhooks/compressors/two_hop.py", "commhooks/state/handover.py"),
+)
+HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICES, "commhooks/hooks/metrics.py"))
+TWO_MODELS = Scenario("two models of one shape", _two_models)
+DDP = Scenario(
+    "backward passes through ddp_core",
+    _ddp,
+    ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/connection.py"),  # before the first hook
+)
+
+SCENARIOS: Sequence[Scenario] = (
+    PLAIN,
+    FUSED,
+    CODES,
+    ALONE,
+    ALONE_ON_HOST,
+    COLD,
+    ATOMIC,
+    ATOMIC_ROUNDS,
+    HOST_LOSS_SCALE,
+    HOST_ATOMIC,
+    HOST_JOINED,
+    HOST_UNUSED,
+    HOST_LOADED,
+    LOADED,
+    HOST_REPLACED,
+    HOST_METRICS,
+    TWO_MODELS,
+    DDP,
+)
