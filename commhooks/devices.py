@@ -112,10 +112,10 @@ def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
     return torch.futures.Future(devices=[device] if device.type == ACCELERATOR.type else None)
 
 
-def wait_for_device() -> None:
-    """Make the host wait for everything queued on its accelerator; return immediately if it has not used one."""
-    if device_in_use() is not None:
-        torch.cuda.synchronize()
+def wait_for_device(device: torch.device) -> None:
+    """Make the host wait for everything queued on a device, by default the current one; do nothing for the CPU."""
+    if device.type == ACCELERATOR.type:
+        torch.cuda.synchronize(device)
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

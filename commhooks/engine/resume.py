@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators.disagreement import refusal_as_fingerprint
-from commhooks.devices import wait_for_device
+from commhooks.devices import wait_for_copies
 from commhooks.engine.engine import Engine
 from commhooks.engine.replay import Resumed
 from commhooks.errors import AttachError, CheckpointError
@@ -38,8 +38,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
             f"state_dict: a step failed, and some of its buckets may have changed their state and others may not; "
             f"resume from the last checkpoint. The failure was: {failure}"
         )
-    if engine.state.storage == "host":
-        wait_for_device()  # nothing else waits for copies to the host
+    wait_for_copies(kept for state in engine.state.states() for kept in state.tensors.values())
     engine.state.choose(engine.compressor, engine.step)  # when loading, not all parameters' names may be known in time
     replicated, own = engine.state.export()
     buckets = {"handed_in": engine.buckets.names() or [list(names) for names in engine.resumed.plan]}

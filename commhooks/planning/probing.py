@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import socket
@@ -70,7 +71,7 @@ def probe(
             "--nproc-per-node 2'."
         )
     where = _device_of(group, device)
-    clocks = Clocks() if where.type == "cpu" else Clocks(settle=wait_for_device)
+    clocks = Clocks(settle=functools.partial(wait_for_device, where))
     backend = backend_of(group, where)
     if runs_on_streams(backend):
         carrier = ProcessGroupCommunicator(group, has_tensor_forms=True)

@@ -377,6 +377,13 @@ MUTANTS: Sequence[Mutant] = (
         (RACE,),
     ),
     Mutant(
+        "saving does not wait for copies",
+        ("commhooks.engine.resume:wait_for_copies",),
+        _nothing,
+        scenarios.HOST_SAVED,
+        (RACE, NUMBER),
+    ),
+    Mutant(
         "a replacement does not wait for copies",
         ("commhooks.state.handover:wait_for_copies",),
         _nothing,

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 import commhooks
+from commhooks.engine.resume import snapshot_of
 from commhooks.hooks.metrics import metrics_of
 from commhooks.language import Entry
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
@@ -141,6 +142,21 @@ def _loaded_on_own_stream() -> list[Tensor]:
         torch.cuda.set_stream(default)
 
 
+def _host_saved() -> list[Tensor]:
+    """Save after every step, while device 0 is the current one of both ranks."""
+    world, found = _world("top-k", storage="host"), []
+    try:
+        for given in GRADIENTS:
+            means = world.step(given)
+            for engine in world.engines:
+                saved = snapshot_of(engine, {}).local[engine.line.rank].values()
+                found += [kept.clone() for entries in saved for kept in entries.values()]
+            found += [mean for own in means for mean in own]
+        return [*found, *world.state()]
+    finally:
+        world.stop()
+
+
 def _host_replaced() -> list[Tensor]:
     def replace(world: DeviceWorld, step: int) -> None:
         if step == 2:
@@ -217,6 +233,7 @@ HOST_JOINED = Scenario(
 HOST_UNUSED = Scenario("residuals on the host, unused parameters", _host_unused, (DEVICES,))
 HOST_LOADED = Scenario("residuals on the host, state loaded", _host_loaded, (DEVICES, "commhooks/state/table.py"))
 LOADED = Scenario("state loaded, hooks called on the user's stream", _loaded_on_own_stream)
+HOST_SAVED = Scenario("residuals on the host, state saved", _host_saved, (DEVICES,))
 HOST_REPLACED = Scenario(
     "residuals on the host, the compressor replaced",
     _host_replaced,
@@ -245,6 +262,7 @@ SCENARIOS: Sequence[Scenario] = (
     HOST_UNUSED,
     HOST_LOADED,
     LOADED,
+    HOST_SAVED,
     HOST_REPLACED,
     HOST_METRICS,
     TWO_MODELS,

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import commhooks
+from commhooks.devices import wait_for_device
 from tests.commhooks.models import Shape
 from tests.commhooks.workers import Workers, normal, zeros
+from tests.virtual_device import begin, report
 from tests.virtual_device.worlds import DeviceWorld, see, steps
 
 pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(120)]
@@ -28,3 +30,13 @@ def test_a_world_on_devices_computes_what_workers_on_the_cpu_do(compressor: str)
         assert seen.races == ()
         assert not seen.waits
         assert seen.kernels > 100
+
+
+def test_the_host_waits_for_the_device_that_it_names_whichever_is_the_current_one() -> None:
+    begin("late")
+    read = torch.zeros(3, pin_memory=True)
+    with torch.cuda.device(1):
+        read.copy_(torch.ones(3, device="cuda"), non_blocking=True)
+    wait_for_device(torch.device("cuda", 1))
+    assert read.tolist() == [1.0] * 3
+    assert report().races == ()
