@@ -75,7 +75,10 @@ def begin(schedule: str, seed: int = 0, eagerness: float = 0.3) -> None:
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is not known: expected one of {', '.join(SCHEDULES)}")
+    from tests.virtual_device import torch_cuda
+
     extension().begin(seed, SCHEDULES.index(schedule), eagerness)
+    torch_cuda.begin_pools_again()
 
 
 def report() -> Report:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.virtual_device import BuildError, begin, building, ranks, report
+from tests.virtual_device import BuildError, begin, building, ranks, report, torch_cuda
 from tests.virtual_device.backends import LockstepGroup
 from tests.world import WorldError, run_world
 
@@ -142,6 +142,14 @@ def test_every_host_wait_is_listed_with_its_place_and_may_be_refused() -> None:
             x.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_streams_come_from_a_pool_that_every_run_begins_again() -> None:
+    first, *others = [torch.cuda.Stream() for _ in range(torch_cuda.POOL)]
+    assert first not in others
+    assert torch.cuda.Stream() == first
+    begin("late")
+    assert torch.cuda.Stream() == first
 
 
 def test_sleep_keeps_its_stream_busy_and_no_other() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,27 @@ CYCLES_PER_SECOND = 1.5e9
 _DEBUG_MODES = {"default": 0, "warn": 1, "error": 2}
 
 
+POOL = 32
+"""The streams of a device beside its default one, as many as CUDA's PyTorch has of a priority."""
+_pools: dict[int, list[torch.Stream]] = {}
+_taken: Counter[int] = Counter()
+
+
 class Stream(torch.Stream):
-    """A new stream of a device."""
+    """A stream of a device, from a pool: after `POOL` others it is the first one again."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Any:
-        return super().__new__(cls, device=torch.device("cuda", _index(device)))
+        index = _index(device)
+        pool, position = _pools.setdefault(index, []), _taken[index] % POOL
+        _taken[index] += 1
+        if position == len(pool):
+            pool.append(super().__new__(cls, device=torch.device("cuda", index)))
+        return pool[position]
+
+
+def begin_pools_again() -> None:
+    """Let the next stream be the first of its pool, which the next run may then share with former ones."""
+    _taken.clear()
 
 
 class Event(torch.Event):
