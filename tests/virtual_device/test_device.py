@@ -174,6 +174,12 @@ def test_random_numbers_are_the_seeds_and_do_not_depend_on_the_schedule() -> Non
     assert not torch.equal(drawn[0], torch.randn(8, device=CUDA).cpu())
 
 
+def test_a_number_of_python_has_the_precision_of_the_tensor_that_it_meets() -> None:
+    scalars = torch.rand(50, generator=torch.Generator().manual_seed(0)).unbind()
+    on_device = [float(0.1 / scalar.to(CUDA)) for scalar in scalars]
+    assert on_device == [float(0.1 / scalar) for scalar in scalars]
+
+
 def test_an_error_of_the_user_is_raised_where_it_is_made() -> None:
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(3, device=CUDA) + torch.ones(3)

@@ -246,7 +246,10 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* 
           at::check_generator<at::CPUGeneratorImpl>(generator_of(call.device))->random64()));
     else
       on_cpu->push_back(mapped(argument, [&](const Tensor& tensor) {
-        return tensor.is_cuda() ? alias_of(tensor, storages) : tensor.detach().clone();
+        if (tensor.is_cuda()) return alias_of(tensor, storages);
+        Tensor copy = tensor.detach().clone();  // the host may write to its own before the kernel runs
+        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+        return copy;
       }));
   }
   torch::jit::drop(*stack, call.arguments.size());
