@@ -140,6 +140,14 @@ _last: dict[int, Mark] = {}
 _lock = threading.Lock()
 
 
+def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a CPU tensor on another device, or itself on the CPU; the host does not wait for the copy."""
+    if device.type != ACCELERATOR.type:
+        return tensor.to(device)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor).to(device, non_blocking=True)
+
+
 def queue_copy(kept: Tensor, value: Tensor) -> None:
     """Copy a GPU's tensor into memory that may be the host's, when the current stream reaches this point."""
     if kept.device == value.device and runs_later(kept):

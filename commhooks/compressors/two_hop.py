@@ -26,6 +26,7 @@ from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.whole import average_from
+from commhooks.devices import copied_to
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
@@ -76,7 +77,8 @@ class _Plan:
             if held[context.rank] > begin:
                 self.shares.append(_Share(slot, begin, int(held[context.rank])))
         self.longest = int(held.max())
-        places = [torch.tensor(servers * self.longest + rows, device=bucket.memory.device) for servers, rows in found]
+        device = bucket.memory.device
+        places = [copied_to(device, torch.from_numpy(servers * self.longest + rows)) for servers, rows in found]
         self.places = [own.split(self.at_once) for own in places]
         """The positions of a slot's blocks among the W·b of a message, for some blocks at a time."""
         self.knows_unsent = not bucket.scratch.is_needed

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commhooks.devices import runs_later
+from commhooks.devices import copied_to, runs_later
 
 
 def stable_seed(*parts: int | str) -> int:
@@ -28,8 +28,7 @@ def seeded_places(elements: int, count: int, seed: int, like: Tensor) -> Tensor:
     draws without a permutation of all elements: 1 % of 2,359,296 in 0.4 ms instead of the 160 ms of `torch.randperm`.
     """
     places = np.random.Generator(np.random.PCG64(seed)).choice(elements, count, replace=False, shuffle=False)
-    drawn = torch.empty(count, dtype=torch.int64, pin_memory=runs_later(like)).copy_(torch.from_numpy(places))
-    return drawn.to(like.device, non_blocking=True)
+    return copied_to(like.device, torch.from_numpy(places))
 
 
 def seeded_normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
