@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster torch-suite gpu gpu-cost clean
+.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite gpu gpu-cost clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -36,6 +36,7 @@ help:
 	@echo "make soak-kills   another part: ranks are killed 50 times, in runs that must end as if they had not been"
 	@echo "make soak-network  another: stores that stop answering, cables that are pulled, links and their counters (needs root and iproute2)"
 	@echo "make soak-cluster  another: what compression saves between hosts at 100 Mbit/s, and how true the emulated link is"
+	@echo "make soak-virtual-device  another: every row, policy, kind of residuals and guard on the virtual device, with three seeds (about an hour)"
 	@echo "make gpu          the tests that need a CUDA device; they are skipped where there is none"
 	@echo "make gpu-cost     count the launches, bytes and host waits of every hook, on the virtual device;"
 	@echo "                  writes docs/guide/gpu-cost.md (half an hour)"
@@ -115,6 +116,10 @@ soak-kills: $(STAMP)
 
 soak-network: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_silence.py tests/soak/test_cluster.py tests/soak/test_counters.py
+
+# All combinations of row, policy, residuals and guard.
+soak-virtual-device: $(STAMP)
+	$(BIN)/python -m pytest -p tests.virtual_device.plugin -m "virtual_device and soak" -n 2 --dist worksteal tests/virtual_device
 
 soak-cluster: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_slow_cluster.py
