@@ -265,6 +265,20 @@ MUTANTS: Sequence[Mutant] = (
         (RACE, NUMBER),
     ),
     Mutant(
+        "ddp_core takes a sum without waiting for its collective",
+        ("ddp_core.hooks:result_of",),
+        _nothing,
+        scenarios.DDP_ALONE,
+        (RACE,),
+    ),
+    Mutant(
+        "ddp_core reads which parameters are unused before they are counted",
+        ("ddp_core.unused:finish",),
+        _nothing,
+        scenarios.DDP_ALONE,
+        (RACE,),
+    ),
+    Mutant(
         "a residual is written on the caller's stream, and read on the side stream",
         ("commhooks.engine.engine:Engine.end_step",),
         _written_on_the_callers_stream,

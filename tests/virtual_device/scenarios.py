@@ -198,23 +198,42 @@ def _two_models() -> list[Tensor]:
 
 
 def _ddp() -> list[Tensor]:
-    """Train through ddp_core and an attached hook, with real backward passes, over NCCL with one rank."""
+    """Attach a hook."""
+    return _through_ddp(hook="powersgd")
+
+
+def _ddp_alone() -> list[Tensor]:
+    """Attach no hook, and leave two parameters unused in every other step."""
+    return _through_ddp(used=(5, 3, 5), find_unused_parameters=True)
+
+
+def _through_ddp(hook: str = "", used: Sequence[int] = (5, 5, 5), **settings: bool) -> list[Tensor]:
+    """Train through ddp_core with real backward passes, over NCCL with one rank; steps use the first parameters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # this PyTorch has no NCCL; and one rank is told that compression saves nothing
         dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
-        model = wrap("core", Given(*SHAPES).cuda(), bucket_cap_mb=0.004)
-        attachment = commhooks.attach(model, "powersgd", policy="fifo")
+        model = wrap("core", _Given(*SHAPES).cuda(), bucket_cap_mb=0.004, **settings)
+        attachment = commhooks.attach(model, hook, policy="fifo") if hook else None
     try:
         found = []
-        for given in GRADIENTS:
+        for given, number in zip(GRADIENTS, used, strict=True):
             model.zero_grad()
-            model(*[gradient.to("cuda", non_blocking=True) for gradient in given[0]]).backward()
+            model(*[gradient.to("cuda", non_blocking=True) for gradient in given[0][:number]]).backward()
             found += gradients_of(model)
         torch.cuda.synchronize()
-        attachment.detach()
+        if attachment is not None:
+            attachment.detach()
         return found
     finally:
         dist.destroy_process_group()
+
+
+class _Given(Given):
+    """Whose `forward` uses as many parameters as it is given gradients."""
+
+    def forward(self, *gradients: Tensor) -> Tensor:
+        terms = [(weight * gradient).sum() for weight, gradient in zip(self.weights, gradients, strict=False)]
+        return torch.stack(terms).sum()
 
 
 PLAIN = Scenario("steps", _plain)
@@ -241,10 +260,12 @@ HOST_REPLACED = Scenario(
 )
 HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICES, "commhooks/hooks/metrics.py"))
 TWO_MODELS = Scenario("two models of one shape", _two_models)
-DDP = Scenario(
-    "backward passes through ddp_core",
-    _ddp,
-    ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/connection.py"),  # before the first hook
+_BEFORE_THE_FIRST_HOOK = ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/connection.py")
+DDP = Scenario("backward passes through ddp_core", _ddp, _BEFORE_THE_FIRST_HOOK)
+DDP_ALONE = Scenario(
+    "backward passes through ddp_core, no hook, unused parameters",
+    _ddp_alone,
+    (*_BEFORE_THE_FIRST_HOOK, "ddp_core/unused.py"),
 )
 
 SCENARIOS: Sequence[Scenario] = (
@@ -267,4 +288,5 @@ SCENARIOS: Sequence[Scenario] = (
     HOST_METRICS,
     TWO_MODELS,
     DDP,
+    DDP_ALONE,
 )
