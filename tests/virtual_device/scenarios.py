@@ -29,7 +29,7 @@ DEVICES = "commhooks/devices.py"
 
 @dataclass(frozen=True)
 class Scenario:
-    """A program that returns what it computes, and the files in which the host may wait for the device."""
+    """A program that returns what it computes, and the files in which the host waits for the device."""
 
     name: str
     program: Callable[[], list[Tensor]]
@@ -238,7 +238,7 @@ class _Given(Given):
 
 PLAIN = Scenario("steps", _plain)
 FUSED = Scenario("fused steps", _fused)
-CODES = Scenario("steps of int8", _codes, ("commhooks/compressors/two_hop.py",))
+CODES = Scenario("steps of int8", _codes)
 ALONE = Scenario("steps of one rank, atomic", _alone)
 ALONE_ON_HOST = Scenario("steps of one rank, residuals on the host", _alone_on_host)
 COLD = Scenario("steps without warm start", _cold)
@@ -253,19 +253,18 @@ HOST_UNUSED = Scenario("residuals on the host, unused parameters", _host_unused,
 HOST_LOADED = Scenario("residuals on the host, state loaded", _host_loaded, (DEVICES, "commhooks/state/table.py"))
 LOADED = Scenario("state loaded, hooks called on the user's stream", _loaded_on_own_stream)
 HOST_SAVED = Scenario("residuals on the host, state saved", _host_saved, (DEVICES,))
-HOST_REPLACED = Scenario(
-    "residuals on the host, the compressor replaced",
-    _host_replaced,
-    (DEVICES, "commhooks/compressors/two_hop.py", "commhooks/state/handover.py"),
-)
+HOST_REPLACED = Scenario("residuals on the host, the compressor replaced", _host_replaced, (DEVICES,))
 HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICES, "commhooks/hooks/metrics.py"))
 TWO_MODELS = Scenario("two models of one shape", _two_models)
-_BEFORE_THE_FIRST_HOOK = ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/connection.py")
-DDP = Scenario("backward passes through ddp_core", _ddp, _BEFORE_THE_FIRST_HOOK)
+DDP = Scenario(
+    "backward passes through ddp_core",
+    _ddp,
+    ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/connection.py"),  # before the first hook
+)
 DDP_ALONE = Scenario(
     "backward passes through ddp_core, no hook, unused parameters",
     _ddp_alone,
-    (*_BEFORE_THE_FIRST_HOOK, "ddp_core/unused.py"),
+    ("ddp_core/replicas.py", "ddp_core/unused.py"),
 )
 
 SCENARIOS: Sequence[Scenario] = (

@@ -28,6 +28,8 @@ def _as_it_is(scenario: Scenario) -> Seen:
     """Return what a scenario computes in order, after it has been found right in every schedule."""
     expected = see(scenario.program, IN_ORDER)
     assert expected.values
+    idle = [file for file in scenario.waits_in if not any(f"/{file}:" in wait.place for wait in expected.waits)]
+    assert not idle, f"the host no longer waits in {', '.join(idle)}, and need not be permitted to"
     for run in (IN_ORDER, *RUNS, "random:2"):
         seen = expected if run == IN_ORDER else see(scenario.program, run)
         assert not seen.error, run
