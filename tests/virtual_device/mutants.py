@@ -131,6 +131,10 @@ def _waiting_host(there: Any) -> Any:
     return wait
 
 
+def _for_the_current_device(_there: Any) -> Any:
+    return lambda tensors: torch.cuda.synchronize()
+
+
 def _from_memory_that_is_freed(there: Any) -> Any:
     def begin(compressor: Any, view: Any, context: Any) -> Any:
         copy = view.memory.clone()  # in memory of the caller's stream, which gets it back at the exchange's end
@@ -396,6 +400,13 @@ MUTANTS: Sequence[Mutant] = (
         _nothing,
         scenarios.HOST_SAVED,
         (RACE, NUMBER),
+    ),
+    Mutant(
+        "saving waits for the current device, which may be another",
+        ("commhooks.engine.resume:wait_for_copies",),
+        _for_the_current_device,
+        scenarios.HOST_SAVED,
+        (RACE, NUMBER, WAIT),
     ),
     Mutant(
         "a replacement does not wait for copies",

@@ -207,20 +207,27 @@ def _ddp_alone() -> list[Tensor]:
     return _through_ddp(used=(5, 3, 5), find_unused_parameters=True)
 
 
-def _through_ddp(hook: str = "", used: Sequence[int] = (5, 5, 5), **settings: bool) -> list[Tensor]:
+def _ddp_elsewhere() -> list[Tensor]:
+    """Train on a device that is not the current one."""
+    return _through_ddp(hook="powersgd", device="cuda:1")
+
+
+def _through_ddp(
+    hook: str = "", used: Sequence[int] = (5, 5, 5), device: str = "cuda:0", **settings: bool
+) -> list[Tensor]:
     """Train through ddp_core with real backward passes, over NCCL with one rank; steps use the first parameters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # this PyTorch has no NCCL; and one rank is told that compression saves nothing
         dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
-        model = wrap("core", _Given(*SHAPES).cuda(), bucket_cap_mb=0.004, **settings)
+        model = wrap("core", _Given(*SHAPES).to(device), bucket_cap_mb=0.004, **settings)
         attachment = commhooks.attach(model, hook, policy="fifo") if hook else None
     try:
         found = []
         for given, number in zip(GRADIENTS, used, strict=True):
             model.zero_grad()
-            model(*[gradient.to("cuda", non_blocking=True) for gradient in given[0][:number]]).backward()
+            model(*[gradient.to(device, non_blocking=True) for gradient in given[0][:number]]).backward()
             found += gradients_of(model)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         if attachment is not None:
             attachment.detach()
         return found
@@ -256,11 +263,9 @@ HOST_SAVED = Scenario("residuals on the host, state saved", _host_saved, (DEVICE
 HOST_REPLACED = Scenario("residuals on the host, the compressor replaced", _host_replaced, (DEVICES,))
 HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICES, "commhooks/hooks/metrics.py"))
 TWO_MODELS = Scenario("two models of one shape", _two_models)
-DDP = Scenario(
-    "backward passes through ddp_core",
-    _ddp,
-    ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/connection.py"),  # before the first hook
-)
+_BEFORE_THE_FIRST_HOOK = ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/connection.py")
+DDP = Scenario("backward passes through ddp_core", _ddp, _BEFORE_THE_FIRST_HOOK)
+DDP_ELSEWHERE = Scenario("the same on a device that is not the current one", _ddp_elsewhere, _BEFORE_THE_FIRST_HOOK)
 DDP_ALONE = Scenario(
     "backward passes through ddp_core, no hook, unused parameters",
     _ddp_alone,
@@ -287,5 +292,6 @@ SCENARIOS: Sequence[Scenario] = (
     HOST_METRICS,
     TWO_MODELS,
     DDP,
+    DDP_ELSEWHERE,
     DDP_ALONE,
 )
