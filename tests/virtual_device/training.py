@@ -1,0 +1,205 @@
+"""What a rank with a device does in training: each scenario returns tensors that no schedule may change."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_powersgd
+
+import commhooks
+import ddp_core
+from commhooks.default_hooks import fp16_compress_wrapper
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Three layers; the second one runs on a stream of its own, if there is one."""
+
+    def __init__(self, side: torch.cuda.Stream | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(20, 30), nn.Linear(30, 40), nn.Linear(40, 5)
+        self.unused = nn.Linear(3, 3)
+        self._side = side
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return 5 numbers for each row of 20."""
+        x = torch.relu(self.first(x))
+        if self._side is None:
+            return self.third(torch.relu(self.second(x)))  # type: ignore[no-any-return]  # a module returns Any
+        own = torch.cuda.current_stream()
+        self._side.wait_stream(own)
+        with torch.cuda.stream(self._side):
+            y = torch.relu(self.second(x))
+        x.record_stream(self._side)
+        own.wait_stream(self._side)
+        y.record_stream(own)
+        return self.third(y)  # type: ignore[no-any-return]
+
+
+class Run:
+    """One rank's model, in several buckets, its optimizer and its data."""
+
+    def __init__(self, rank: int, side: torch.cuda.Stream | None = None, **settings: Any) -> None:
+        settings = {"find_unused_parameters": True, "bucket_cap_mb": 0.004, **settings}
+        self.model = ddp_core.DistributedDataParallel(Net(side).cuda(), **settings)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self._rank = rank
+
+    def backward(self, step: int) -> None:
+        """Run a backward pass; the batch comes from pinned memory."""
+        generator = torch.Generator().manual_seed(10 * step + self._rank)
+        batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
+        self.model(batch).square().mean().backward()
+
+    def step(self, step: int) -> None:
+        """Run a backward pass, and use its means."""
+        self.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        self.backward(step)
+        self.optimizer.step()
+
+    def parameters(self) -> list[Tensor]:
+        """Return copies on the CPU."""
+        return [parameter.detach().cpu() for parameter in self.model.parameters()]
+
+
+def no_sync(rank: int) -> list[Tensor]:
+    """Accumulate the gradients of two passes, of which the second one is synchronised."""
+    run = Run(rank)
+    attachment = commhooks.attach(run.model, "powersgd", residuals="host", atomic=True)
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        with run.model.no_sync():
+            run.backward(2 * step)
+        run.backward(2 * step + 1)
+        run.optimizer.step()
+    attachment.detach()
+    return run.parameters()
+
+
+def own_stream(rank: int) -> list[Tensor]:
+    """Run a part of the model on another stream, where autograd then runs its backward pass."""
+    results = []
+    for policy in ("fifo", "fused"):
+        run = Run(rank, torch.cuda.Stream(), gradient_as_bucket_view=True)
+        attachment = commhooks.attach(run.model, "powersgd", policy=policy)
+        for step in range(STEPS):
+            run.step(step)
+        attachment.detach()
+        results += run.parameters()
+    return results
+
+
+def replacing(rank: int) -> list[Tensor]:
+    """Replace the compressor between steps; what was not sent yet goes to the next one."""
+    run = Run(rank)
+    attachment = commhooks.attach(run.model, "top-k:ratio=0.1", residuals="host")
+    for step, name in enumerate(["int8", "powersgd", "all-reduce", "fp16"]):
+        run.step(step)
+        attachment.replace(name)
+    run.step(STEPS)
+    attachment.detach()
+    return run.parameters()
+
+
+def exchanging(rank: int) -> list[Tensor]:
+    """Average tensors without a model, round after round, two of them under way at once."""
+    shapes = {"a": (24, 40), "b": (7,), "c": (30, 20)}
+    exchanger = commhooks.Exchanger(
+        {name: torch.empty(shape, device="cuda") for name, shape in shapes.items()}, "powersgd"
+    )
+    means = []
+    for round_number in range(STEPS):
+        rounds = []
+        for half in range(2):
+            generator = torch.Generator().manual_seed(100 * round_number + 10 * half + rank)
+            own = {
+                name: torch.randn(shape, generator=generator).pin_memory().cuda(non_blocking=True)
+                for name, shape in shapes.items()
+            }
+            rounds.append((own, exchanger.begin(own)))
+        for own, averaging in rounds:
+            averaging.write(own)
+            means += [tensor.clone() for tensor in own.values()]
+    exchanger.close()
+    return [mean.cpu() for mean in means]
+
+
+def saving(rank: int) -> list[Tensor]:
+    """Save in mid-run, and go on from what was saved as the run that was not interrupted does."""
+    run = Run(rank)
+    attachment = commhooks.attach(run.model, "powersgd", residuals="host")
+    file = io.BytesIO()
+    for step in range(STEPS):
+        run.step(step)
+        if step == 1:
+            states = [attachment.state_dict(), run.model.state_dict(), run.optimizer.state_dict()]
+            torch.save(_on_the_cpu(states), file)
+    attachment.detach()
+    again = Run(rank)
+    attachment = commhooks.attach(again.model, "powersgd", residuals="host")
+    file.seek(0)
+    of_attachment, of_model, of_optimizer = torch.load(file)
+    attachment.load_state_dict(of_attachment)
+    again.model.load_state_dict(of_model)
+    again.optimizer.load_state_dict(of_optimizer)
+    for step in range(2, STEPS):
+        again.step(step)
+    attachment.detach()
+    assert all(torch.equal(*pair) for pair in zip(run.parameters(), again.parameters(), strict=True))
+    return run.parameters()
+
+
+def _on_the_cpu(state: Any) -> Any:
+    """Return a state_dict with tensors on the CPU; the virtual device copies no whole storages."""
+    if isinstance(state, Tensor):
+        return state.cpu()
+    if isinstance(state, dict):
+        return {key: _on_the_cpu(value) for key, value in state.items()}
+    return [_on_the_cpu(value) for value in state] if isinstance(state, list) else state
+
+
+def adapting(rank: int) -> list[Tensor]:
+    """Follow the link from one compressor to another. When is a matter of time, so the parameters are not returned."""
+    run = Run(rank)
+    attachment = commhooks.attach(run.model, "all-reduce")
+    adaptive = commhooks.Adaptive(attachment, ["all-reduce", "fp16", "powersgd"])
+    for step in range(24):
+        run.step(step)
+        adaptive.step()
+    assert len(adaptive.decisions) >= 2
+    for parameter in run.model.parameters():
+        first = parameter.detach().clone()
+        dist.broadcast(first, src=0)
+        assert torch.equal(first, parameter)
+    attachment.detach()
+    return []
+
+
+def hooks_of_pytorch(rank: int) -> list[Tensor]:
+    """Run PyTorch's own hooks, alone and within our wrapper."""
+    results = []
+    for hook in (stock_hooks.fp16_compress_hook, fp16_compress_wrapper(stock_hooks.allreduce_hook)):
+        results += _under(rank, None, hook)
+    return results
+
+
+def powersgd_of_pytorch(rank: int) -> list[Tensor]:
+    """Run PyTorch's own PowerSGD within our wrapper."""
+    state = stock_powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    return _under(rank, state, fp16_compress_wrapper(stock_powersgd.powerSGD_hook))
+
+
+def _under(rank: int, state: Any, hook: Callable[..., Any]) -> list[Tensor]:
+    run = Run(rank)
+    run.model.register_comm_hook(state, hook)
+    for step in range(STEPS):
+        run.step(step)
+    return run.parameters()
