@@ -155,7 +155,7 @@ def queue_copy(kept: Tensor, value: Tensor) -> None:
         return
     mark = _queue(kept, value)
     with _lock:
-        _last[_place(kept)] = mark
+        _last[place_of(kept)] = mark
         if len(_last) > _EVENTS_TO_KEEP:
             for place in [place for place, mark in _last.items() if mark.query()]:
                 del _last[place]
@@ -164,7 +164,9 @@ def queue_copy(kept: Tensor, value: Tensor) -> None:
 def wait_for_copies(tensors: Iterable[Tensor]) -> None:
     """Wait until every copy queued into these tensors is done, including earlier work on the same stream."""
     with _lock:
-        marks = [_last[place] for place in {_place(kept) for kept in tensors if not runs_later(kept)} if place in _last]
+        marks = [
+            _last[place] for place in {place_of(kept) for kept in tensors if not runs_later(kept)} if place in _last
+        ]
     for mark in marks:
         mark.synchronize()
 
@@ -186,6 +188,6 @@ def _queue(kept: Tensor, value: Tensor) -> Mark:
     return mark
 
 
-def _place(kept: Tensor) -> int:
+def place_of(kept: Tensor) -> int:
     """Return the key of a tensor's storage: parts of a storage are written separately and read as a whole."""
     return kept.untyped_storage().data_ptr()

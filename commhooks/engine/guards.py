@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.devices import runs_later, wait_for_copies
+from commhooks.devices import place_of, runs_later, wait_for_copies
 from commhooks.engine.undo import Copies
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange, map_requests
@@ -61,12 +61,19 @@ def keep_what_is_unused(bucket: BucketView, exchange: Exchange) -> Exchange:
     ranks that have a gradient.
     """
     rider = _Rider(bucket)
-    yield from map_requests(rider.carry, exchange)
+    try:
+        yield from map_requests(rider.carry, exchange)
+    finally:
+        bucket.scratch.used = {}
     rider.settle()
 
 
 class _Rider:
-    """The counts of one bucket, and copies of the state that may have to be restored."""
+    """The counts of one bucket, and copies of the state that may have to be restored.
+
+    On a GPU the host does not wait to know which gradients are zero here. No state is copied there: what writes state
+    asks the bucket's scratch where it may, which no compressor does before its first answer has brought the counts.
+    """
 
     def __init__(self, bucket: BucketView) -> None:
         self._slots = bucket.slots
@@ -74,9 +81,10 @@ class _Rider:
         self._counts = torch.stack(counts).to(torch.float32)
         self._parts = [slot.part(count) for slot, count in zip(bucket.slots, self._counts.split(1), strict=True)]
         self._has_ridden = False
-        # On a GPU the host does not wait to know which are zero here, so all may be unused.
-        numbers = range(len(counts)) if runs_later(self._counts) else [n for n, count in enumerate(counts) if not count]
-        self._copies = {number: Copies([self._slots[number]]) for number in numbers}
+        self._scratch = bucket.scratch if runs_later(self._counts) else None
+        zeros = [number for number, count in enumerate(counts) if not count] if self._scratch is None else []
+        self._copies = {number: Copies([self._slots[number]]) for number in zeros}
+        self._permit()
 
     def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
         """Send the counts with the first request, or beside it if that is not a sum over all ranks."""
@@ -95,12 +103,23 @@ class _Rider:
             answers = yield (first.with_parts([*first.parts, *riders]), *requests[1:])
             counts, answers[0] = answers[0][len(first.parts) :], answers[0][: len(first.parts)]
         self._counts = torch.cat(counts)
+        self._permit()
         return answers if isinstance(asked, tuple) else answers[0]
 
     def settle(self) -> None:
         """Restore the state of what no rank used, and set its mean to zero."""
+        unused = self._counts == 0
         for number, copies in self._copies.items():
-            unused = self._counts[number] == 0
-            copies.restore(unused)
-            mean = self._slots[number].mean
-            mean.copy_(torch.where(unused, torch.zeros_like(mean), mean))
+            copies.restore(unused[number])
+        for number in range(len(self._slots)) if self._scratch is not None else self._copies:
+            self._slots[number].mean.masked_fill_(unused[number], 0.0)
+
+    def _permit(self) -> None:
+        if self._scratch is not None:
+            used = (self._counts > 0).unbind()
+            pairs = [
+                (kept, own)
+                for slot, own in zip(self._slots, used, strict=True)
+                for kept in slot.remembered.tensors.values()
+            ]
+            self._scratch.used = {place_of(kept): own for kept, own in pairs}

@@ -36,6 +36,8 @@ class Slot:
         """The whole gradient; a bucket of shards has `shards` instead."""
         self.shards: Sequence[Tile] = ()
         """In a bucket of shards: for each rank, the elements that it keeps, without padding."""
+        self.scratch: Scratch
+        """What the bucket's tiles share."""
         self._layouts: dict[int, Layout] = {}
 
     @property
@@ -81,7 +83,8 @@ class Slot:
 
     def commit(self, name: str, value: Tensor, allowed: Tensor) -> None:
         """Store a value where `allowed`, a broadcastable bool, is true."""
-        commit(self.remembered[name], value, allowed)
+        kept = self.remembered[name]
+        commit(kept, value, self.scratch.permits(kept, allowed))
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,6 +114,7 @@ class BucketView:
         """Whether row r of the memory holds those shards that rank r keeps; see `Compressor.scatter`."""
         self.scratch = self.scratch or Scratch(self.memory)
         for slot in self.slots:
+            slot.scratch = self.scratch
             residual = slot.remembered[RESIDUAL] if self._has_residual(slot) else None
             if self.is_sharded:
                 slot.shards = list(self._shards(slot, residual))

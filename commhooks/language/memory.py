@@ -24,11 +24,12 @@ def commit(memory: Tensor, value: Tensor, allowed: Tensor) -> None:
 
 
 def commit_all(memories: Sequence[Tensor], values: Tensor, allowed: Tensor) -> None:
-    """Write row i of `values` into memory i where `allowed`, a 0-dim bool, is true: as `commit`, but in few calls.
+    """Write row i of `values` into memory i where `allowed` is true: as `commit`, but in few calls.
 
-    All memory is on one device; dtypes may differ.
+    `allowed` is a 0-dim bool, or on a GPU one for each memory. All memory is on one device; dtypes may differ.
     """
     if runs_later(allowed):
+        allowed = allowed.view(-1, *[1] * (values.dim() - 1))
         values = torch.where(allowed, values, torch.stack(list(memories)).to(values.dtype))
     elif not allowed:
         return

@@ -13,12 +13,13 @@ of tiles always uses that buffer.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from commhooks.devices import place_of
 from commhooks.errors import CompressorError
 from commhooks.language.memory import add_residuals, commit, commit_all, surely
 from commhooks.language.requests import Layout, Part
@@ -56,11 +57,21 @@ class Scratch:
         self.turn = 0
         """Counts steps: a sum formed in an earlier step is no longer valid."""
         self.sparse_mean: Tensor | None = None
+        self.used: Mapping[int, Tensor] = {}
+        """On a GPU, where a parameter may be unused on every rank: whether it is not, for each storage of its state."""
         self._device = memory.device
         self._dtype = computing_dtype(memory.dtype)
         self.is_needed = memory.dtype != self._dtype and not memory.is_sparse
         self._memory: Tensor | None = None
         self._user = 0  # an identity: a reference would make a cycle
+
+    def permits(self, kept: Tensor, finite: Tensor) -> Tensor:
+        """Return where a parameter's state may be written: where `finite` is true, if some rank used the parameter."""
+        return finite & self.used[place_of(kept)] if self.used else finite
+
+    def permits_each(self, kept: Sequence[Tensor], finite: Tensor) -> Tensor:
+        """Return `finite`, or, where parameters may be unused, one bool for each memory: see `permits`."""
+        return finite & torch.stack([self.used[place_of(each)] for each in kept]) if self.used else finite
 
     def lend(self, user: object) -> None:
         """Note who uses the memory from now on, so that `check` can tell that another's contents are gone."""
@@ -177,10 +188,10 @@ class Tile:
             if is_over and self.keeps:
                 raise CompressorError("what is kept was overwritten by the mean before; see Tile.")
         if self._whole is not None:
-            commit(self._whole, unsent, finite)
+            commit(self._whole, unsent, self._scratch.permits(self._whole, finite))
             return
         for (_, kept), piece in zip(self._residuals, self._places(unsent), strict=True):
-            commit(kept, piece, finite)
+            commit(kept, piece, self._scratch.permits(kept, finite))
 
     def write(self, mean: Tensor) -> None:
         """Write the mean, by default over the gradient; this overwrites whatever was formed there."""
@@ -312,7 +323,7 @@ class TileStack:
         """Keep what was not sent, for the next step; if `finite` is false, change nothing."""
         if _IS_CHECKED:
             self._scratch.check(self, unsent, "kept")
-        commit_all(self._residuals, unsent, finite)
+        commit_all(self._residuals, unsent, self._scratch.permits_each(self._residuals, finite))
 
     def write(self, means: Tensor) -> None:
         """Write the means; see `Tile.write`."""

@@ -132,7 +132,7 @@ def device() -> Iterator[torch.device]:
     queue = mock.patch.object(devices, "_queue", side_effect=queued)
     kept = mock.patch.object(undo, "keep_until_read")
     mark = mock.patch.object(undo, "mark_of", return_value=None)
-    place = mock.patch.object(devices, "_place", side_effect=id)
+    place = mock.patch.object(devices, "place_of", side_effect=id)
     of_cpu = torch.Generator
     generators = mock.patch.object(torch, "Generator", side_effect=lambda *device: of_cpu())
     with FakeTensorMode(), Deviceless(), queue, kept, mark, place, generators:

@@ -93,6 +93,10 @@ def _nothing(_there: Any) -> Any:
     return lambda *args, **named: None
 
 
+def _everything(_there: Any) -> Any:
+    return lambda scratch, kept, finite: finite
+
+
 def _without_devices(_there: Any) -> Any:
     return lambda device: torch.futures.Future()
 
@@ -374,11 +378,11 @@ MUTANTS: Sequence[Mutant] = (
         (RACE, NUMBER),
     ),
     Mutant(
-        "the guard of unused parameters does not wait for copies",
-        ("commhooks.engine.undo:wait_for_copies",),
-        _nothing,
+        "the state of a parameter that no rank used is written",
+        ("commhooks.language.tile:Scratch.permits",),
+        _everything,
         scenarios.HOST_UNUSED,
-        (RACE, NUMBER),
+        (NUMBER,),
     ),
     Mutant(
         "the guard of a rank that has joined does not wait for copies",

@@ -256,7 +256,7 @@ HOST_ATOMIC = Scenario("residuals on the host, atomic", _host_atomic, (DEVICES,)
 HOST_JOINED = Scenario(
     "residuals on the host, a rank that has joined", _host_joined, (DEVICES, "commhooks/engine/guards.py")
 )
-HOST_UNUSED = Scenario("residuals on the host, unused parameters", _host_unused, (DEVICES,))
+HOST_UNUSED = Scenario("residuals on the host, unused parameters", _host_unused)
 HOST_LOADED = Scenario("residuals on the host, state loaded", _host_loaded, (DEVICES, "commhooks/state/table.py"))
 LOADED = Scenario("state loaded, hooks called on the user's stream", _loaded_on_own_stream)
 HOST_SAVED = Scenario("residuals on the host, state saved", _host_saved, (DEVICES,))

@@ -371,16 +371,19 @@ def _rows_of_right_factors(groups: Sequence[LowRankGroup]) -> Tensor | None:
     return torch.cat(numbers)
 
 
-def keep_scaled(kept: Sequence[Tensor], means: Sequence[Tensor], rows: Tensor, finite: Tensor) -> None:
+def keep_scaled(kept: Sequence[Tensor], means: Sequence[Tensor], rows: Tensor, allowed: Tensor) -> None:
     """Keep each row of the means, scaled to a largest magnitude of 1, in as few calls for all groups as for one.
 
-    Rows of zeros keep what is there, and so do all rows if `finite` is false.
+    Rows of zeros keep what is there, and so do rows where `allowed` is false: a 0-dim bool, or one for each of `kept`.
     """
     largest = torch.stack(torch._foreach_norm([row for mean in means for row in mean.flatten(0, 1).unbind()], math.inf))
     scale = largest.index_select(0, rows)
     before = torch.cat([basis.reshape(-1) for basis in kept])
     found = torch.cat([mean.reshape(-1) for mean in means]) / scale
-    bases = torch.where((scale > 0) & finite, found, before).split([basis.numel() for basis in kept])
+    if allowed.dim():
+        of_rows = [own for own, basis in zip(allowed.unbind(), kept, strict=True) for _ in range(len(basis))]
+        allowed = torch.stack(of_rows).index_select(0, rows)
+    bases = torch.where((scale > 0) & allowed, found, before).split([basis.numel() for basis in kept])
     torch._foreach_copy_(list(kept), [basis.view(own.shape) for basis, own in zip(bases, kept, strict=True)])
 
 

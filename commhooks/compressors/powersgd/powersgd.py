@@ -282,7 +282,10 @@ class PowerSGD(Compressor):
         Rows are scaled to a largest magnitude of 1. A row of zeros would never recover, so the old one stays.
         """
         if plan.rows is not None and not self.alternating:
-            keep_scaled([basis for group in plan.groups for basis in self._kept(group, side)], means, plan.rows, finite)
+            bases_of_all = [basis for group in plan.groups for basis in self._kept(group, side)]
+            keep_scaled(
+                bases_of_all, means, plan.rows, plan.matrices[0].home.scratch.permits_each(bases_of_all, finite)
+            )
             return
         for group, mean in zip(plan.groups, means, strict=True):
             kept = self._kept(group, side)
@@ -290,7 +293,7 @@ class PowerSGD(Compressor):
             bases = torch.where(largest > 0, mean / largest, torch.stack(kept))
             if self.alternating:  # the next product is also the last one, and needs an orthonormal basis
                 bases = orthonormal_rows(bases, self.epsilon)
-            commit_all(kept, bases, finite)
+            commit_all(kept, bases, group.matrices[0].home.scratch.permits_each(kept, finite))
 
     def _name(self, side: Side) -> str:
         return f"{side} of the bucket" if self.matrices == "whole-bucket" else side
