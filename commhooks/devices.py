@@ -91,6 +91,10 @@ class SideStream:
         """Make later work on this stream wait for everything queued so far on another one."""
         self._stream.wait_stream(other._stream)
 
+    def let_caller_follow(self) -> None:
+        """Make later work on the device's current stream wait for everything queued so far on this one."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
 
 def mark_of(device: torch.device) -> Mark | None:
     """Return a mark behind everything queued so far on a device's current stream; None for the CPU."""

@@ -82,11 +82,17 @@ class InlineScheduler(Scheduler):
         self._agree(fingerprint)
 
     def drain(self, lane: Lane, caller: str) -> None:
-        """Cut short a step whose last bucket has not come; wait for the watch, without which futures are completed."""
+        """Cut short a step whose last bucket has not come; let the caller's stream wait for what was handed in.
+
+        The host waits only for the watch, without which futures are completed.
+        """
         assert lane.policy is not None, "an inline lane is open from the beginning"
         lane.policy.cut_short(f"{caller} came before its last bucket")
         if self._watch is not None:
             self._watch.drain()
+        self._step = None
+        for stream in self._streams:
+            stream.let_caller_follow()
 
     def stop(self) -> None:
         """Stop the watch, if there is one, and the calls to the store."""

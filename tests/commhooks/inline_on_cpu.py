@@ -41,6 +41,9 @@ class HostStream(SideStream):
     def entered(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
+    def let_caller_follow(self) -> None:
+        """Do nothing: the host has computed already."""
+
     def mark(self) -> ToldMark:
         self.marks.append(ToldMark(reached=self.keeps_up))
         return self.marks[-1]

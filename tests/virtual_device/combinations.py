@@ -17,11 +17,11 @@ from tests.cases import BY_NAME, CASES, Case
 from tests.commhooks.models import Shape
 from tests.commhooks.workers import normal, zeros
 
-SHAPES: list[Shape] = [(24, 40), (40,), (6, 5, 3, 3), (24, 40), (7,), ()]
-"""Dealt out to two buckets, each with a matrix."""
+SHAPES: list[Shape] = [(24, 40), (40,), (24, 40), (6, 5, 3, 3), (7,), ()]
+"""Dealt out to two buckets, each with a matrix, and one with two that are stacked."""
 BUCKETS = 2
 WORLD_SIZE = 2
-UNUSED = 3
+UNUSED = 2
 """The parameter that nobody uses in step 1."""
 RUNS = ("late", "random:1")
 
@@ -143,8 +143,18 @@ def _met(factors: Iterable[str], choice: Mapping[str, Any], missing: Container[A
 
 
 def chosen() -> list[tuple[Combination, str]]:
-    """Return combinations and their runs, in which all pairs occur."""
-    return [(Combination(**choice), run) for choice in covering_pairs(FACTORS) for run in [choice.pop("run")]]
+    """Return combinations and their runs, in which all pairs occur.
+
+    Few pairs of a guard and a row with factors have a CPU's bits beside them, so each such row has each guard alone.
+    """
+    pairs = [(Combination(**choice), run) for choice in covering_pairs(FACTORS) for run in [choice.pop("run")]]
+    rows = [row for row in ROWS if BY_NAME[row].rank]
+    alone = [
+        Combination(row=row, policy="fifo", residuals=residuals, **{guard: True})
+        for row in rows
+        for guard, residuals in zip(GUARDS, itertools.cycle(("fp32", "host")), strict=False)
+    ]
+    return pairs + [(combination, "late") for combination in alone if (combination, "late") not in pairs]
 
 
 def all_of(row: str, policy: str, residuals: str) -> list[Combination]:

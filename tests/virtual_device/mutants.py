@@ -413,6 +413,20 @@ MUTANTS: Sequence[Mutant] = (
         (RACE, NUMBER, WAIT),
     ),
     Mutant(
+        "saving does not wait for the side streams",
+        ("commhooks.devices:SideStream.let_caller_follow",),
+        _nothing,
+        scenarios.SAVED_UNDER_WAY,
+        (RACE, NUMBER),
+    ),
+    Mutant(
+        "the basis of a matrix that no rank used is written",
+        ("commhooks.language.tile:Scratch.permits_each",),
+        _everything,
+        scenarios.HOST_UNUSED,
+        (NUMBER,),
+    ),
+    Mutant(
         "a replacement does not wait for copies",
         ("commhooks.state.handover:wait_for_copies",),
         _nothing,

@@ -157,6 +157,22 @@ def _host_saved() -> list[Tensor]:
         world.stop()
 
 
+def _saved_under_way() -> list[Tensor]:
+    """Save state on the device while a round is under way, as between `Exchanger.begin` and `Averaging.write`."""
+    world, found = _world(world_size=1), []
+    try:
+        for given in GRADIENTS:
+            under_way = world.hand_in(given)
+            (engine,) = world.engines
+            saved = snapshot_of(engine, {})
+            entries = [*saved.local[0].values(), *saved.replicated.values()]
+            found += [kept.clone() for own in entries for kept in own.values()]
+            found += [mean for own in world.means(under_way) for mean in own]
+        return [*found, *world.state()]
+    finally:
+        world.stop()
+
+
 def _host_replaced() -> list[Tensor]:
     def replace(world: DeviceWorld, step: int) -> None:
         if step == 2:
@@ -259,6 +275,7 @@ HOST_JOINED = Scenario(
 HOST_UNUSED = Scenario("residuals on the host, unused parameters", _host_unused)
 HOST_LOADED = Scenario("residuals on the host, state loaded", _host_loaded, (DEVICES, "commhooks/state/table.py"))
 LOADED = Scenario("state loaded, hooks called on the user's stream", _loaded_on_own_stream)
+SAVED_UNDER_WAY = Scenario("state saved while a round is under way", _saved_under_way)
 HOST_SAVED = Scenario("residuals on the host, state saved", _host_saved, (DEVICES,))
 HOST_REPLACED = Scenario("residuals on the host, the compressor replaced", _host_replaced, (DEVICES,))
 HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICES, "commhooks/hooks/metrics.py"))
