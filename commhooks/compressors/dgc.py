@@ -99,7 +99,7 @@ class DGC(Compressor):
         else:
             largest = g.norm(math.inf).clamp(min=torch.finfo(g.dtype).tiny)
             u = g / largest  # squares of g itself could overflow
-            limit = self.clip / context.world_size**0.5 * context.loss_scale  # exact, as the scale is a power of two
+            limit = self.clip / context.world_size**0.5 * context.loss_scale  # exact if the scale is a power of two
             u = torch.mul(g, (largest.reciprocal() * limit / u.norm()).clamp(max=1), out=u)
         if self.momentum:
             add_residuals([u], [slot.state("velocity")], self.momentum)

@@ -117,9 +117,8 @@ class _Rider:
     def _permit(self) -> None:
         if self._scratch is not None:
             used = (self._counts > 0).unbind()
-            pairs = [
-                (kept, own)
+            self._scratch.used = {
+                place_of(kept): own
                 for slot, own in zip(self._slots, used, strict=True)
                 for kept in slot.remembered.tensors.values()
-            ]
-            self._scratch.used = {place_of(kept): own for kept, own in pairs}
+            }
