@@ -10,7 +10,7 @@ from torch import Tensor
 
 SHAPES_OF_INDICES: dict[str, tuple[int | None, Callable[[int, int], int]]] = {
     "int32": (None, lambda n, k: 4 * k),
-    "block-12": (4096, lambda n, k: math.ceil(k / 2) * 3),
+    "block-12": (4096, lambda n, k: k + math.ceil(k / 2)),
     "block-16": (65536, lambda n, k: 2 * k),
     "bitmap": (65536, lambda n, k: math.ceil(n / 8)),
 }
@@ -25,7 +25,10 @@ def sent_of(n: int, ratio: float, block: int | None) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredBytes:
-    """A value of at least 4 bytes for each element that is sent, and indices; rows end where values may begin."""
+    """A value of at least 4 bytes for each element that is sent, and indices; rows end where values may begin.
+
+    Parameters whose indices have one form share a code.
+    """
 
     ratio: float
     indices: str = "auto"
@@ -34,16 +37,18 @@ class GatheredBytes:
 
     def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
         width = max(parameters[0].element_size(), 4)
-        total = sum(self._bytes_of(p.numel(), width, step) for p in parameters if p.numel())
-        return math.ceil(total / width) * width
-
-    def _bytes_of(self, n: int, width: int, step: int) -> int:
         ratio = self.ratios[step] if step < len(self.ratios) else self.ratio
-        sizes = {}
-        for name, (block, index_bytes) in SHAPES_OF_INDICES.items():
-            k = sent_of(n, ratio, block)
-            sizes[name] = k * width + index_bytes(n, k)
-        return sizes.get(self.indices, min(sizes.values()))
+        total, alike = 0, dict[str, list[tuple[int, int]]]()
+        for n in [p.numel() for p in parameters if p.numel()]:
+            sent = {name: sent_of(n, ratio, block) for name, (block, _) in SHAPES_OF_INDICES.items()}
+            sizes = {name: k * width + SHAPES_OF_INDICES[name][1](n, k) for name, k in sent.items()}
+            name = self.indices if self.indices in sizes else min(sizes, key=sizes.__getitem__)
+            total += sent[name] * width
+            alike.setdefault(name, []).append((n, sent[name]))
+        for name, of_parameters in alike.items():
+            n, k = map(sum, zip(*of_parameters, strict=True))
+            total += SHAPES_OF_INDICES[name][1](n, k)
+        return math.ceil(total / width) * width
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,9 @@
-"""Small non-negative integers as a stream of bits, packed into bytes."""
+"""Small non-negative integers, packed into bytes.
+
+Numbers are split into runs: their lowest 8 bits, a byte each, as often as 8 bits are left; then 4, 2 or 1 bits, of
+which a byte holds those of 2, 4 or 8 numbers. These are far apart: of k numbers of 4 bits, byte i holds number i and
+number i + ⌈k/2⌉. So packing and unpacking are a few operations on runs, without one for each bit.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,53 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
+def packed_bytes(numbers: int, bits: int) -> int:
+    """Return the size of so many numbers of so many bits: ⌈k·bits/8⌉, and at most 2 more."""
+    return sum(_run_bytes(numbers, width) for width in _widths(bits))
+
+
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Pack integers below 2**bits, of any shape, consecutively into as few bytes as possible, 1-D."""
-    places = torch.arange(bits, dtype=torch.int32, device=numbers.device)
-    stream = (numbers.reshape(-1, 1).int() >> places) & 1
-    stream = pad(stream.view(-1), (0, -stream.numel() % 8)).view(-1, 8)
-    return (stream << torch.arange(8, device=numbers.device)).sum(1).to(torch.uint8)
+    """Pack integers below 2**bits, of any shape, at most 31 bits each, into bytes, 1-D."""
+    numbers, runs, shift = numbers.reshape(-1), [], 0
+    for width in _widths(bits):
+        low = (numbers >> shift if shift else numbers).to(torch.uint8)  # modulo 256
+        if width < 8:
+            low = low & (1 << width) - 1
+            length = _run_bytes(len(numbers), width)
+            low = pad(low, (0, length * (8 // width) - len(low))).view(-1, length)
+            low = (low << _shifts(width, low)).sum(0, dtype=torch.uint8)
+        runs.append(low)
+        shift += width
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
 
 
 def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
-    """Unpack the integers of a shape that `pack` packed, [..., bytes], to int64 [..., *shape]."""
-    stream = (packed.unsqueeze(-1) >> torch.arange(8, device=packed.device).to(torch.uint8)) & 1
-    numbers = torch.Size(shape).numel()
-    stream = stream.flatten(-2)[..., : numbers * bits].reshape(*packed.shape[:-1], *shape, bits)
-    return (stream.long() << torch.arange(bits, device=packed.device)).sum(-1)
+    """Unpack the integers of a shape that `pack` packed, [..., bytes], to int32 [..., *shape]."""
+    count, numbers, shift = torch.Size(shape).numel(), None, 0
+    for width in _widths(bits):
+        length = _run_bytes(count, width)
+        run, packed = packed[..., :length], packed[..., length:]
+        if width < 8:
+            run = run.unsqueeze(-2) >> _shifts(width, run) & (1 << width) - 1
+            run = run.flatten(-2)[..., :count]
+        if numbers is None:
+            numbers = run.int()
+        else:
+            numbers |= run.int() << shift
+        shift += width
+    assert numbers is not None, "numbers have at least one bit"
+    return numbers.view(*numbers.shape[:-1], *shape)
+
+
+def _widths(bits: int) -> list[int]:
+    """Return the bits of each run."""
+    return [8] * (bits // 8) + [width for width in (4, 2, 1) if bits & width]
+
+
+def _run_bytes(numbers: int, width: int) -> int:
+    return -(-numbers * width // 8)
+
+
+def _shifts(width: int, like: Tensor) -> Tensor:
+    """Return how far each of a byte's numbers is shifted, [8/width, 1]."""
+    return torch.arange(0, 8, width, dtype=torch.uint8, device=like.device).unsqueeze(1)

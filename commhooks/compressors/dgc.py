@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from commhooks.compressors.sparse.gathering import Sent, gather
+from commhooks.compressors.sparse.gathering import Plan, Sent, gather
 from commhooks.compressors.sparse.indices import Indices, largest_error
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
@@ -73,23 +73,26 @@ class DGC(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather the largest elements of every rank's v; the mean is their sum, in rank order."""
-        sent = [self._choose(slot, context) for slot in bucket.filled]
-        if not sent:
+        if not bucket.filled:
             return
-        finite, received = yield from gather(sent, context)
+        ratio = self.ratio_of(context.step)
+        plan = bucket.plan((self, ratio), lambda: Plan.of(bucket, self.indices, ratio, by_slot=True))
+        sent = []
+        for piece in plan.pieces:
+            slot = piece.members[0].slot
+            v = self._velocity(slot, context)
+            add_residuals([v], [slot.state(RESIDUAL)])
+            sent.append(Sent.largest_of(piece, v))
+        finite, received = yield from gather(plan, sent, context)
         for own, of_all in zip(sent, received, strict=True):
-            u = self._velocity(own.slot, context)  # recomputed, to avoid keeping those of all slots
-            v = own.slot.form().copy_(u)
-            add_residuals([v], [own.slot.state(RESIDUAL)])
-            own.slot.commit(RESIDUAL, v.index_fill_(0, own.places, 0.0), finite)
+            slot = own.piece.members[0].slot
+            u = self._velocity(slot, context)  # recomputed, to avoid keeping those of all slots
+            v = slot.form().copy_(u)
+            add_residuals([v], [slot.state(RESIDUAL)])
+            slot.commit(RESIDUAL, v.index_fill_(0, own.places, 0.0), finite)
             if self.momentum:
-                own.slot.commit("velocity", u.index_fill_(0, own.places, 0.0), finite)
-            own.slot.write(of_all.add_to(own.slot.room.zero_()))
-
-    def _choose(self, slot: Slot, context: Context) -> Sent:
-        v = self._velocity(slot, context)
-        add_residuals([v], [slot.state(RESIDUAL)])
-        return Sent.largest_of(slot, v, self.indices, self.ratio_of(context.step))
+                slot.commit("velocity", u.index_fill_(0, own.places, 0.0), finite)
+            slot.write(of_all.add_to(slot.room.zero_()))
 
     def _velocity(self, slot: Slot, context: Context) -> Tensor:
         """Return u updated with this step's gradient, in new memory."""

@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from commhooks.compressors.sparse.gathering import Sent, gather
+from commhooks.compressors.sparse.gathering import Plan, Sent, gather
 from commhooks.compressors.sparse.indices import Indices, largest_error
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
@@ -49,15 +49,18 @@ class Threshold(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather the elements that have reached the threshold on every rank; the mean is their sum, in rank order."""
+        if not bucket.filled:
+            return
+        plan = bucket.plan(self, lambda: Plan.of(bucket, self.indices, self.capacity))
         sent = []
-        for slot in bucket.filled:
-            own = Sent.largest_of(slot, slot.form(), self.indices, self.capacity)
+        for piece in plan.pieces:
+            own = Sent.largest_of(piece, piece.tile.form())
             is_small = own.values.abs() < self.threshold * context.loss_scale  # false for NaN, which has to be sent
             sent.append(own._replace(values=own.values.masked_fill_(is_small, 0.0)))
-        if not sent:
-            return
-        finite, received = yield from gather(sent, context)
+        finite, received = yield from gather(plan, sent, context)
         for own, of_all in zip(sent, received, strict=True):
-            M = own.slot.form()
-            own.slot.keep(M.index_copy_(0, own.places, torch.where(own.values == 0, M[own.places], 0.0)), finite)
-            own.slot.write(of_all.add_to(own.slot.room.zero_()))
+            tile = own.piece.tile
+            M = tile.form()
+            left = torch.where(own.values == 0, M.index_select(0, own.places), 0.0)
+            tile.keep(M.index_copy_(0, own.places, left), finite)
+            tile.write(of_all.add_to(tile.room.zero_()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -29,6 +30,7 @@ from commhooks.language import (
     ReduceScatter,
 )
 from commhooks.language.entries import Declared
+from commhooks.tensors import all_finite
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.workers import Workers, normal, zeros
 from tests.world import on_ranks, run_world
@@ -50,6 +52,20 @@ class Scripted(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         self.noted[context.rank, context.step, bucket.index] = yield from self.script(bucket, context)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str
+)
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+def test_a_verdict_finds_one_bad_element_wherever_it_is(dtype: torch.dtype, bad: float) -> None:
+    for elements in (1, 5, 64, 1000):
+        good = torch.linspace(-3, 2, elements).to(dtype)
+        assert all_finite([good, torch.arange(3), good.expand(3, -1)])
+        for at in {0, elements // 2, elements - 1}:
+            one_bad = good.index_fill(0, torch.tensor(at), bad)
+            assert not all_finite([good, one_bad])
+            assert not all_finite([one_bad.expand(3, -1)[1:]])
 
 
 def over_gloo(rank: int, script: Script, policy: Any, steps: int) -> list[Any]:

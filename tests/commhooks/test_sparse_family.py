@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import get_args
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commhooks import DGC, ErrorFeedback, RandomK, Threshold, TopK, make_compressor
-from commhooks.compressors.sparse.indices import Indices, coding_of
+from commhooks.compressors.sparse.indices import Bitmap, InBlocks, Indices, coding_of, codings_of
 from commhooks.compressors.sparse.largest import largest
 from commhooks.language import Compressor, Context
 from commhooks.state.table import StateTable
@@ -33,11 +34,34 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 @given(elements=st.integers(1, 140_000), ratio=st.sampled_from([1e-9, 0.001, 0.01, 0.3, 1.0]))
 def test_places_come_back_from_their_code_in_the_same_order(indices: Indices, elements: int, ratio: float) -> None:
     coding = coding_of(indices, elements, ratio)
-    places = coding.choose(drawn(elements))
-    code = coding.encode(places)
-    assert len(set(places.tolist())) == coding.k == len(places)
+    numbers = coding.choose(0, drawn(elements))
+    places = numbers + torch.from_numpy(coding.starts([0]))
+    code = coding.encode(numbers)
+    assert len(set(places.tolist())) == coding.k == len(places) and max(places.tolist()) < elements
     assert code.numel() * code.element_size() == coding.code_bytes
-    assert torch.equal(coding.decode(torch.stack([code, code])), torch.stack([places, places]))
+    assert torch.equal(coding.decode(torch.stack([code, code])).long(), torch.stack([numbers, numbers]))
+
+
+@pytest.mark.parametrize("indices", ["int32", "block-12", "block-16", "bitmap"])
+def test_parameters_share_a_code_which_says_where_the_elements_of_each_are(indices: Indices) -> None:
+    sizes, offsets = (70_001, 5, 9000), (10, 0, 80_000)
+    memory = drawn(100_000)
+    ((coding, positions),) = codings_of(indices, sizes, 0.01, 4)
+    assert positions == [0, 1, 2]
+    parts = [memory[first : first + size] for first, size in zip(offsets, sizes, strict=True)]
+    numbers = torch.cat([coding.choose(number, part) for number, part in enumerate(parts)])
+    decoded = coding.decode(coding.encode(numbers).unsqueeze(0))[0] + torch.from_numpy(coding.starts(offsets))
+    alone = [coding_of(indices, size, 0.01) for size in sizes]
+    expected = [
+        own.choose(0, part) + torch.from_numpy(own.starts([first]))
+        for own, part, first in zip(alone, parts, offsets, strict=True)
+    ]
+    assert torch.equal(decoded, torch.cat(expected))
+
+
+def test_each_parameter_has_the_shortest_code() -> None:
+    codings = codings_of("auto", (10_000, 8, 20_000), 0.01, 4)
+    assert codings == [(InBlocks((10_000, 20_000), 0.01, bits=12), [0, 2]), (Bitmap((8,), 0.01), [1])]
 
 
 @pytest.mark.parametrize(("indices", "block"), [(name, block) for name, (block, _) in SHAPES_OF_INDICES.items()])
@@ -49,7 +73,8 @@ def test_every_block_sends_its_largest_elements(indices: Indices, block: int | N
     for number, part in enumerate(memory.split(block or elements)):
         found = torch.topk(part.abs(), math.ceil(0.01 * len(part))).indices
         expected |= {place + number * (block or elements) for place in found.tolist()}
-    assert set(coding.choose(memory).tolist()) == expected
+    places = coding.choose(0, memory) + torch.from_numpy(coding.starts([0]))
+    assert set(places.tolist()) == expected
     assert coding.k == sent_of(elements, 0.01, block)
 
 
@@ -64,9 +89,32 @@ def test_the_largest_are_those_that_top_k_finds(rows: int, n: int, k: int) -> No
     assert torch.equal(ours.sort().values, theirs.sort().values)
 
 
-def test_equal_magnitudes_are_chosen_once_each() -> None:
-    for place in (largest(torch.ones(1, 9001), 70), largest(torch.zeros(1, 9001), 70)):
-        assert len(set(place.flatten().tolist())) == 70
+@pytest.mark.parametrize("rows", [1, 5], ids=["few", "many"])
+def test_equal_magnitudes_are_chosen_once_each(rows: int) -> None:
+    for value in (0.0, 1.0, math.nan, -math.inf):
+        for row in largest(torch.full((rows, 9001), value), 70).tolist():
+            assert len(set(row)) == 70
+
+
+HARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "heavy-tailed": lambda x: x**9,
+    "of two values": lambda x: x.sign(),
+    "denormal": lambda x: x * 1e-42,
+    "mostly zero": lambda x: torch.where(x > 2, x, 0.0),
+    "with infinities": lambda x: torch.where(x.abs() > 2.5, math.inf * x, x),
+    "with NaN of either sign": lambda x: torch.where(x.abs() > 2.5, math.nan * x, x),
+}
+
+
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.parametrize(("rows", "n", "k"), [(9, 4096, 41), (9, 4099, 410), (1, 70_000, 701), (2, 65_536, 1)])
+def test_the_values_of_the_largest_are_those_of_top_k(kind: str, rows: int, n: int, k: int) -> None:
+    memory = HARD[kind](drawn(rows, n, seed=1))
+    chosen = largest(memory, k)
+    ours, theirs = memory.abs().gather(1, chosen), torch.topk(memory.abs(), k).values
+    assert all(len(set(row)) == k for row in chosen.tolist())
+    assert torch.equal(ours.sort(descending=True).values.nan_to_num(nan=-1.0), theirs.nan_to_num(nan=-1.0))
 
 
 @pytest.mark.parametrize(

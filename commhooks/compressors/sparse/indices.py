@@ -3,6 +3,9 @@
 Whole indices take 4 bytes. If a parameter is divided into blocks, and every block sends the same fraction of its
 elements, an index need only tell an element's position in its block: 12 bits for blocks of 4,096, 16 for blocks of
 65,536, without counts. One bit for every element, sent or not, is shorter if more than one element in twelve is sent.
+
+What is coded of an element is its number: an index, or a position in a block; `starts` says what to add to it. The
+parameters of a bucket that have the same coding share a code.
 """
 
 from __future__ import annotations
@@ -11,42 +14,47 @@ import dataclasses
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from commhooks.compressors.bits import pack, packed_bytes, unpack
 from commhooks.compressors.sparse.largest import largest
+from commhooks.tensors import has_numpy
 
 Indices = Literal["auto", "int32", "block-12", "block-16", "bitmap"]
+Numbers = NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True)
 class Coding(ABC):
-    """Which `ratio` of a parameter's `elements` may be sent, and how their indices are coded."""
+    """Which `ratio` of the elements of parameters may be sent, and how their indices are coded."""
 
-    elements: int
+    sizes: tuple[int, ...]
+    """Each parameter's elements."""
     ratio: float
 
-    @property
-    def block(self) -> int:
-        """The number of elements that a share is chosen from; a parameter's last block may have fewer."""
-        return self.elements
+    def block(self, elements: int) -> int:
+        """Return how many of a parameter's elements a share is chosen from; its last block may have fewer."""
+        return elements
 
-    @property
-    def share(self) -> int:
-        """The number of elements sent from a whole block."""
-        return math.ceil(self.ratio * self.block)
+    def share(self, elements: int) -> int:
+        """Return how many elements are sent of a block of so many."""
+        return math.ceil(self.ratio * elements)
 
-    @property
-    def last_share(self) -> int:
-        """The number of elements sent from the remainder after the last whole block."""
-        return math.ceil(self.ratio * (self.elements % self.block))
+    def sent(self, elements: int) -> int:
+        """Return how many elements are sent of a parameter."""
+        block = self.block(elements)
+        return elements // block * self.share(block) + self.share(elements % block)
 
     @property
     def k(self) -> int:
         """The number of elements sent."""
-        return self.elements // self.block * self.share + self.last_share
+        return sum(map(self.sent, self.sizes))
 
     @property
     @abstractmethod
@@ -54,27 +62,41 @@ class Coding(ABC):
         """The size of the code for all indices, in bytes."""
 
     @abstractmethod
-    def encode(self, places: Tensor) -> Tensor:
-        """Return the code for indices in the order in which `choose` returns them."""
+    def encode(self, numbers: Tensor) -> Tensor:
+        """Return the code for the numbers of all parameters, in the order in which `choose` returns them."""
 
     @abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
-        """Return the indices W×k that the codes of W ranks represent."""
+        """Return the numbers W×k that the codes of W ranks represent: int32, or int64."""
 
-    def choose(self, memory: Tensor) -> Tensor:
-        """Return the indices of the largest elements, k in all, block by block."""
-        whole = self.elements // self.block
-        rest = memory[whole * self.block :].unsqueeze(0)
-        found = [largest(memory[: whole * self.block].view(whole, self.block), self.share)]
-        found[0] += torch.arange(0, whole * self.block, self.block, device=memory.device).unsqueeze(1)
-        if self.last_share:
-            found.append(largest(rest, self.last_share) + whole * self.block)
-        return torch.cat([places.flatten() for places in found])
+    def choose(self, number: int, memory: Tensor) -> Tensor:
+        """Return the numbers of the largest elements of one parameter, given its index and memory, block by block."""
+        elements = self.sizes[number]
+        block = self.block(elements)
+        whole = elements // block * block
+        found = [self._numbers(largest(memory[:whole].view(-1, block), self.share(block)), number, 0).flatten()]
+        if whole < elements:
+            rest = memory[whole:].unsqueeze(0)
+            found.append(self._numbers(largest(rest, self.share(elements - whole)), number, whole).flatten())
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def starts(self, offsets: Sequence[int]) -> Numbers:
+        """Return what to add to each number [k] to get an index into memory where parameters have these offsets."""
+        found = []
+        for elements, offset in zip(self.sizes, offsets, strict=True):
+            block = self.block(elements)
+            shares = [self.share(min(block, elements - first)) for first in range(0, elements, block)]
+            found.append(np.repeat(np.arange(0, elements, block) + offset, shares))
+        return np.concatenate(found)
 
     def relative_error(self) -> float:
         """Return the largest |unsent|²/|formed|²: in each block, what is sent has at least the average size."""
-        rest = self.elements % self.block
-        return max(1 - self.share / self.block, 1 - self.last_share / rest if rest else 0.0)
+        blocks = {size for n in self.sizes for size in (self.block(n), n % self.block(n)) if size}
+        return max(1 - self.share(size) / size for size in blocks)
+
+    def _numbers(self, in_blocks: Tensor, number: int, first: int) -> Tensor:
+        """Return the numbers for positions in blocks [B, share], of which the first one begins at `first`."""
+        return in_blocks
 
 
 class Int32(Coding):
@@ -85,13 +107,13 @@ class Int32(Coding):
         """Four per index."""
         return 4 * self.k
 
-    def encode(self, places: Tensor) -> Tensor:
+    def encode(self, numbers: Tensor) -> Tensor:
         """Return int32 numbers."""
-        return places.to(torch.int32)
+        return numbers.to(torch.int32)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Return int64 numbers."""
-        return codes.long()
+        """Return the code."""
+        return codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,75 +122,75 @@ class InBlocks(Coding):
 
     bits: int = 16
 
-    @property
-    def block(self) -> int:
-        """As many as the bits can address."""
-        return min(self.elements, 1 << self.bits)
+    def block(self, elements: int) -> int:
+        """Return as many as the bits can address."""
+        return min(elements, 1 << self.bits)
 
     @property
     def code_bytes(self) -> int:
         """Three per two indices, or two per index."""
-        return 3 * ((self.k + 1) // 2) if self.bits == 12 else 2 * self.k
+        return packed_bytes(self.k, self.bits)
 
-    def encode(self, places: Tensor) -> Tensor:
-        """Return int16 numbers from -2**15 on, or uint8 [3·pairs], the bytes of all pairs in three consecutive runs."""
-        local = places - self._starts(places)
-        if self.bits == 16:
-            return local.sub_(1 << 15).to(torch.int16)
-        first, second = torch.nn.functional.pad(local, (0, self.k % 2)).view(2, -1)
-        return torch.cat([first & 255, first >> 8 | second << 4 & 240, second >> 4]).to(torch.uint8)
+    def encode(self, numbers: Tensor) -> Tensor:
+        """Return the bytes of so many bits each; see `commhooks.compressors.bits`."""
+        return pack(numbers, self.bits)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Return them as indices into the parameter."""
-        if self.bits == 16:
-            local = codes.long().add_(1 << 15)
-        else:
-            low, middle, high = codes.view(len(codes), 3, -1).long().unbind(1)
-            local = torch.cat([low | (middle & 15) << 8, middle >> 4 | high << 4], dim=1)[:, : self.k]
-        return local + self._starts(local)
-
-    def _starts(self, like: Tensor) -> Tensor:
-        """Return where the block of each index begins; the last block has at most as many."""
-        return torch.arange(self.k, device=like.device).div_(self.share, rounding_mode="floor").mul_(self.block)
+        """Return int32 numbers."""
+        return unpack(codes, self.bits, (self.k,))
 
 
 class Bitmap(Coding):
-    """One bit per element; values are sent in index order."""
+    """One bit per element, in the order of parameters; values are sent in index order."""
 
-    @property
-    def block(self) -> int:
-        """65,536, which `torch.topk` searches in less time and memory than everything at once."""
-        return min(self.elements, 1 << 16)
+    def block(self, elements: int) -> int:
+        """Return 65,536, which `torch.topk` searches in less time and memory than everything at once."""
+        return min(elements, 1 << 16)
 
     @property
     def code_bytes(self) -> int:
         """An eighth per element."""
-        return (self.elements + 7) // 8
+        return (sum(self.sizes) + 7) // 8
 
-    def choose(self, memory: Tensor) -> Tensor:
-        """Return the indices in ascending order."""
-        return super().choose(memory).sort().values
+    def starts(self, offsets: Sequence[int]) -> Numbers:
+        """Return them; here numbers count elements from the first parameter's first one on."""
+        before = np.cumsum((0, *self.sizes[:-1]))
+        return np.repeat(np.asarray(offsets) - before, [self.sent(elements) for elements in self.sizes])
 
-    def encode(self, places: Tensor) -> Tensor:
+    def encode(self, numbers: Tensor) -> Tensor:
         """Return uint8 numbers: bit i of number j represents element 8·j + i."""
-        bits = torch.zeros(8, self.code_bytes, dtype=torch.uint8, device=places.device)
-        bits.view(-1).index_fill_(0, places % 8 * self.code_bytes + places // 8, 1)
-        return bits.bitwise_left_shift_(_shifts(places).unsqueeze(1)).sum(0, dtype=torch.uint8)
+        bits = torch.zeros(8, self.code_bytes, dtype=torch.uint8, device=numbers.device)
+        bits.view(-1).index_fill_(0, numbers % 8 * self.code_bytes + numbers // 8, 1)
+        return bits.bitwise_left_shift_(_shifts(numbers).unsqueeze(1)).sum(0, dtype=torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return the indices of the bits that are set; since their number k is known, the host need not wait."""
+        if has_numpy(codes):
+            found = np.empty((len(codes), self.k), np.int32 if sum(self.sizes) < 1 << 31 else np.int64)
+            for code, in_order in zip(codes.numpy(), found, strict=True):
+                in_order[:] = np.flatnonzero(np.unpackbits(code, bitorder="little").view(bool))
+            return torch.from_numpy(found)
         bits = torch.arange(256, device=codes.device).unsqueeze(1) >> _shifts(codes) & 1  # 256×8: of every number
         counts = bits.sum(1, dtype=torch.int32)
         # The bits of each number, with the set bits first.
         set_first = bits.argsort(dim=1, descending=True, stable=True).flatten()
         numbers = torch.arange(self.code_bytes, device=codes.device)
-        found = []
+        decoded = []
         for code in codes:
             set_in = counts[code.int()]
             at = numbers.repeat_interleave(set_in, output_size=self.k)  # the number that holds each index
             nth = torch.arange(self.k, device=codes.device) - (set_in.cumsum(0) - set_in)[at]
-            found.append(at * 8 + set_first[code[at].int() * 8 + nth])
-        return torch.stack(found)
+            decoded.append(at * 8 + set_first[code[at].int() * 8 + nth])
+        return torch.stack(decoded)
+
+    def _numbers(self, in_blocks: Tensor, number: int, first: int) -> Tensor:
+        """Return the numbers, in ascending order."""
+        first += sum(self.sizes[:number])
+        starts = torch.arange(len(in_blocks), device=in_blocks.device).mul_(1 << 16).add_(first)
+        in_order = (
+            torch.from_numpy(np.sort(in_blocks.numpy())) if has_numpy(in_blocks) else in_blocks.sort(dim=1).values
+        )
+        return in_order.add_(starts.unsqueeze(1))
 
 
 def _shifts(like: Tensor) -> Tensor:
@@ -179,14 +201,28 @@ def _shifts(like: Tensor) -> Tensor:
 def coding_of(indices: Indices, elements: int, ratio: float, value_bytes: int = 4) -> Coding:
     """Return the coding for a parameter; for "auto", the one with the fewest bytes for values and indices together."""
     known = {
-        "int32": Int32(elements, ratio),
-        "block-12": InBlocks(elements, ratio, bits=12),
-        "block-16": InBlocks(elements, ratio, bits=16),
-        "bitmap": Bitmap(elements, ratio),
+        "int32": Int32((elements,), ratio),
+        "block-12": InBlocks((elements,), ratio, bits=12),
+        "block-16": InBlocks((elements,), ratio, bits=16),
+        "bitmap": Bitmap((elements,), ratio),
     }
     if indices != "auto":
         return known[indices]
     return min(known.values(), key=lambda coding: coding.k * value_bytes + coding.code_bytes)
+
+
+def codings_of(
+    indices: Indices, sizes: Sequence[int], ratio: float, value_bytes: int
+) -> list[tuple[Coding, list[int]]]:
+    """Return the codings for some parameters, each with the positions of those that share it."""
+    alike: dict[Coding, list[int]] = {}
+    for position, elements in enumerate(sizes):
+        coding = coding_of(indices, elements, ratio, value_bytes)
+        alike.setdefault(dataclasses.replace(coding, sizes=()), []).append(position)
+    return [
+        (dataclasses.replace(coding, sizes=tuple(sizes[at] for at in positions)), positions)
+        for coding, positions in alike.items()
+    ]
 
 
 def largest_error(indices: Indices, elements: int, ratio: float) -> float:
