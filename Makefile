@@ -1,8 +1,10 @@
-# Every target but test-frameworks makes .venv when it is missing, and again when pyproject.toml or constraints.txt change.
+# Every target but test-frameworks makes .venv when it is missing, and again when pyproject.toml, constraints.txt or C files change.
 # `make PYTHON=python3.11 test` chooses the interpreter; constraints.txt names versions that need 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# What the library of compiled passes is built from, with .venv.
+LIBRARY := setup.py $(wildcard commhooks/native/*.c commhooks/native/*.h)
 FRAMEWORKS_STAMP := .venv-frameworks/.installed
 FRAMEWORKS_PINS := -c constraints.txt -c constraints-frameworks.txt
 # Sections of the benchmarks; none: all.
@@ -44,7 +46,7 @@ help:
 
 # torch first and by name: with it in place, the rest is resolved against the version that constraints.txt names.
 # No build isolation: setuptools then comes from constraints.txt too.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(LIBRARY)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make needs Python 3.11 or newer for constraints.txt (got " + sys.version.split()[0] + "); say make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch setuptools
@@ -131,5 +133,5 @@ gpu-cost: $(STAMP)
 	$(BIN)/python -m tests.virtual_device.gpu_cost --page docs/guide/gpu-cost.md
 
 clean:
-	rm -rf .venv .venv-frameworks site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-frameworks site build dist *.egg-info commhooks/native/_kernels.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from commhooks.hooks.sockets import hook_statistics
     from commhooks.language.compressor import Compressor
     from commhooks.making import make_compressor
+    from commhooks.native.library import Compiled, compiled
     from commhooks.planning.estimate import estimate
     from commhooks.planning.plan import plan
     from commhooks.planning.probing import probe
@@ -93,6 +94,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "CommHooksError",
+    "Compiled",
     "Compressor",
     "CompressorError",
     "DDPCommHookType",
@@ -135,6 +137,7 @@ __all__ = [
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "compiled",
     "estimate",
     "fp16_compress_hook",
     "fp16_compress_wrapper",

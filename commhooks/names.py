@@ -32,6 +32,7 @@ _PLACES = {
     "hooks.sockets": "hook_statistics",
     "language.compressor": "Compressor",
     "making": "make_compressor",
+    "native.library": "Compiled compiled",
     "planning.estimate": "estimate",
     "planning.plan": "plan",
     "planning.probing": "probe",

@@ -114,6 +114,16 @@ def test_only_the_public_names_are_above_the_top_rooms(room: str) -> None:
     assert {name for name in importers if not any(is_within(name, one) for one in above)} <= public
 
 
+def test_compiled_passes_need_torch_and_the_errors_alone() -> None:
+    needed = ("commhooks.native", "commhooks.errors", "torch")
+    assert not [
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in sources("commhooks/native")
+        for module in imported_modules(path)
+        if not any(is_within(module, one) for one in needed) and module.split(".")[0] not in sys.stdlib_module_names
+    ]
+
+
 def test_bucketing_is_pure() -> None:
     path = ROOT / "ddp_core" / "bucketing.py"
     names = [*imported_modules(path), *dotted_names(path)]

@@ -37,8 +37,11 @@ quantization_perchannel_hook quantization_pertensor_hook register_ddp_comm_hook 
 """What `commhooks` offered before names moved to rooms."""
 
 
+NEW = {"Compiled", "compiled"}
+
+
 def test_every_former_name_is_offered_or_has_moved() -> None:
-    assert sorted([*commhooks.__all__, *MOVED]) == FORMER.split()
+    assert sorted({*commhooks.__all__, *MOVED} - NEW) == FORMER.split()
 
 
 @pytest.mark.parametrize("name", MOVED)

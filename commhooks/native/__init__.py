@@ -1,0 +1,1 @@
+"""Compiled passes: C functions in a shared library, which is optional, and the Python that calls them."""

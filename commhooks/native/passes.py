@@ -1,0 +1,276 @@
+"""The compiled passes of a code in two hops: send, serve and write, over blocks of fp32 elements on a CPU.
+
+A code of k blocks is one or two payloads: scales in fp32 (of MXFP4: exponents, one byte per 32 elements; a vote has
+none), and bytes. A message of them is a tensor [W, b, ...] per payload, for W ranks and b rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from commhooks.errors import CompressorError, SettingsError
+from commhooks.native import library
+
+_AT_LEAST = 1 << 16
+"""How many elements a thread gets; fewer are done before another thread has started."""
+_FLOATS, _BYTES, _SHORTS = {torch.float32}, {torch.int8, torch.uint8}, {torch.int16, torch.uint16}
+_INT, _SIZE, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_FORM = (_SIZE, _SIZE, _INT, _INT, _INT)  # the first two: which blocks
+_ROWS = (_POINTER, _SIZE, _SIZE, _SIZE)
+_PAYLOADS = (_POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE)
+_NOISE = (_POINTER, _SIZE, _POINTER, _POINTER, _SIZE)
+_SEND = (*_FORM, _POINTER, *_ROWS, *_PAYLOADS, *_NOISE, _INT, _FLOAT)
+_SERVE = (*_FORM, _SIZE, *_PAYLOADS, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, *_NOISE, _FLOAT)
+_WRITE = (*_FORM, _POINTER, *_ROWS, *_PAYLOADS, _FLOAT)
+"""The arguments of the functions in passes.h."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A kind of code, for blocks of `block` elements.
+
+    Raises `SettingsError` if there is no such kind, or none for this block and these levels.
+    """
+
+    kind: str
+    """`"uniform"` (int8, int4, TernGrad), `"qsgd"`, `"sign"`, `"vote"`, `"fp8"`, `"natural"` or `"mxfp4"`."""
+    block: int
+    levels: int = 0
+    """The largest integer of uniform and QSGD, from 1 to 127; 0 for others."""
+    number: int = dataclasses.field(init=False, repr=False)
+    payloads: tuple[tuple[Set[torch.dtype], int], ...] = dataclasses.field(init=False, repr=False)
+    """Of each payload, scales first: its possible dtypes, and how many of them a block takes."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in library.PASSES:
+            raise SettingsError(f"{self!r}: kind must be one of {', '.join(library.PASSES)}.")
+        has_levels = self.kind in ("uniform", "qsgd")
+        if not (1 <= self.levels <= 127 if has_levels else self.levels == 0):
+            raise SettingsError(f"{self!r}: levels must be {'from 1 to 127' if has_levels else '0'}.")
+        bits = {"sign": 1, "vote": 1, "mxfp4": 4}.get(self.kind, 8)
+        if has_levels:
+            bits = next(bits for bits in (2, 4, 8) if 2 * self.levels < 2**bits)
+        multiple = 32 if self.kind == "mxfp4" else 8 // bits
+        if self.block % multiple or not 0 < self.block < 2**31:
+            raise SettingsError(f"{self!r}: block must be a multiple of {multiple}, at least 1 and below 2**31.")
+        scales = {"vote": [], "mxfp4": [(_BYTES, self.block // 32)]}.get(self.kind, [(_FLOATS, 1)])
+        object.__setattr__(self, "number", library.PASSES.index(self.kind))
+        object.__setattr__(self, "payloads", (*scales, (_BYTES, self.block * bits // 8)))
+
+
+class Noise(NamedTuple):
+    """What k blocks draw: element j of block i draws ((table[rows[i], j] + shifts[i]) mod 2^16 + 1/2) / 2^16."""
+
+    table: Tensor
+    """[R, block], int16 or uint16."""
+    rows: Tensor
+    """[k], int32, from 0 to R - 1."""
+    shifts: Tensor
+    """[k], int16, uint16 or int32, of which the low 16 bits count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """The three passes at one level.
+
+    They raise `CompressorError` for tensors that are not as they say, before anything is written, and for rows that do
+    not exist, when some of the blocks may have been changed. Larger runs are divided among `torch.get_num_threads()`
+    threads.
+    """
+
+    level: str
+
+    @classmethod
+    def chosen(cls) -> Self | None:
+        """Return the passes to use, or None if all are eager. Raises `SettingsError` as `commhooks.compiled` does."""
+        level = library.chosen()
+        return None if level is None else cls(level)
+
+    def send(
+        self,
+        form: Form,
+        blocks: Tensor,
+        sent: Sequence[Tensor],
+        *,
+        rows: Tensor | None = None,
+        first: int = 0,
+        noise: Noise | None = None,
+        keeps: bool = True,
+        damping: float = 1.0,
+    ) -> int:
+        """Encode blocks [k, block] into rows of a message, `sent`, [W, b, ...] for each payload.
+
+        Block i takes row q % b of rank q // b, where q is `rows[i]` (int64 [k]), or `first + i`. If `keeps`, what the
+        code leaves out takes the place of the blocks: x - decoded · damping. Returns the fp32 bits of a vote's largest
+        magnitude, which are at least 0x7f800000 if it is inf or NaN; 0 for other codes.
+        """
+        k = _blocks(form, blocks, "blocks")
+        ranks, b = sent[0].shape[:2]
+        arguments = (
+            *(form.number, form.levels, form.block, blocks.data_ptr(), _rows(rows, k), first, b, ranks * b),
+            *(*_message(form, sent, ranks, b), *_noise(noise, form, k), keeps, damping),
+        )
+        return _run("send", self.level, _SEND, form, noise is not None, k, arguments)
+
+    def serve(
+        self,
+        form: Form,
+        received: Sequence[Tensor],
+        coded: Sequence[Tensor],
+        *,
+        error: Tensor | None = None,
+        left: Tensor | None = None,
+        noise: Noise | None = None,
+        damping: float = 1.0,
+    ) -> None:
+        """Encode the means of blocks that all ranks have sent: `received`, [W, k, ...], into `coded`, [k, ...].
+
+        Means are sums in rank order of decoded · damping · s, divided by W · s unless that is 1, where s is the largest
+        power of two that is at most 1/W. `error` [k, block] is added to them, and `left` [k, block] becomes what the
+        code leaves out: y - decoded · damping.
+        """
+        ranks, k = received[0].shape[:2]
+        for tensor, name in ((error, "error"), (left, "left")):
+            if tensor is not None and _blocks(form, tensor, name) != k:
+                raise CompressorError(f"{name} must have {k} blocks (got {len(tensor)}).")
+        scales, _, scales_row, codes, _, codes_row = _message(form, [payload.unsqueeze(0) for payload in coded], 1, k)
+        arguments = (
+            *(form.number, form.levels, form.block, ranks, *_message(form, received, ranks, k)),
+            *(error.data_ptr() if error is not None else 0, scales, scales_row, codes, codes_row),
+            *(left.data_ptr() if left is not None else 0, *_noise(noise, form, k), damping),
+        )
+        _run("serve", self.level, _SERVE, form, noise is not None, k, arguments)
+
+    def write(
+        self,
+        form: Form,
+        gathered: Sequence[Tensor],
+        blocks: Tensor,
+        *,
+        rows: Tensor | None = None,
+        first: int = 0,
+        damping: float = 1.0,
+    ) -> None:
+        """Decode rows of a message, `gathered`, [W, b, ...], into blocks [k, block]: decoded · damping.
+
+        Rows are those of `send`.
+        """
+        k = _blocks(form, blocks, "blocks")
+        ranks, b = gathered[0].shape[:2]
+        arguments = (
+            *(form.number, form.levels, form.block, blocks.data_ptr(), _rows(rows, k), first, b, ranks * b),
+            *(*_message(form, gathered, ranks, b), damping),
+        )
+        _run("write", self.level, _WRITE, form, False, k, arguments)
+
+
+def _blocks(form: Form, blocks: Tensor, name: str) -> int:
+    """Return how many blocks there are. Raises `CompressorError` if they are not [k, block], fp32 and contiguous."""
+    if (
+        blocks.dtype is not torch.float32
+        or not blocks.is_cpu
+        or blocks.dim() != 2
+        or blocks.shape[1] != form.block
+        or not blocks.is_contiguous()
+    ):
+        raise _unsuited(name, blocks, f"[k, {form.block}], contiguous, of torch.float32")
+    return len(blocks)
+
+
+def _rows(rows: Tensor | None, k: int) -> int:
+    if rows is None:
+        return 0
+    if rows.dtype is not torch.int64 or not rows.is_cpu or rows.shape != (k,) or not rows.is_contiguous():
+        raise _unsuited("rows", rows, f"[{k}], contiguous, of torch.int64")
+    return rows.data_ptr()
+
+
+def _message(form: Form, payloads: Sequence[Tensor], ranks: int, b: int) -> tuple[int, ...]:
+    """Return address, and bytes from rank to rank and from row to row, of scales and bytes; zeros for no scales."""
+    if len(payloads) != len(form.payloads):
+        raise CompressorError(f"a code of {form!r} has {len(form.payloads)} payloads (got {len(payloads)}).")
+    arguments: tuple[int, ...] = () if len(payloads) == 2 else (0, 0, 0)
+    for payload, (dtypes, width) in zip(payloads, form.payloads, strict=True):
+        strides = payload.stride()
+        if (
+            payload.dtype not in dtypes
+            or not payload.is_cpu
+            or payload.shape != (ranks, b, width)
+            or (width > 1 and strides[2] != 1)
+        ):
+            raise _unsuited("a payload", payload, f"[{ranks}, {b}, {width}], of {_in_words(dtypes)}")
+        size = payload.element_size()
+        arguments += (payload.data_ptr(), strides[0] * size, strides[1] * size)
+    return arguments
+
+
+def _noise(noise: Noise | None, form: Form, k: int) -> tuple[int, ...]:
+    """Return addresses, how many rows the table has, and the bytes from shift to shift; zeros for no noise."""
+    if noise is None:
+        return 0, 0, 0, 0, 0
+    table, rows, shifts = noise
+    if table.dtype not in _SHORTS or not table.is_cpu or table.shape[1:] != (form.block,) or not table.is_contiguous():
+        raise _unsuited("the noise's table", table, f"[R, {form.block}], contiguous, of {_in_words(_SHORTS)}")
+    if rows.dtype is not torch.int32 or not rows.is_cpu or rows.shape != (k,) or not rows.is_contiguous():
+        raise _unsuited("the noise's rows", rows, f"[{k}], contiguous, of torch.int32")
+    if (shifts.dtype not in _SHORTS and shifts.dtype is not torch.int32) or not shifts.is_cpu or shifts.shape != (k,):
+        raise _unsuited("the noise's shifts", shifts, f"[{k}], of {_in_words(_SHORTS)} or torch.int32")
+    return table.data_ptr(), len(table), rows.data_ptr(), shifts.data_ptr(), shifts.stride(0) * shifts.element_size()
+
+
+def _unsuited(name: str, tensor: Tensor, expected: str) -> CompressorError:
+    return CompressorError(
+        f"compiled passes need {name} on a CPU, {expected} (got {list(tensor.shape)} with strides "
+        f"{list(tensor.stride())}, of {tensor.dtype}, on {tensor.device})."
+    )
+
+
+def _in_words(dtypes: Set[torch.dtype]) -> str:
+    return " or ".join(sorted(map(str, dtypes)))
+
+
+def _run(
+    name: str, level: str, types: tuple[Any, ...], form: Form, draws: bool, k: int, arguments: tuple[Any, ...]
+) -> int:
+    """Call a function for k blocks, on as many threads as pay, and return the largest result."""
+    call = library.function(name, level, types)
+    pieces = min(torch.get_num_threads(), k * form.block // _AT_LEAST)
+    if pieces < 2:
+        results = [call(0, k, *arguments)]
+    else:
+        pool = _pool(pieces)
+        ends = [k * piece // pieces for piece in range(pieces + 1)]
+        running = [pool.submit(call, start, end, *arguments) for start, end in itertools.pairwise(ends)]
+        results = [one.result() for one in running]
+    worst = min(results)
+    if worst < 0:
+        _fail(worst, form, draws)
+    return max(results)
+
+
+def _fail(result: int, form: Form, draws: bool) -> None:
+    """Raise the error that a function has returned; passes.h has the numbers."""
+    if result == -1:
+        raise MemoryError(f"a mean of {form.block} elements")
+    if result == -2:
+        raise CompressorError(f"compiled passes of {form!r}: a row is beyond the message's, or the noise's.")
+    raise CompressorError(f"compiled passes of {form!r} {'take no' if draws else 'need'} noise.")
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="commhooks passes")
+
+
+if hasattr(os, "register_at_fork"):  # a child has the pool, but not its threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,0 +1,3 @@
+/* The passes for any processor. */
+#define LEVEL plain
+#include "passes.h"

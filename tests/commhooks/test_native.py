@@ -1,0 +1,466 @@
+"""Compiled passes: each kind of code at each level that this processor has, against the formats in NumPy."""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import itertools
+import os
+import platform
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks import CompressorError, SettingsError
+from commhooks.native import library
+from commhooks.native.passes import Form, Noise, Passes
+from tests.commhooks.native_oracle import Array, Oracle
+
+BUILT = library.opened(library.PATH)
+LEVELS = () if isinstance(BUILT, str) else library.levels_of(BUILT)
+needs_library = pytest.mark.skipif(isinstance(BUILT, str), reason=f"compiled passes: {BUILT}")
+KINDS = {
+    "int8": ("uniform", 127, True, 1),
+    "int8-nearest": ("uniform", 127, False, 1),
+    "levels-8": ("uniform", 8, True, 1),
+    "int4": ("uniform", 7, True, 2),
+    "int4-nearest": ("uniform", 7, False, 2),
+    "levels-2": ("uniform", 2, True, 2),
+    "terngrad": ("uniform", 1, True, 4),
+    "terngrad-nearest": ("uniform", 1, False, 4),
+    "qsgd-8": ("qsgd", 127, True, 1),
+    "qsgd-4": ("qsgd", 7, True, 2),
+    "qsgd-2": ("qsgd", 1, True, 4),
+    "sign": ("sign", 0, False, 8),
+    "vote": ("vote", 0, True, 8),
+    "fp8": ("fp8", 0, False, 1),
+    "natural": ("natural", 0, True, 1),
+    "mxfp4": ("mxfp4", 0, False, 32),
+}
+"""Kind, levels, whether it draws, and what its blocks are a multiple of."""
+OF_SUMS = {"sign", "qsgd"}
+"""Kinds whose scales are sums in double, in whatever order."""
+
+
+class Case:
+    """A kind of code, and random blocks and noise for it."""
+
+    def __init__(self, name: str, block: int, seed: int = 0) -> None:
+        kind, levels, self.draws, _ = KINDS[name]
+        self.form, self.oracle = Form(kind, block, levels), Oracle(kind, levels)
+        self.random = numpy.random.default_rng([seed, block])
+        self.rows = max(1, 65536 // block)
+        self.table = self.random.integers(0, 65536, (self.rows, block), dtype=numpy.uint16)
+
+    def blocks(self, k: int) -> Array:
+        """Return blocks of all magnitudes, some with zeros, -0, denormal numbers, equal ones, or a power of two."""
+        x = self.random.standard_normal((k, self.form.block)) * 10.0 ** self.random.uniform(-44, 37.5, (k, 1))
+        what = self.random.integers(0, 8, (k, 1))
+        x = numpy.where((what == 0) & (self.random.random(x.shape) < 0.9), self.random.choice([0.0, -0.0], x.shape), x)
+        x = numpy.where(what == 1, numpy.sign(x) * 2.0 ** self.random.integers(-149, 127, (k, 1)), x)
+        x = numpy.where(what == 2, x * 2.0 ** self.random.integers(-30, 1, x.shape), x)
+        return x.clip(-3e38, 3e38).astype(numpy.float32)
+
+    def noise(self, k: int) -> tuple[Noise | None, Array | None]:
+        """Return noise for k blocks, and all that they draw [k, block]."""
+        if not self.draws:
+            return None, None
+        rows = self.random.integers(0, self.rows, k, dtype=numpy.int32)
+        shifts = self.random.integers(0, 65536, k, dtype=numpy.uint16)
+        kind = self.random.choice(["int16", "uint16", "int32"])
+        noise = Noise(torch.from_numpy(self.table), torch.from_numpy(rows), torch.from_numpy(shifts.astype(kind)))
+        return noise, self.table[rows] + shifts[:, None]
+
+    def message(self, ranks: int, b: int) -> list[Tensor]:
+        """Return payloads [W, b, ...], filled with ones, of larger memory."""
+        found = []
+        for dtypes, width in self.form.payloads:
+            dtype = min(dtypes, key=str)
+            found.append(torch.ones(ranks, b + 2, width + 3, dtype=dtype)[:, 1:-1, 3:])
+        return found
+
+    def arrays(self, message: list[Tensor]) -> list[Array]:
+        return [p.numpy() if p.dtype == torch.float32 else p.numpy().astype(numpy.uint8) for p in message]
+
+
+def sizes_of(name: str) -> list[int]:
+    """Return sizes of blocks: the smallest, odd ones, and those that are common."""
+    multiple = KINDS[name][3]
+    return [multiple * times for times in (1, 3, 5, 11)] + [128, 352, 512, 1024, 4096 + 32 * multiple]
+
+
+def same(actual: Array | Tensor, expected: Array | Tensor) -> None:
+    """Assert that arrays are equal bit for bit."""
+    actual, expected = numpy.asarray(actual), numpy.asarray(expected)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    bits = {4: numpy.uint32, 1: numpy.uint8}[actual.dtype.itemsize]
+    numpy.testing.assert_array_equal(
+        numpy.ascontiguousarray(actual).view(bits), numpy.ascontiguousarray(expected).view(bits)
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_library
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_codes_and_what_they_leave_out_are_those_of_the_formats(level: str, name: str) -> None:
+    """More than 10,000 blocks of all levels and sizes together; scales that are sums are within n·eps."""
+    passes = Passes(level)
+    for block in sizes_of(name):
+        case = Case(name, block)
+        b, ranks, damping = 60 if block < 1000 else 6, 3, [1.0, 0.7][block % 3 == 0]
+        k = ranks * b
+        x, (noise, draws) = case.blocks(k), case.noise(k)
+        rows = case.random.permutation(k)
+        left, sent = torch.from_numpy(x.copy()), case.message(ranks, b)
+        passes.send(case.form, left, sent, rows=torch.from_numpy(rows), noise=noise, damping=damping)
+
+        code = [array.reshape(k, -1)[rows] for array in case.arrays(sent)]
+        expected = case.oracle.encode(x, draws)
+        if case.form.kind in OF_SUMS:
+            numpy.testing.assert_allclose(code[0], expected[0], rtol=block * 2.0**-52 + 2.0**-23, atol=2.0**-149)
+            is_same = (code[0] == expected[0]).flatten()
+            assert is_same.mean() > 0.95
+            same(code[-1][is_same], expected[-1][is_same])
+        else:
+            for own, other in zip(code, expected, strict=True):
+                same(own, other)
+        with numpy.errstate(all="ignore"):
+            decoded = case.oracle.decode(code, block, damping)
+            same(left, x - decoded)
+
+        unchanged, again = torch.from_numpy(x), case.message(ranks, b)
+        passes.send(case.form, unchanged, again, rows=torch.from_numpy(rows), noise=noise, keeps=False)
+        same(unchanged, x.copy())
+        for own, other in zip(case.arrays(again), case.arrays(sent), strict=True):
+            same(own, other)
+        written = torch.empty(k, block)
+        passes.write(case.form, sent, written, rows=torch.from_numpy(rows), damping=damping)
+        same(written, decoded)
+        passes.write(case.form, sent, written[: k - 7], first=7, damping=damping)
+        same(written[: k - 7], case.oracle.decode([a.reshape(k, -1) for a in case.arrays(sent)], block, damping)[7:])
+
+
+@needs_library
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_means_are_sums_in_rank_order_and_are_encoded_with_the_error(level: str, name: str) -> None:
+    passes = Passes(level)
+    for block, ranks in itertools.product(sizes_of(name)[1:6:2], (1, 2, 3, 8, 11)):
+        case = Case(name, block, seed=ranks)
+        k = 20
+        received = case.message(ranks, k)
+        x = case.blocks(ranks * k)
+        passes.send(case.form, torch.from_numpy(x), received, noise=case.noise(ranks * k)[0], keeps=False)
+        with numpy.errstate(all="ignore"):
+            y = case.oracle.mean(case.arrays(received), block, 0.9)
+            error = (y * numpy.float32(0.3)).astype(numpy.float32)
+            (noise, draws), y_and_error = case.noise(k), y + error
+        for given, expected in ((None, y), (error, y_and_error)):
+            left, coded = torch.zeros(k, block), [payload[0] for payload in case.message(1, k)]
+            error_given = None if given is None else torch.from_numpy(given)
+            passes.serve(case.form, received, coded, error=error_given, left=left, noise=noise, damping=0.9)
+            code = case.arrays(coded)
+            if case.form.kind in OF_SUMS:
+                numpy.testing.assert_allclose(
+                    code[0], case.oracle.scales(expected), rtol=block * 2.0**-52 + 2.0**-23, atol=2.0**-149
+                )
+            else:
+                for own, other in zip(code, case.oracle.encode(expected, draws), strict=True):
+                    same(own, other)
+            with numpy.errstate(all="ignore"):
+                same(left, expected - case.oracle.decode(code, block, 0.9))
+            again = [payload[0] for payload in case.message(1, k)]
+            passes.serve(case.form, received, again, error=error_given, noise=noise, damping=0.9)
+            for own, other in zip(case.arrays(again), code, strict=True):
+                same(own, other)
+
+
+@needs_library
+@pytest.mark.parametrize("name", KINDS)
+def test_all_levels_compute_the_same_bits(name: str) -> None:
+    for block in sizes_of(name):
+        case = Case(name, block, seed=1)
+        x, (noise, _), results = case.blocks(42), case.noise(42), []
+        for level in LEVELS:
+            left, sent = torch.from_numpy(x.copy()), case.message(2, 21)
+            Passes(level).send(case.form, left, sent, noise=noise)
+            results.append([left.numpy(), *case.arrays(sent)])
+        for other in results[1:]:
+            for own, expected in zip(other, results[0], strict=True):
+                same(own, expected)
+
+
+@needs_library
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_block_that_is_not_finite_shows_in_its_scales_alone(level: str, name: str, value: float) -> None:
+    block = 96
+    case = Case(name, block, seed=2)
+    x = case.blocks(12).clip(-1e38, 1e38)
+    x[3, 5] = x[7, block - 1] = value
+    sent = case.message(1, 12)
+    largest = Passes(level).send(case.form, torch.from_numpy(x), sent, noise=case.noise(12)[0])
+    assert (largest >= 0x7F800000) == (name == "vote")
+    if name == "vote":
+        return
+    scales = numpy.where(case.arrays(sent)[0][0] == 255, numpy.nan, 1) if name == "mxfp4" else case.arrays(sent)[0][0]
+    assert numpy.flatnonzero(~numpy.isfinite(scales).all(1)).tolist() == [3, 7]
+
+
+@needs_library
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_vote_returns_its_largest_magnitude(level: str) -> None:
+    case = Case("vote", 128)
+    x = case.blocks(30)
+    largest = Passes(level).send(case.form, torch.from_numpy(x.copy()), case.message(3, 10), noise=case.noise(30)[0])
+    assert largest == numpy.abs(x).max().view(numpy.int32)
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["int8", "sign", "vote", "mxfp4"])
+def test_threads_change_nothing(name: str) -> None:
+    """Three threads, for more blocks than each must have."""
+    case, k, ranks = Case(name, 1024), 300, 4
+    x, (noise, _), passes, results = case.blocks(k), case.noise(k), Passes(LEVELS[0]), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        left, sent = torch.from_numpy(x.copy()), case.message(1, k)
+        largest = passes.send(case.form, left, sent, noise=noise)
+        received = [payload.expand(ranks, *payload.shape[1:]) for payload in sent]
+        coded, error = [payload[0] for payload in case.message(1, k)], torch.zeros_like(left)
+        passes.serve(case.form, received, coded, error=left, left=error, noise=noise)
+        written = torch.empty(k - 5, 1024)
+        passes.write(case.form, sent, written, first=5)
+        results.append([left, error, written, *sent, *coded, torch.tensor([largest], dtype=torch.int32)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)) or torch.equal(one, other)
+
+
+@needs_library
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    """The child makes no tensors: PyTorch's own threads do not survive a fork."""
+    case, k = Case("int8-nearest", 128), 3000
+    x, sent, passes = torch.from_numpy(case.blocks(k)), case.message(1, k), Passes(LEVELS[0])
+    torch.set_num_threads(2)
+    passes.send(case.form, x, sent)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # it would wait for ever for threads that only the parent has
+        passes.send(case.form, x, sent)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@needs_library
+def test_tensors_that_are_not_as_they_must_be_are_refused() -> None:
+    case, passes = Case("int8", 128), Passes(LEVELS[0])
+    x, sent, (noise, _) = torch.ones(6, 128), case.message(2, 3), case.noise(6)
+    assert noise is not None
+    send = passes.send
+    for wrong in (x.double(), x[:, :64], x.t().contiguous().t(), x.to("meta"), x[0]):
+        with pytest.raises(
+            CompressorError, match=r"need blocks on a CPU, \[k, 128\], contiguous, of torch.float32 \(got"
+        ):
+            send(case.form, wrong, sent, noise=noise)
+    for rows in (torch.arange(5), torch.arange(6).int(), torch.arange(12)[::2]):
+        with pytest.raises(CompressorError, match=r"need rows on a CPU, \[6\], contiguous, of torch.int64"):
+            send(case.form, x, sent, noise=noise, rows=rows)
+    for payloads, what in (
+        (sent[:1], "has 2 payloads .got 1."),
+        ([sent[0], sent[1].float()], r"need a payload on a CPU, \[2, 3, 128\], of torch.int8 or torch.uint8"),
+        ([sent[0], sent[1][:, :2]], r"need a payload on a CPU, \[2, 3, 128\]"),
+        ([sent[0], sent[1].transpose(1, 2).contiguous().transpose(1, 2)], r"need a payload on a CPU, \[2, 3, 128\]"),
+        ([sent[0].double(), sent[1]], r"need a payload on a CPU, \[2, 3, 1\], of torch.float32"),
+    ):
+        with pytest.raises(CompressorError, match=what):
+            send(case.form, x, payloads, noise=noise)
+    for change, what in (
+        ({"table": noise.table[:, :64]}, r"table on a CPU, \[R, 128\]"),
+        ({"rows": noise.rows.long()}, r"rows on a CPU, \[6\], contiguous, of torch.int32"),
+        ({"shifts": noise.shifts[:5]}, r"shifts on a CPU, \[6\], of torch.int16 or torch.uint16 or torch.int32"),
+    ):
+        with pytest.raises(CompressorError, match=what):
+            send(case.form, x, sent, noise=noise._replace(**change))
+    with pytest.raises(CompressorError, match="left must have 3 blocks .got 6."):
+        passes.serve(case.form, sent, [payload[0] for payload in sent], left=x, noise=noise)
+    assert torch.equal(x, torch.ones(6, 128)) and all((payload == 1).all() for payload in sent)
+
+
+@needs_library
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_beyond_a_message_or_a_table_are_refused(level: str) -> None:
+    case, passes = Case("int8", 128), Passes(level)
+    x, sent, (noise, _) = torch.ones(6, 128), case.message(2, 3), case.noise(6)
+    assert noise is not None
+    for row in (-1, 6, 2**40):
+        with pytest.raises(CompressorError, match="a row is beyond the message's, or the noise's"):
+            passes.send(case.form, x, sent, noise=noise, rows=torch.tensor([0, 1, 2, 3, 4, row]))
+        with pytest.raises(CompressorError, match="a row is beyond"):
+            passes.write(case.form, sent, x, rows=torch.tensor([0, 1, 2, 3, 4, row]))
+    with pytest.raises(CompressorError, match="a row is beyond"):
+        passes.send(case.form, x, sent, noise=noise, first=1)
+    for row in (-1, 512):
+        with pytest.raises(CompressorError, match="a row is beyond"):
+            passes.send(case.form, x, sent, noise=noise._replace(rows=torch.full((6,), row, dtype=torch.int32)))
+
+
+@needs_library
+def test_noise_is_given_to_codes_that_draw_and_to_no_others() -> None:
+    passes, x = Passes(LEVELS[0]), torch.ones(6, 128)
+    vote, sign = Case("vote", 128), Case("sign", 128)
+    with pytest.raises(CompressorError, match=r"Form\(kind='vote', block=128, levels=0\) need noise"):
+        passes.send(vote.form, x, vote.message(1, 6))
+    with pytest.raises(CompressorError, match="take no noise"):
+        passes.send(sign.form, x, sign.message(1, 6), noise=vote.noise(6)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "levels", "what"),
+    [
+        ("int8", 128, 127, "kind must be one of uniform, qsgd, sign, vote, fp8, natural, mxfp4"),
+        ("uniform", 128, 128, "levels must be from 1 to 127"),
+        ("qsgd", 128, 0, "levels must be from 1 to 127"),
+        ("sign", 128, 1, "levels must be 0"),
+        ("uniform", 127, 7, "block must be a multiple of 2"),
+        ("sign", 12, 0, "block must be a multiple of 8"),
+        ("mxfp4", 48, 0, "block must be a multiple of 32"),
+        ("fp8", 0, 0, "block must be a multiple of 1, at least 1"),
+        ("fp8", 2**31, 0, r"and below 2\*\*31"),
+    ],
+)
+def test_a_form_that_does_not_exist_is_refused(kind: str, block: int, levels: int, what: str) -> None:
+    with pytest.raises(SettingsError, match=what):
+        Form(kind, block, levels)
+
+
+@pytest.fixture
+def placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return where the library is looked for: a place of this test's own. Nothing is known of it, and nobody warned."""
+    monkeypatch.setattr(library, "PATH", tmp_path / "_kernels.so")
+    monkeypatch.delenv(library.VARIABLE, raising=False)
+    library._warn.cache_clear()
+    return tmp_path / "_kernels.so"
+
+
+def reason_warned_once() -> str:
+    """Return why there are no compiled passes, as `compiled` and one warning say."""
+    with pytest.warns(UserWarning, match="commhooks has no compiled passes") as warned:
+        found, again, passes = commhooks.compiled(), commhooks.compiled(), Passes.chosen()
+    assert again == found and passes is None
+    assert len(warned) == 1 and found.reason in str(warned[0].message)
+    assert (found.level, found.levels, found.kinds) == (None, (), ())
+    assert str(found) == f"compiled passes: none, since {found.reason}"
+    return found.reason
+
+
+def test_a_library_that_is_not_there_is_told_once(placed: Path) -> None:
+    assert reason_warned_once() == f"they are not built ({placed} does not exist)"
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\x7fELF" + bytes(500)], ids=["empty", "text", "elf"])
+def test_a_file_that_is_no_library_is_told(placed: Path, content: bytes) -> None:
+    placed.write_bytes(content)
+    assert str(placed) in reason_warned_once()
+
+
+@needs_library
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems' loaders find this themselves")
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
+def test_a_library_that_was_cut_off_is_told(placed: Path, share: float) -> None:
+    whole = Path(library.__file__).with_name("_kernels.so").read_bytes()
+    placed.write_bytes(whole[: int(len(whole) * share)])
+    assert reason_warned_once() == f"{placed} is damaged: it is shorter than it says"
+
+
+def test_another_library_is_told(placed: Path) -> None:
+    shutil.copy(_ctypes.__file__, placed)
+    assert reason_warned_once() == f"{placed} is another library"
+
+
+@needs_library
+def test_another_version_is_told(placed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(Path(library.__file__).with_name("_kernels.so"), placed)
+    monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
+    expected = f"has version {library.VERSION - 1} and this commhooks needs {library.VERSION}: install it again"
+    assert reason_warned_once() == f"{placed} {expected}"
+
+
+def test_off_is_no_warning(placed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.VARIABLE, "off")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Passes.chosen() is None and commhooks.compiled().level is None
+
+
+def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.VARIABLE, "avx")
+    with pytest.raises(SettingsError, match="COMMHOOKS_COMPILED must be avx512, avx2, sse42, plain or off .got 'avx'."):
+        commhooks.compiled()
+
+
+def test_a_level_of_no_library_is_refused(placed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.VARIABLE, "plain")
+    with pytest.raises(SettingsError, match="COMMHOOKS_COMPILED is 'plain', but they are not built"):
+        Passes.chosen()
+
+
+@needs_library
+def test_a_level_that_the_processor_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "levels_of", lambda _: ("plain",))
+    monkeypatch.setenv(library.VARIABLE, "avx2")
+    with pytest.raises(SettingsError, match="is 'avx2', but this processor, or the compiler of .* has only plain"):
+        commhooks.compiled()
+    library.function.cache_clear()
+    with pytest.raises(SettingsError, match="there is no level 'avx512'"):
+        Passes("avx512").write(Form("sign", 8), Case("sign", 8).message(1, 1), torch.zeros(1, 8))
+
+
+@needs_library
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_variable_chooses_a_level_and_the_highest_is_taken_without(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(library.VARIABLE, raising=False)
+    found = commhooks.compiled()
+    assert found.level == LEVELS[0] and found.levels == LEVELS and Passes.chosen() == Passes(LEVELS[0])
+    assert str(found).startswith(f"compiled passes: {LEVELS[0]} (the highest that this processor has; of ")
+    monkeypatch.setenv(library.VARIABLE, level)
+    assert Passes.chosen() == Passes(level)
+    assert f"{level} (COMMHOOKS_COMPILED says so" in str(commhooks.compiled())
+
+
+@needs_library
+def test_every_level_that_the_kernel_reports_is_found() -> None:
+    """The library asks the processor itself; Linux lists the same in a file."""
+    file = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not file.exists():
+        pytest.skip("Linux on x86 lists them")
+    flags = next(line for line in file.read_text().splitlines() if line.startswith("flags")).split()
+    wanted = {"sse42": {"sse4_2"}, "avx2": {"avx2"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+    assert {*LEVELS} == {"plain", *(level for level, needed in wanted.items() if needed <= {*flags})}
+
+
+@needs_library
+def test_the_library_has_no_other_names_than_its_own() -> None:
+    assert isinstance(BUILT, ctypes.CDLL)
+    assert BUILT.commhooks_version() == library.VERSION and BUILT.commhooks_has_level(0) == 1
+    assert BUILT.commhooks_has_level(-1) == BUILT.commhooks_has_level(len(library.LEVELS)) == 0
