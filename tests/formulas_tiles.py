@@ -30,12 +30,10 @@ class SparseLoCoBytes:
 
     def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
         width = max(parameters[0].element_size(), 4)
-        total = 0
-        for parameter in parameters:
-            if parameter.numel():
-                tiles, elements = tiles_of(parameter, self.chunk)
-                sent = tiles * min(self.k, elements)
-                total += 4 * width + math.ceil(sent * math.log2(self.chunk**2) / 8) + math.ceil(sent * 2 / 8)
+        filled = [parameter for parameter in parameters if parameter.numel()]
+        of_tiles = [tiles_of(parameter, self.chunk) for parameter in filled]
+        sent = sum(tiles * min(self.k, elements) for tiles, elements in of_tiles)
+        total = len(filled) * 4 * width + math.ceil(sent * math.log2(self.chunk**2) / 8) + math.ceil(sent * 2 / 8)
         return math.ceil(total / width) * width
 
 

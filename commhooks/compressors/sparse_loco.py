@@ -7,11 +7,12 @@ magnitude (above the mean magnitude or not); an element is sent as the number of
 The authors' code (tplr-ai/templar) averages over the ranks that sent an element, and clips what a rank has sent to the
 median norm: `mean_over="senders"` and `clip_to_median=True`.
 Bytes on the wire: 64·12/8 + 64·2/8 = 112 for a tile of 4,096 elements, and four means of 4 bytes for each parameter.
+The places of a bucket are sent in two runs, of their lowest 8 bits and of the other 4 (bits.py), and then the bins.
 Biased: the residual fades, by a factor of 0.95 per step in the paper, and what has faded is never sent. ω for n
 elements is at most 1 - 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above that of
 top-k.
 Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. On a CPU a step takes as
-long as more than 40 copies of the gradient: a selection in every tile, and packing 14 bits at a time.
+long as 10 to 20 copies of the gradient, most of it for the selection in every tile.
 
 Legend: T tiles of a×b elements; k sent of each tile; W ranks.
 """
@@ -20,17 +21,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from commhooks.compressors.bits import pack, unpack
-from commhooks.compressors.tiles import MeanOver, Tiling, senders
-from commhooks.language.bucket import BucketView
+from commhooks.compressors.sparse.gathering import Received, are_formed_together
+from commhooks.compressors.tiles import MeanOver, Tiling, senders, without_padding
+from commhooks.devices import copied_to
+from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.loss import Loss, Sends
-from commhooks.language.requests import AllGather, Judge
+from commhooks.language.requests import AllGather, Judge, Layout, Part
 from commhooks.language.settings import refusal, setting
+from commhooks.language.tile import Tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,61 +74,156 @@ class SparseLoCo(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's codes; the mean is the sum of the decoded values, in rank order."""
-        slots = bucket.filled
-        if not slots:
+        if not bucket.filled:
             return
-        tilings = bucket.plan(self, lambda: [Tiling.of(slot.parameter, self.chunk) for slot in slots])
-        own = [self._encode(tiling.cut(slot.form())) for slot, tiling in zip(slots, tilings, strict=True)]
-        parts = []
-        for slot, (means, at, bins) in zip(slots, own, strict=True):
-            parts += [slot.part(means), slot.part(pack(at, self._place_bits)), slot.part(pack(bins, 2))]
+        plan = bucket.plan(self, lambda: _Plan.of(bucket, self.k, self.chunk))
+        own = [_encoded(member, piece.tile.form()) for piece in plan.pieces for member in piece.members]
+        means, places, bins = (torch.cat(parts) for parts in zip(*((one[:3]) for one in own), strict=True))
+        codes = pack(places, self._place_bits), pack(bins, 2)
+        parts = [Part(means, plan.layout_of_means), *(Part(code, plan.layout) for code in codes)]
         answers = yield AllGather(*parts, last=True)
 
-        received = list(zip(answers[::3], answers[1::3], answers[2::3], strict=True))
-        means_of_slots = (self._mean(*pair) for pair in zip(tilings, received, strict=True))
-        finite = yield Judge(*answers[::3], *slots[0].tile.in_own_range(means_of_slots))
-        for slot, tiling, (means, at, bins), of_ranks in zip(slots, tilings, own, received, strict=True):
-            M = slot.form()
-            sent = M.new_zeros(tiling.count, tiling.a * tiling.b).scatter_(1, at, means[bins])
-            slot.keep(M.sub_(tiling.join(sent)), finite)
-            slot.write(self._mean(tiling, of_ranks))
+        received = self._decoded(plan, answers)
+        sums = (of_all.add_to(piece.tile.room.zero_()) for piece, of_all in zip(plan.pieces, received, strict=True))
+        finite = yield Judge(answers[0], *plan.pieces[0].tile.in_own_range(sums))
+        values = means.index_select(0, plan.first_bins + bins)
+        indices = torch.cat([one.indices for one in own])
+        if plan.is_padded:
+            values, indices = without_padding(values, indices)
+        for piece, of_all in zip(plan.pieces, received, strict=True):
+            M = piece.tile.form()
+            M.index_add_(0, indices[piece.entries], values[piece.entries], alpha=-1)
+            piece.tile.keep(M, finite)
+            piece.tile.write(of_all.add_to(piece.tile.room.zero_()))
 
-    def _encode(self, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the bins' means [4], and the indices and bins [T, k] of the elements sent of tiles [T, a, b].
-
-        The means are not finite if an element is not.
-        """
-        flat = tiles.flatten(1)  # T×ab
-        at = torch.topk(flat.abs(), min(self.k, flat.shape[1]), sorted=False).indices
-        values = flat.gather(1, at)  # T×k
-        shrunk = torch.where(values.abs().amax() > 2**60, 2.0**-60, 1.0)  # no sum of values overflows
-        values = values * shrunk
-        bins = 2 * (values < 0).int() + (values.abs() > values.abs().mean())
-        members = bins.flatten() == torch.arange(4, device=bins.device).unsqueeze(1)  # 4×Tk
-        means = torch.where(members, values.flatten(), 0.0).sum(1) / members.sum(1).clamp_(min=1)
-        return means / shrunk, at, bins
-
-    def _mean(self, tiling: Tiling, of_ranks: Sequence[Tensor]) -> Tensor:
-        """Return the mean of what the ranks' means, packed indices and packed bins represent, in rank order, 1-D."""
-        T, elements = tiling.count, tiling.a * tiling.b
-        shape = T, min(self.k, elements)
-        means = of_ranks[0]
-        places, bins = unpack(of_ranks[1], self._place_bits, shape), unpack(of_ranks[2], 2, shape).flatten(1)
+    def _decoded(self, plan: _Plan, answers: Sequence[Tensor]) -> list[Received]:
+        """Return what the ranks' means [W, 4S], packed places and packed bins represent."""
+        W, entries = len(answers[0]), plan.layout.elements
+        means = answers[0].view(W, -1, 4)
+        places, bins = unpack(answers[1], self._place_bits, (entries,)), unpack(answers[2], 2, (entries,))
         if self.clip_to_median:
-            means = means * _to_the_median(means, bins)
+            factors = [
+                _to_the_median(means[:, number], bins[:, member.entries]) for number, member in enumerate(plan.members)
+            ]
+            means = means * torch.stack(factors, dim=1)
         if self.mean_over == "ranks":
-            means = means / len(means)
-        values = means.gather(1, bins).view(-1, *shape)
-        if self.mean_over == "senders":
-            values = values / senders(values, places, elements)
-        total = means.new_zeros(T, elements)
-        for own, at in zip(values, places, strict=True):
-            total.scatter_add_(1, at, own)
-        return tiling.join(total)
+            means = means / W
+        values = means.flatten(1).gather(1, bins.add_(plan.first_bins).long())
+        received = []
+        for piece in plan.pieces:
+            indices = torch.cat([member.indices(places[:, member.entries]) for member in piece.members], dim=1)
+            own = values[:, piece.entries]
+            if plan.is_padded:
+                own, indices = without_padding(own, indices)
+            if self.mean_over == "senders":
+                own = own / senders(own, indices, piece.tile.gradient.numel())
+            received.append(Received(indices, own))
+        return received
 
     @property
     def _place_bits(self) -> int:
         return (self.chunk**2 - 1).bit_length()
+
+
+class _Member(NamedTuple):
+    """A parameter, its tiles, and where it stands in its piece and in the message."""
+
+    slot: Slot
+    tiling: Tiling
+    k: int
+    """How many elements are sent of each tile."""
+    starts: Tensor
+    """[T, 1]: the index of each tile's first element in the piece's memory."""
+    sides: Tensor
+    """[2, T, 1]: how many rows and columns of each tile are no padding."""
+    place: slice
+    entries: slice
+
+    def indices(self, places: Tensor) -> Tensor:
+        """Return the indices into the piece's memory of places [..., T·k] in tiles; of padding, -1."""
+        return self.tiling.indices(places.unflatten(-1, (-1, self.k)), self.starts, self.sides).flatten(-2)
+
+
+class _Piece(NamedTuple):
+    """A tile of memory with some parameters."""
+
+    tile: Tile
+    members: Sequence[_Member]
+    entries: slice
+
+
+class _Plan(NamedTuple):
+    """What a bucket sends: entries, tile by tile, and the means of each parameter's bins."""
+
+    pieces: Sequence[_Piece]
+    members: Sequence[_Member]
+    layout: Layout
+    layout_of_means: Layout
+    first_bins: Tensor
+    """[entries]: the number of the first bin of each entry's parameter."""
+    is_padded: bool
+
+    @classmethod
+    def of(cls, bucket: BucketView, k: int, chunk: int) -> _Plan:
+        """Return the plan for the parameters of a bucket that have elements."""
+        slots, device = bucket.filled, bucket.memory.device
+        is_one = are_formed_together(bucket)
+        dtype = torch.int32 if bucket.memory.numel() < 1 << 31 else torch.int64
+        members, offset, first = [], 0, 0
+        for slot in slots:
+            tiling, elements = Tiling.of(slot.parameter, chunk), slot.gradient.numel()
+            of_tile = min(k, tiling.a * tiling.b)
+            starts = copied_to(device, tiling.starts(dtype).add_(offset))
+            end = first + tiling.count * of_tile
+            place = slice(offset, offset + elements)
+            sides = copied_to(device, tiling.sides(dtype))
+            members.append(_Member(slot, tiling, of_tile, starts, sides, place, slice(first, end)))
+            offset, first = offset + elements if is_one else 0, end
+        pieces = [_Piece(member.slot.tile, [member], member.entries) for member in members]
+        if is_one:
+            pieces = [_Piece(bucket.tiles[0], members, slice(0, first))]
+        names, counts = (
+            [slot.name for slot in slots],
+            [member.entries.stop - member.entries.start for member in members],
+        )
+        first_bins = torch.arange(0, 4 * len(slots), 4, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+        return cls(
+            pieces,
+            members,
+            Layout(tuple(names), tuple(counts)),
+            Layout(tuple(names), (4,) * len(names)),
+            copied_to(device, first_bins),
+            any(member.tiling.is_padded for member in members),
+        )
+
+
+class _Encoded(NamedTuple):
+    """What is sent of one parameter."""
+
+    means: Tensor
+    """[4], not finite if an element is not."""
+    places: Tensor
+    """[T·k], in tiles."""
+    bins: Tensor
+    """[T·k], from 0 to 3."""
+    indices: Tensor
+    """[T·k], into the piece's memory; of padding, -1."""
+
+
+def _encoded(member: _Member, memory: Tensor) -> _Encoded:
+    """Return the largest elements of each tile of one parameter in a piece's memory."""
+    places = member.tiling.largest(memory[member.place], member.k).to(member.starts.dtype).flatten()
+    indices = member.indices(places)
+    if member.tiling.is_padded:
+        values = memory.index_select(0, indices.clamp(min=0)).masked_fill_(indices < 0, 0.0)
+    else:
+        values = memory.index_select(0, indices)
+    shrunk = torch.where(values.abs().amax() > 2**60, 2.0**-60, 1.0)  # no sum of values overflows
+    values = values * shrunk
+    bins = 2 * (values < 0).int() + (values.abs() > values.abs().mean())
+    members = bins == torch.arange(4, device=bins.device).unsqueeze(1)  # 4×Tk
+    means = torch.where(members, values, 0.0).sum(1) / members.sum(1).clamp_(min=1)
+    return _Encoded(means / shrunk, places, bins, indices)
 
 
 def _to_the_median(means: Tensor, bins: Tensor) -> Tensor:

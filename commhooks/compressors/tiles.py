@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
+from commhooks.compressors.sparse.largest import AT_ONCE, largest
+from commhooks.devices import runs_later
 
 MeanOver = Literal["ranks", "senders"]
 """What an element's sum is divided by: the number of all ranks, or of those that sent the element."""
@@ -47,12 +51,72 @@ class Tiling:
         """The number of tiles."""
         return self.grid[0] * self.grid[1]
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether there are more elements in the tiles than in the parameter."""
+        return self.count * self.a * self.b > self.elements
+
     def cut(self, memory: Tensor) -> Tensor:
         """Return the tiles [Y·X, a, b] of 1-D memory, in new memory."""
+        (tiles,) = self.bands(memory, self.grid[0])
+        return tiles.clone() if tiles.data_ptr() == memory.data_ptr() else tiles
+
+    def bands(self, memory: Tensor, height: int) -> Iterator[Tensor]:
+        """Return the tiles [.., a, b] of 1-D memory in the order of `cut`, so many rows of the grid at a time.
+
+        They are a view of the memory if their elements lie side by side in it.
+        """
         (n, m, _), (Y, X) = self.form, self.grid
-        matrix = self.form.view(pad(memory, (0, n * m - self.elements)))
-        whole = pad(matrix, (0, X * self.b - m, 0, Y * self.a - n))
-        return whole.reshape(Y, self.a, X, self.b).transpose(1, 2).reshape(Y * X, self.a, self.b)
+        matrix = self.form.view(pad(memory, (0, n * m - self.elements)) if self.elements < n * m else memory)
+        for first in range(0, Y, height):
+            rows = min(height, Y - first)
+            band = matrix[first * self.a : (first + rows) * self.a]
+            if self.is_padded:
+                band = pad(band, (0, X * self.b - m, 0, rows * self.a - len(band)))
+            yield band.reshape(rows, self.a, X, self.b).transpose(1, 2).reshape(-1, self.a, self.b)
+
+    def starts(self, dtype: torch.dtype) -> Tensor:
+        """Return the index of each tile's first element in 1-D memory, [Y·X, 1]."""
+        down, right = self._strides
+        (Y, X) = self.grid
+        rows, columns = torch.arange(Y, dtype=dtype), torch.arange(X, dtype=dtype)
+        return (rows.unsqueeze(1) * (self.a * down) + columns * (self.b * right)).view(-1, 1)
+
+    def sides(self, dtype: torch.dtype) -> Tensor:
+        """Return how many rows and columns of each tile are no padding of the matrix, [2, Y·X, 1]."""
+        (n, m, _), (Y, X) = self.form, self.grid
+        rows = (n - torch.arange(0, Y * self.a, self.a, dtype=dtype)).repeat_interleave(X)
+        columns = (m - torch.arange(0, X * self.b, self.b, dtype=dtype)).repeat(Y)
+        return torch.stack([rows, columns]).unsqueeze(2)
+
+    def indices(self, places: Tensor, starts: Tensor, sides: Tensor) -> Tensor:
+        """Return the indices into 1-D memory of places [..., Y·X, k] in the tiles; of padding, -1.
+
+        `starts` are those of the tiles, plus the index of the parameter's first element in that memory.
+        """
+        down, right = self._strides
+        rows = places.div(self.b, rounding_mode="floor")
+        found = rows * (down - self.b * right)
+        found += places * right if right > 1 else places
+        found += starts
+        if self.is_padded:
+            is_inside = (rows < sides[0]) & (places - rows * self.b < sides[1])
+            if self.elements < self.form.n * self.form.m:
+                is_inside &= found < starts[0] + self.elements
+            found.masked_fill_(~is_inside, -1)
+        return found
+
+    @property
+    def _strides(self) -> tuple[int, int]:
+        """How far apart in memory two elements are that are neighbours in a column, or in a row."""
+        return (1, self.form.n) if self.form.transposed else (self.form.m, 1)
+
+    def largest(self, memory: Tensor, k: int) -> Tensor:
+        """Return the places [Y·X, k] in their tiles of the k elements of each tile with the largest magnitudes."""
+        rows = self.grid[0]
+        height = rows if runs_later(memory) else max(1, AT_ONCE // (self.grid[1] * self.a * self.b))
+        found = [largest(band.flatten(1), k) for band in self.bands(memory, height)]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def join(self, tiles: Tensor) -> Tensor:
         """Return the elements of tiles [Y·X, a, b], 1-D, without the padding."""
@@ -63,15 +127,19 @@ class Tiling:
 
 
 def senders(values: Tensor, places: Tensor, elements: int) -> Tensor:
-    """Return how many ranks have sent something other than zero to each of the places [W, T, k] of tiles; at least 1.
+    """Return how many ranks have sent something other than zero to each of the places [W, n]; at least 1.
 
-    A rank sends no place twice.
+    A rank sends nothing but zeros to a place twice.
     """
-    W, T, k = places.shape
-    of_tiles = places.long().transpose(0, 1).reshape(T, W * k)
-    sent = (values != 0).to(values.dtype).transpose(0, 1).reshape(T, W * k)
-    numbers = values.new_zeros(T, elements).scatter_add_(1, of_tiles, sent).gather(1, of_tiles)
-    return numbers.view(T, W, k).transpose(0, 1).clamp(min=1)
+    numbers = values.new_zeros(elements)
+    for own, at in zip(values, places, strict=True):
+        numbers.index_add_(0, at, (own != 0).to(values.dtype))
+    return numbers.index_select(0, places.flatten()).view_as(values).clamp_(min=1)
+
+
+def without_padding(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values and indices with zeros for the first element in place of padding, whose index is -1."""
+    return values.masked_fill(indices < 0, 0.0), indices.clamp(min=0)
 
 
 def _evenly(length: int, side: int) -> int:

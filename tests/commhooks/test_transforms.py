@@ -58,6 +58,11 @@ def test_tiles_are_joined_as_they_were_cut(shape: tuple[int, ...], order: str) -
     assert tiles.shape == (tiling.count, tiling.a, tiling.b)
     assert max(tiling.a, tiling.b) <= 16
     assert torch.equal(tiling.join(tiles), memory)
+    assert torch.equal(torch.cat(list(tiling.bands(memory, 1))), tiles)
+    everywhere = torch.arange(tiling.a * tiling.b, dtype=torch.int32).expand(tiling.count, -1)
+    indices = tiling.indices(everywhere, 7 + tiling.starts(torch.int32), tiling.sides(torch.int32))  # it begins at 7
+    assert torch.equal(torch.where(indices < 0, 0.0, memory[indices - 7]), tiles.flatten(1))
+    assert sorted(indices[indices >= 0].tolist()) == list(range(7, 7 + parameter.numel()))
     assert tiles.data_ptr() != memory.data_ptr()
     assert tiles.count_nonzero() == memory.count_nonzero()  # what is more is padding
 

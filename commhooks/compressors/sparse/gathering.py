@@ -23,6 +23,11 @@ _ENTRIES_AT_ONCE = 4096
 """How many entries of each rank are added at a time on a CPU, so that the memory is still in its cache for the next."""
 
 
+def are_formed_together(bucket: BucketView) -> bool:
+    """Return whether the sums of gradients and residuals of all slots stand side by side, in the bucket's memory."""
+    return bucket.is_whole and not bucket.scratch.is_needed
+
+
 class Member(NamedTuple):
     """A parameter of which elements are sent."""
 
@@ -61,7 +66,7 @@ class Plan:
         """Return a plan for the slots that have elements: with one piece if they share memory, unless `by_slot`."""
         slots = bucket.filled
         sizes = [slot.gradient.numel() for slot in slots]
-        is_one = not by_slot and bucket.is_whole and not bucket.scratch.is_needed
+        is_one = not by_slot and are_formed_together(bucket)
         offsets = list(itertools.accumulate(sizes, initial=0)) if is_one else [0] * len(sizes)
         codings, starts, all_members, first = [], [], list[Member](), 0
         for coding, positions in codings_of(indices, sizes, ratio, computing_dtype(bucket.memory.dtype).itemsize):

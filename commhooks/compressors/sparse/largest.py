@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from commhooks.devices import runs_later
 from commhooks.tensors import has_numpy
 
 _HEIGHT = 8
@@ -13,8 +14,11 @@ _WORTH_IT = 8192
 """From this many elements per row on, two calls of `torch.topk` take less time than one."""
 _PARTITION = 1 << 15
 """From this many elements in all on, NumPy's partition takes less time than `torch.topk`."""
-_AT_ONCE = 1 << 18
-"""How many elements of short rows are searched at a time, so that their magnitudes take little memory."""
+AT_ONCE = 1 << 18
+"""How many elements of short rows are searched at a time on a CPU, so that they and their magnitudes stay in its cache.
+"""
+_AT_ONCE_ON_GPU = 1 << 26
+"""The same on a GPU, so that magnitudes take little memory."""
 
 
 def largest(rows: Tensor, k: int) -> Tensor:
@@ -26,8 +30,9 @@ def largest(rows: Tensor, k: int) -> Tensor:
     time of `torch.topk` for k = 1 % of rows of 4,096 (one thread of an Intel Xeon with AVX-512, NumPy 2.4, PyTorch
     2.13), and the NaN of a maximum is what it was, while PyTorch's may have its sign bit set.
     """
-    if len(rows) > 1 and rows.numel() > _AT_ONCE:
-        return torch.cat([largest(some, k) for some in rows.split(max(1, _AT_ONCE // rows.shape[1]))])
+    at_once = _AT_ONCE_ON_GPU if runs_later(rows) else AT_ONCE
+    if len(rows) > 1 and rows.numel() > at_once:
+        return torch.cat([largest(some, k) for some in rows.split(max(1, at_once // rows.shape[1]))])
     as_integers = rows.numel() >= _PARTITION and has_numpy(rows) and rows.dtype == torch.float32
     width = rows.shape[1] // _HEIGHT
     if 4 * k > width or not (as_integers or rows.shape[1] >= _WORTH_IT):
