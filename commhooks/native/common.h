@@ -54,10 +54,8 @@ typedef struct {
     uint16_t shift;
 } Noise;
 
-INLINE uint16_t drawn(Noise noise, int j) { return (uint16_t)(noise.row[j] + noise.shift); }
-
-/* Return a number in (0, 1); no operation rounds. */
-INLINE float uniform_of(Noise noise, int j) { return ((float)drawn(noise, j) + 0.5f) * 0x1p-16f; }
+/* Return a number in (0, 1), of one of 2^16; no operation rounds. */
+INLINE float uniform_of(int32_t drawn) { return ((float)drawn + 0.5f) * 0x1p-16f; }
 
 /* Round numbers below 2^22, down or to nearest (ties to even); 0 has no sign. NaN gives NaN. */
 #define SHIFTER 0x1.8p23f /* from here on numbers are integers */
@@ -96,35 +94,81 @@ INLINE Division division_by(float scale) {
 
 INLINE float divided(float number, Division by) { return (number * by.up) * by.inverse; }
 
-/* What becomes of a decoded number: it is written, or added to a mean as one rank's share, or taken from x. */
-typedef enum { WRITTEN, ADDED, LEFT_OUT } Use;
+/* Bytes and 16-bit numbers are converted to 32 bits, and back, some at a time, in loops of their own: vectors are fastest
+   in loops over numbers of one width. */
+#define SOME 128
+#ifdef __AVX512F__
+#include <immintrin.h>
+#define WHOLE(m) ((m) / 16 * 16)
+INLINE void narrow_16(const int32_t *from, uint8_t *to) {
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(_mm512_loadu_si512(from)));
+}
+INLINE void widen_16(const uint8_t *from, int32_t *to) {
+    _mm512_storeu_si512(to, _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)));
+}
+#else
+#define WHOLE(m) 0
+INLINE void narrow_16(const int32_t *from, uint8_t *to) { (void)from, (void)to; }
+INLINE void widen_16(const uint8_t *from, int32_t *to) { (void)from, (void)to; }
+#endif
 
+INLINE void narrow(const int32_t *from, int m, uint8_t *to) {
+    for (int i = 0; i < WHOLE(m); i += 16) narrow_16(from + i, to + i);
+    for (int i = WHOLE(m); i < m; i++) to[i] = (uint8_t)from[i];
+}
+
+INLINE void widen(const uint8_t *from, int m, int32_t *to) {
+    for (int i = 0; i < WHOLE(m); i += 16) widen_16(from + i, to + i);
+    for (int i = WHOLE(m); i < m; i++) to[i] = from[i];
+}
+
+/* Return what m elements from j on draw: numbers below 2^16. */
+INLINE void draw(Noise noise, int j, int m, int32_t *to) {
+    for (int i = 0; i < m; i++) to[i] = (uint16_t)(noise.row[j + i] + noise.shift);
+}
+
+INLINE int at_most(int m, int most) { return m < most ? m : most; }
+
+/* What a block is encoded from and to. `left` gets what the code leaves out of x; it may be x, or NULL for nobody. */
 typedef struct {
-    const Use use;
+    int n, levels;
+    const float *x;
+    uint8_t *scales, *codes;
+    Noise noise;
+    float *left;
+    float damping;
+} Source;
+
+/* Define a function that encodes a block, by one that takes in addition whether something is left out. */
+#define ENCODED(name, encode, ...) \
+    static void name(const Source *block) { block->left ? encode(__VA_ARGS__, 1, *block) : encode(__VA_ARGS__, 0, *block); }
+
+INLINE void leave_out(const int keeps, const Source block, int j, float decoded) {
+    if (keeps) block.left[j] = block.x[j] - decoded * block.damping;
+}
+
+/* Where a block is decoded to, and whether it is added there, as one rank's share. */
+typedef struct {
+    const int adds;
+    int n;
+    const uint8_t *scales, *codes;
     float *out;
-    const float *x; /* of LEFT_OUT; may be `out` */
     float damping, share;
 } Sink;
 
 INLINE void put(const Sink sink, int j, float decoded) {
-    const float damped = decoded * sink.damping;
-    switch (sink.use) {
-    case WRITTEN: sink.out[j] = damped; break;
-    case ADDED: sink.out[j] += damped * sink.share; break;
-    case LEFT_OUT: sink.out[j] = sink.x[j] - damped; break;
-    }
+    if (sink.adds)
+        sink.out[j] += decoded * sink.damping * sink.share;
+    else
+        sink.out[j] = decoded * sink.damping;
 }
 
-/* A function that encodes a block of n elements x, and one that decodes it. Not all use all arguments. */
-#define ENCODE(name) \
-    static void name(int n, int levels, const float *x, uint8_t *scales, uint8_t *codes, Noise noise)
 #define DECODE(name) \
-    static void name(int n, const uint8_t *scales, const uint8_t *codes, float *out, const float *x, float damping, float share)
+    static void name(int n, const uint8_t *scales, const uint8_t *codes, float *out, float damping, float share)
 
-/* Define the three functions that decode a kind of code, by what becomes of the numbers. */
+/* Define the two functions that decode a kind of code. */
 #define DECODED(name, decode, ...) \
-    DECODE(name##_write) { decode(__VA_ARGS__, (Sink){WRITTEN, out, x, damping, share}); } \
-    DECODE(name##_add) { decode(__VA_ARGS__, (Sink){ADDED, out, x, damping, share}); } \
-    DECODE(name##_leave_out) { decode(__VA_ARGS__, (Sink){LEFT_OUT, out, x, damping, share}); }
+    DECODE(name##_write) { decode(__VA_ARGS__, (Sink){0, n, scales, codes, out, damping, share}); } \
+    DECODE(name##_add) { decode(__VA_ARGS__, (Sink){1, n, scales, codes, out, damping, share}); }
 
 #endif

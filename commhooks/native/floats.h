@@ -8,34 +8,21 @@ INLINE int32_t rounded_bits(int32_t bits, const int kept) {
     return (bits + ((1 << (cut - 1)) - 1) + (bits >> cut & 1)) >> cut;
 }
 
-ENCODE(fp8_encode) {
-    const float scale = above_zero(number_of(largest_of(x, n)) / LARGEST_E4M3);
-    write_float(scales, scale);
-    const Division by = division_by(scale);
-    INDEPENDENT
-    for (int j = 0; j < n; j++) {
-        const float number = divided(x[j], by);
-        const int32_t bits = bits_of(number);
-        float magnitude = number_of(bits & INT32_MAX);
-        magnitude = magnitude < LARGEST_E4M3 ? magnitude : LARGEST_E4M3; /* NaN too */
-        const int32_t normal = rounded_bits(bits_of(magnitude), 3) - (127 - 7) * 8;
-        const int32_t subnormal = bits_of(magnitude + 0x1p14f) - bits_of(0x1p14f); /* in steps of 2^-9 */
-        codes[j] = (uint8_t)((magnitude < 0x1p-6f ? subnormal : normal) | (bits >> 24 & 128));
-    }
+INLINE int32_t to_e4m3(float number) {
+    const int32_t bits = bits_of(number);
+    float magnitude = number_of(bits & INT32_MAX);
+    magnitude = magnitude < LARGEST_E4M3 ? magnitude : LARGEST_E4M3; /* NaN too */
+    const int32_t normal = rounded_bits(bits_of(magnitude), 3) - (127 - 7) * 8;
+    const int32_t subnormal = bits_of(magnitude + 0x1p14f) - bits_of(0x1p14f); /* in steps of 2^-9 */
+    return (magnitude < 0x1p-6f ? subnormal : normal) | (bits >> 24 & 128);
 }
 
-INLINE void decode_fp8(int n, float scale, const uint8_t *codes, const Sink sink) {
-    INDEPENDENT
-    for (int j = 0; j < n; j++) {
-        const int32_t byte = codes[j], magnitude = byte & 127;
-        const int32_t normal = (magnitude << 20) + ((127 - 7) << 23);
-        int32_t bits = magnitude < 8 ? bits_of((float)magnitude * 0x1p-9f) : normal;
-        bits = magnitude == 127 ? 0x7fc00000 : bits; /* NaN */
-        put(sink, j, number_of((int32_t)((uint32_t)bits | (uint32_t)(byte & 128) << 24)) * scale);
-    }
+INLINE float from_e4m3(int32_t byte) {
+    const int32_t magnitude = byte & 127;
+    int32_t bits = magnitude < 8 ? bits_of((float)magnitude * 0x1p-9f) : (magnitude << 20) + ((127 - 7) << 23);
+    bits = magnitude == 127 ? 0x7fc00000 : bits; /* NaN */
+    return number_of((int32_t)((uint32_t)bits | (uint32_t)(byte & 128) << 24));
 }
-
-DECODED(fp8, decode_fp8, n, read_float(scales), codes)
 
 /* Return the first power of two that is not below a magnitude, given as bits; NaN if that is inf or NaN. */
 INLINE float next_power(int32_t largest) {
@@ -47,27 +34,52 @@ INLINE float next_power(int32_t largest) {
 }
 
 /* The noise carries from the fraction into the exponent with the fraction as its probability. */
-ENCODE(natural_encode) {
-    const float scale = next_power(largest_of(x, n));
-    write_float(scales, scale);
+INLINE int32_t to_natural(float number, int32_t drawn) {
+    const int32_t carried = (int32_t)((uint32_t)bits_of(number) + (uint32_t)(drawn << 7 | 64));
+    const int32_t exponent = carried >> 23; /* with the sign, two bits further up */
+    return exponent | (exponent >> 1 & 128);
+}
+
+INLINE float from_natural(int32_t byte) {
+    return number_of((int32_t)((uint32_t)(byte & 128) << 24 | (uint32_t)(byte & 127) << 23));
+}
+
+/* FP8 and natural: a byte for each element. */
+INLINE void encode_bytes(const int is_natural, const int keeps, const Source block) {
+    const int32_t largest = largest_of(block.x, block.n);
+    const float scale = is_natural ? next_power(largest) : above_zero(number_of(largest) / LARGEST_E4M3);
     const Division by = division_by(scale);
-    INDEPENDENT
-    for (int j = 0; j < n; j++) {
-        const int32_t carried = (int32_t)((uint32_t)bits_of(divided(x[j], by)) + ((uint32_t)drawn(noise, j) << 7 | 64));
-        const int32_t exponent = carried >> 23; /* with the sign, two bits further up */
-        codes[j] = (uint8_t)(exponent | (exponent >> 1 & 128));
+    for (int start = 0; start < block.n; start += SOME) {
+        const int m = at_most(block.n - start, SOME);
+        int32_t drawn[SOME], codes[SOME];
+        if (is_natural) draw(block.noise, start, m, drawn);
+        INDEPENDENT
+        for (int i = 0; i < m; i++) {
+            const float number = divided(block.x[start + i], by);
+            const int32_t code = (is_natural ? to_natural(number, drawn[i]) : to_e4m3(number)) & 255;
+            codes[i] = code;
+            leave_out(keeps, block, start + i, (is_natural ? from_natural(code) : from_e4m3(code)) * scale);
+        }
+        narrow(codes, m, block.codes + start);
+    }
+    write_float(block.scales, scale);
+}
+
+INLINE void decode_bytes(const int is_natural, float scale, const Sink sink) {
+    for (int start = 0; start < sink.n; start += SOME) {
+        const int m = at_most(sink.n - start, SOME);
+        int32_t codes[SOME];
+        widen(sink.codes + start, m, codes);
+        INDEPENDENT
+        for (int i = 0; i < m; i++)
+            put(sink, start + i, (is_natural ? from_natural(codes[i]) : from_e4m3(codes[i])) * scale);
     }
 }
 
-INLINE void decode_natural(int n, float scale, const uint8_t *codes, const Sink sink) {
-    INDEPENDENT
-    for (int j = 0; j < n; j++) {
-        const uint32_t byte = codes[j];
-        put(sink, j, number_of((int32_t)((byte & 128) << 24 | (byte & 127) << 23)) * scale);
-    }
-}
-
-DECODED(natural, decode_natural, n, read_float(scales), codes)
+ENCODED(fp8_encode, encode_bytes, 0)
+DECODED(fp8, decode_bytes, 0, read_float(scales))
+ENCODED(natural_encode, encode_bytes, 1)
+DECODED(natural, decode_bytes, 1, read_float(scales))
 
 #define GROUP 32
 
@@ -89,31 +101,43 @@ INLINE float from_e2m1(int32_t nibble) {
     return number_of((int32_t)((uint32_t)bits | (uint32_t)(nibble & 8) << 28));
 }
 
-ENCODE(mxfp4_encode) {
-    for (int g = 0; g < n / GROUP; g++) {
+/* The first half of a block has the low four bits of its bytes; `few` of these belong to two groups. */
+INLINE void encode_mxfp4(const int few, const int keeps, const Source block) {
+    const float *x = block.x;
+    const int bytes = block.n / 2;
+    for (int g = 0; g < block.n / GROUP; g++) {
         const int32_t exponent = largest_of(x + g * GROUP, GROUP) >> 23; /* 127 more than the largest's */
-        scales[g] = (uint8_t)(exponent == 255 ? 255 : exponent < 2 ? 0 : exponent - 2);
+        block.scales[g] = (uint8_t)(exponent == 255 ? 255 : exponent < 2 ? 0 : exponent - 2);
     }
-    const int bytes = n / 2;
-    for (int start = 0; start < bytes; start += GROUP / 2) {
-        const float low = 1.0f / power_of(scales[start / GROUP]);
-        const float high = 1.0f / power_of(scales[(start + bytes) / GROUP]);
+    for (int start = 0; start < bytes; start += few) {
+        const float low = power_of(block.scales[start / GROUP]), high = power_of(block.scales[(start + bytes) / GROUP]);
+        const float by_low = 1.0f / low, by_high = 1.0f / high;
+        int32_t codes[GROUP];
         INDEPENDENT
-        for (int k = start; k < start + GROUP / 2; k++)
-            codes[k] = (uint8_t)(to_e2m1(x[k] * low) | to_e2m1(x[k + bytes] * high) << 4);
+        for (int i = 0; i < few; i++) {
+            const int j = start + i;
+            const int32_t first = to_e2m1(x[j] * by_low), second = to_e2m1(x[j + bytes] * by_high);
+            codes[i] = first | second << 4;
+            leave_out(keeps, block, j, from_e2m1(first) * low);
+            leave_out(keeps, block, j + bytes, from_e2m1(second) * high);
+        }
+        narrow(codes, few, block.codes + start);
     }
 }
 
-INLINE void decode_mxfp4(int n, const uint8_t *scales, const uint8_t *codes, const Sink sink) {
-    const int bytes = n / 2;
-    for (int start = 0; start < bytes; start += GROUP / 2) {
-        const float low = power_of(scales[start / GROUP]), high = power_of(scales[(start + bytes) / GROUP]);
+INLINE void decode_mxfp4(const int few, const Sink sink) {
+    const int bytes = sink.n / 2;
+    for (int start = 0; start < bytes; start += few) {
+        const float low = power_of(sink.scales[start / GROUP]), high = power_of(sink.scales[(start + bytes) / GROUP]);
+        int32_t codes[GROUP];
+        widen(sink.codes + start, few, codes);
         INDEPENDENT
-        for (int k = start; k < start + GROUP / 2; k++) {
-            put(sink, k, from_e2m1(codes[k]) * low);
-            put(sink, k + bytes, from_e2m1(codes[k] >> 4) * high);
+        for (int i = 0; i < few; i++) {
+            put(sink, start + i, from_e2m1(codes[i]) * low);
+            put(sink, start + i + bytes, from_e2m1(codes[i] >> 4) * high);
         }
     }
 }
 
-DECODED(mxfp4, decode_mxfp4, n, scales, codes)
+ENCODED(mxfp4_encode, encode_mxfp4, GROUP / 2)
+DECODED(mxfp4, decode_mxfp4, GROUP / 2)

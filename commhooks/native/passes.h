@@ -14,13 +14,12 @@ enum { DONE = 0, NO_MEMORY = -1, NO_SUCH_ROW = -2, NO_SUCH_CODE = -3 };
 #define ON_STACK 4096 /* floats */
 
 typedef struct {
-    void (*encode)(int, int, const float *, uint8_t *, uint8_t *, Noise);
-    void (*write)(int, const uint8_t *, const uint8_t *, float *, const float *, float, float);
-    void (*add)(int, const uint8_t *, const uint8_t *, float *, const float *, float, float);
-    void (*leave_out)(int, const uint8_t *, const uint8_t *, float *, const float *, float, float);
+    void (*encode)(const Source *);
+    void (*write)(int, const uint8_t *, const uint8_t *, float *, float, float);
+    void (*add)(int, const uint8_t *, const uint8_t *, float *, float, float);
 } Code;
 
-#define CODE(encode, name) {encode, name##_write, name##_add, name##_leave_out}
+#define CODE(encode, name) {encode, name##_write, name##_add}
 
 /* Return the functions of a kind, or NULL if there is none with these levels, or with or without noise. */
 static const Code *code_of(int64_t kind, int64_t levels, int draws) {
@@ -132,13 +131,14 @@ int EXPORTED(send)(int64_t start, int64_t end, const Send *pass) {
         int64_t rank, row;
         if (!row_of(&pass->rows, i, &rank, &row) || !noise_of(&pass->noises, n, i, &noise)) return NO_SUCH_ROW;
         float *x = pass->blocks + i * n;
-        uint8_t *scales = at(&pass->scales, rank, row), *codes = at(&pass->codes, rank, row);
         if (form->kind == VOTE) {
             const int32_t bits = largest_of(x, n);
             largest = bits > largest ? bits : largest;
         }
-        code->encode(n, levels, x, scales, codes, noise);
-        if (pass->keeps) code->leave_out(n, scales, codes, x, x, damping, 1.0f);
+        const Source block = {
+            n, levels, x, at(&pass->scales, rank, row), at(&pass->codes, rank, row), noise, pass->keeps ? x : NULL, damping,
+        };
+        code->encode(&block);
     }
     return largest;
 }
@@ -153,8 +153,7 @@ int EXPORTED(write)(int64_t start, int64_t end, const Write *pass) {
     for (int64_t i = start; i < end; i++) {
         int64_t rank, row;
         if (!row_of(&pass->rows, i, &rank, &row)) return NO_SUCH_ROW;
-        float *out = pass->blocks + i * n;
-        code->write(n, at(&pass->scales, rank, row), at(&pass->codes, rank, row), out, NULL, damping, 1.0f);
+        code->write(n, at(&pass->scales, rank, row), at(&pass->codes, rank, row), pass->blocks + i * n, damping, 1.0f);
     }
     return DONE;
 }
@@ -182,14 +181,14 @@ int EXPORTED(serve)(int64_t start, int64_t end, const Serve *pass) {
         }
         for (int j = 0; j < n; j++) y[j] = -0.0f; /* plus any number is that number, -0 too */
         for (int64_t rank = 0; rank < pass->ranks; rank++)
-            code->add(n, at(&pass->scales, rank, i), at(&pass->codes, rank, i), y, NULL, damping, share);
+            code->add(n, at(&pass->scales, rank, i), at(&pass->codes, rank, i), y, damping, share);
         if (rest != 1.0f)
             for (int j = 0; j < n; j++) y[j] /= rest;
         if (pass->error)
             for (int j = 0; j < n; j++) y[j] += pass->error[i * n + j];
-        uint8_t *scales = at(&pass->out_scales, 0, i), *codes = at(&pass->out_codes, 0, i);
-        code->encode(n, levels, y, scales, codes, noise);
-        if (pass->left) code->leave_out(n, scales, codes, pass->left + i * n, y, damping, 1.0f);
+        float *left = pass->left ? pass->left + i * n : NULL;
+        const Source block = {n, levels, y, at(&pass->out_scales, 0, i), at(&pass->out_codes, 0, i), noise, left, damping};
+        code->encode(&block);
     }
     if (y != on_stack) free(y);
     return done;

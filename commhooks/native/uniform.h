@@ -12,46 +12,57 @@ INLINE float scale_by_norm(const float *x, int n, int levels) {
 
 /* Number k + p·n/parts of a block is digit p of byte k, in base 2^(8/parts). Negative levels: the scale is made of the
    norm. */
-INLINE void encode_uniform(
-    const int parts, const int draws, int n, int levels, const float *x, uint8_t *scales, int8_t *codes, Noise noise
-) {
-    const int bytes = n / parts, base = 1 << 8 / parts;
-    const float scale = levels < 0 ? scale_by_norm(x, n, -levels) : scale_by_largest(x, n, levels);
+INLINE void encode_uniform(const int parts, const int draws, const int keeps, const Source block) {
+    const float *x = block.x;
+    const int n = block.n, bytes = n / parts, base = 1 << 8 / parts;
+    const float scale = block.levels < 0 ? scale_by_norm(x, n, -block.levels) : scale_by_largest(x, n, block.levels);
     const Division by = division_by(scale);
-    const float most = (float)abs(levels);
-    INDEPENDENT
-    for (int k = 0; k < bytes; k++) {
-        int packed = 0;
-        for (int p = parts - 1; p >= 0; p--) {
-            const int j = k + p * bytes;
-            float number = divided(x[j], by);
-            number = draws ? rounded_down(number + uniform_of(noise, j)) : nearest_integer(number);
-            number = number > -most ? number : -most; /* NaN too: only integers may be converted */
-            number = number < most ? number : most;
-            packed = packed * base + (int)number;
+    const float most = (float)abs(block.levels);
+    for (int start = 0; start < bytes; start += SOME) {
+        const int m = at_most(bytes - start, SOME);
+        int32_t drawn[4][SOME], codes[SOME];
+        for (int p = 0; draws && p < parts; p++) draw(block.noise, start + p * bytes, m, drawn[p]);
+        INDEPENDENT
+        for (int i = 0; i < m; i++) {
+            int32_t packed = 0;
+            for (int p = parts - 1; p >= 0; p--) {
+                const int j = start + i + p * bytes;
+                float number = divided(x[j], by);
+                number = draws ? rounded_down(number + uniform_of(drawn[p][i])) : nearest_integer(number);
+                number = number > -most ? number : -most; /* NaN too: only integers may be converted */
+                number = number < most ? number : most;
+                packed = packed * base + (int32_t)number;
+                leave_out(keeps, block, j, number * scale);
+            }
+            codes[i] = packed;
         }
-        codes[k] = (int8_t)packed;
+        narrow(codes, m, block.codes + start);
     }
-    write_float(scales, scale);
+    write_float(block.scales, scale);
 }
 
-INLINE void decode_uniform(const int parts, int n, float scale, const int8_t *codes, const Sink sink) {
-    const int bytes = n / parts, bits = 8 / parts;
-    INDEPENDENT
-    for (int k = 0; k < bytes; k++) {
-        int rest = codes[k];
-        for (int p = 0; p < parts; p++) {
-            const int digit = (int)((unsigned)rest << (32 - bits)) >> (32 - bits);
-            rest = (rest - digit) >> bits;
-            put(sink, k + p * bytes, (float)digit * scale);
+INLINE void decode_uniform(const int parts, float scale, const Sink sink) {
+    const int bytes = sink.n / parts, bits = 8 / parts;
+    for (int start = 0; start < bytes; start += SOME) {
+        const int m = at_most(bytes - start, SOME);
+        int32_t codes[SOME];
+        widen(sink.codes + start, m, codes);
+        INDEPENDENT
+        for (int i = 0; i < m; i++) {
+            int32_t rest = (int32_t)((uint32_t)codes[i] << 24) >> 24;
+            for (int p = 0; p < parts; p++) {
+                const int32_t digit = (int32_t)((uint32_t)rest << (32 - bits)) >> (32 - bits);
+                rest = (rest - digit) >> bits;
+                put(sink, start + i + p * bytes, (float)digit * scale);
+            }
         }
     }
 }
 
 #define UNIFORM_CODE(name, parts) \
-    ENCODE(name##_drawn) { encode_uniform(parts, 1, n, levels, x, scales, (int8_t *)codes, noise); } \
-    ENCODE(name##_nearest) { encode_uniform(parts, 0, n, levels, x, scales, (int8_t *)codes, noise); } \
-    DECODED(name, decode_uniform, parts, n, read_float(scales), (const int8_t *)codes)
+    ENCODED(name##_drawn, encode_uniform, parts, 1) \
+    ENCODED(name##_nearest, encode_uniform, parts, 0) \
+    DECODED(name, decode_uniform, parts, read_float(scales))
 
 UNIFORM_CODE(bytes, 1)
 UNIFORM_CODE(halves, 2)

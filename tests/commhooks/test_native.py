@@ -120,11 +120,11 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_codes_and_what_they_leave_out_are_those_of_the_formats(level: str, name: str) -> None:
-    """More than 10,000 blocks of all levels and sizes together; scales that are sums are within n·eps."""
+    """Thousands of blocks of many sizes for each kind and level; scales that are sums are within n·eps."""
     passes = Passes(level)
     for block in sizes_of(name):
         case = Case(name, block)
-        b, ranks, damping = 60 if block < 1000 else 6, 3, [1.0, 0.7][block % 3 == 0]
+        b, ranks, damping = min(1200, 20_000 // block), 3, [1.0, 0.7][block % 3 == 0]
         k = ranks * b
         x, (noise, draws) = case.blocks(k), case.noise(k)
         rows = case.random.permutation(k)
@@ -153,8 +153,8 @@ def test_codes_and_what_they_leave_out_are_those_of_the_formats(level: str, name
         written = torch.empty(k, block)
         passes.write(case.form, sent, written, rows=torch.from_numpy(rows), damping=damping)
         same(written, decoded)
-        passes.write(case.form, sent, written[: k - 7], first=7, damping=damping)
-        same(written[: k - 7], case.oracle.decode([a.reshape(k, -1) for a in case.arrays(sent)], block, damping)[7:])
+        passes.write(case.form, sent, written[:-1], first=1, damping=damping)
+        same(written[:-1], case.oracle.decode([a.reshape(k, -1) for a in case.arrays(sent)], block, damping)[1:])
 
 
 @needs_library
