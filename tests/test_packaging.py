@@ -6,10 +6,14 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from setuptools import Distribution
@@ -56,6 +60,90 @@ def test_every_package_lies_where_its_name_says_so_that_an_editable_install_is_o
     setuptools = PROJECT["tool"]["setuptools"]
     assert setuptools["package-dir"] == {"": "."}
     assert not [name for name in setuptools["packages"] if not (ROOT / name.replace(".", "/") / "__init__.py").exists()]
+
+
+class Built(NamedTuple):
+    """A wheel made from the source distribution, unpacked."""
+
+    name: str
+    folder: Path
+    said: str
+
+    def run(self, program: str) -> str:
+        """Return what a program prints that imports the wheel's commhooks, under warnings that are errors."""
+        command = [sys.executable, "-W", "error::UserWarning", "-c", program]
+        environment = os.environ | {"PYTHONPATH": str(self.folder)}
+        environment.pop("COMMHOOKS_COMPILED", None)
+        ended = subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        return ended.stdout + ended.stderr[-1000:]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the source distribution, made from a copy of this checkout without what was built in it, and unpacked."""
+    copied, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("sdist")
+    for name in ("commhooks", "ddp_core", "experiments"):
+        built = shutil.ignore_patterns("_kernels.*", "__pycache__")
+        shutil.copytree(ROOT / name, copied / name, symlinks=True, ignore=built)
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copied)
+    (archive,) = made_by("build_sdist", copied, out)[0]
+    with tarfile.open(archive) as opened:
+        opened.extractall(out, filter="data")
+    return archive.with_name(archive.name.removesuffix(".tar.gz"))
+
+
+def made_by(hook: str, folder: Path, out: Path, **environment: str) -> tuple[list[Path], str]:
+    """Return the files that a hook of setuptools' build backend makes, and what it prints."""
+    program = f"import sys, setuptools.build_meta as backend; backend.{hook}(sys.argv[1])"
+    command = [sys.executable, "-c", program, str(out)]
+    ended = subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [*out.glob("*.tar.gz"), *out.glob("*.whl")], ended.stdout + ended.stderr
+
+
+def built_with(compiler: dict[str, str], sources: Path, folder: Path) -> Built:
+    wheels, said = made_by("build_wheel", sources, folder, **compiler)
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        wheel.extractall(folder)
+    return Built(wheels[0].name, folder, said)
+
+
+def test_a_source_distribution_has_all_that_the_library_is_built_from(sources: Path) -> None:
+    own = {path.name for path in (ROOT / "commhooks" / "native").glob("*.[ch]")}
+    assert {path.name for path in (sources / "commhooks" / "native").glob("*.[ch]")} == own
+    assert (sources / "setup.py").exists() and not [*sources.rglob("_kernels.*")]
+
+
+@pytest.mark.timeout(200)
+def test_a_wheel_without_a_compiler_is_pure_and_says_why_its_passes_are_eager(sources: Path, tmp_path: Path) -> None:
+    built = built_with({"CC": "false"}, sources, tmp_path)
+    assert built.name == f"commhooks-{commhooks.__version__}-py3-none-any.whl"
+    assert "commhooks gets no compiled passes, since its C files could not be compiled" in built.said
+    assert not [*built.folder.rglob("_kernels.*")] and not [*built.folder.rglob("*.[ch]")]
+    assert "UserWarning: commhooks has no compiled passes, since they are not built" in built.run(
+        "import commhooks; commhooks.compiled()"
+    )
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(not commhooks.compiled().levels, reason=str(commhooks.compiled()))
+def test_a_wheel_with_a_compiler_is_of_a_platform_and_of_any_python(sources: Path, tmp_path: Path) -> None:
+    built = built_with({}, sources, tmp_path)
+    assert re.fullmatch(rf"commhooks-{commhooks.__version__}-py3-none-(?!any)\w+\.whl", built.name)
+    assert [path.parent for path in built.folder.rglob("_kernels.*")] == [built.folder / "commhooks" / "native"]
+    assert (
+        built.run(
+            "import sys, commhooks, pathlib\n"
+            "assert 'commhooks.native.library' not in sys.modules, 'loaded on use'\n"
+            "print(pathlib.Path(commhooks.__file__).parents[1], commhooks.compiled().levels)"
+        )
+        == f"{built.folder} {commhooks.compiled().levels}\n"
+    )
 
 
 def test_the_version_has_one_source() -> None:

@@ -137,8 +137,8 @@ class Passes:
         """Encode the means of blocks that all ranks have sent: `received`, [W, k, ...], into `coded`, [k, ...].
 
         Means are sums in rank order of decoded · damping · s, divided by W · s unless that is 1, where s is the largest
-        power of two that is at most 1/W. `error` [k, block] is added to them, and `left` [k, block] becomes what the
-        code leaves out: y - decoded · damping.
+        power of two that is at most 1/W. `error` [k, block] is added to them, and `left` [k, block], which may be
+        `error`, becomes what the code leaves out: y - decoded · damping.
         """
         ranks, k = received[0].shape[:2]
         for tensor, name in ((error, "error"), (left, "left")):
