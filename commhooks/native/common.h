@@ -104,7 +104,7 @@ INLINE void narrow_16(const int32_t *from, uint8_t *to) {
     _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(_mm512_loadu_si512(from)));
 }
 INLINE void widen_16(const uint8_t *from, int32_t *to) {
-    _mm512_storeu_si512(to, _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)));
+    _mm512_storeu_si512(to, _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
 }
 #else
 #define WHOLE(m) 0
@@ -117,9 +117,10 @@ INLINE void narrow(const int32_t *from, int m, uint8_t *to) {
     for (int i = WHOLE(m); i < m; i++) to[i] = (uint8_t)from[i];
 }
 
+/* Bytes keep their signs. */
 INLINE void widen(const uint8_t *from, int m, int32_t *to) {
     for (int i = 0; i < WHOLE(m); i += 16) widen_16(from + i, to + i);
-    for (int i = WHOLE(m); i < m; i++) to[i] = from[i];
+    for (int i = WHOLE(m); i < m; i++) to[i] = (int8_t)from[i];
 }
 
 /* Return what m elements from j on draw: numbers below 2^16. */

@@ -8,13 +8,17 @@ INLINE int32_t rounded_bits(int32_t bits, const int kept) {
     return (bits + ((1 << (cut - 1)) - 1) + (bits >> cut & 1)) >> cut;
 }
 
-INLINE int32_t to_e4m3(float number) {
-    const int32_t bits = bits_of(number);
-    float magnitude = number_of(bits & INT32_MAX);
+/* Return the nearest E4M3 number as a byte, and set `rounded` to it. */
+INLINE int32_t to_e4m3(float number, float *rounded) {
+    const int32_t sign = bits_of(number) & INT32_MIN;
+    float magnitude = number_of(bits_of(number) & INT32_MAX);
     magnitude = magnitude < LARGEST_E4M3 ? magnitude : LARGEST_E4M3; /* NaN too */
-    const int32_t normal = rounded_bits(bits_of(magnitude), 3) - (127 - 7) * 8;
-    const int32_t subnormal = bits_of(magnitude + 0x1p14f) - bits_of(0x1p14f); /* in steps of 2^-9 */
-    return (magnitude < 0x1p-6f ? subnormal : normal) | (bits >> 24 & 128);
+    const int32_t normal = rounded_bits(bits_of(magnitude), 3);
+    const float shifted = magnitude + 0x1p14f; /* where numbers are multiples of 2^-9 */
+    const int is_normal = magnitude >= 0x1p-6f;
+    const int32_t bits = is_normal ? normal << 20 : bits_of(shifted - 0x1p14f);
+    *rounded = number_of(bits | sign);
+    return (is_normal ? normal - (127 - 7) * 8 : bits_of(shifted) - bits_of(0x1p14f)) | (sign >> 24 & 128);
 }
 
 INLINE float from_e4m3(int32_t byte) {
@@ -56,9 +60,14 @@ INLINE void encode_bytes(const int is_natural, const int keeps, const Source blo
         INDEPENDENT
         for (int i = 0; i < m; i++) {
             const float number = divided(block.x[start + i], by);
-            const int32_t code = (is_natural ? to_natural(number, drawn[i]) : to_e4m3(number)) & 255;
-            codes[i] = code;
-            leave_out(keeps, block, start + i, (is_natural ? from_natural(code) : from_e4m3(code)) * scale);
+            float rounded;
+            if (is_natural) {
+                codes[i] = to_natural(number, drawn[i]);
+                rounded = from_natural(codes[i]);
+            } else {
+                codes[i] = to_e4m3(number, &rounded);
+            }
+            leave_out(keeps, block, start + i, rounded * scale);
         }
         narrow(codes, m, block.codes + start);
     }

@@ -124,7 +124,7 @@ def test_codes_and_what_they_leave_out_are_those_of_the_formats(level: str, name
     passes = Passes(level)
     for block in sizes_of(name):
         case = Case(name, block)
-        b, ranks, damping = min(1200, 20_000 // block), 3, [1.0, 0.7][block % 3 == 0]
+        b, ranks, damping = min(1200, 15_000 // block), 3, [1.0, 0.7][block % 3 == 0]
         k = ranks * b
         x, (noise, draws) = case.blocks(k), case.noise(k)
         rows = case.random.permutation(k)
