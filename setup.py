@@ -22,6 +22,7 @@ FLAGS = [
     "-ffp-contract=off",  # each operation rounds once, so that all levels compute the same bits
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-fno-wrapv",  # Python's own flags have -fwrapv, with which loops over numbers of a block are not vectorised
 ]
 
 
@@ -80,6 +81,7 @@ LIBRARY = Extension(
     sources=sorted(map(str, SOURCES.glob("*.c"))),
     depends=sorted(map(str, SOURCES.glob("*.h"))),
     extra_compile_args=FLAGS,
+    libraries=[] if os.name == "nt" else ["m"],
     optional=True,
 )
 

@@ -110,43 +110,57 @@ INLINE float from_e2m1(int32_t nibble) {
     return number_of((int32_t)((uint32_t)bits | (uint32_t)(nibble & 8) << 28));
 }
 
-/* The first half of a block has the low four bits of its bytes; `few` of these belong to two groups. */
-INLINE void encode_mxfp4(const int few, const int keeps, const Source block) {
+/* Byte k has number k in its low four bits, and number k + n/2 in its high ones. Encode `few` of the bytes, which belong
+   to one group each way. */
+INLINE void encode_halves(const int few, const int keeps, const Source block, int start) {
     const float *x = block.x;
     const int bytes = block.n / 2;
+    const float low = power_of(block.scales[start / GROUP]), high = power_of(block.scales[(start + bytes) / GROUP]);
+    const float by_low = 1.0f / low, by_high = 1.0f / high;
+    int32_t codes[GROUP];
+    INDEPENDENT
+    for (int i = 0; i < few; i++) {
+        const int j = start + i;
+        const int32_t first = to_e2m1(x[j] * by_low), second = to_e2m1(x[j + bytes] * by_high);
+        codes[i] = first | second << 4;
+        leave_out(keeps, block, j, from_e2m1(first) * low);
+        leave_out(keeps, block, j + bytes, from_e2m1(second) * high);
+    }
+    narrow(codes, few, block.codes + start);
+}
+
+INLINE void encode_mxfp4(const int keeps, const Source block) {
+    const int bytes = block.n / 2;
     for (int g = 0; g < block.n / GROUP; g++) {
-        const int32_t exponent = largest_of(x + g * GROUP, GROUP) >> 23; /* 127 more than the largest's */
+        const int32_t exponent = largest_of(block.x + g * GROUP, GROUP) >> 23; /* 127 more than the largest's */
         block.scales[g] = (uint8_t)(exponent == 255 ? 255 : exponent < 2 ? 0 : exponent - 2);
     }
-    for (int start = 0; start < bytes; start += few) {
-        const float low = power_of(block.scales[start / GROUP]), high = power_of(block.scales[(start + bytes) / GROUP]);
-        const float by_low = 1.0f / low, by_high = 1.0f / high;
-        int32_t codes[GROUP];
-        INDEPENDENT
-        for (int i = 0; i < few; i++) {
-            const int j = start + i;
-            const int32_t first = to_e2m1(x[j] * by_low), second = to_e2m1(x[j + bytes] * by_high);
-            codes[i] = first | second << 4;
-            leave_out(keeps, block, j, from_e2m1(first) * low);
-            leave_out(keeps, block, j + bytes, from_e2m1(second) * high);
-        }
-        narrow(codes, few, block.codes + start);
-    }
+    if (bytes % GROUP)
+        for (int start = 0; start < bytes; start += GROUP / 2) encode_halves(GROUP / 2, keeps, block, start);
+    else
+        for (int start = 0; start < bytes; start += GROUP) encode_halves(GROUP, keeps, block, start);
 }
 
-INLINE void decode_mxfp4(const int few, const Sink sink) {
+INLINE void decode_halves(const int few, const Sink sink, int start) {
     const int bytes = sink.n / 2;
-    for (int start = 0; start < bytes; start += few) {
-        const float low = power_of(sink.scales[start / GROUP]), high = power_of(sink.scales[(start + bytes) / GROUP]);
-        int32_t codes[GROUP];
-        widen(sink.codes + start, few, codes);
-        INDEPENDENT
-        for (int i = 0; i < few; i++) {
-            put(sink, start + i, from_e2m1(codes[i]) * low);
-            put(sink, start + i + bytes, from_e2m1(codes[i] >> 4) * high);
-        }
+    const float low = power_of(sink.scales[start / GROUP]), high = power_of(sink.scales[(start + bytes) / GROUP]);
+    int32_t codes[GROUP];
+    widen(sink.codes + start, few, codes);
+    INDEPENDENT
+    for (int i = 0; i < few; i++) {
+        put(sink, start + i, from_e2m1(codes[i]) * low);
+        put(sink, start + i + bytes, from_e2m1(codes[i] >> 4) * high);
     }
 }
 
-ENCODED(mxfp4_encode, encode_mxfp4, GROUP / 2)
-DECODED(mxfp4, decode_mxfp4, GROUP / 2)
+INLINE void decode_mxfp4(const Sink sink) {
+    const int bytes = sink.n / 2;
+    if (bytes % GROUP)
+        for (int start = 0; start < bytes; start += GROUP / 2) decode_halves(GROUP / 2, sink, start);
+    else
+        for (int start = 0; start < bytes; start += GROUP) decode_halves(GROUP, sink, start);
+}
+
+static void mxfp4_encode(const Source *block) { block->left ? encode_mxfp4(1, *block) : encode_mxfp4(0, *block); }
+DECODE(mxfp4_write) { decode_mxfp4((Sink){0, n, scales, codes, out, damping, share}); }
+DECODE(mxfp4_add) { decode_mxfp4((Sink){1, n, scales, codes, out, damping, share}); }
