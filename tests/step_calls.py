@@ -20,7 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.language import tile
+from commhooks.language import lending
 from tests.world import run_world
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +47,7 @@ def files_of(calls: Calls) -> set[str]:
 
 
 def _calls_by_compressor(rank: int) -> dict[str, Calls]:
-    tile._IS_CHECKED = False  # as in a training run
+    lending.IS_CHECKED = False  # as in a training run
     return {compressor: _fewest_calls(compressor) for compressor in COMPRESSORS}
 
 

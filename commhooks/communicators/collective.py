@@ -34,6 +34,8 @@ class Collective:
     elements."""
     group: Group | None = None
     """The ranks that take part; None: all."""
+    room: Tensor | None = None
+    """Memory for the answer, of its shape; None: new memory. An all-reduce needs none."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,6 +64,8 @@ class Collective:
         """Return memory of the answer's shape: the tensor itself for an all-reduce."""
         if self.kind == "all-reduce":
             return self.tensor
+        if self.room is not None:
+            return self.room
         if self.kind == "all-gather":
             return self.tensor.new_empty((self.ranks_in(world_size), *self.tensor.shape))
         return self.tensor.new_empty(self.tensor.shape if self.kind == "all-to-all" else self.tensor.shape[1:])

@@ -98,10 +98,9 @@ def run_collective(collectives: Sequence[Collective], ranks: Sequence[int] | Non
         total = _add_up(tensors)
         return [total, *(tensor.copy_(total) for tensor in tensors[1:])]
     if kind == "all-gather":
-        everything = torch.stack(tensors)
-        return [everything.clone() for _ in places]
+        return [torch.stack(tensors, out=one.room) for one in collectives]
     if kind == "all-to-all":
-        return list(torch.stack(tensors, dim=1))
+        return [torch.stack([tensor[place] for tensor in tensors], out=collectives[place].room) for place in places]
     return [_sum([tensor[place] for tensor in tensors]) for place in places]
 
 

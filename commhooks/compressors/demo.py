@@ -34,12 +34,13 @@ from commhooks.compressors.bits import pack, unpack
 from commhooks.compressors.dct import cosines, shrinking, transform
 from commhooks.compressors.sparse.gathering import Received
 from commhooks.compressors.tiles import MeanOver, Tiling, senders
-from commhooks.compressors.whole import average_from
+from commhooks.compressors.whole import average_whole
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, Judge, Part
 from commhooks.language.settings import refusal, setting
+from commhooks.language.tile import Tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class DeMo(Compressor):
         """Gather every rank's coefficients; average uncompressed what is too small for them."""
         places, rest = bucket.plan(self, lambda: self._plan(bucket))
         exchanges = [self._gather(bucket, places)] if places else []
-        yield from side_by_side([*exchanges, average_from(rest)] if rest else exchanges)
+        yield from side_by_side([*exchanges, average_whole(rest)] if rest else exchanges)
         for slot, _ in rest if self.sign else ():
             signs = slot.mean.sign()
             slot.mean.mul_(0).add_(signs)  # keeps NaN, and makes it of an inf, which its sign would hide
@@ -97,11 +98,11 @@ class DeMo(Compressor):
         sent = tiling.count * min(self.k, tiling.a * tiling.b)
         return self.one_bit or sent * (4 + 2) <= 4 * parameter.numel()
 
-    def _plan(self, bucket: BucketView) -> tuple[list[_Place], list[tuple[Slot, int]]]:
-        """Return the places of what is transformed, and what is averaged uncompressed, from its first element on."""
+    def _plan(self, bucket: BucketView) -> tuple[list[_Place], list[tuple[Slot, Tile]]]:
+        """Return the places of what is transformed, and what is averaged uncompressed."""
         slots = bucket.filled
         places = [self._place(slot) for slot in slots if self.pays(slot.parameter)]
-        return places, [(slot, 0) for slot in slots if not self.pays(slot.parameter)]
+        return places, [(slot, slot.tile) for slot in slots if not self.pays(slot.parameter)]
 
     def _gather(self, bucket: BucketView, places: list[_Place]) -> Exchange:
         """Gather every rank's coefficients; the mean is the inverse transform of their sum, in rank order."""

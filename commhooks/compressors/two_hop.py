@@ -17,119 +17,38 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
-import numpy
 import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.whole import average_from
-from commhooks.devices import copied_to
-from commhooks.errors import CompressorError, SettingsError
-from commhooks.language.bucket import BucketView, Slot
+from commhooks.compressors.codecs.compiled import passes_for
+from commhooks.compressors.codecs.passes import Passes
+from commhooks.compressors.dealing import Columns, Deal
+from commhooks.compressors.whole import average_whole
+from commhooks.errors import SettingsError
+from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
-from commhooks.language.entries import Declared, Entry, first_server
+from commhooks.language.entries import Declared, Entry
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.noise import Keys, Noise
 from commhooks.language.place import Place
-from commhooks.language.randomness import seeded_uniform, stable_seed
-from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Layout, Part
+from commhooks.language.randomness import stable_seed
+from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Part, Rows
 from commhooks.language.settings import setting
 from commhooks.language.shards import Flags
-from commhooks.language.tile import Tile
 from commhooks.tensors import computing_dtype, mean_in_order
 
 SERVER_ERROR = "server error"
-_AT_ONCE = 1 << 16
-"""How many elements are encoded at a time, so that temporary memory stays in the processor's cache."""
-
-
-class _Share(NamedTuple):
-    """The blocks of one parameter that this rank serves, as rows among all that it serves."""
-
-    slot: Slot
-    start: int
-    end: int
-
-
-class _Plan:
-    """Which rank serves which of a bucket's blocks, as rows of a message; rows beyond a rank's last are padding."""
-
-    def __init__(self, bucket: BucketView, compressor: TwoHop, context: Context) -> None:
-        block, ranks = compressor.codec.block, context.world_size
-        self.coded = [slot for slot in bucket.slots if compressor.pays(slot.gradient.numel(), ranks)]
-        self.blocks = [slot.gradient.numel() // block for slot in self.coded]
-        ends = {slot: blocks * block for slot, blocks in zip(self.coded, self.blocks, strict=True)}
-        sizes = [(slot, ends.get(slot, 0), slot.gradient.numel()) for slot in bucket.slots]
-        self.rest = [(slot, start) for slot, start, end in sizes if start < end]
-        """What is sent uncompressed: slots, and their first elements that are."""
-        self.at_once = max(1, _AT_ONCE // block)
-        self.shares = []
-        held = numpy.zeros(context.world_size, dtype=numpy.int64)  # blocks that each rank serves so far
-        found = []
-        for slot, blocks in zip(self.coded, self.blocks, strict=True):
-            numbers = numpy.arange(blocks)
-            servers = (numbers + first_server(slot.name, context.world_size)) % context.world_size
-            found.append((servers, held[servers] + numbers // context.world_size))
-            begin = int(held[context.rank])
-            held += numpy.bincount(servers, minlength=context.world_size)
-            if held[context.rank] > begin:
-                self.shares.append(_Share(slot, begin, int(held[context.rank])))
-        self.longest = int(held.max())
-        device = bucket.memory.device
-        places = [copied_to(device, torch.from_numpy(servers * self.longest + rows)) for servers, rows in found]
-        self.places = [own.split(self.at_once) for own in places]
-        """The positions of a slot's blocks among the W·b of a message, for some blocks at a time."""
-        self.knows_unsent = not bucket.scratch.is_needed
-        """Whether `form` returns the bucket's own memory, so that what is left out can be written back there."""
-        self.layout = Layout(tuple(slot.name for slot in self.coded), tuple(self.blocks))
-
-
-class _Column(NamedTuple):
-    """Where a slot's blocks begin in each row of a message of shards, and the ends of its shards."""
-
-    block: int
-    end: int
-
-
-class _Columns(NamedTuple):
-    """How the rows of a message of shards are divided among slots: room for the most that any rank has of each."""
-
-    columns: Sequence[_Column]
-    blocks: int
-    ends: int
-    block: int
-    at_once: int
-
-    @classmethod
-    def of(cls, bucket: BucketView, block: int) -> _Columns:
-        columns, blocks, ends = [], 0, 0
-        for slot in bucket.slots:
-            columns.append(_Column(blocks, ends))
-            lengths = [tile.gradient.numel() for tile in slot.shards]
-            blocks += max(length // block for length in lengths)
-            ends += max(length % block for length in lengths)
-        return cls(columns, blocks, ends, block, max(1, _AT_ONCE // block))
-
-    def tiles(self, bucket: BucketView) -> Iterator[tuple[Tile, int, _Column, str]]:
-        """Yield every slot's shards: the tile, its rank, the slot's columns and name."""
-        for slot, column in zip(bucket.slots, self.columns, strict=True):
-            for rank, tile in enumerate(slot.shards):
-                yield tile, rank, column, slot.name
-
-    def pieces(self, memory: Tensor, at_once: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield some blocks of 1-D memory at a time, [blocks, block], each time after the number of the first."""
-        blocks = memory.view(-1, self.block)
-        at_once = max(1, at_once or self.at_once)
-        for start in range(0, len(blocks), at_once):
-            yield start, blocks[start : start + at_once]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoHop(Compressor):
     """A compressor that exchanges and gathers the codes of `codec`: three collectives per bucket, in two rounds."""
 
+    message_format = 2  # signed integers, bits by eighths of a block, and shared noise
     codec: Codec
     server_feedback: bool = True
     """Off: what the second code leaves out is lost."""
@@ -206,103 +125,119 @@ class TwoHop(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Exchange the codes of all blocks, and gather the codes of their means; average the rest meanwhile."""
-        plan = bucket.plan(self, lambda: _Plan(bucket, self, context))
-        exchanges = [self._average_blocks(plan, context)] if plan.coded else []
-        # The rest comes last: the blocks' mean was written with zeros there.
-        return side_by_side([*exchanges, average_from(plan.rest)] if plan.rest else exchanges)
+        ranks = context.world_size
+        deal = bucket.plan(self, lambda: Deal(bucket, self.codec.block, lambda n: self.pays(n, ranks), context))
+        exchanges = [self._average_blocks(deal, bucket, context)] if deal.coded else []
+        return side_by_side([*exchanges, average_whole(deal.rest)] if deal.rest else exchanges)
 
-    def _average_blocks(self, plan: _Plan, context: Context) -> Exchange:
-        sent, flaw = self._encode_all(plan, context)  # each [W·b, ...]
-        parts = [Part(payload.unflatten(0, (context.world_size, -1)), plan.layout) for payload in sent]
-        if plan.knows_unsent:
-            sent = []
+    def _average_blocks(self, deal: Deal, bucket: BucketView, context: Context) -> Exchange:
+        passes = passes_for(self.codec, self.damping, deal.coded[0].room)
+        payloads = _payloads(self.codec, computing_dtype(bucket.memory.dtype))
+        kinds = [((deal.longest, *shape), dtype) for shape, dtype in payloads]
+        message = Rows(kinds, deal.ranks, bucket.borrow, to_all=False)
+        flaw = self._send(passes, message.places, deal, bucket, context)
         if self.codec.shows_non_finite:
-            received = yield AllToAll(*parts)  # each [W, b, ...]
+            received = yield AllToAll(*message.parts(deal.layout))  # each [W, b, ...]
         else:
             # Sent as a mean, although it is only 0 or NaN, so that it can be packed with the rest.
-            received, (flaw,) = yield AllToAll(*parts), AllReduce(plan.coded[0].part(flaw), average=True)
-        del parts
+            flawed = AllReduce(deal.coded[0].part(flaw), average=True)
+            received, (flaw,) = yield AllToAll(*message.parts(deal.layout)), flawed
+        knows_unsent = not bucket.scratch.is_needed  # `form` returns the bucket's own memory, where what is left out is
+        if knows_unsent:
+            bucket.give_back(message.memory)
 
-        coded, left = self._serve(received, plan, context)
-        del received  # the largest tensors here: what follows may reuse their memory
-        gathered = yield AllGather(*(Part(payload, plan.layout) for payload in coded), last=True)  # each [W, b, ...]
+        coded = Rows(kinds, deal.ranks, bucket.borrow, to_all=True)
+        left = self._serve(passes, received, coded.places, deal, bucket, context)
+        del received
+        bucket.give_back(message.room)
+        gathered = yield AllGather(*coded.parts(deal.layout), last=True)  # each [W, b, ...]
 
-        gathered = [payload.flatten(0, 1) for payload in gathered]
-        codes = zip(*(payload.split(plan.at_once) for payload in gathered), strict=True)
-        largest = plan.coded[0].tile.in_own_range(map(self._decode, codes))
-        finite = yield Judge(flaw, *self.codec.evidence(gathered), *largest)
-        for share in plan.shares if self.server_feedback else ():
-            share.slot.commit(SERVER_ERROR, left[share.start : share.end], finite)
-        for slot, places in zip(plan.coded, plan.places, strict=True):
-            M = slot.form()
-            for blocks, at in self._tiles(M, places) if sent and slot.tile.keeps else ():
-                blocks.sub_(self._decode([payload.index_select(0, at) for payload in sent]))
-            M[M.numel() // self.codec.block * self.codec.block :] = 0
-            slot.keep(M, finite)
-            mean = slot.room
-            for blocks, at in self._tiles(mean, places):
-                blocks.copy_(self._decode([payload.index_select(0, at) for payload in gathered]))
-            slot.write(mean if self.codec.shows_non_finite else mean.add_(flaw))
+        bucket.give_back(coded.memory)
+        pieces = [(tile, deal.places.of(own)) for tile, own in deal.pieces]
+        means = (passes.write(gathered, places, torch.empty_like(tile.room)) for tile, places in pieces)
+        largest = deal.coded[0].tile.in_own_range(means)
+        finite = yield Judge(flaw, *passes.evidence(gathered), *largest)
+        for share in deal.shares if self.server_feedback else ():
+            share.slot.commit(SERVER_ERROR, left[share.rows], finite)
+        for tile, places in pieces:
+            if tile.keeps:
+                M = tile.form()
+                if not knows_unsent:
+                    M.sub_(passes.write(message.places, places, torch.empty_like(M)))
+                tile.keep(M, finite)
+            mean = passes.write(gathered, places, tile.room)
+            tile.write(mean if self.codec.shows_non_finite else mean.add_(flaw))
 
-    def _encode_all(self, plan: _Plan, context: Context) -> tuple[list[Tensor], Tensor]:
-        """Return the codes of all blocks, in the order in which ranks serve them, and 0, or NaN if codes hide one."""
-        sent: list[Tensor] = []
-        flaw = torch.zeros(1, device=plan.coded[0].gradient.device)
-        for slot, places in zip(plan.coded, plan.places, strict=True):
-            M = slot.form()
+    def _send(
+        self, passes: Passes, message: Sequence[Tensor], deal: Deal, bucket: BucketView, context: Context
+    ) -> Tensor:
+        """Encode all blocks into a message; return 0, or NaN if codes hide one."""
+        flaw = torch.zeros(1, device=bucket.memory.device)
+        noise = self._noise(deal.keys, context, "own")
+        for tile, own in deal.pieces:
+            M = tile.form()
             if not self.codec.shows_non_finite:
                 flaw += M.abs().amax() * 0
-            for number, (blocks, at) in enumerate(self._tiles(M, places)):
-                code = self._encode(blocks, context, slot.name, "own", number)
-                sent = sent or [part.new_zeros(context.world_size * plan.longest, *part.shape[1:]) for part in code]
-                for payload, part in zip(sent, code, strict=True):
-                    payload.index_copy_(0, at, part)
-                if plan.knows_unsent and slot.tile.keeps:
-                    blocks.sub_(self._decode(code))
-        return sent, flaw
+            keeps = tile.keeps and not bucket.scratch.is_needed
+            passes.send(M, noise and noise.at(own), message, deal.places.of(own), keeps=keeps)
+        for payload in message if len(deal.padding.rows) else ():
+            payload[deal.padding.ranks, deal.padding.rows] = 0
+        return flaw
 
-    def _serve(self, received: Sequence[Tensor], plan: _Plan, context: Context) -> tuple[list[Tensor], Tensor]:
-        """Return the codes of the means of the blocks that this rank serves, and what the codes leave out."""
-        coded = [torch.zeros_like(payload[0]) for payload in received]
-        left = torch.zeros(0)
-        at_once = max(1, plan.at_once // context.world_size)  # blocks, each received from all ranks
-        for share in plan.shares:
-            for number, start in enumerate(range(share.start, share.end, at_once)):
-                own = slice(start, min(start + at_once, share.end))
-                of_all = [payload[:, own].flatten(0, 1) for payload in received]
-                y = self._mean(of_all, context)
-                if self.server_feedback:
-                    error = share.slot.state(SERVER_ERROR)[start - share.start : own.stop - share.start]
-                    y += error.to(y, non_blocking=True)
-                code = self._encode(y, context, share.slot.name, "server", number)
-                for payload, part in zip(coded, code, strict=True):
-                    payload[own] = part
-                if self.server_feedback:
-                    left = left if left.numel() else y.new_empty(plan.longest, self.codec.block)
-                    torch.sub(y, self._decode(code), out=left[own])
-        return coded, left
+    def _serve(
+        self,
+        passes: Passes,
+        received: Sequence[Tensor],
+        coded: Sequence[Tensor],
+        deal: Deal,
+        bucket: BucketView,
+        context: Context,
+    ) -> Tensor:
+        """Encode the means of the blocks that this rank serves; return what the codes leave out."""
+        noise = self._noise(deal.own_keys, context, "server")
+        kept = deal.served if self.server_feedback else 0
+        left = bucket.borrow((kept, self.codec.block), computing_dtype(bucket.memory.dtype))
+        for share in deal.shares if self.server_feedback else ():
+            left[share.rows].copy_(share.slot.state(SERVER_ERROR), non_blocking=True)
+        for start in range(0, deal.served, deal.at_once):
+            own = slice(start, min(start + deal.at_once, deal.served))
+            of_ranks, code = [payload[:, own] for payload in received], [payload[own] for payload in coded]
+            passes.serve(of_ranks, noise and noise.at(own), code, left[own] if self.server_feedback else None)
+        for payload in coded if deal.served < deal.longest else ():
+            payload[deal.served :] = 0
+        return left
+
+    def _noise(self, keys: Keys, context: Context, hop: str) -> Noise | None:
+        """Return the noise of the blocks with these keys, if the codec draws any."""
+        if not self.codec.draws:
+            return None
+        table = stable_seed("two-hop", self.seed, context.step)
+        return Noise.of(keys, self.codec.block, table, stable_seed(table, context.rank, hop))
 
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
         """Exchange the codes of each rank's shard: one hop, since nobody else needs the mean.
 
         A block is coded if it lies within one shard; what remains of a shard is sent uncompressed.
         """
-        plan = bucket.plan(self, lambda: _Columns.of(bucket, self.codec.block))
+        plan = bucket.plan(self, lambda: Columns.of(bucket, self.codec.block))
+        passes = Passes(self.codec, self.damping)
         seen: list[Tensor] = []
-        sent: list[Tensor] = []
-        ends = bucket.memory.new_zeros(len(bucket.memory), plan.ends, dtype=computing_dtype(bucket.memory.dtype))
-        for tile, row, column, name in plan.tiles(bucket):
+        shape, dtype = (len(bucket.memory), plan.blocks), computing_dtype(bucket.memory.dtype)
+        sent = [bucket.memory.new_zeros(*shape, *rows, dtype=kind) for rows, kind in _payloads(self.codec, dtype)]
+        ends = bucket.memory.new_zeros(len(bucket.memory), plan.ends, dtype=dtype)
+        for tile, row, column, keys in plan.tiles(bucket):
+            noise = self._noise(keys, context, "own")
             M = tile.form()
             whole = len(M) // self.codec.block * self.codec.block
             ends[row, column.end : column.end + len(M) - whole] = M[whole:]
             seen += [M.abs().amax()] if len(M) else []
             for start, blocks in plan.pieces(M[:whole]):
-                code = self._encode(blocks, context, name, "own", row, start)
-                sent = sent or [part.new_zeros(len(bucket.memory), plan.blocks, *part.shape[1:]) for part in code]
-                for payload, part in zip(sent, code, strict=True):
-                    payload[row, column.block + start : column.block + start + len(blocks)] = part
+                own = slice(start, start + len(blocks))
+                places = plan.places(row, column.block + start, len(blocks))
+                passes.send(blocks, noise and noise.at(own), sent, places, keeps=False)
+                code = [payload[row, column.block + start : column.block + own.stop] for payload in sent]
                 seen += [one.abs().amax() for one in self.codec.evidence(code)]
-                seen += tile.in_own_range(map(self._decode, [code]))
+                seen += tile.in_own_range(map(passes.decode, [code]))
         is_flagged = bucket.keeps or not self.codec.shows_non_finite
         flags = [Flags.of(seen, context.world_size)] if is_flagged else []
         *received, of_ends = yield AllToAll(*flags, *map(Part, sent), Part(ends), last=True)
@@ -314,54 +249,28 @@ class TwoHop(Compressor):
                 M = tile.form()
                 for start, blocks in plan.pieces(M[: len(M) // self.codec.block * self.codec.block]):
                     own = slice(column.block + start, column.block + start + len(blocks))
-                    blocks.sub_(self._decode([payload[row, own] for payload in sent]))
+                    blocks.sub_(passes.decode([payload[row, own] for payload in sent]))
                 M[len(M) // self.codec.block * self.codec.block :] = 0
                 tile.keep(M, finite)
         for slot, column in zip(bucket.slots, plan.columns, strict=True):
             whole = len(slot.mean) // self.codec.block * self.codec.block
-            for start, place in plan.pieces(slot.mean[:whole], at_once=plan.at_once // context.world_size):
+            for start, place in plan.pieces(slot.mean[:whole]):
                 own = slice(column.block + start, column.block + start + len(place))
-                place.copy_(self._mean([payload[:, own].flatten(0, 1) for payload in received], context))
+                place.copy_(passes.mean([payload[:, own] for payload in received]))
             first, *others = of_ends[:, column.end : column.end + len(slot.mean) - whole]
             slot.mean[whole:] = mean_in_order(first, others, context.world_size)
             if not self.codec.shows_non_finite:
                 slot.mean.add_(flaw.sum())
 
-    def _mean(self, of_all: Sequence[Tensor], context: Context) -> Tensor:
-        """Return the mean of as many codes as there are ranks, one after another, in rank order."""
-        first, *others = self._decode(of_all).unflatten(0, (context.world_size, -1))
-        return mean_in_order(first, others, context.world_size)
-
-    def _encode(self, blocks: Tensor, context: Context, *what: str | int) -> Sequence[Tensor]:
-        noise = blocks.new_empty(0)
-        if self.codec.draws:
-            seed = stable_seed("two-hop", self.seed, context.step, context.rank, *what)
-            noise = seeded_uniform(tuple(blocks.shape), seed, blocks)
-        code = self.codec.encode(blocks, noise)
-        if not isinstance(code, (tuple, list)) or any(len(payload) != len(blocks) for payload in code):
-            raise CompressorError(
-                f"{self.codec!r}.encode must return a tuple of tensors of {len(blocks)} rows, one for each block."
-            )
-        return code
-
-    def _decode(self, code: Sequence[Tensor]) -> Tensor:
-        blocks = self.codec.decode(code)
-        if blocks.shape != (len(code[0]), self.codec.block):
-            raise CompressorError(
-                f"{self.codec!r}.decode must return blocks of shape {(len(code[0]), self.codec.block)} "
-                f"(got {tuple(blocks.shape)})."
-            )
-        return blocks if self.damping is None else blocks.mul_(self.damping)
-
-    def _tiles(self, memory: Tensor, places: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the whole blocks of 1-D memory, some at a time, and the positions of their codes."""
-        whole = memory[: memory.numel() // self.codec.block * self.codec.block].view(-1, self.codec.block)
-        return zip(whole.split(len(places[0])), places, strict=True)
-
 
 @functools.cache
+def _payloads(codec: Codec, dtype: torch.dtype) -> Sequence[tuple[torch.Size, torch.dtype]]:
+    """Return the shape, without the first dimension, and the dtype of each tensor of a code of blocks of a dtype."""
+    block = torch.zeros(1, codec.block, dtype=dtype, device="cpu")
+    code = codec.encode(block, block.float() if codec.draws else block.new_empty(0))
+    return [(payload.shape[1:], payload.dtype) for payload in code]
+
+
 def _bytes_of_block(codec: Codec) -> int:
     """Return how many bytes a block's code takes, of a parameter in fp32."""
-    block = torch.zeros(1, codec.block, dtype=torch.float32, device="cpu")
-    code = codec.encode(block, block if codec.draws else block.new_empty(0))
-    return sum(payload.numel() * payload.element_size() for payload in code)
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in _payloads(codec, torch.float32))

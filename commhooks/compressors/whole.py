@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from commhooks.language.bucket import Slot
 from commhooks.language.compressor import Exchange
 from commhooks.language.requests import AllReduce, Judge
+from commhooks.language.tile import Tile
 
 
-def average_from(starts: Sequence[tuple[Slot, int]]) -> Exchange:
-    """Average each slot from an element on, in fp32 at least; one that is averaged from its first on owes nothing then.
+def average_whole(tiles: Sequence[tuple[Slot, Tile]]) -> Exchange:
+    """Average tiles, each of a slot, in fp32 at least; they owe nothing then.
 
-    Such a slot may still have a residual from a run with another number of ranks.
+    They may still have a residual, from a run with another number of ranks.
     """
-    parts = [slot.part(slot.form()[start:].clone()) for slot, start in starts]
+    parts = [slot.part(tile.form().clone()) for slot, tile in tiles]
     means = yield AllReduce(*parts, average=True, last=True)
-    finite = yield Judge(*(mean.to(slot.gradient.dtype) for (slot, _), mean in zip(starts, means, strict=True)))
-    for (slot, start), mean in zip(starts, means, strict=True):
-        if start == 0 and slot.tile.keeps:
-            slot.keep(slot.room.zero_(), finite)
-        slot.mean[start:] = mean
+    finite = yield Judge(*(mean.to(slot.gradient.dtype) for (slot, _), mean in zip(tiles, means, strict=True)))
+    for (_, tile), mean in zip(tiles, means, strict=True):
+        if tile.keeps:
+            tile.keep(tile.room.zero_(), finite)
+        tile.write(mean)

@@ -12,6 +12,7 @@ from torch import Tensor
 from commhooks.errors import GradientError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor
+from commhooks.language.lending import Pool
 from commhooks.language.requests import Layout
 from commhooks.state.handover import hand_over
 from commhooks.state.table import StateTable
@@ -46,6 +47,8 @@ class Buckets:
         """Whether the names of one model's parameters are known."""
         self.phase = Phase(0, is_guarded=False)
         """The current step's, of its compressor."""
+        self.pool = Pool()
+        """What the exchanges of all buckets borrow from."""
         self._table = table
         self._by_parameter = by_parameter
         self._views: dict[Key, BucketView] = {}
@@ -60,6 +63,7 @@ class Buckets:
         """Return a bucket's view, that of the last step if parameters and memory are the same."""
         if not self._by_parameter:
             view = BucketView(bucket.index(), memory)
+            view.scratch.loans.pool = self.pool
             if not memory.is_sparse:  # counters identify layouts by identity: one for each size, whoever's bucket it is
                 view.layout = self._layouts.setdefault(memory.numel(), view.layout)
             return view
@@ -78,6 +82,7 @@ class Buckets:
         output = self._output(bucket, memory)
         slots = self._slots(bucket, memory, parameters, output)
         view = self._views[key] = BucketView(bucket.index(), memory, slots, output=output)
+        view.scratch.loans.pool = self.pool
         self._parameters[key] = parameters
         if known is not None:
             view.layout = known.layout

@@ -18,7 +18,7 @@ from commhooks.engine.replay import Resumed, put_together
 from commhooks.engine.undo import UndoLog
 from commhooks.errors import AttachError, CommHooksError, GradientError, SettingsError
 from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange, begin_exchange, judged
+from commhooks.language.compressor import Compressor, Context, Exchange, begin_exchange, judged, message_formats
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import Line
@@ -238,7 +238,8 @@ class Engine:
         if refusal is not None:
             return refusal_as_fingerprint(refusal)
         return (
-            f"compressor: {compressor!r}\nunused parameters: {self._may_be_unused}\npolicy: {self.policy!r}\n"
+            f"compressor: {compressor!r}\nmessage formats: {message_formats(compressor) or 'the first ones'}\n"
+            f"unused parameters: {self._may_be_unused}\npolicy: {self.policy!r}\n"
             f"atomic: {self._undo is not None}\nlane: {self.lane.number} {self.lane.name}\n"
             f"{self.resumed.fingerprint}\n{self._fingerprint}"
         )
@@ -251,7 +252,11 @@ class Engine:
         """Return the totals so far."""
         return self.lane.ledger.totals(self.lane.traffic)
 
+    def working_memory(self) -> list[Tensor]:
+        """Return the memory of messages and of what exchanges borrow, which is kept between steps."""
+        return [*self.lane.working_memory(), *self.buckets.pool.blocks()]
+
     def memory_report(self) -> MemoryReport:
         """Return how many bytes are used, and for what."""
         copies = self._undo.tensors() if self._undo is not None else []
-        return memory_report(self.state, self.buckets.views(), copies, self.lane.working_memory())
+        return memory_report(self.state, self.buckets.views(), copies, self.working_memory())

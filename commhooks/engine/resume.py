@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Mapping, Set
 from typing import Any
@@ -16,12 +17,13 @@ from commhooks.engine.engine import Engine
 from commhooks.engine.replay import Resumed
 from commhooks.errors import AttachError, CheckpointError
 from commhooks.language.bucket import Slot
+from commhooks.language.compressor import message_formats
 from commhooks.language.entries import Declared, Entry
 from commhooks.language.place import Place
 from commhooks.state.fitness import begun_again, misfits
 from commhooks.state.formats import description_of
 from commhooks.state.orders import in_memory_order, in_other_formats, with_an_axis_each
-from commhooks.state.settings import settings_of
+from commhooks.state.settings import MESSAGES, settings_of
 from commhooks.state.snapshot import LoadRules, Snapshot, refuse
 
 
@@ -47,7 +49,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
         world_size=engine.line.world_size,
         policy=engine.policy,
         grad_scale=engine.loss_scale.value(),
-        settings=settings_of(engine.compressor),
+        settings=settings_of(engine.compressor) | {MESSAGES: repr(message_formats(engine.compressor))},
         shapes={name: list(parameter.shape) for name, parameter in engine.state.named().items()},
         bucket_plan=buckets | dict(bucket_plan),
         kinds=engine.state.kinds(),
@@ -141,6 +143,7 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
     if isinstance(checked, CheckpointError):
         raise checked
     _warn_of_new_beginnings(engine, checked)
+    _warn_of_new_messages(engine, checked)
     declared = _declared(engine, checked)
     if rules.missing == "reset":
         checked = checked.without_entries_not_in(declared, world_size)
@@ -163,6 +166,23 @@ def _warn_of_new_beginnings(engine: Engine, checked: Snapshot) -> None:
         listed = ", ".join(again[:8]) + (f" and {len(again) - 8} more" if len(again) > 8 else "")
         warnings.warn(
             f"commhooks: in this run's settings or memory format, {listed} starts from scratch.", stacklevel=5
+        )
+
+
+def _warn_of_new_messages(engine: Engine, checked: Snapshot) -> None:
+    """Warn if the compressors that saved a checkpoint sent other messages than those of this version."""
+    saved = " ".join(checked.settings.values())
+    then = {name: int(version) for name, version in re.findall(r"'(\w+)': (\d+)", checked.settings.get(MESSAGES, ""))}
+    changed = [
+        name
+        for name, version in message_formats(engine.compressor).items()
+        if re.search(rf"\b{name}\b", saved) and then.get(name, 1) != version
+    ]
+    if changed:
+        warnings.warn(
+            f"commhooks: the checkpoint was saved by a version in which {', '.join(changed)} sent other messages. All "
+            "state is continued, but from here on the run differs from what it would have been, as with another seed.",
+            stacklevel=5,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -147,12 +148,16 @@ class BucketView:
         """All gradients, in as few tiles as possible: one if the slots fill the memory, otherwise one for each slot."""
         if not self.is_whole:
             return [slot.tile for slot in self.slots]
-        residuals, first = [], 0
-        for slot in self.slots:
-            if self._has_residual(slot):
-                residuals.append((first, slot.remembered[RESIDUAL]))
-            first += slot.gradient.numel()
-        return [Tile(self.scratch, self.memory, self.layout, residuals, self.decay, self.output)]
+        return [Tile(self.scratch, self.memory, self.layout, self._residuals(self.slots), self.decay, self.output)]
+
+    def run(self, slots: Sequence[Slot]) -> Tile:
+        """Return slots that are next to each other in dense memory as one tile."""
+        elements = sum(slot.gradient.numel() for slot in slots)
+        first = slots[0].gradient.storage_offset() - self.memory.storage_offset()
+        own = slice(first, first + elements)
+        layout = Layout(tuple(slot.name for slot in slots), tuple(slot.gradient.numel() for slot in slots))
+        output = None if self.output is None else self.output[own]
+        return Tile(self.scratch, self.memory[own], layout, self._residuals(slots), self.decay, output)
 
     @functools.cached_property
     def rows(self) -> Sequence[tuple[Tensor, Tensor]]:
@@ -192,6 +197,14 @@ class BucketView:
         ]
         return self._derived(slots, self.feeds_back, self.decay, is_whole=self.is_whole)
 
+    def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory on the bucket's device, not initialised, for this exchange; see `give_back`."""
+        return self.scratch.loans.borrow(torch.Size(shape), dtype, self.memory.device)
+
+    def give_back(self, *borrowed: Tensor) -> None:
+        """Give back memory that nobody reads any more. Without this, the end of the exchange does it."""
+        self.scratch.loans.give_back(*borrowed)
+
     def plan(self, compressor: object, make: Callable[[], Plan]) -> Plan:
         """Return what `make` returned for this bucket the first time: views and scratch memory, never state."""
         if compressor not in self.plans:
@@ -210,6 +223,12 @@ class BucketView:
             first, end = (min(place * chunk, slot.parameter.numel()) for place in (rank, rank + 1))
             residuals = [(0, residual[first:end])] if residual is not None else []
             yield Tile(self.scratch, row[: end - first], slot.layout(end - first), residuals, self.decay)
+
+    def _residuals(self, slots: Sequence[Slot]) -> list[tuple[int, Tensor]]:
+        """Return the residuals of consecutive slots, each after its offset."""
+        ends = itertools.accumulate(slot.gradient.numel() for slot in slots)
+        pairs = zip(slots, itertools.chain([0], ends), strict=False)
+        return [(first, slot.remembered[RESIDUAL]) for slot, first in pairs if self._has_residual(slot)]
 
     def _has_residual(self, slot: Slot) -> bool:
         return self.feeds_back is not None and self.feeds_back(slot)

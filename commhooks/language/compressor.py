@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -107,6 +107,9 @@ class Compressor(ABC):
     """
 
     __signature__ = _NoSignature()
+    message_format: ClassVar[int] = 1
+    """Which version of its messages a compressor sends: ranks whose versions differ do not begin, and a checkpoint of
+    another version is continued with a warning, as its run would have sent something else."""
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a setting that is not what its field says; subclasses check what depends on two."""
@@ -240,6 +243,14 @@ def check_compressor(caller: str, compressor: object) -> None:
 def inner_of(compressor: Compressor) -> list[Compressor]:
     """Return the compressors in a compressor's settings."""
     return compressors_in(tuple(vars(compressor).values()))
+
+
+def message_formats(compressor: Compressor) -> dict[str, int]:
+    """Return the versions of a compressor's messages and of those in its settings, by class, where they are not 1."""
+    found = {type(compressor).__name__: compressor.message_format} if compressor.message_format != 1 else {}
+    for inner in inner_of(compressor):
+        found |= message_formats(inner)
+    return found
 
 
 def loss_of_a_matrix(compressor: Compressor) -> Loss:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from commhooks.devices import queue_copy, runs_later
+
+_IN_CACHE = 1 << 16
 
 
 def commit(memory: Tensor, value: Tensor, allowed: Tensor) -> None:
@@ -53,3 +56,8 @@ def surely(mask: Tensor) -> bool:
     Always False on a GPU, where finding out would mean waiting, and without memory (meta tensors).
     """
     return not (runs_later(mask) or mask.is_meta) and bool(mask if mask.dim() == 0 else mask.all())
+
+
+def elements_at_once(device: torch.device) -> int:
+    """Return how many elements to compute with at a time: in fp32 they fill a part of a core's cache; on a GPU, all."""
+    return _IN_CACHE if device.type == "cpu" else sys.maxsize

@@ -40,11 +40,3 @@ def seeded_normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float32, pin_memory=runs_later(like))
     return drawn.to(like, non_blocking=True)
-
-
-def seeded_uniform(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
-    """Return fp32 numbers, uniform in [0, 1), drawn on the device of `like`; other devices give other numbers."""
-    if like.is_meta:  # meta tensors have only shapes, and no generator
-        return torch.empty(shape, dtype=torch.float32, device=like.device)
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.rand(shape, generator=generator, dtype=torch.float32, device=like.device)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -50,6 +51,8 @@ class Part:
     in_place: bool = False
     """A sum may be written into the tensor, which is then the answer: nothing is copied if it is sent alone. No other
     part that is requested at the same time may share its memory."""
+    rows: Rows | None = None
+    """The memory that the tensor is a place in, if it is to be exchanged together with the other places there."""
 
     def __post_init__(self) -> None:
         if self.in_place and self.layout is not None and self.layout.elements != self.tensor.numel():
@@ -62,6 +65,57 @@ class Part:
     def on_wire(self) -> torch.dtype:
         """The dtype in which it is sent."""
         return self.tensor.dtype if self.wire is None else self.wire
+
+
+class Rows:
+    """Memory for a message with several parts side by side, which they are written into, and for its answer.
+
+    The message of an all-gather is one row of bytes, that of an all-to-all (with `ranks`) one for each rank. The widest
+    elements come first, so that all are aligned. `borrow` returns memory, which is not initialised.
+    """
+
+    def __init__(
+        self, kinds: Sequence[tuple[Sequence[int], torch.dtype]], world_size: int, borrow: Borrow, *, to_all: bool
+    ) -> None:
+        widths = [dtype.itemsize for _, dtype in kinds]
+        cuts, width = cuts_of([math.prod(shape) * dtype.itemsize for shape, dtype in kinds], widths)
+        self._answer = (world_size, width)
+        self._borrow = borrow
+        self.memory = borrow(self._answer[1:] if to_all else self._answer, torch.uint8)
+        """The message."""
+        leading = self.memory.shape[:-1]
+        self.places = [
+            self.memory[..., first:end].view(dtype).view(*leading, *shape)
+            for (first, end), (shape, dtype) in zip(cuts, kinds, strict=True)
+        ]
+        """A view of the message for each part: [*shape] or, in an all-to-all, [world size, *shape]."""
+
+    @functools.cached_property
+    def room(self) -> Tensor:
+        """Where the answer goes; borrowed when the message is sent."""
+        return self._borrow(self._answer, torch.uint8)
+
+    def parts(self, layout: Layout) -> list[Part]:
+        """Return the places as parts of a request."""
+        return [Part(place, layout, rows=self) for place in self.places]
+
+    def are_all_of(self, parts: Sequence[Part]) -> bool:
+        """Return whether the parts are these places, and all of them."""
+        return len(parts) == len(self.places) and all(
+            part.tensor is place for part, place in zip(parts, self.places, strict=True)
+        )
+
+
+def cuts_of(sizes: Sequence[int], widths: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+    """Return the first and last bytes of parts side by side, the widest elements first, and the bytes of a row.
+
+    Rows are a multiple of the widest elements' bytes.
+    """
+    cuts, end = [(0, 0)] * len(sizes), 0
+    for number in sorted(range(len(sizes)), key=lambda number: -widths[number]):
+        cuts[number] = (end, end + sizes[number])
+        end += sizes[number]
+    return cuts, end + -end % max(widths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +259,8 @@ class Judge:
         raise TypeError("Judge was not answered: write `finite = yield Judge(...)`.")
 
 
+Borrow = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Returns memory of a shape and dtype."""
 Asked = Request | Judge | tuple[Request, ...]
 """What may be yielded: a request, several at once (answered together by a list of answers), or a request for a
 verdict."""

@@ -12,7 +12,6 @@ of tiles always uses that buffer.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -21,11 +20,10 @@ from torch import Tensor
 
 from commhooks.devices import place_of
 from commhooks.errors import CompressorError
+from commhooks.language import lending
 from commhooks.language.memory import add_residuals, commit, commit_all, surely
 from commhooks.language.requests import Layout, Part
 from commhooks.tensors import computing_dtype
-
-_IS_CHECKED = os.environ.get("COMMHOOKS_CHECK_TILES", "0") not in ("", "0")
 
 
 class Form(Protocol):
@@ -57,6 +55,8 @@ class Scratch:
         self.turn = 0
         """Counts steps: a sum formed in an earlier step is no longer valid."""
         self.sparse_mean: Tensor | None = None
+        self.loans = lending.Loans()
+        """What the bucket's exchange has borrowed."""
         self.used: Mapping[int, Tensor] = {}
         """On a GPU, where a parameter may be unused on every rank: whether it is not, for each storage of its state."""
         self._device = memory.device
@@ -136,7 +136,7 @@ class Tile:
 
         Otherwise all tiles of a bucket share one scratch buffer.
         """
-        if _IS_CHECKED:
+        if lending.IS_CHECKED:
             self._scratch.lend(self)
         return self._scratch.room(self.gradient.shape) if self._scratch.is_needed else self.gradient
 
@@ -146,7 +146,7 @@ class Tile:
         The result may be overwritten; a bucket of fp32 or wider has no other copy.
         """
         room, scratch = self.room, self._scratch
-        if _IS_CHECKED and self._written_in == scratch.turn and self.mean is self.gradient:
+        if lending.IS_CHECKED and self._written_in == scratch.turn and self.mean is self.gradient:
             raise CompressorError("a gradient was formed again after its mean had taken its place; see Tile.")
         if scratch.is_needed:
             room.copy_(self.gradient)
@@ -182,7 +182,7 @@ class Tile:
                 f"what was not sent, of shape {tuple(unsent.shape)}, was kept for gradients of shape "
                 f"{tuple(self.gradient.shape)}."
             )
-        if _IS_CHECKED:
+        if lending.IS_CHECKED:
             self._scratch.check(self, unsent, "kept")
             is_over = self._written_in == self._scratch.turn and _share_memory(unsent, self.mean)
             if is_over and self.keeps:
@@ -195,7 +195,7 @@ class Tile:
 
     def write(self, mean: Tensor) -> None:
         """Write the mean, by default over the gradient; this overwrites whatever was formed there."""
-        if _IS_CHECKED:
+        if lending.IS_CHECKED:
             self._scratch.check(self, mean, "written")
             self._written_in = self._scratch.turn
         if mean is self.mean:
@@ -218,10 +218,10 @@ class Tile:
         blocks = form.view(self.gradient.view(-1)[:inside]).split(rows)
         is_apart = self.mean is not self.gradient
         means = form.view(self.mean.view(-1)[:inside]).split(rows) if is_apart else blocks
-        if len(self._residuals) == 1:
-            kept = form.view(self._residuals[0][1].view(-1)[:inside]).split(rows)
+        if self._whole is not None:
+            kept = form.view(self._whole.view(-1)[:inside]).split(rows)
             residuals: list[Sequence[tuple[int, Tensor]]] = [[(0, block)] for block in kept]
-        else:  # several parameters in one matrix: its rows are contiguous
+        else:  # no residual, or those of several parameters in one matrix: its rows are contiguous
             ends = [min(first + rows, form.n) * form.m for first in range(0, form.n, rows)]
             residuals = [self._overlap(end - block.numel(), end) for end, block in zip(ends, blocks, strict=True)]
         places = zip(blocks, residuals, means, strict=True)
@@ -299,7 +299,7 @@ class TileStack:
         if self._own is not None:
             self._formed_in = -1
             return self._own
-        if _IS_CHECKED:
+        if lending.IS_CHECKED:
             self._scratch.lend(self)
         return self._scratch.room(self._shape)
 
@@ -321,13 +321,13 @@ class TileStack:
 
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
         """Keep what was not sent, for the next step; if `finite` is false, change nothing."""
-        if _IS_CHECKED:
+        if lending.IS_CHECKED:
             self._scratch.check(self, unsent, "kept")
         commit_all(self._residuals, unsent, self._scratch.permits_each(self._residuals, finite))
 
     def write(self, means: Tensor) -> None:
         """Write the means; see `Tile.write`."""
-        if _IS_CHECKED:
+        if lending.IS_CHECKED:
             self._scratch.check(self, means, "written")
         torch._foreach_copy_(self._means, list(means.unbind()))
 

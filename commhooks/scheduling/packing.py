@@ -30,6 +30,7 @@ from commhooks.language.requests import (
     ReduceScatter,
     Request,
     Sum,
+    cuts_of,
     ranks_in,
 )
 
@@ -149,38 +150,36 @@ class _Rows(Message):
         self._rows = 0 if kind is AllGather else world_size
         dtypes = {part.tensor.dtype for part in parts}
         as_bytes = kind is not ReduceScatter and (len(parts) > 1 or not dtypes <= _DTYPES_OF_BACKENDS)
-        dtype = torch.uint8 if as_bytes else parts[0].tensor.dtype
-        self._cuts: list[tuple[int, int]] = [(0, 0)] * len(parts)
-        width = 0
-        for number in sorted(range(len(parts)), key=lambda number: -parts[number].tensor.element_size()):
-            tensor = parts[number].tensor
-            length = tensor.numel() // (self._rows or 1) * (tensor.element_size() if as_bytes else 1)
-            self._cuts[number] = (width, width + length)
-            width += length
-        widest = max(part.tensor.element_size() for part in parts) if as_bytes else 1
-        width += -width % widest  # rows begin where the widest elements are aligned
+        self._dtype = torch.uint8 if as_bytes else parts[0].tensor.dtype
+        widths = [part.tensor.element_size() if as_bytes else 1 for part in parts]
+        lengths = [part.tensor.numel() // (self._rows or 1) for part in parts]
+        self._cuts, width = cuts_of([n * size for n, size in zip(lengths, widths, strict=True)], widths)
         self._shape = (self._rows, width) if self._rows else (width,)
         # Rows for all ranks are as large as all codes of a bucket; once sent, the memory is needed elsewhere.
         self._is_kept = kind is AllGather
-        self.memory = parts[0].tensor.new_zeros(self._shape if self._is_kept else (0,), dtype=dtype)
-        self._places = self._places_in(self.memory, parts) if self._is_kept else []
+        self.memory = parts[0].tensor.new_zeros(0, dtype=self._dtype)
+        self._places: list[Tensor] = []
 
     def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
-        memory, first = self.memory, parts[0].tensor
+        memory, first, rows, room = self.memory, parts[0].tensor, parts[0].rows, None
         is_mean = isinstance(request, Sum) and request.average and world_size > 1
-        if not self._is_kept and len(parts) == 1 and first.dtype == memory.dtype and first.is_contiguous():
+        if rows is not None and rows.are_all_of(parts):
+            memory, room = rows.memory.view(self._dtype), rows.room.view(self._dtype)
+        elif not self._is_kept and len(parts) == 1 and first.dtype == memory.dtype and first.is_contiguous():
             memory = first.view(self._shape)  # it is its own message
             if is_mean:
                 memory = memory.div_(world_size) if parts[0].in_place else memory / world_size
         else:
-            if not self._is_kept:
+            if not self._places:
                 memory = memory.new_zeros(self._shape)
+            if self._is_kept and not self._places:
+                self.memory, self._places = memory, self._places_in(memory, parts)
             for place, part in zip(self._places or self._places_in(memory, parts), parts, strict=True):
                 place.copy_(part.tensor)
             if is_mean:
                 memory /= world_size
         kind: Any = request.kind
-        return Collective(kind, memory, sum(part.tensor.numel() for part in parts), request.group)
+        return Collective(kind, memory, sum(part.tensor.numel() for part in parts), request.group, room)
 
     def _places_in(self, memory: Tensor, parts: Sequence[Part]) -> list[Tensor]:
         cuts = zip(self._cuts, parts, strict=True)

@@ -141,6 +141,8 @@ class BucketTask:
     def _give_back(self) -> None:
         while self.messages:
             self.messages.pop().give_back()
+        if self.bucket.scratch.loans.blocks:
+            self.bucket.scratch.loans.end()
 
     def _run(self, answer: Any) -> None:
         self.judge = None

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from commhooks.language.compressor import Compressor
 
+MESSAGES = "message formats"
+"""The name among the settings for what is no setting: see `Compressor.message_format`."""
+
 
 def settings_of(
     compressor: Compressor, *, only_defaults: bool = False, written: Callable[[object], str] = repr
@@ -33,7 +36,7 @@ def settings_that_differ(saved: Mapping[str, str], compressor: Compressor) -> li
     then = {**settings_of(compressor, only_defaults=True), **saved}
     found = [
         f"setting {name}: saved with {then.get(name, 'nothing')}, now {now.get(name, 'nothing')}"
-        for name in sorted({*saved, *now})
+        for name in sorted({*saved, *now} - {MESSAGES})
         if then.get(name) not in (now.get(name), as_then.get(name))
     ]
     return [*found[:-1], f"{found[-1]}; pass settings='change' to continue with the new ones"] if found else []

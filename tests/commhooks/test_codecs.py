@@ -13,7 +13,7 @@ from torch import Tensor
 import commhooks
 from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter, TwoHop
 from commhooks.codecs import FP8, MXFP4, MXFP8, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad, Vote
-from commhooks.compressors.codecs.packing import look_up, pack, unpack
+from commhooks.compressors.codecs.packing import pack, pack_signs, unpack_into, unpack_signs
 from commhooks.language.loss import error_of
 from tests import bounds
 from tests.commhooks.workers import Workers, largest, normal, zeros
@@ -282,14 +282,26 @@ def residual_after(steps: int, codec: Codec, damping: float) -> float:
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_packed_numbers_come_back(bits: int) -> None:
-    numbers = torch.randint(0, 2**bits, (5, 64), generator=torch.Generator().manual_seed(bits))
-    packed = pack(numbers.float(), bits)
-    assert (packed.dtype, packed.shape) == (torch.uint8, (5, 8 * bits))
-    assert torch.equal(unpack(packed, bits), numbers.float())
-    values = torch.randn(2**bits)
-    assert torch.equal(look_up(packed, values), values[numbers])
+    most = 2 ** (bits - 1) - 1
+    numbers = torch.randint(-most, most + 1, (5, 64), generator=torch.Generator().manual_seed(bits)).float()
+    packed = pack(numbers, bits)
+    assert (packed.dtype, packed.shape) == (torch.int8, (5, 8 * bits))
+    assert torch.equal(unpack_into(packed, bits, torch.empty(5, 64)), numbers)
+    # Byte k holds the k-th number of each part, as digits of a number in base 2**bits.
+    powers = 2.0 ** (bits * torch.arange(8 // bits))
+    assert torch.equal(packed.float(), powers @ numbers.view(5, 8 // bits, -1))
+
+
+def test_packed_signs_come_back() -> None:
+    values = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    values[0, :3] = torch.tensor([0.0, -0.0, -math.inf])
+    packed, sizes = pack_signs(values), torch.rand(5, 1)
+    assert (packed.dtype, packed.shape) == (torch.uint8, (5, 8))
+    assert torch.equal(unpack_signs(packed, sizes, torch.empty(5, 64)), torch.copysign(sizes, values))
+    bits = torch.from_numpy(np.signbit(values.numpy()).reshape(5, 8, 8)).int()
+    assert torch.equal(packed.int(), (bits << torch.arange(8).view(1, 8, 1)).sum(1))
 
 
 @pytest.mark.parametrize(

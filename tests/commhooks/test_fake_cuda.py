@@ -6,7 +6,6 @@ A fake tensor raises where a value is asked for, which is where the host would w
 from __future__ import annotations
 
 import functools
-import itertools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks import devices
+from commhooks import TwoHop, devices
 from commhooks.communicators.collective import Traffic
 from commhooks.engine import undo
-from commhooks.language import BucketView, Context, Place
+from commhooks.language import BucketView, Compressor, Context
+from commhooks.language.compressor import inner_of
 from commhooks.language.randomness import seeded_normal
 from commhooks.scheduling.ledger import Ledger
 from commhooks.state.table import StateTable
@@ -99,6 +99,8 @@ def _item(tensor: Tensor, index: Any) -> Tensor:
     if Ellipsis in [part for part in parts if not isinstance(part, Tensor)]:
         (place,) = (number for number, part in enumerate(parts) if part is Ellipsis)
         parts[place : place + 1] = [slice(None)] * (tensor.dim() - len(parts) + 1)
+    if all(isinstance(part, Tensor) for part in parts) and len(parts) > 1:  # pairs of indices
+        return torch.ops.aten.index.Tensor(tensor, parts)  # type: ignore[no-any-return]  # 'Returning Any'
     dimension = 0
     for part in parts:
         if isinstance(part, int):
@@ -116,8 +118,12 @@ def _item(tensor: Tensor, index: Any) -> Tensor:
 @functools.cache
 def _count_blocks() -> None:
     """Let two-hop compressors count the bytes of a block's code, which they do once, with real numbers."""
-    for case, number in itertools.product(CASES, range(len(SHAPES))):
-        case.make().state(Place(f"weights.{number}", torch.empty(10_000), 1))
+    waiting: list[Compressor] = [case.make() for case in CASES]
+    while waiting:
+        compressor = waiting.pop()
+        waiting += inner_of(compressor)
+        if isinstance(compressor, TwoHop):
+            compressor.pays(10_000, 1)
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def test_what_is_used_out_of_order_raises(
 
 
 def test_a_training_run_does_not_check() -> None:
-    script = "from commhooks.language import tile; print(tile._IS_CHECKED)"
+    script = "from commhooks.language import lending; print(lending.IS_CHECKED)"
     environment = {name: value for name, value in os.environ.items() if name != "COMMHOOKS_CHECK_TILES"}
     for added, printed in (({}, "False"), ({"COMMHOOKS_CHECK_TILES": "1"}, "True")):
         done = subprocess.run(

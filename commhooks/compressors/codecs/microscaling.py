@@ -21,7 +21,6 @@ from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.fp8 import from_e4m3, to_e4m3
-from commhooks.compressors.codecs.packing import look_up, pack
 
 GROUP = 32
 _NAN = 255
@@ -46,23 +45,28 @@ class Microscaled(Codec):
         """Return the nearest elements of blocks [B, block] as bytes."""
 
     @abstractmethod
-    def from_bytes(self, packed: Tensor) -> Tensor:
-        """Return the elements [B, block] in fp32."""
+    def from_bytes(self, packed: Tensor, blocks: Tensor) -> Tensor:
+        """Write the elements to blocks [B, block], and return these."""
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the groups' exponents as bytes [B, block/32], 255 for inf and NaN, and the elements' bytes."""
         groups = blocks.unflatten(1, (-1, GROUP))
         largest = groups.abs().amax(2)
         exponents = torch.frexp(largest).exponent - 1 - self.largest_exponent + _BIAS
-        exponents = torch.where(largest.isfinite(), exponents.clamp_(0, _NAN), _NAN).to(torch.uint8)
-        values = groups / _powers(exponents).unsqueeze(2)
-        return exponents, self.to_bytes(values.flatten(1).nan_to_num_(0.0))
+        exponents.clamp_(0, _NAN).masked_fill_(largest == 0, 0)
+        exponents = torch.where(largest.isfinite(), exponents, _NAN).to(torch.uint8)
+        values = groups * _powers(exponents).reciprocal_().unsqueeze(2)  # finite, as is that of 2**-127
+        return exponents, self.to_bytes(values.flatten(1).float())
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the elements times their groups' powers of two."""
+        return self.decode_into(code, torch.empty(len(code[0]), self.block, device=code[0].device))
+
+    def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
+        """Write the elements times their groups' powers of two."""
         exponents, packed = code
-        groups = self.from_bytes(packed).unflatten(1, (-1, GROUP))
-        return torch.flatten(groups.mul_(_powers(exponents).unsqueeze(2)), 1)
+        self.from_bytes(packed, blocks).unflatten(1, (-1, GROUP)).mul_(_powers(exponents).unsqueeze(2))
+        return blocks
 
     def evidence(self, code: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the groups' scales: inf if a group is not finite."""
@@ -82,9 +86,9 @@ class MXFP8(Microscaled):
         """Return the nearest E4M3 numbers as bytes."""
         return to_e4m3(values)
 
-    def from_bytes(self, packed: Tensor) -> Tensor:
-        """Return the elements in fp32."""
-        return from_e4m3(packed)
+    def from_bytes(self, packed: Tensor, blocks: Tensor) -> Tensor:
+        """Write the elements."""
+        return from_e4m3(packed, blocks)
 
     def relative_error(self) -> float:
         """Return 1/64, as 512 becomes 448, plus the loss of small numbers: at most 2**-10 each, beside one of 256."""
@@ -94,6 +98,11 @@ class MXFP8(Microscaled):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP4(Microscaled):
     """E2M1 elements, packed two to a byte."""
+
+    @property
+    def compiled(self) -> tuple[str, int] | None:
+        """Its compiled passes."""
+        return "mxfp4", 0
 
     @property
     def largest_exponent(self) -> int:
@@ -106,16 +115,23 @@ class MXFP4(Microscaled):
         The step is 1/2 from 0 to 2, then 1, and 2 from 4 on. `round` breaks ties towards even, and so do these sums, as
         the standard requires.
         """
-        x = values.abs()
-        code = (2 * x).round_().clamp_(max=4).add_(x.round().clamp_(2, 4)).add_((x / 2).round_().clamp_(2, 3)).sub_(4)
-        return pack(code.add_(values < 0, alpha=8), 4)
+        x = values.abs().clamp_(max=8)  # inf minus inf would be NaN
+        codes = (2 * x).round_().clamp_(max=4).add_(x.round().clamp_(2, 4)).add_((x / 2).round_().clamp_(2, 3)).sub_(4)
+        signs = (values.view(torch.int32) >> 28).to(torch.int8).bitwise_and_(8)
+        low, high = signs.bitwise_or_(codes.to(torch.int8)).chunk(2, dim=1)
+        return (low | high << 4).view(torch.uint8)
 
-    def from_bytes(self, packed: Tensor) -> Tensor:
-        """Return the elements in fp32."""
-        every = torch.arange(16, device=packed.device)
-        # E4M3 has the same bits, with two more exponent bits before them and two more fraction bits after them.
-        numbers = from_e4m3(((every & 8) << 4 | (every & 7) << 2).to(torch.uint8).unsqueeze(1)).mul_(64)
-        return look_up(packed, numbers.flatten())
+    def from_bytes(self, packed: Tensor, blocks: Tensor) -> Tensor:
+        """Write the elements.
+
+        fp16 has the sign in the same place, three exponent bits more, whose bias is greater by 14, and nine fraction
+        bits more.
+        """
+        packed = packed.view(torch.int8)
+        for half, nibbles in zip(blocks.chunk(2, dim=1), (packed << 4, packed), strict=True):
+            bits = nibbles.to(torch.int16).bitwise_and_(-16)  # the nibble as the upper half of a byte, with its sign
+            half.copy_(bits.bitwise_left_shift_(5).bitwise_and_(~(7 << 12)).view(torch.float16))
+        return blocks.mul_(2.0**14)
 
     def relative_error(self) -> float:
         """Return 47/431 = 0.11: the worst group has one 5, which becomes 4, and 31 times 1/4, which become 0.

@@ -17,7 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks.compressors.codecs.codec import Codec
+from commhooks.compressors.codecs.codec import Codec, in_units_of
+from commhooks.compressors.codecs.packing import widened
+from commhooks.tensors import smallest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,11 @@ class Natural(Codec):
     """A sign and an exponent in a byte, and for each block the first power of two that is not below it."""
 
     block: int = 1024
+
+    @property
+    def compiled(self) -> tuple[str, int] | None:
+        """Its compiled passes."""
+        return "natural", 0
 
     @property
     def draws(self) -> bool:
@@ -41,22 +48,25 @@ class Natural(Codec):
 
         Up to 1, fp32's exponent has 7 bits. Noise of 23 bits is added to the 23 fraction bits, and carries into the
         exponent with the fraction as its probability; below 2**-126, where the exponent is 0, the choice is
-        between 0 and 2**-126.
+        between 0 and 2**-126. From 1 to 2, fp32 has the exponent 127, and the noise as its fraction bits.
         """
         largest = blocks.abs().amax(1, keepdim=True)
         fraction = torch.frexp(largest).mantissa
-        scales = largest / fraction.masked_fill_(fraction <= 0.5, 1)  # NaN if the largest is inf
-        bits = (blocks / scales).float().view(torch.int32)
-        bits += (noise * 2**23).to(torch.int32)
-        exponents = bits >> 23  # with the sign, two bits further up
-        return scales, (exponents | exponents >> 1 & 128).to(torch.uint8)
+        # NaN if the largest is inf
+        scales = (largest / fraction.masked_fill_(fraction <= 0.5, 1)).clamp_(min=smallest(blocks.dtype))
+        bits = in_units_of(scales, blocks).float().view(torch.int32)
+        exponents = bits.add_((noise + 1).view(torch.int32)).bitwise_right_shift_(23)
+        exponents.sub_(exponents >> 8, alpha=128)  # the sign, two bits further up, becomes a byte's
+        return scales, exponents.to(torch.int8).sub_(127)
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the powers of two times the scales."""
+        return self.decode_into(code, code[0].new_empty(len(code[0]), self.block))
+
+    def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
+        """Write the powers of two times the scales: a bf16 number has one exponent bit more behind its sign."""
         scales, packed = code
-        packed = packed.to(torch.int32)
-        powers = ((packed & 128) << 24 | (packed & 127) << 23).view(torch.float32)
-        return powers.to(scales.dtype).mul_(scales)
+        return blocks.copy_(widened(packed).view(torch.bfloat16)).mul_(scales)
 
     def relative_error(self) -> float:
         """Return 1/8: the error is largest for 4/3 times a power of two."""

@@ -1,4 +1,8 @@
-"""Integers of 1, 2, 4 or 8 bits, packed into bytes."""
+"""Integers of 1, 2, 4 or 8 bits, packed into bytes.
+
+A block is cut into equal parts, as many as a byte holds numbers: byte k has the k-th number of each part, the first
+part's in its lowest bits. So packing and unpacking work on long runs, and neighbours are never shifted apart.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,51 @@ from torch import Tensor
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Pack integers stored as floating-point numbers [B, n], from 0 to 2**bits - 1, into bytes [B, n·bits/8]."""
+    """Pack integers stored as floating-point numbers [B, n] into signed bytes [B, n·bits/8].
+
+    They are at most 2**(bits - 1) - 1 in magnitude. A byte is the sum of its numbers times powers of 2**bits: their
+    digits in a balanced system, which has no offset.
+    """
+    first, *others = numbers.chunk(8 // bits, dim=1)
+    for place, digits in enumerate(others, 1):
+        first = torch.add(first, digits, alpha=2.0 ** (bits * place))
+    return first.to(torch.int8)
+
+
+def unpack_into(packed: Tensor, bits: int, numbers: Tensor) -> Tensor:
+    """Unpack signed bytes [B, n·bits/8] into floating-point numbers [B, n], and return these."""
     if bits == 8:
-        return numbers.to(torch.uint8)
-    powers = (1 << torch.arange(0, 8, bits, device=numbers.device)).to(numbers.dtype)
-    packed = numbers.view(-1, 8 // bits) @ powers  # integers up to 255, exact in any precision
-    return packed.to(torch.uint8).view(len(numbers), -1)
+        return numbers.copy_(packed)
+    *parts, last = numbers.chunk(8 // bits, dim=1)
+    for part in parts:
+        digits = (packed << 8 - bits) >> 8 - bits  # the lowest bits, with their sign
+        part.copy_(digits)
+        packed = (packed - digits) >> bits
+    last.copy_(packed)
+    return numbers
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Return the numbers [B, n], in fp32."""
-    if bits == 8:
-        return packed.float()
-    return look_up(packed, torch.arange(2.0**bits, device=packed.device))
+def pack_signs(values: Tensor) -> Tensor:
+    """Pack the sign bits of fp32 values [B, n] into bytes [B, n/8]: bit b of byte k is that of element b·n/8 + k."""
+    masks = values.view(torch.int32).unflatten(1, (8, -1)) >> 31  # 0, or -1 for a sign
+    powers = (1 << torch.arange(8, dtype=torch.int32, device=values.device)).unsqueeze(1)
+    packed: Tensor = masks.bitwise_and_(powers).sum(1, dtype=torch.int32)
+    return packed.to(torch.uint8)
 
 
-def look_up(packed: Tensor, values: Tensor) -> Tensor:
-    """Decode packed numbers [B, n] with a table of values: 2, 4, 16 or 256 in fp32."""
-    bits = (len(values) - 1).bit_length()
-    if bits < 8:
-        shifts = torch.arange(0, 8, bits, device=packed.device)
-        numbers = torch.arange(256, device=packed.device).unsqueeze(1) >> shifts & 2**bits - 1  # of every byte
-        # Two values are looked up as one float64: single numbers are copied faster than short rows.
-        values = values.index_select(0, numbers.flatten()).view(256, -1).view(torch.float64).squeeze(1)
-    return values.index_select(0, packed.flatten().int()).view(torch.float32).view(len(packed), -1)
+def unpack_signs(packed: Tensor, magnitudes: Tensor, values: Tensor) -> Tensor:
+    """Write magnitudes, broadcast to values [B, n], with the signs that were packed, and return the values."""
+    if values.dtype != torch.float32:
+        ones = torch.ones(1, 1, device=packed.device)
+        return values.copy_(unpack_signs(packed, ones, torch.empty_like(values, dtype=torch.float32))).mul_(magnitudes)
+    bits = values.view(torch.int32).unflatten(1, (8, -1))
+    shifts = torch.arange(31, 23, -1, dtype=torch.int32, device=packed.device).unsqueeze(1)
+    torch.bitwise_left_shift(packed.int().unsqueeze(1), shifts, out=bits)
+    bits.bitwise_and_(-(2**31)).bitwise_or_(magnitudes.view(torch.int32).unsqueeze(1))
+    return values
+
+
+def widened(packed: Tensor) -> Tensor:
+    """Return 8-bit floating-point numbers as 16-bit ones, in int16, with one exponent bit more behind the sign."""
+    bits = packed.view(torch.int8).to(torch.int16)  # its sign fills the upper byte
+    return bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14))

@@ -7,7 +7,7 @@ Bytes: 1/4 (s = 1), 1/2 (up to 7) or 1 per element, and 4 per block. Unbiased: f
 loss is at most min(n/s², √n/s): 0.032 at 512 and 127 levels, 3.2 at 7. So it uses no error feedback, which is rejected
 from 1 on.
 Weakness: with few levels most elements become 0 and the others much too large: noise, as from a smaller batch. On a
-CPU, encoding and decoding take as long as 19 to 55 copies of the memory, a third of it for random numbers.
+CPU, encoding and decoding take as long as CARD.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ class QSGD(Uniform):
     block: int = 512
     levels: int = setting(127, least=1, most=127)
     """Fewer: 4 bits per element up to 7, and 2 at 1; but more noise."""
+
+    @property
+    def compiled(self) -> tuple[str, int] | None:
+        """Its compiled passes."""
+        return "qsgd", self.levels
 
     def scales(self, blocks: Tensor) -> Tensor:
         """Return |block|/s [B, 1]; the largest magnitude is factored out first, since the square of 1e30 is inf.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.codecs.packing import look_up, pack
+from commhooks.compressors.codecs.packing import pack_signs, unpack_signs
 from commhooks.language.memory import surely
 
 
@@ -30,6 +30,11 @@ class Sign(Codec):
 
     multiple = 8
 
+    @property
+    def compiled(self) -> tuple[str, int] | None:
+        """Its compiled passes."""
+        return "sign", 0
+
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes of 8 signs each [B, block/8]."""
         magnitudes = blocks.abs()
@@ -37,12 +42,16 @@ class Sign(Codec):
         if not surely(scales.isfinite()):  # the sum of finite magnitudes may be inf, but not the sum of their shares
             shares = magnitudes.new_full((self.block, 1), 1 / self.block)
             scales = torch.where(scales.isfinite(), scales, magnitudes @ shares)
-        return scales, pack(torch.ge(blocks, 0, out=magnitudes), 1)
+        return scales, pack_signs(blocks.float())
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the signs times the scales."""
+        return self.decode_into(code, code[0].new_empty(len(code[0]), self.block))
+
+    def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
+        """Write the signs times the scales."""
         scales, packed = code
-        return look_up(packed, torch.arange(-1.0, 2, 2, device=packed.device)).to(scales.dtype).mul_(scales)
+        return unpack_signs(packed, scales, blocks)
 
     def relative_error(self) -> float:
         """Return 1 - 1/block: the worst case is a block with a single nonzero element."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from commhooks.compressors.codecs.codec import Codec, scales_of
-from commhooks.compressors.codecs.packing import pack, unpack
+from commhooks.compressors.codecs.codec import Codec, in_units_of, scales_of
+from commhooks.compressors.codecs.packing import pack, unpack_into
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,11 @@ class Uniform(Codec):
         return next(bits for bits in (2, 4, 8) if 2 * self.levels < 2**bits)
 
     @property
+    def compiled(self) -> tuple[str, int] | None:
+        """Its compiled passes."""
+        return "uniform", self.levels
+
+    @property
     def draws(self) -> bool:
         """Return True: rounding is stochastic."""
         return True
@@ -52,16 +57,19 @@ class Uniform(Codec):
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and the packed numbers [B, n·bits/8]."""
         scales = self.scales(blocks)
-        numbers = (blocks / scales).nan_to_num_(0.0)  # NaN: inf/inf
+        numbers = in_units_of(scales, blocks)  # NaN only where the scale is inf or NaN, which is all that counts there
         numbers = numbers.add_(noise).floor_() if self.draws else numbers.round_()
         # In fp32 the largest may come out as s + 1: 127 plus noise just below 1 is 128.
-        numbers = numbers.clamp_(-self.levels, self.levels).add_(self.levels)
-        return scales, pack(numbers, self.bits)
+        return scales, pack(numbers.clamp_(-self.levels, self.levels), self.bits)
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the numbers times the scales."""
+        return self.decode_into(code, code[0].new_empty(len(code[0]), self.block))
+
+    def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
+        """Write the numbers times the scales."""
         scales, packed = code
-        return unpack(packed, self.bits).to(scales.dtype).sub_(self.levels).mul_(scales)
+        return unpack_into(packed, self.bits, blocks).mul_(scales)
 
     def relative_error(self) -> float:
         """Return (√(1 + (n - 1)/s²) - 1)/2 or, when rounding to nearest, q/(1 + q) with q = (n - 1)/(4s²).

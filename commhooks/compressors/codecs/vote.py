@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.codecs.packing import look_up, pack
+from commhooks.compressors.codecs.packing import pack_signs, unpack_signs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,24 @@ class Vote(Codec):
         """Return False: a bit cannot show it."""
         return False
 
+    @property
+    def compiled(self) -> tuple[str, int] | None:
+        """Its compiled passes."""
+        return "vote", 0
+
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return bytes of 8 signs each [B, block/8]."""
-        signs = torch.where(blocks == 0, noise < 0.5, blocks > 0)
-        return [pack(signs.float(), 1)]
+        signs = blocks.sign().float().mul_(2)
+        return [pack_signs(signs.sub_(noise).add_(0.5))]  # the noise, less than 1/2 either way, decides zeros alone
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return -1 and 1."""
-        return look_up(code[0], torch.arange(-1.0, 2, 2, device=code[0].device))
+        packed = code[0]
+        return self.decode_into(code, torch.empty(len(packed), self.block, device=packed.device))
+
+    def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
+        """Write -1 and 1."""
+        return unpack_signs(code[0], torch.ones(1, 1, device=blocks.device), blocks)
 
     def relative_error(self) -> float:
         """Return inf: ±1 may be arbitrarily larger than the element that it represents."""

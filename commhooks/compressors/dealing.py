@@ -1,0 +1,166 @@
+"""How two hops deal a bucket's blocks to the ranks, and where they are in its memory and in messages.
+
+Legend: B blocks of n elements; W ranks; b rows for each rank in a message, as many as the rank with most blocks serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from commhooks.compressors.codecs.passes import Places
+from commhooks.compressors.powersgd.matrices import MatrixForm
+from commhooks.devices import copied_to
+from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.compressor import Context
+from commhooks.language.entries import first_server
+from commhooks.language.memory import elements_at_once
+from commhooks.language.noise import Keys
+from commhooks.language.requests import Layout
+from commhooks.language.tile import Tile
+
+
+class Share(NamedTuple):
+    """The blocks of one parameter that this rank serves, and their rows among all that it serves."""
+
+    slot: Slot
+    rows: slice
+
+
+class Piece(NamedTuple):
+    """Some of a bucket's blocks, one after another in its memory; numbered in the bucket's order."""
+
+    tile: Tile
+    blocks: slice
+
+
+class Deal:
+    """Which rank serves which of a bucket's blocks: the next one is always served by the next rank."""
+
+    def __init__(self, bucket: BucketView, block: int, pays: Callable[[int], bool], context: Context) -> None:
+        ranks, device = context.world_size, bucket.memory.device
+        self.ranks = ranks
+        """W."""
+        self.coded = [slot for slot in bucket.slots if pays(slot.gradient.numel())]
+        blocks = [slot.gradient.numel() // block for slot in self.coded]
+        self.rest = [(slot, slot.tile) for slot in bucket.slots if slot not in set(self.coded)]
+        """What is averaged uncompressed: slots, and the tiles of them that are."""
+        self.pieces: list[Piece] = []
+        self.at_once = max(1, elements_at_once(device) // block)
+        """How many blocks to compute with at a time."""
+        start = 0
+        for run in _runs(self.coded, block):
+            tile = bucket.run(run)
+            whole = tile.gradient.numel() // block
+            for piece in tile.rows(MatrixForm(whole, block), self.at_once):
+                self.pieces.append(Piece(piece, slice(start, start + len(piece.gradient))))
+                start += len(piece.gradient)
+            self.rest += [(run[-1], rest) for rest in tile.rest(whole * block)]
+        self.shares = []
+        held = numpy.zeros(ranks, dtype=numpy.int64)  # blocks that each rank serves so far
+        found = [numpy.zeros(0, dtype=numpy.int64)]
+        for slot, count in zip(self.coded, blocks, strict=True):
+            numbers = numpy.arange(count)
+            servers = (numbers + first_server(slot.name, ranks)) % ranks
+            found.append(numpy.stack([servers, held[servers] + numbers // ranks], axis=1).reshape(-1))
+            begin = int(held[context.rank])
+            held += numpy.bincount(servers, minlength=ranks)
+            if held[context.rank] > begin:
+                self.shares.append(Share(slot, slice(begin, int(held[context.rank]))))
+        self.longest = int(held.max())
+        """b."""
+        servers, places = numpy.concatenate(found).reshape(-1, 2).T
+        flat = servers * self.longest + places
+        self.places = Places(*(copied_to(device, torch.from_numpy(one.copy())) for one in (servers, places, flat)))
+        """Of all blocks, [B]."""
+        of_rows = numpy.full(ranks * self.longest, start)
+        of_rows[flat] = numpy.arange(start)
+        unused = numpy.flatnonzero(of_rows == start)
+        rows = (unused // self.longest, unused % self.longest, unused)
+        self.padding = Places(*(copied_to(device, torch.from_numpy(one)) for one in rows))
+        """Of rows without a block."""
+        named = [
+            Keys.of("", 0, block),
+            *(Keys.of(slot.name, n, block) for slot, n in zip(self.coded, blocks, strict=True)),
+        ]
+        keys = Keys.together(named)
+        self.keys = keys.on(device)
+        served = of_rows[context.rank * self.longest :][: held[context.rank]]
+        self.own_keys = keys.at(torch.from_numpy(served)).on(device)
+        self.layout = Layout(tuple(slot.name for slot in self.coded), tuple(blocks))
+
+    @property
+    def served(self) -> int:
+        """How many blocks this rank serves."""
+        return len(self.own_keys.rows)
+
+
+def _runs(slots: Sequence[Slot], block: int) -> Iterator[list[Slot]]:
+    """Yield slots that are next to each other in memory; only the last of them may have elements beyond its blocks."""
+    run: list[Slot] = []
+    for slot in slots:
+        if run:
+            before = run[-1].gradient
+            is_next = before.storage_offset() + before.numel() == slot.gradient.storage_offset()
+            if before.numel() % block or not is_next:
+                yield run
+                run = []
+        run.append(slot)
+    if run:
+        yield run
+
+
+class Column(NamedTuple):
+    """Where a slot's blocks begin in each row of a message of shards, and the ends of its shards."""
+
+    block: int
+    end: int
+
+
+class Columns(NamedTuple):
+    """How the rows of a message of shards are divided among slots: room for the most that any rank has of each."""
+
+    columns: Sequence[Column]
+    blocks: int
+    ends: int
+    block: int
+    at_once: int
+    keys: Sequence[Keys]
+    """Of every slot's shards, in the order of `tiles`."""
+
+    @classmethod
+    def of(cls, bucket: BucketView, block: int) -> Columns:
+        """Divide a bucket of shards."""
+        columns, blocks, ends, keys = [], 0, 0, []
+        for slot in bucket.slots:
+            columns.append(Column(blocks, ends))
+            lengths = [tile.gradient.numel() for tile in slot.shards]
+            keys += [Keys.of(f"{slot.name}/{rank}", n // block, block) for rank, n in enumerate(lengths)]
+            blocks += max(length // block for length in lengths)
+            ends += max(length % block for length in lengths)
+        device = bucket.memory.device
+        keys = [own.on(device) for own in keys]
+        return cls(columns, blocks, ends, block, max(1, elements_at_once(device) // block), keys)
+
+    def tiles(self, bucket: BucketView) -> Iterator[tuple[Tile, int, Column, Keys]]:
+        """Yield every slot's shards: the tile, its rank, the slot's columns, and its blocks' keys."""
+        keys = iter(self.keys)
+        for slot, column in zip(bucket.slots, self.columns, strict=True):
+            for rank, tile in enumerate(slot.shards):
+                yield tile, rank, column, next(keys)
+
+    def places(self, rank: int, first: int, blocks: int) -> Places:
+        """Return the places of consecutive rows of one rank."""
+        rows = torch.arange(first, first + blocks, device=self.keys[0].rows.device)
+        return Places(torch.full_like(rows, rank), rows, rows + rank * self.blocks)
+
+    def pieces(self, memory: Tensor, at_once: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield some blocks of 1-D memory at a time, [blocks, n], each time after the number of the first."""
+        blocks = memory.view(-1, self.block)
+        at_once = max(1, at_once or self.at_once)
+        for start in range(0, len(blocks), at_once):
+            yield start, blocks[start : start + at_once]
