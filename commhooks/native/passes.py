@@ -49,8 +49,8 @@ class Form:
     """The largest integer of uniform and QSGD, from 1 to 127; 0 for others."""
     packed: tuple[int, int, int] = dataclasses.field(init=False, repr=False)
     """Kind, levels and block as numbers."""
-    payloads: tuple[tuple[Set[torch.dtype], int], ...] = dataclasses.field(init=False, repr=False)
-    """Of each payload, scales first: its possible dtypes, and how many of them a block takes."""
+    payloads: tuple[tuple[Set[torch.dtype], int, int], ...] = dataclasses.field(init=False, repr=False)
+    """Of each payload, scales first: its possible dtypes, how many of them a block takes, and the bytes of one."""
 
     def __post_init__(self) -> None:
         if self.kind not in library.PASSES:
@@ -64,9 +64,9 @@ class Form:
         multiple = 32 if self.kind == "mxfp4" else 8 // bits
         if self.block % multiple or not 0 < self.block < 2**31:
             raise SettingsError(f"{self!r}: block must be a multiple of {multiple}, at least 1 and below 2**31.")
-        scales = {"vote": [], "mxfp4": [(_BYTES, self.block // 32)]}.get(self.kind, [(_FLOATS, 1)])
+        scales = {"vote": [], "mxfp4": [(_BYTES, self.block // 32, 1)]}.get(self.kind, [(_FLOATS, 1, 4)])
         object.__setattr__(self, "packed", (library.PASSES.index(self.kind), self.levels, self.block))
-        object.__setattr__(self, "payloads", (*scales, (_BYTES, self.block * bits // 8)))
+        object.__setattr__(self, "payloads", (*scales, (_BYTES, self.block * bits // 8, 1)))
 
 
 class Noise(NamedTuple):
@@ -116,9 +116,9 @@ class Passes:
         magnitude, which are at least 0x7f800000 if it is inf or NaN; 0 for other codes.
         """
         k = _blocks(form, blocks, "blocks")
-        ranks, b = sent[0].shape[:2]
+        (ranks, b), message = _message(form, sent, 3)
         packed = _SEND.pack(
-            *(*form.packed, damping, *_message(form, sent, (ranks, b)), _rows(rows, k), first, b, ranks * b),
+            *(*form.packed, damping, *message, _rows(rows, k), first, b, ranks * b),
             *(blocks.data_ptr(), *_noise(form, noise, k), keeps),
         )
         return _run("send", self.level, form, noise is not None, k, packed)
@@ -140,12 +140,15 @@ class Passes:
         power of two that is at most 1/W. `error` [k, block] is added to them, and `left` [k, block], which may be
         `error`, becomes what the code leaves out: y - decoded · damping.
         """
-        ranks, k = received[0].shape[:2]
+        (ranks, k), of_all = _message(form, received, 3)
+        (rows,), own = _message(form, coded, 2)
+        if rows != k:
+            raise CompressorError(f"coded must have {k} rows (got {rows}).")
         for tensor, name in ((error, "error"), (left, "left")):
             if tensor is not None and _blocks(form, tensor, name) != k:
                 raise CompressorError(f"{name} must have {k} blocks (got {len(tensor)}).")
         packed = _SERVE.pack(
-            *(*form.packed, damping, *_message(form, received, (ranks, k)), ranks, *_message(form, coded, (k,))),
+            *(*form.packed, damping, *of_all, ranks, *own),
             0 if error is None else error.data_ptr(),
             0 if left is None else left.data_ptr(),
             *_noise(form, noise, k),
@@ -167,11 +170,8 @@ class Passes:
         Rows are those of `send`.
         """
         k = _blocks(form, blocks, "blocks")
-        ranks, b = gathered[0].shape[:2]
-        packed = _WRITE.pack(
-            *(*form.packed, damping, *_message(form, gathered, (ranks, b)), _rows(rows, k), first, b, ranks * b),
-            blocks.data_ptr(),
-        )
+        (ranks, b), message = _message(form, gathered, 3)
+        packed = _WRITE.pack(*(*form.packed, damping, *message, _rows(rows, k), first, b, ranks * b, blocks.data_ptr()))
         _run("write", self.level, form, False, k, packed)
 
 
@@ -196,26 +196,28 @@ def _rows(rows: Tensor | None, k: int) -> int:
     return rows.data_ptr()
 
 
-def _message(form: Form, payloads: Sequence[Tensor], before: tuple[int, ...]) -> tuple[int, ...]:
-    """Return address, and bytes from rank to rank and from row to row, of scales and bytes; zeros for no scales.
+def _message(form: Form, payloads: Sequence[Tensor], dim: int) -> tuple[tuple[int, ...], list[int]]:
+    """Return the dimensions before the last, and of scales and bytes the address and two strides in bytes.
 
-    `before` are the dimensions before the last: ranks, if there are several, and rows.
+    The dimensions are ranks, if there are three, and rows; the strides too. Without scales their numbers are 0.
     """
     if len(payloads) != len(form.payloads):
         raise CompressorError(f"a code of {form!r} has {len(form.payloads)} payloads (got {len(payloads)}).")
-    arguments: tuple[int, ...] = () if len(payloads) == 2 else (0, 0, 0)
-    for payload, (dtypes, width) in zip(payloads, form.payloads, strict=True):
-        *strides, last = payload.stride()
+    before = tuple(payloads[0].shape[:-1])
+    arguments = [] if len(payloads) == 2 else [0, 0, 0]
+    for payload, (dtypes, width, size) in zip(payloads, form.payloads, strict=True):
         if (
             payload.dtype not in dtypes
             or not payload.is_cpu
+            or payload.dim() != dim
             or payload.shape != (*before, width)
-            or (last != 1 and width > 1)
+            or (width > 1 and payload.stride(-1) != 1)
         ):
-            raise _unsuited("a payload", payload, f"{[*before, width]}, of {_in_words(dtypes)}")
-        size = payload.element_size()
-        arguments += (payload.data_ptr(), strides[0] * size if len(strides) == 2 else 0, strides[-1] * size)
-    return arguments
+            shape = [*before, width] if len(before) == dim - 1 else ["W", "b", width][-dim:]
+            raise _unsuited("a payload", payload, f"[{', '.join(map(str, shape))}], of {_in_words(dtypes)}")
+        strides = payload.stride()
+        arguments += (payload.data_ptr(), strides[0] * size if dim == 3 else 0, strides[-2] * size)
+    return before, arguments
 
 
 def _noise(form: Form, noise: Noise | None, k: int) -> tuple[int, ...]:
@@ -223,7 +225,13 @@ def _noise(form: Form, noise: Noise | None, k: int) -> tuple[int, ...]:
     if noise is None:
         return 0, 0, 0, 0, 0
     table, rows, shifts = noise
-    if table.dtype not in _SHORTS or not table.is_cpu or not table.is_contiguous() or table.shape[1:] != (form.block,):
+    if (
+        table.dtype not in _SHORTS
+        or not table.is_cpu
+        or table.dim() != 2
+        or table.shape[1] != form.block
+        or not table.is_contiguous()
+    ):
         raise _unsuited("the noise's table", table, f"[R, {form.block}], contiguous, of {_in_words(_SHORTS)}")
     if rows.dtype is not torch.int32 or not rows.is_cpu or not rows.is_contiguous() or rows.shape != (k,):
         raise _unsuited("the noise's rows", rows, f"[{k}], contiguous, of torch.int32")
@@ -247,18 +255,19 @@ def _in_words(dtypes: Set[torch.dtype]) -> str:
 def _run(name: str, level: str, form: Form, draws: bool, k: int, packed: bytes) -> int:
     """Call a function for k blocks, on as many threads as pay, and return the largest result."""
     call = library.function(name, level, _ARGUMENTS)
-    pieces = min(torch.get_num_threads(), k * form.block // _AT_LEAST)
+    threads = torch.get_num_threads()
+    pieces = min(threads, k * form.block // _AT_LEAST)
     if pieces < 2:
-        results = [call(0, k, packed)]
+        worst = result = call(0, k, packed)
     else:
-        pool = _pool(pieces)
+        pool = _pool(threads)
         ends = [k * piece // pieces for piece in range(pieces + 1)]
         running = [pool.submit(call, start, end, packed) for start, end in itertools.pairwise(ends)]
         results = [one.result() for one in running]
-    worst = min(results)
+        worst, result = min(results), max(results)
     if worst < 0:
         _fail(worst, form, draws)
-    return max(results)
+    return result
 
 
 def _fail(result: int, form: Form, draws: bool) -> None:

@@ -83,7 +83,7 @@ class Case:
     def message(self, ranks: int, b: int) -> list[Tensor]:
         """Return payloads [W, b, ...], filled with ones, of larger memory."""
         found = []
-        for dtypes, width in self.form.payloads:
+        for dtypes, width, _ in self.form.payloads:
             dtype = min(dtypes, key=str)
             found.append(torch.ones(ranks, b + 2, width + 3, dtype=dtype)[:, 1:-1, 3:])
         return found
@@ -285,7 +285,9 @@ def test_tensors_that_are_not_as_they_must_be_are_refused() -> None:
         with pytest.raises(CompressorError, match=r"need rows on a CPU, \[6\], contiguous, of torch.int64"):
             send(case.form, x, sent, noise=noise, rows=rows)
     for payloads, what in (
+        ([], "has 2 payloads .got 0."),
         (sent[:1], "has 2 payloads .got 1."),
+        ([sent[0][0], sent[1][0]], r"need a payload on a CPU, \[W, b, 1\], of torch.float32 \(got \[3, 1\]"),
         ([sent[0], sent[1].float()], r"need a payload on a CPU, \[2, 3, 128\], of torch.int8 or torch.uint8"),
         ([sent[0], sent[1][:, :2]], r"need a payload on a CPU, \[2, 3, 128\]"),
         ([sent[0], sent[1].transpose(1, 2).contiguous().transpose(1, 2)], r"need a payload on a CPU, \[2, 3, 128\]"),
@@ -300,6 +302,8 @@ def test_tensors_that_are_not_as_they_must_be_are_refused() -> None:
     ):
         with pytest.raises(CompressorError, match=what):
             send(case.form, x, sent, noise=noise._replace(**change))
+    with pytest.raises(CompressorError, match="coded must have 3 rows .got 2."):
+        passes.serve(case.form, sent, [payload[0, :2] for payload in sent], noise=noise)
     with pytest.raises(CompressorError, match="left must have 3 blocks .got 6."):
         passes.serve(case.form, sent, [payload[0] for payload in sent], left=x, noise=noise)
     assert torch.equal(x, torch.ones(6, 128)) and all((payload == 1).all() for payload in sent)
