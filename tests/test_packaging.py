@@ -138,8 +138,9 @@ def test_a_wheel_with_a_compiler_is_of_a_platform_and_of_any_python(sources: Pat
     assert [path.parent for path in built.folder.rglob("_kernels.*")] == [built.folder / "commhooks" / "native"]
     assert (
         built.run(
-            "import sys, commhooks, pathlib\n"
-            "assert 'commhooks.native.library' not in sys.modules, 'loaded on use'\n"
+            "import commhooks, pathlib\n"
+            "from commhooks.native.library import opened\n"
+            "assert not opened.cache_info().currsize, 'loaded on use'\n"
             "print(pathlib.Path(commhooks.__file__).parents[1], commhooks.compiled().levels)"
         )
         == f"{built.folder} {commhooks.compiled().levels}\n"

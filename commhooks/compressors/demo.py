@@ -32,7 +32,7 @@ from torch import Tensor
 
 from commhooks.compressors.bits import pack, unpack
 from commhooks.compressors.dct import cosines, shrinking, transform
-from commhooks.compressors.sparse.gathering import Received
+from commhooks.compressors.sparse.gathering import add_in_rank_order, runs_of
 from commhooks.compressors.tiles import MeanOver, Tiling, senders
 from commhooks.compressors.whole import average_whole
 from commhooks.language.bucket import BucketView, Slot
@@ -170,9 +170,10 @@ class _Place(NamedTuple):
         """Return the mean of what the ranks' coefficients [W, T, k] represent, in rank order, 1-D."""
         a, b, T = self.tiling.a, self.tiling.b, self.tiling.count
         C = values.new_zeros(T, a * b + 1)  # the last column takes zeros
+        runs = runs_of([places.shape[2]] * T)
         starts = torch.arange(0, C.numel(), a * b + 1, device=C.device).unsqueeze(1)
         values, places = values.flatten(1), (places + starts).flatten(1)
         values = values / (len(values) if over == "ranks" else senders(values, places, C.numel()))
-        Received(places, values).add_to(C.view(-1))
+        add_in_rank_order(C.view(-1), places, values, runs)
         left = self.left.t() / self.shrunk**2
         return self.tiling.join(transform(C[:, :-1].reshape(-1, a, b), left, self.right.t()))

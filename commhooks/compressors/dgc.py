@@ -92,7 +92,7 @@ class DGC(Compressor):
             slot.commit(RESIDUAL, v.index_fill_(0, own.places, 0.0), finite)
             if self.momentum:
                 slot.commit("velocity", u.index_fill_(0, own.places, 0.0), finite)
-            slot.write(of_all.add_to(slot.room.zero_()))
+            slot.write(of_all.overwrite(slot.room))
 
     def _velocity(self, slot: Slot, context: Context) -> Tensor:
         """Return u updated with this step's gradient, in new memory."""

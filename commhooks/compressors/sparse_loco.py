@@ -12,7 +12,7 @@ Biased: the residual fades, by a factor of 0.95 per step in the paper, and what 
 elements is at most 1 - 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above that of
 top-k.
 Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. On a CPU a step takes as
-long as 10 to 20 copies of the gradient, most of it for the selection in every tile.
+long as 10 to 20 copies of the gradient, or 6 to 12 compiled, most of it for the selection in every tile.
 
 Legend: T tiles of a×b elements; k sent of each tile; W ranks.
 """
@@ -20,6 +20,7 @@ Legend: T tiles of a×b elements; k sent of each tile; W ranks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.bits import pack, unpack
-from commhooks.compressors.sparse.gathering import Received, are_formed_together
+from commhooks.compressors.sparse.gathering import Received, are_formed_together, runs_of
 from commhooks.compressors.tiles import MeanOver, Tiling, senders, without_padding
 from commhooks.devices import copied_to
 from commhooks.language.bucket import BucketView, Slot
@@ -36,6 +37,7 @@ from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, Judge, Layout, Part
 from commhooks.language.settings import refusal, setting
 from commhooks.language.tile import Tile
+from commhooks.native.largest import MOST, Grid, Packed, Selection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ class SparseLoCo(Compressor):
         answers = yield AllGather(*parts, last=True)
 
         received = self._decoded(plan, answers)
-        sums = (of_all.add_to(piece.tile.room.zero_()) for piece, of_all in zip(plan.pieces, received, strict=True))
+        sums = (of_all.overwrite(piece.tile.room) for piece, of_all in zip(plan.pieces, received, strict=True))
         finite = yield Judge(answers[0], *plan.pieces[0].tile.in_own_range(sums))
         values = means.index_select(0, plan.first_bins + bins)
         indices = torch.cat([one.indices for one in own])
@@ -94,20 +96,25 @@ class SparseLoCo(Compressor):
             M = piece.tile.form()
             M.index_add_(0, indices[piece.entries], values[piece.entries], alpha=-1)
             piece.tile.keep(M, finite)
-            piece.tile.write(of_all.add_to(piece.tile.room.zero_()))
+            piece.tile.write(of_all.overwrite(piece.tile.room))
 
-    def _decoded(self, plan: _Plan, answers: Sequence[Tensor]) -> list[Received]:
+    def _decoded(self, plan: _Plan, answers: Sequence[Tensor]) -> Sequence[Received | _Codes]:
         """Return what the ranks' means [W, 4S], packed places and packed bins represent."""
         W, entries = len(answers[0]), plan.layout.elements
         means = answers[0].view(W, -1, 4)
-        places, bins = unpack(answers[1], self._place_bits, (entries,)), unpack(answers[2], 2, (entries,))
+        selection = Selection.chosen(means) if plan.is_small else None
         if self.clip_to_median:
+            bins = unpack(answers[2], 2, (entries,))
             factors = [
                 _to_the_median(means[:, number], bins[:, member.entries]) for number, member in enumerate(plan.members)
             ]
             means = means * torch.stack(factors, dim=1)
         if self.mean_over == "ranks":
             means = means / W
+            if selection is not None:
+                codes = Packed(answers[1], self._place_bits, entries, 0), Packed(answers[2], 2, entries, 0)
+                return [_Codes(selection, piece, means, *codes) for piece in plan.pieces]
+        places, bins = unpack(answers[1], self._place_bits, (entries,)), unpack(answers[2], 2, (entries,))
         values = means.flatten(1).gather(1, bins.add_(plan.first_bins).long())
         received = []
         for piece in plan.pieces:
@@ -117,7 +124,7 @@ class SparseLoCo(Compressor):
                 own, indices = without_padding(own, indices)
             if self.mean_over == "senders":
                 own = own / senders(own, indices, piece.tile.gradient.numel())
-            received.append(Received(indices, own))
+            received.append(Received([(indices, own, piece.runs)], []))
         return received
 
     @property
@@ -129,6 +136,8 @@ class _Member(NamedTuple):
     """A parameter, its tiles, and where it stands in its piece and in the message."""
 
     slot: Slot
+    number: int
+    """Its index among the bucket's."""
     tiling: Tiling
     k: int
     """How many elements are sent of each tile."""
@@ -143,13 +152,24 @@ class _Member(NamedTuple):
         """Return the indices into the piece's memory of places [..., T·k] in tiles; of padding, -1."""
         return self.tiling.indices(places.unflatten(-1, (-1, self.k)), self.starts, self.sides).flatten(-2)
 
+    @property
+    def grid(self) -> Grid:
+        """The same for compiled code."""
+        return self.tiling.sending(self.k)
 
-class _Piece(NamedTuple):
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Piece:
     """A tile of memory with some parameters."""
 
     tile: Tile
     members: Sequence[_Member]
     entries: slice
+
+    @functools.cached_property
+    def runs(self) -> Sequence[int]:
+        """`runs_of` its entries, tile by tile."""
+        return runs_of(share for member in self.members for share in [member.k] * member.tiling.count)
 
 
 class _Plan(NamedTuple):
@@ -162,6 +182,8 @@ class _Plan(NamedTuple):
     first_bins: Tensor
     """[entries]: the number of the first bin of each entry's parameter."""
     is_padded: bool
+    is_small: bool
+    """Whether compiled code takes its tiles."""
 
     @classmethod
     def of(cls, bucket: BucketView, k: int, chunk: int) -> _Plan:
@@ -169,7 +191,7 @@ class _Plan(NamedTuple):
         slots, device = bucket.filled, bucket.memory.device
         is_one = are_formed_together(bucket)
         dtype = torch.int32 if bucket.memory.numel() < 1 << 31 else torch.int64
-        members, offset, first = [], 0, 0
+        members, offset, first = list[_Member](), 0, 0
         for slot in slots:
             tiling, elements = Tiling.of(slot.parameter, chunk), slot.gradient.numel()
             of_tile = min(k, tiling.a * tiling.b)
@@ -177,7 +199,7 @@ class _Plan(NamedTuple):
             end = first + tiling.count * of_tile
             place = slice(offset, offset + elements)
             sides = copied_to(device, tiling.sides(dtype))
-            members.append(_Member(slot, tiling, of_tile, starts, sides, place, slice(first, end)))
+            members.append(_Member(slot, len(members), tiling, of_tile, starts, sides, place, slice(first, end)))
             offset, first = offset + elements if is_one else 0, end
         pieces = [_Piece(member.slot.tile, [member], member.entries) for member in members]
         if is_one:
@@ -194,7 +216,27 @@ class _Plan(NamedTuple):
             Layout(tuple(names), (4,) * len(names)),
             copied_to(device, first_bins),
             any(member.tiling.is_padded for member in members),
+            all(member.tiling.a * member.tiling.b <= MOST for member in members),
         )
+
+
+class _Codes(NamedTuple):
+    """What all ranks have sent of one piece, which compiled code decodes and adds up."""
+
+    selection: Selection
+    piece: _Piece
+    means: Tensor
+    """[W, S, 4], divided by W."""
+    places: Packed
+    bins: Packed
+
+    def overwrite(self, memory: Tensor) -> Tensor:
+        """Overwrite 1-D memory of the tile's size with the mean, added up in rank order, and return it."""
+        for member in self.piece.members:
+            places, bins = (packed._replace(first=member.entries.start) for packed in (self.places, self.bins))
+            means = self.means[:, member.number]
+            self.selection.sum_of_tiles(member.grid, memory[member.place], places, bins, means)
+        return memory
 
 
 class _Encoded(NamedTuple):
@@ -218,6 +260,10 @@ def _encoded(member: _Member, memory: Tensor) -> _Encoded:
         values = memory.index_select(0, indices.clamp(min=0)).masked_fill_(indices < 0, 0.0)
     else:
         values = memory.index_select(0, indices)
+    selection = Selection.chosen(values)
+    if selection is not None:
+        bins, means = selection.bins(values)
+        return _Encoded(means, places, bins, indices)
     shrunk = torch.where(values.abs().amax() > 2**60, 2.0**-60, 1.0)  # no sum of values overflows
     values = values * shrunk
     bins = 2 * (values < 0).int() + (values.abs() > values.abs().mean())

@@ -63,4 +63,4 @@ class Threshold(Compressor):
             M = tile.form()
             left = torch.where(own.values == 0, M.index_select(0, own.places), 0.0)
             tile.keep(M.index_copy_(0, own.places, left), finite)
-            tile.write(of_all.add_to(tile.room.zero_()))
+            tile.write(of_all.overwrite(tile.room))

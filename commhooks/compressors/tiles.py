@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
 from commhooks.compressors.sparse.largest import AT_ONCE, largest
 from commhooks.devices import runs_later
+from commhooks.native.largest import MOST, Grid, Selection
 
 MeanOver = Literal["ranks", "senders"]
 """What an element's sum is divided by: the number of all ranks, or of those that sent the element."""
@@ -106,6 +107,11 @@ class Tiling:
             found.masked_fill_(~is_inside, -1)
         return found
 
+    def sending(self, k: int) -> Grid:
+        """Return the tiles for compiled code, which sends k elements of each."""
+        (n, m, _), (_, X) = self.form, self.grid
+        return Grid(self.a, self.b, X, n, m, *self._strides, self.elements, k)
+
     @property
     def _strides(self) -> tuple[int, int]:
         """How far apart in memory two elements are that are neighbours in a column, or in a row."""
@@ -113,6 +119,9 @@ class Tiling:
 
     def largest(self, memory: Tensor, k: int) -> Tensor:
         """Return the places [Y·X, k] in their tiles of the k elements of each tile with the largest magnitudes."""
+        selection = Selection.chosen(memory) if self.a * self.b <= MOST else None
+        if selection is not None:
+            return selection.largest_of_tiles(self.sending(k), memory)
         rows = self.grid[0]
         height = rows if runs_later(memory) else max(1, AT_ONCE // (self.grid[1] * self.a * self.b))
         found = [largest(band.flatten(1), k) for band in self.bands(memory, height)]

@@ -22,12 +22,14 @@ from commhooks.errors import SettingsError
 
 VARIABLE = "COMMHOOKS_COMPILED"
 PATH = Path(__file__).with_name("_kernels.dll" if sys.platform == "win32" else "_kernels.so")
-VERSION = 2
+VERSION = 3
 """Of the functions' arguments; library.c has the same."""
 LEVELS = ("plain", "sse42", "avx2", "avx512")
 """From the lowest to the highest, as library.c numbers them."""
 PASSES = ("uniform", "qsgd", "sign", "vote", "fp8", "natural", "mxfp4")
 """The kinds of code that have compiled passes, as passes.h numbers them."""
+SEARCHES = ("top-k", "sparse-loco")
+"""What else runs compiled: largest.h."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ def compiled() -> Compiled:
     level = chosen()
     if level is not None:
         reason = f"{VARIABLE} says so" if os.environ.get(VARIABLE) else "the highest that this processor has"
-        return Compiled(level, there, PASSES, reason)
+        return Compiled(level, there, (*PASSES, *SEARCHES), reason)
     return Compiled(None, there, (), found if isinstance(found, str) else f"{VARIABLE} is off")
 
 

@@ -193,3 +193,5 @@ int EXPORTED(serve)(int64_t start, int64_t end, const Serve *pass) {
     if (y != on_stack) free(y);
     return done;
 }
+
+#include "largest.h"

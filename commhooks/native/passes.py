@@ -184,7 +184,7 @@ def _blocks(form: Form, blocks: Tensor, name: str) -> int:
         or blocks.shape[1] != form.block
         or not blocks.is_contiguous()
     ):
-        raise _unsuited(name, blocks, f"[k, {form.block}], contiguous, of torch.float32")
+        raise unsuited(name, blocks, f"[k, {form.block}], contiguous, of torch.float32")
     return blocks.shape[0]
 
 
@@ -192,7 +192,7 @@ def _rows(rows: Tensor | None, k: int) -> int:
     if rows is None:
         return 0
     if rows.dtype is not torch.int64 or not rows.is_cpu or rows.shape != (k,) or not rows.is_contiguous():
-        raise _unsuited("rows", rows, f"[{k}], contiguous, of torch.int64")
+        raise unsuited("rows", rows, f"[{k}], contiguous, of torch.int64")
     return rows.data_ptr()
 
 
@@ -214,7 +214,7 @@ def _message(form: Form, payloads: Sequence[Tensor], dim: int) -> tuple[tuple[in
             or (width > 1 and payload.stride(-1) != 1)
         ):
             shape = [*before, width] if len(before) == dim - 1 else ["W", "b", width][-dim:]
-            raise _unsuited("a payload", payload, f"[{', '.join(map(str, shape))}], of {_in_words(dtypes)}")
+            raise unsuited("a payload", payload, f"[{', '.join(map(str, shape))}], of {_in_words(dtypes)}")
         strides = payload.stride()
         arguments += (payload.data_ptr(), strides[0] * size if dim == 3 else 0, strides[-2] * size)
     return before, arguments
@@ -232,16 +232,17 @@ def _noise(form: Form, noise: Noise | None, k: int) -> tuple[int, ...]:
         or table.shape[1] != form.block
         or not table.is_contiguous()
     ):
-        raise _unsuited("the noise's table", table, f"[R, {form.block}], contiguous, of {_in_words(_SHORTS)}")
+        raise unsuited("the noise's table", table, f"[R, {form.block}], contiguous, of {_in_words(_SHORTS)}")
     if rows.dtype is not torch.int32 or not rows.is_cpu or not rows.is_contiguous() or rows.shape != (k,):
-        raise _unsuited("the noise's rows", rows, f"[{k}], contiguous, of torch.int32")
+        raise unsuited("the noise's rows", rows, f"[{k}], contiguous, of torch.int32")
     if shifts.dtype not in _SHIFTS or not shifts.is_cpu or shifts.shape != (k,):
-        raise _unsuited("the noise's shifts", shifts, f"[{k}], of {_in_words(_SHIFTS)}")
+        raise unsuited("the noise's shifts", shifts, f"[{k}], of {_in_words(_SHIFTS)}")
     (step,), size = shifts.stride(), shifts.element_size()
     return table.data_ptr(), table.shape[0], rows.data_ptr(), shifts.data_ptr(), step * size
 
 
-def _unsuited(name: str, tensor: Tensor, expected: str) -> CompressorError:
+def unsuited(name: str, tensor: Tensor, expected: str) -> CompressorError:
+    """Return the error for a tensor that is not what a function takes."""
     return CompressorError(
         f"compiled passes need {name} on a CPU, {expected} (got {list(tensor.shape)} with strides "
         f"{list(tensor.stride())}, of {tensor.dtype}, on {tensor.device})."
@@ -253,21 +254,26 @@ def _in_words(dtypes: Set[torch.dtype]) -> str:
 
 
 def _run(name: str, level: str, form: Form, draws: bool, k: int, packed: bytes) -> int:
-    """Call a function for k blocks, on as many threads as pay, and return the largest result."""
-    call = library.function(name, level, _ARGUMENTS)
-    threads = torch.get_num_threads()
-    pieces = min(threads, k * form.block // _AT_LEAST)
-    if pieces < 2:
-        worst = result = call(0, k, packed)
-    else:
-        pool = _pool(threads)
-        ends = [k * piece // pieces for piece in range(pieces + 1)]
-        running = [pool.submit(call, start, end, packed) for start, end in itertools.pairwise(ends)]
-        results = [one.result() for one in running]
-        worst, result = min(results), max(results)
+    """Call a function for k blocks, and return the largest result."""
+    worst, result = over_threads(name, level, k, form.block, packed)
     if worst < 0:
         _fail(worst, form, draws)
     return result
+
+
+def over_threads(name: str, level: str, k: int, elements: int, packed: bytes) -> tuple[int, int]:
+    """Call a function for k blocks of so many elements, on as many threads as pay; return the extreme results."""
+    call = library.function(name, level, _ARGUMENTS)
+    threads = torch.get_num_threads()
+    pieces = min(threads, k * elements // _AT_LEAST)
+    if pieces < 2:
+        result = call(0, k, packed)
+        return result, result
+    pool = _pool(threads)
+    ends = [k * piece // pieces for piece in range(pieces + 1)]
+    running = [pool.submit(call, start, end, packed) for start, end in itertools.pairwise(ends)]
+    results = [one.result() for one in running]
+    return min(results), max(results)
 
 
 def _fail(result: int, form: Form, draws: bool) -> None:

@@ -186,6 +186,22 @@ def test_dgc_is_the_papers_algorithm() -> None:
         u, v = u * (1 - mask), v * (1 - mask)
 
 
+@pytest.mark.parametrize("indices", ["block-12", "bitmap"])
+def test_a_mean_is_added_up_in_rank_order(indices: Indices) -> None:
+    """Of more entries than are added at a time; another order would have other last bits."""
+    elements, ranks = 100_000, 4
+    gradients = [drawn(elements, seed=rank) for rank in range(ranks)]
+    mean = Workers(TopK(ratio=0.3, indices=indices), ranks, [torch.zeros(elements)]).step([[g] for g in gradients])[0][
+        0
+    ]
+    expected = torch.zeros(elements)
+    coding = coding_of(indices, elements, 0.3)
+    for gradient in gradients:
+        at = coding.choose(0, gradient) + torch.from_numpy(coding.starts([0]))
+        expected[at] += gradient[at] / ranks
+    assert torch.equal(mean, expected)
+
+
 def test_dgc_without_momentum_is_top_k_with_error_feedback() -> None:
     ours, theirs = means_of(DGC(ratio=0.1, momentum=0)), means_of(ErrorFeedback(inner=TopK(ratio=0.1)))
     assert torch.equal(ours, theirs)

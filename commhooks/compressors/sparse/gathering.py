@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from commhooks.compressors.sparse.indices import Coding, Indices, codings_of
+from commhooks.compressors.sparse.indices import Coding, InBlocks, Indices, codings_of
 from commhooks.devices import copied_to, runs_later
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Context
 from commhooks.language.requests import AllGather, Asked, Judge, Layout, Part
 from commhooks.language.tile import Tile
+from commhooks.native.largest import Packed, Selection
 from commhooks.tensors import computing_dtype
 
 _ENTRIES_AT_ONCE = 4096
@@ -39,9 +41,14 @@ class Member(NamedTuple):
     """Its elements in the memory of its piece."""
     entries: slice
     """Its entries among those of the bucket."""
+    group: int
+    """The index of its coding in the plan."""
+    first: int
+    """Its first entry among those of its coding."""
 
 
-class Piece(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
     """A tile, the parameters in it, and which entries of the bucket are sent of it."""
 
     tile: Tile
@@ -49,6 +56,11 @@ class Piece(NamedTuple):
     entries: slice
     starts: Tensor
     """[k]: what to add to the number of an entry to get its index into the tile."""
+
+    @functools.cached_property
+    def runs(self) -> Sequence[int]:
+        """`runs_of` its entries."""
+        return runs_of(itertools.chain.from_iterable(member.coding.shares(member.number) for member in self.members))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,13 +80,14 @@ class Plan:
         sizes = [slot.gradient.numel() for slot in slots]
         is_one = not by_slot and are_formed_together(bucket)
         offsets = list(itertools.accumulate(sizes, initial=0)) if is_one else [0] * len(sizes)
-        codings, starts, all_members, first = [], [], list[Member](), 0
+        codings, starts, all_members, first = list[tuple[Coding, Layout]](), [], list[Member](), 0
         for coding, positions in codings_of(indices, sizes, ratio, computing_dtype(bucket.memory.dtype).itemsize):
-            members = []
+            members, before = [], first
             for number, at in enumerate(positions):
                 end = first + coding.sent(sizes[at])
                 place = slice(offsets[at], offsets[at] + sizes[at])
-                members.append(Member(slots[at], coding, number, place, slice(first, end)))
+                own = slice(first, end), len(codings), first - before
+                members.append(Member(slots[at], coding, number, place, *own))
                 first = end
             codings.append((coding, _layout(members)))
             starts.append(coding.starts([offsets[at] for at in positions]))
@@ -109,24 +122,71 @@ class Sent(NamedTuple):
         """Return the largest elements in `memory`, of the size of a piece."""
         found = [member.coding.choose(member.number, memory[member.place]) for member in piece.members]
         numbers = found[0] if len(found) == 1 else torch.cat(found)
-        places = numbers + piece.starts
+        places = (numbers + piece.starts).long()
         return cls(piece, numbers, places, memory.index_select(0, places))
 
 
-class Received(NamedTuple):
-    """What all ranks have sent of one piece."""
+def runs_of(shares: Iterable[int]) -> list[int]:
+    """Return the entries of runs of blocks, given how many each block has."""
+    runs = [0]
+    for share in shares:
+        if runs[-1] >= _ENTRIES_AT_ONCE:
+            runs.append(0)
+        runs[-1] += share
+    return runs
 
-    places: Tensor
-    """[W, k], indices into the tile."""
+
+def add_in_rank_order(memory: Tensor, places: Tensor, values: Tensor, runs: Sequence[int]) -> Tensor:
+    """Add the values [W, k] of each rank in turn at its places [W, k] in 1-D memory, and return the memory.
+
+    `runs` are the entries to add at a time: the same elements on every rank, such as whole blocks, since otherwise an
+    element that is an entry of two runs would not be added up in rank order.
+    """
+    at_once = [places.shape[1]] if runs_later(memory) else list(runs)
+    for some, of_some in zip(places.split(at_once, 1), values.split(at_once, 1), strict=True):
+        for of_rank, own in zip(some, of_some, strict=True):
+            memory.index_add_(0, of_rank, own)
+    return memory
+
+
+class Run(NamedTuple):
+    """What all ranks have sent of one parameter, in blocks, which compiled code decodes and adds up."""
+
+    selection: Selection
+    member: Member
+    coding: InBlocks
+    codes: Tensor
+    """[W, bytes], of all parameters of this coding."""
     values: Tensor
-    """[W, k], divided by W."""
+    """[W, k]"""
 
-    def add_to(self, memory: Tensor) -> Tensor:
-        """Add them to 1-D memory, in rank order, and return the memory."""
-        at_once = self.places.shape[1] if runs_later(memory) else _ENTRIES_AT_ONCE
-        for places, values in zip(self.places.split(at_once, 1), self.values.split(at_once, 1), strict=True):
-            for of_rank, own in zip(places, values, strict=True):
-                memory.index_add_(0, of_rank, own)
+    def overwrite(self, memory: Tensor) -> None:
+        """Overwrite the parameter's 1-D memory with the mean."""
+        coding, elements, first = self.coding, len(memory), self.member.first
+        block = coding.block(elements)
+        whole = elements // block * block
+        sent = elements // block * coding.share(block)
+        codes = Packed(self.codes, coding.bits, coding.k, first)
+        self.selection.sum(memory[:whole].view(-1, block), codes, self.values[:, :sent])
+        if whole < elements:
+            self.selection.sum(memory[whole:].unsqueeze(0), codes._replace(first=first + sent), self.values[:, sent:])
+
+
+class Received(NamedTuple):
+    """What all ranks have sent of one piece: entries, or runs of parameters that are decoded while they are added."""
+
+    entries: Sequence[tuple[Tensor, Tensor, Sequence[int]]]
+    """Places [W, k], as indices into the tile, values [W, k], divided by W, and `runs_of` them."""
+    runs: Sequence[Run]
+
+    def overwrite(self, memory: Tensor) -> Tensor:
+        """Overwrite 1-D memory of the tile's size with the mean, added up in rank order, and return it."""
+        if self.entries:
+            memory.zero_()
+        for places, values, runs in self.entries:
+            add_in_rank_order(memory, places, values, runs)
+        for run in self.runs:
+            run.overwrite(memory[run.member.place])
         return memory
 
 
@@ -136,9 +196,33 @@ def gather(plan: Plan, sent: Sequence[Sent], context: Context) -> Generator[Aske
     numbers = torch.cat([own.numbers for own in sent]).split([layout.elements for _, layout in plan.codings])
     codes = [Part(coding.encode(own), layout) for (coding, layout), own in zip(plan.codings, numbers, strict=True)]
     answers = yield AllGather(Part(values, plan.layout), *codes, last=True)
-    means = answers[0] / context.world_size
-    decoded = [coding.decode(code) for (coding, _), code in zip(plan.codings, answers[1:], strict=True)]
-    numbers = decoded[0] if len(decoded) == 1 else torch.cat(decoded, dim=1)
-    received = [Received(numbers[:, piece.entries] + piece.starts, means[:, piece.entries]) for piece in plan.pieces]
-    sums = (of_all.add_to(piece.tile.room.zero_()) for piece, of_all in zip(plan.pieces, received, strict=True))
+    received = _received(plan, answers[0], answers[1:])
+    sums = (of_all.overwrite(piece.tile.room) for piece, of_all in zip(plan.pieces, received, strict=True))
     return (yield Judge(answers[0], *plan.pieces[0].tile.in_own_range(sums))), received
+
+
+def _received(plan: Plan, values: Tensor, codes: Sequence[Tensor]) -> list[Received]:
+    """Return what the values [W, entries] and the codes [W, bytes] of each coding say of each piece."""
+    selection = Selection.chosen(values)
+    if selection is None:
+        means = values / len(values)
+        decoded = [coding.decode(code) for (coding, _), code in zip(plan.codings, codes, strict=True)]
+        numbers = decoded[0] if len(decoded) == 1 else torch.cat(decoded, dim=1)
+        return [
+            Received([(numbers[:, piece.entries] + piece.starts, means[:, piece.entries], piece.runs)], [])
+            for piece in plan.pieces
+        ]
+    received = []
+    for piece in plan.pieces:
+        entries, runs = [], []
+        for member in piece.members:
+            code, own = codes[member.group], values[:, member.entries]
+            if isinstance(member.coding, InBlocks):
+                runs.append(Run(selection, member, member.coding, code, own))
+                continue
+            numbers = member.coding.decode(code)[:, member.first : member.first + own.shape[1]]
+            first = member.entries.start - piece.entries.start
+            places = numbers + piece.starts[first : first + own.shape[1]]
+            entries.append((places, own / len(own), runs_of(member.coding.shares(member.number))))
+        received.append(Received(entries, runs))
+    return received

@@ -51,7 +51,7 @@ class Coding(ABC):
         block = self.block(elements)
         return elements // block * self.share(block) + self.share(elements % block)
 
-    @property
+    @functools.cached_property
     def k(self) -> int:
         """The number of elements sent."""
         return sum(map(self.sent, self.sizes))
@@ -80,13 +80,18 @@ class Coding(ABC):
             found.append(self._numbers(largest(rest, self.share(elements - whole)), number, whole).flatten())
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    def shares(self, number: int) -> list[int]:
+        """Return how many elements are sent of each block of one parameter, given its index."""
+        elements = self.sizes[number]
+        block = self.block(elements)
+        return [self.share(min(block, elements - first)) for first in range(0, elements, block)]
+
     def starts(self, offsets: Sequence[int]) -> Numbers:
         """Return what to add to each number [k] to get an index into memory where parameters have these offsets."""
         found = []
-        for elements, offset in zip(self.sizes, offsets, strict=True):
-            block = self.block(elements)
-            shares = [self.share(min(block, elements - first)) for first in range(0, elements, block)]
-            found.append(np.repeat(np.arange(0, elements, block) + offset, shares))
+        for number, (elements, offset) in enumerate(zip(self.sizes, offsets, strict=True)):
+            firsts = np.arange(0, elements, self.block(elements)) + offset
+            found.append(np.repeat(firsts, self.shares(number)))
         return np.concatenate(found)
 
     def relative_error(self) -> float:
@@ -190,7 +195,7 @@ class Bitmap(Coding):
         in_order = (
             torch.from_numpy(np.sort(in_blocks.numpy())) if has_numpy(in_blocks) else in_blocks.sort(dim=1).values
         )
-        return in_order.add_(starts.unsqueeze(1))
+        return in_order + starts.unsqueeze(1)
 
 
 def _shifts(like: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from commhooks.devices import runs_later
+from commhooks.native.largest import MOST, Selection
 from commhooks.tensors import has_numpy
 
 _HEIGHT = 8
@@ -24,12 +25,16 @@ _AT_ONCE_ON_GPU = 1 << 26
 def largest(rows: Tensor, k: int) -> Tensor:
     """Return the indices B×k of the k largest magnitudes in each row of B×n, in any order; NaN counts as largest.
 
+    They are int64 or, if a compiled search has found them, int32.
+
     A row is arranged as an array of 8 lines. The columns with the k largest maxima contain all k elements, so only
     these are searched. If the columns are many, the whole row is searched at once.
     On a CPU, fp32 magnitudes are partitioned as integers, by NumPy: whatever they are, that takes a quarter of the
     time of `torch.topk` for k = 1 % of rows of 4,096 (one thread of an Intel Xeon with AVX-512, NumPy 2.4, PyTorch
     2.13), and the NaN of a maximum is what it was, while PyTorch's may have its sign bit set.
     """
+    if rows.shape[1] <= MOST and (selection := Selection.chosen(rows)) is not None:
+        return selection.largest(rows.contiguous(), k)
     at_once = _AT_ONCE_ON_GPU if runs_later(rows) else AT_ONCE
     if len(rows) > 1 and rows.numel() > at_once:
         return torch.cat([largest(some, k) for some in rows.split(max(1, at_once // rows.shape[1]))])
