@@ -548,6 +548,13 @@ CASES = [
         lossless=True,
     ),
     Case(
+        name="two-hop-bf16-stochastic",
+        make=lambda: make_compressor("bf16-two-hop", block=32, stochastic=True),
+        bytes_on_wire=TwoHopBytes(block=32, bits=16, scales=0, unit=2),
+        collectives=(3,),
+        wire=torch.bfloat16,
+    ),
+    Case(
         name="signum",
         make=lambda: make_compressor("signum", block=32),
         bytes_on_wire=TwoHopBytes(block=32, bits=1, scales=0, flaw=4),

@@ -23,9 +23,10 @@ pytestmark = pytest.mark.kernels
 Array = NDArray[np.float64]
 
 FP16, BF16 = Half(dtype=torch.float16), Half(dtype=torch.bfloat16)
+STOCHASTIC = Half(dtype=torch.bfloat16, stochastic=True, block=32)
 UNBIASED: list[Codec] = [
     Int8(block=32), Int4(block=32), QSGD(block=32), QSGD(block=32, levels=7), QSGD(block=32, levels=1),
-    TernGrad(block=32), Natural(block=32),
+    TernGrad(block=32), Natural(block=32), STOCHASTIC,
 ]  # fmt: skip
 BIASED: list[Codec] = [
     Int8(stochastic=False), Int4(stochastic=False), Sign(), FP8(), MXFP8(), MXFP4(), FP16, BF16,
@@ -128,6 +129,34 @@ def test_nearest_integers_are_those_of_the_largest_magnitude(codec: Int8 | Int4)
 
 
 @pytest.mark.parametrize(
+    "number", [1.0, 1 + 2.0**-23, -1.2345, 1.7 * 2.0**-126, 12345 * 2.0**-149, -(2.0**-149), 2.0**128 - 2.0**104]
+)
+def test_sixteen_bits_are_rounded_up_with_exactly_the_probability_of_what_is_cut_off(number: float) -> None:
+    """Of all noise there is: the expectation, too, is exact. Above bf16's largest number the upper neighbour is inf."""
+    codec = Half(dtype=torch.bfloat16, stochastic=True, block=2**16)
+    noise = (torch.arange(2**16) + 0.5).mul_(2.0**-16).unsqueeze(0)
+    number = float(np.float32(number))
+    got = coded(codec, torch.full((1, 2**16), number), noise).double().numpy()[0]
+    step = 2.0 ** (max(math.floor(math.log2(abs(number))), -126) - 7)
+    below = math.floor(abs(number) / step) * step
+    above = below + step if below + step < 2.0**128 else math.inf
+    ups = round((abs(number) - below) / step * 2**16)
+    assert sorted(np.abs(got)) == [below] * (2**16 - ups) + [above] * ups
+    assert np.array_equal(np.signbit(got), [number < 0] * 2**16)
+    if above < math.inf:
+        assert got.mean() == number
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001, 0x7F800000, -0x800000])
+def test_rounding_at_random_leaves_every_inf_and_nan(bits: int) -> None:
+    """A carry out of a NaN's fraction would end at 0."""
+    bad = torch.full((1, 32), bits, dtype=torch.int32).view(torch.float32)
+    for noise in (2.0**-17, 1 - 2.0**-17):
+        got = coded(STOCHASTIC, bad, torch.full((1, 32), noise))
+        assert torch.equal(got.isnan(), bad.isnan()) and torch.equal(got.isinf(), bad.isinf())
+
+
+@pytest.mark.parametrize(
     ("codec", "fraction", "exponents"), [(MXFP8(block=64), 3, (-6, 8)), (MXFP4(block=64), 1, (0, 2))], ids=str
 )
 def test_microscaled_elements_are_the_standards(codec: Codec, fraction: int, exponents: tuple[int, int]) -> None:
@@ -190,7 +219,8 @@ def test_a_normal_block_loses_less_than_is_declared(codec: Codec) -> None:
     ("codec", "loss"),
     [
         (Sign(), 0.36), (Int8(), 8e-5), (Int4(), 0.027), (Int4(block=1024), 0.04), (FP8(), 7e-4), (MXFP8(), 9e-4),
-        (MXFP4(), 0.013), (QSGD(), 0.0053), (QSGD(levels=7), 1.6), (TernGrad(), 1.3), (Natural(), 0.08),
+        (MXFP4(), 0.013), (QSGD(), 0.0053), (QSGD(levels=7), 1.6), (TernGrad(), 1.3), (Natural(), 0.08), (FP16, 4e-8),
+        (BF16, 2.8e-6), (STOCHASTIC, 5.5e-6),
     ],
     ids=repr,
 )  # fmt: skip
@@ -213,6 +243,7 @@ def test_a_normal_block_loses_what_the_guide_says(codec: Codec, loss: float) -> 
         (MXFP4(block=32), [5.0, *[0.25] * 31], 1.0),
         (MXFP8(block=32), [511.999, *[0.0] * 31], 1.0),
         (FP8(block=32), [448.0, *[272.0] * 31], 0.8145),
+        (STOCHASTIC, [1 + 2.0**-8] * 32, (1 + 2.0**-8) ** -2),
     ],
     ids=str,
 )
@@ -309,7 +340,7 @@ def test_packed_signs_come_back() -> None:
     [
         (Int8(), 0.26), (Int4(), 0.135), (Sign(), 0.033), (Vote(), 0.032), (QSGD(), 0.255), (QSGD(levels=7), 0.13),
         (QSGD(levels=1), 0.065), (TernGrad(), 0.0705), (Natural(), 0.255), (FP8(), 0.26), (MXFP8(), 0.26),
-        (MXFP4(), 0.135), (FP16, 0.5), (BF16, 0.5),
+        (MXFP4(), 0.135), (FP16, 0.5), (BF16, 0.5), (STOCHASTIC, 0.5),
     ],
     ids=repr,
 )  # fmt: skip

@@ -153,6 +153,7 @@ REFUSED: list[tuple[str, str]] = [
     ("MXFP8(block=48)", r"MXFP8\(block=48\): block must be a multiple of 32\."),
     ("QSGD(levels=128)", r"QSGD\(levels=128\): levels must be an integer from 1 to 127\."),
     ("Half(dtype=torch.float32)", "dtype must be torch.float16 or torch.bfloat16"),
+    ("Half(dtype=torch.float16, stochastic=True)", "stochastic must be False for torch.float16"),
     ("Signum(beta=1.0)", r"Signum\(beta=1.0\): beta must be in \[0, 1\)\."),
     ("PowerSGD(rank=0)", r"PowerSGD\(rank=.*\): rank must"),
     ("PowerSGD(rank=1.5)", r"PowerSGD\(rank=.*\): rank must"),

@@ -48,6 +48,7 @@ CODECS: list[Codec] = [
     QSGD(block=16, levels=15),
     TernGrad(block=16),
     Natural(block=16),
+    Half(block=16, dtype=torch.bfloat16, stochastic=True),
 ]
 
 
