@@ -10,22 +10,21 @@ Weakness: the answer is ±1, at random for an element whose gradient is always z
 determines the step size: use SGD without momentum, and about Adam's learning rate. With a momentum of 0.9 steps are ten
 times as long, and at the usual learning rates of SGD training diverges. The answer is multiplied by the loss
 scale, if `attach(scaler=)` provides one, since the scaler divides by it. A rank that has run out of inputs (`join()`)
-votes at random. While votes are exchanged, a copy of the gradient's size is held.
+votes at random.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.vote import Vote
 from commhooks.compressors.two_hop import TwoHop
-from commhooks.language.bucket import BucketView
+from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor, Context, Exchange, map_requests
 from commhooks.language.entries import Declared, Entry
 from commhooks.language.loss import Loss, Sends
@@ -61,32 +60,40 @@ class Signum(Compressor):
         return {"momentum": Entry(kind="private")} if self.beta else {}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Replace each gradient by its momentum, let `TwoHop` vote, and take the sign of the averages."""
-        momenta = []
-        for slot in bucket.slots:
-            m = slot.form() * (1 - self.beta)
-            if self.beta:
-                m.add_(slot.state("momentum").to(m, non_blocking=True), alpha=self.beta)
-            momenta.append(m)
-            slot.gradient.copy_(m)
+        """Replace each gradient by its momentum, let `TwoHop` vote, and take the signs of what it averages."""
+        momenta = _Momenta([self._momentum(slot) for slot in bucket.slots] if self.beta else [], bucket.slots)
         votes = TwoHop(codec=Vote(block=self.block), server_feedback=False, seed=self.seed)
-        verdict = _Verdict()
-        yield from map_requests(verdict.carry, votes.compress(bucket, context))
-        for slot, m in zip(bucket.slots, momenta, strict=True):
-            if self.beta:
-                slot.commit("momentum", m, verdict.finite)
-            signs = slot.mean.sign().mul_(context.loss_scale)
-            slot.mean.mul_(0).add_(signs)  # keeps NaN: its sign is 0, which would hide it
+        yield from map_requests(momenta.carry, votes.compress(bucket, context))
+        for slot in bucket.slots:
+            elements = slot.gradient.numel()
+            voted = elements // self.block * self.block if votes.pays(elements, context.world_size) else 0
+            averaged = slot.mean[voted:]
+            signs = averaged.sign()
+            averaged.mul_(0).add_(signs)  # keeps NaN: its sign is 0, which would hide it
+            if not isinstance(context.loss_scale, float) or context.loss_scale != 1:
+                slot.mean.mul_(context.loss_scale)
+
+    def _momentum(self, slot: Slot) -> Tensor:
+        """Write the new momentum over the gradient, and return it in the computing dtype."""
+        m = (
+            slot.form()
+            .mul_(1 - self.beta)
+            .add_(slot.state("momentum").to(slot.room, non_blocking=True), alpha=self.beta)
+        )
+        slot.gradient.copy_(m)
+        return m.clone() if slot.scratch.is_needed else m  # memory that all slots share, or the gradient's own
 
 
-class _Verdict:
-    """The answer to an exchange's `Judge`."""
+class _Momenta:
+    """What is to be remembered once the exchange's verdict is known, before votes take its place."""
 
-    finite = torch.ones((), dtype=torch.bool)
-    """True if it asks for none, as when it has nothing to send."""
+    def __init__(self, momenta: Sequence[Tensor], slots: Sequence[Slot]) -> None:
+        self._momenta = momenta
+        self._slots = slots
 
     def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
         answer = yield asked
         if isinstance(asked, Judge):
-            self.finite = answer
+            for m, slot in zip(self._momenta, self._slots, strict=False):
+                slot.commit("momentum", m, answer)
         return answer

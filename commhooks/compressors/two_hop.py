@@ -33,6 +33,7 @@ from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
 from commhooks.language.entries import Declared, Entry
 from commhooks.language.loss import Loss, Sends
+from commhooks.language.memory import surely
 from commhooks.language.noise import Keys, Noise
 from commhooks.language.place import Place
 from commhooks.language.randomness import stable_seed
@@ -159,6 +160,7 @@ class TwoHop(Compressor):
         finite = yield Judge(flaw, *passes.evidence(gathered), *largest)
         for share in deal.shares if self.server_feedback else ():
             share.slot.commit(SERVER_ERROR, left[share.rows], finite)
+        is_sound = self.codec.shows_non_finite or surely(flaw == 0)
         for tile, places in pieces:
             if tile.keeps:
                 M = tile.form()
@@ -166,23 +168,20 @@ class TwoHop(Compressor):
                     M.sub_(passes.write(message.places, places, torch.empty_like(M)))
                 tile.keep(M, finite)
             mean = passes.write(gathered, places, tile.room)
-            tile.write(mean if self.codec.shows_non_finite else mean.add_(flaw))
+            tile.write(mean if is_sound else mean.add_(flaw))
 
     def _send(
         self, passes: Passes, message: Sequence[Tensor], deal: Deal, bucket: BucketView, context: Context
     ) -> Tensor:
-        """Encode all blocks into a message; return 0, or NaN if codes hide one."""
-        flaw = torch.zeros(1, device=bucket.memory.device)
+        """Encode all blocks into a message; return [0], or [NaN] if codes hide one."""
+        flaws = []
         noise = self._noise(deal.keys, context, "own")
         for tile, own in deal.pieces:
-            M = tile.form()
-            if not self.codec.shows_non_finite:
-                flaw += M.abs().amax() * 0
             keeps = tile.keeps and not bucket.scratch.is_needed
-            passes.send(M, noise and noise.at(own), message, deal.places.of(own), keeps=keeps)
+            flaws.append(passes.send(tile.form(), noise and noise.at(own), message, deal.places.of(own), keeps=keeps))
         for payload in message if len(deal.padding.rows) else ():
             payload[deal.padding.ranks, deal.padding.rows] = 0
-        return flaw
+        return torch.stack(flaws).sum(0, keepdim=True, dtype=torch.float32)
 
     def _serve(
         self,

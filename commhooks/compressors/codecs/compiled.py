@@ -21,6 +21,9 @@ from commhooks.native.passes import Form
 from commhooks.native.passes import Noise as NativeNoise
 from commhooks.native.passes import Passes as NativePasses
 
+_INF = 0x7F800000
+"""The bits of inf in fp32."""
+
 
 class CompiledPasses(Passes):
     """The compiled passes of a codec at one level of the library."""
@@ -35,10 +38,13 @@ class CompiledPasses(Passes):
 
     def send(
         self, blocks: Tensor, noise: Noise | None, message: Sequence[Tensor], places: Places, *, keeps: bool
-    ) -> None:
+    ) -> Tensor:
         """Encode blocks [k, n] into a message; see `Passes.send`."""
         drawn, rows = _native(noise), places.flat
-        self._native.send(self._form, blocks, message, rows=rows, noise=drawn, keeps=keeps, damping=self._damping)
+        largest = self._native.send(
+            self._form, blocks, message, rows=rows, noise=drawn, keeps=keeps, damping=self._damping
+        )
+        return torch.tensor(0.0 if largest < _INF else torch.nan)
 
     def serve(
         self, received: Sequence[Tensor], noise: Noise | None, coded: Sequence[Tensor], left: Tensor | None

@@ -43,13 +43,18 @@ class Passes:
 
     def send(
         self, blocks: Tensor, noise: Noise | None, message: Sequence[Tensor], places: Places, *, keeps: bool
-    ) -> None:
-        """Encode blocks [k, n] into a message, tensors [W, b, ...]; if `keeps`, they become what that leaves out."""
+    ) -> Tensor:
+        """Encode blocks [k, n] into a message, tensors [W, b, ...]; if `keeps`, they become what that leaves out.
+
+        Returns 0, 0-dim, or NaN if the codes hide an inf or NaN.
+        """
         code = self._encode(blocks, noise)
+        flaw = blocks.new_zeros(()) if self.codec.shows_non_finite else blocks.abs().amax() * 0
         for payload, part in zip(message, code, strict=True):
             _put(payload, part, places)
         if keeps:
             blocks.sub_(self.decode(code))
+        return flaw
 
     def serve(
         self, received: Sequence[Tensor], noise: Noise | None, coded: Sequence[Tensor], left: Tensor | None
