@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from commhooks.compressors.codecs.passes import Places
+from commhooks.compressors.codecs.passes import Passes, Places
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.devices import copied_to
 from commhooks.language.bucket import BucketView, Slot
@@ -41,7 +41,8 @@ class Piece(NamedTuple):
 class Deal:
     """Which rank serves which of a bucket's blocks: the next one is always served by the next rank."""
 
-    def __init__(self, bucket: BucketView, block: int, pays: Callable[[int], bool], context: Context) -> None:
+    def __init__(self, bucket: BucketView, passes: Passes, pays: Callable[[int], bool], context: Context) -> None:
+        block = passes.codec.block
         ranks, device = context.world_size, bucket.memory.device
         self.ranks = ranks
         """W."""
@@ -50,7 +51,7 @@ class Deal:
         self.rest = [(slot, slot.tile) for slot in bucket.slots if slot not in set(self.coded)]
         """What is averaged uncompressed: slots, and the tiles of them that are."""
         self.pieces: list[Piece] = []
-        self.at_once = max(1, elements_at_once(device) // block)
+        self.at_once = passes.blocks_at_once(device)
         """How many blocks to compute with at a time."""
         start = 0
         for run in _runs(self.coded, block):

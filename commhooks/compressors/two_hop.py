@@ -127,12 +127,12 @@ class TwoHop(Compressor):
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Exchange the codes of all blocks, and gather the codes of their means; average the rest meanwhile."""
         ranks = context.world_size
-        deal = bucket.plan(self, lambda: Deal(bucket, self.codec.block, lambda n: self.pays(n, ranks), context))
-        exchanges = [self._average_blocks(deal, bucket, context)] if deal.coded else []
+        passes = passes_for(self.codec, self.damping, computing_dtype(bucket.memory.dtype), bucket.memory.device)
+        deal = bucket.plan(self, lambda: Deal(bucket, passes, lambda n: self.pays(n, ranks), context))
+        exchanges = [self._average_blocks(passes, deal, bucket, context)] if deal.coded else []
         return side_by_side([*exchanges, average_whole(deal.rest)] if deal.rest else exchanges)
 
-    def _average_blocks(self, deal: Deal, bucket: BucketView, context: Context) -> Exchange:
-        passes = passes_for(self.codec, self.damping, deal.coded[0].room)
+    def _average_blocks(self, passes: Passes, deal: Deal, bucket: BucketView, context: Context) -> Exchange:
         payloads = _payloads(self.codec, computing_dtype(bucket.memory.dtype))
         kinds = [((deal.longest, *shape), dtype) for shape, dtype in payloads]
         message = Rows(kinds, deal.ranks, bucket.borrow, to_all=False)

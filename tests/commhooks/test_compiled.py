@@ -34,6 +34,8 @@ CODECS: list[Codec] = [
 ]  # fmt: skip
 BLOCKS, RANKS = 10_000, 4
 SERVED = BLOCKS // RANKS
+CPU = torch.device("cpu")
+ON_CPU = (torch.float32, CPU)
 
 
 def given(codec: Codec) -> tuple[Tensor, Noise | None]:
@@ -117,7 +119,7 @@ def check_code(codec: Codec, eager: Sequence[Tensor], fast: Sequence[Tensor], fi
 @needs_library
 def test_passes_that_do_not_agree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = Int8(block=40)
-    assert isinstance(passes_for(codec, None, torch.zeros(1)), CompiledPasses)
+    assert isinstance(passes_for(codec, None, *ON_CPU), CompiledPasses)
 
     def wrong(passes: CompiledPasses, message: Sequence[Tensor], places: Places, blocks: Tensor) -> Tensor:
         return Passes.write(passes, message, places, blocks).add_(1e-3)
@@ -125,19 +127,19 @@ def test_passes_that_do_not_agree_are_not_used(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(CompiledPasses, "write", wrong)
     compiled._agree.cache_clear()
     with pytest.warns(UserWarning, match=r"compiled passes \(\w+\) of Int8\(block=40, .* do not agree"):
-        assert type(passes_for(codec, None, torch.zeros(1))) is Passes
+        assert type(passes_for(codec, None, *ON_CPU)) is Passes
     compiled._agree.cache_clear()
 
 
 def test_others_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.VARIABLE, "off")
-    assert type(passes_for(Int8(), None, torch.zeros(1))) is Passes
+    assert type(passes_for(Int8(), None, *ON_CPU)) is Passes
     monkeypatch.delenv(library.VARIABLE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a library that is not built
-        assert type(passes_for(Half(dtype=torch.bfloat16), None, torch.zeros(1))) is Passes
-        assert type(passes_for(Int8(), None, torch.zeros(1, dtype=torch.float64))) is Passes
-        assert type(passes_for(Int8(), None, torch.zeros(1, device="meta"))) is Passes
+        assert type(passes_for(Half(dtype=torch.bfloat16), None, *ON_CPU)) is Passes
+        assert type(passes_for(Int8(), None, torch.float64, CPU)) is Passes
+        assert type(passes_for(Int8(), None, torch.float32, torch.device("meta"))) is Passes
 
 
 @needs_library

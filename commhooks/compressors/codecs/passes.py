@@ -41,6 +41,10 @@ class Passes:
         self.codec = codec
         self.damping = damping
 
+    def blocks_at_once(self, device: torch.device) -> int:
+        """Return for how many blocks to call the passes at a time."""
+        return max(1, elements_at_once(device) // self.codec.block)
+
     def send(
         self, blocks: Tensor, noise: Noise | None, message: Sequence[Tensor], places: Places, *, keeps: bool
     ) -> Tensor:
