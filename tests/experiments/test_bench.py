@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import commhooks
+from commhooks.native import library
+from commhooks.native.library import VARIABLE
 from experiments.results.summary import Spread
 from experiments.studies.app import app
-from experiments.studies.bench import powersgd
+from experiments.studies.bench import powersgd, throughput
+from experiments.studies.bench.copies import EAGER, Worked, in_copies
 from experiments.studies.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes, other_places
 from experiments.studies.bench.growth import exponent_of
 from experiments.studies.bench.page import render
@@ -122,6 +128,63 @@ def test_the_page_names_what_is_missed_and_is_made_from_the_file_alone() -> None
     assert "slow: step time: 1.50 (1.49–1.51), target 1.00. It waits." in page
     assert "Not measured yet: PowerSGD and its memory traffic, " in page
     assert page.index(SECTIONS["ddp"].sentence) < page.index(SECTIONS["hooks"].sentence)
+
+
+def test_rows_of_one_name_stand_side_by_side_on_a_wide_page() -> None:
+    rows = [dataclasses.replace(row("int8", 9.0, width=0.0, target=8.0), quantity="AVX-512")]
+    rows += [dataclasses.replace(row(name, 20.0, width=0.0), quantity="eager") for name in ("int8", "mxfp8")]
+    page = render({"levels": measured(*rows)})
+    assert "|  | AVX-512 | eager |" in page
+    assert "| int8 | 9.00, missed (8) | 20.00 |" in page
+    assert "| mxfp8 |  | 20.00 |" in page
+
+
+def test_what_must_be_moved_is_counted_in_copies() -> None:
+    square = [(512, 512)]
+    floors = {}
+    for text in ("all-reduce", "fp16", "int8", "powersgd:rank=1"):
+        worked = Worked(text, square, 8)
+        worked.step(EAGER)
+        floors[text] = worked.floor()
+    assert floors["all-reduce"] == 1.0
+    assert floors["fp16"] == (8 + 2 * 2) / 8
+    code = 1 + 4 / 128  # bytes of an element, with its share of the block's scale
+    assert floors["int8"] == pytest.approx((8 + 12 + 12 / 8 + (3 + 1 / 8) * code) / 8)
+    assert floors["powersgd:rank=1"] == pytest.approx(28 / 8, abs=0.02)
+
+
+def test_a_level_is_in_use_during_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    worked, seen = Worked("all-reduce", [(8, 8)], 2), list[str]()
+    engine = worked.engines[0]
+    run = engine.run
+
+    def seeing(bucket: Any) -> Any:
+        seen.append(os.environ[VARIABLE])
+        return run(bucket)
+
+    monkeypatch.setattr(engine, "run", seeing)
+    found = in_copies(worked, (EAGER,), rounds=2)
+    assert set(seen) == {EAGER} and VARIABLE not in os.environ
+    assert list(found) == [EAGER] and found[EAGER].low > 0
+
+
+@pytest.mark.skipif(not commhooks.compiled().levels, reason=str(commhooks.compiled()))
+def test_the_compressors_that_are_measured_in_two_forms_are_those_with_compiled_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called, found, function = list[str](), set(), library.function
+
+    def seeing(name: str, *others: Any) -> Any:
+        called.append(name)
+        return function(name, *others)
+
+    monkeypatch.setattr(library, "function", seeing)
+    for text in throughput.names():
+        called.clear()
+        Worked(text, [(128, 128), (4096,)], 2).step(commhooks.compiled().levels[0])
+        found |= {text.partition(":")[0]} if called else set()
+    assert found == throughput.COMPILED
 
 
 def test_the_page_in_the_repository_is_the_one_of_its_file() -> None:

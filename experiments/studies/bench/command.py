@@ -15,7 +15,7 @@ from experiments.planning.worlds import check_place
 from experiments.report.blocks import print_blocks
 
 from .gate import SAME, WORSE, changes, other_places
-from .page import render, table
+from .page import render, table, wide
 from .results import Results, measured_now, read, write
 from .sections import SECTIONS
 
@@ -53,7 +53,7 @@ def bench(
             begun = time.perf_counter()
             rows = SECTIONS[name].measure(quick, typer.echo)
             found[name] = measured_now(rows, f"{_COMMAND} {name}", time.perf_counter() - begun)
-            print_blocks([table(name, rows)], console)
+            print_blocks([(wide if SECTIONS[name].is_wide else table)(name, rows)], console)
             if results:  # after every section, so that an interruption does not lose what is finished
                 known[name] = found[name]
                 write(results, known)

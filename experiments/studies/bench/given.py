@@ -27,7 +27,7 @@ class GivenBucket:
     """The only bucket of a step, with these parameters, in the form that our hooks and PyTorch's expect."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = [p if isinstance(p, nn.Parameter) else nn.Parameter(p) for p in parameters]
+        self._parameters: list[Tensor] = [p if isinstance(p, nn.Parameter) else nn.Parameter(p) for p in parameters]
         self._memory = parameters[0].new_zeros(sum(p.numel() for p in parameters))
 
     def index(self) -> int:
@@ -46,7 +46,7 @@ class GivenBucket:
         """Replace the memory."""
         self._memory = memory
 
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[Tensor]:
         """Return the parameters."""
         return self._parameters
 

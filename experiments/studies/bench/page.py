@@ -40,7 +40,12 @@ def render(results: Results) -> str:
             one = results[name]
             more = f", {one.machine['system']}, Gloo"
             made = circumstances(one.command, one.seconds, one.machine, one.versions, more=more, commit=one.commit)
-            blocks += [f"## {section.title}", section.sentence, table("", one.rows), made]
+            blocks += [
+                f"## {section.title}",
+                section.sentence,
+                (wide if section.is_wide else table)("", one.rows),
+                made,
+            ]
     return markdown(blocks).rstrip() + "\n"
 
 
@@ -71,6 +76,18 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     has_noise = any(row.noise is not None for row in rows)
     shown = [True, True, has_noise, has_target, has_target, True]
     return Table(title, list(compress(headings, shown)), [list(compress(_cells(row), shown)) for row in rows])
+
+
+def wide(title: str, rows: Sequence[Row]) -> Table:
+    """Return a table with a line for each name and a column for each quantity, with targets in parentheses."""
+    quantities = sorted({row.quantity for row in rows})
+    lines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        aim = "" if row.target is None else f", {row.verdict} ({row.target:g})"
+        lines.setdefault(row.name, {})[row.quantity] = figure(row.spread) + aim
+    return Table(
+        title, ["", *quantities], [[name, *(cells.get(one, "") for one in quantities)] for name, cells in lines.items()]
+    )
 
 
 def _cells(row: Row) -> Sequence[str]:

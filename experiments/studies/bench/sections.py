@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from experiments.launch import Tell
 
-from . import checkpoints, ddp, growth, hiding, hooks, policies, powersgd, real_step, throughput, wakeups
+from . import checkpoints, ddp, growth, hiding, hooks, levels, policies, powersgd, real_step, throughput, wakeups
 from .rows import Row
 
 
@@ -18,6 +18,7 @@ class Section:
     title: str
     sentence: str  # what is compared
     measure: Callable[[bool, Tell], list[Row]]  # (quick, tell) -> rows
+    is_wide: bool = False  # whether rows of one name stand side by side
 
 
 SECTIONS = {
@@ -26,7 +27,8 @@ SECTIONS = {
     "powersgd": Section("PowerSGD and its memory traffic", powersgd.SENTENCE, powersgd.measure),
     "real-step": Section("PowerSGD in a real step", real_step.SENTENCE, real_step.measure),
     "wakeups": Section("Gloo's event loop in a real step", wakeups.SENTENCE, wakeups.measure),
-    "throughput": Section("Compressors and a memory copy", throughput.SENTENCE, throughput.measure),
+    "throughput": Section("Compressors and a memory copy", throughput.SENTENCE, throughput.measure, is_wide=True),
+    "levels": Section("Compiled passes and a memory copy", levels.SENTENCE, levels.measure, is_wide=True),
     "growth": Section("The cost as the work grows", growth.SENTENCE, growth.measure),
     "policies": Section("`fused` and `fifo`", policies.SENTENCE, policies.measure),
     "checkpoints": Section("Checkpoints and `torch.save`", checkpoints.SENTENCE, checkpoints.measure),

@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
-import torch
-
+from commhooks import compiled
 from commhooks.compressors import COMPRESSORS
-from experiments.hooks import make_hook
 from experiments.launch import Tell
 from experiments.leaderboard.contenders import SKIPPED, USUAL
-from experiments.specs import Spec
-from experiments.tasks import load_task
-from experiments.training.lockstep import time_in_lockstep
+from experiments.results.summary import Spread
 
+from .copies import EAGER, MODELS, TINY, Worked, in_copies
 from .rows import Row
 
 SENTENCE = (
-    "What a worker takes to compress and decompress the gradients of a GPT of 4.08 million parameters, on one thread "
-    "and among 2 workers in one process, over the time of copying them: every registered compressor at its usual "
-    "settings, with error feedback where that is the default."
+    "What a step of one bucket takes a worker, among 2 or 8 workers in one process, over the time of copying the "
+    "gradients: processor time on one thread, with what the workers' collectives copy and add. Every registered "
+    "compressor at its usual settings, with error feedback where that is the default; the gradients are ResNet-18's, "
+    "11.2 million, and a GPT's, one layer of width 768, 7.1 million. *Eager* is without compiled passes, *compiled* "
+    "with the highest level that the processor has, for the compressors that have such passes. The *floor* is what "
+    "must be moved whatever the implementation, in copies of 8 bytes an element: 8 for the gradient, which is read, "
+    "and the mean, which is written; 12 for each element of state, which is read, written, and kept as it was until "
+    "all ranks have judged the step; what is sent, which is written, and what comes, which is read. So int8 among W "
+    "workers moves 8 + 12 + 12/W bytes an element, and 3 + 1/W of codes. Exceptions: the gradient is an all-reduce's "
+    "message, and PowerSGD moves 28 bytes, since it reads the gradient twice. The floor leaves out what the "
+    "collectives themselves move, such as the sum of an all-reduce."
 )
-WORKERS = 2
+WORKERS = (2, 8)
+COMPILED = frozenset(
+    (
+        *("dgc", "fp8", "int4", "int8", "mxfp4", "natural", "qsgd", "sign", "signum", "sparse-loco", "terngrad"),
+        *("threshold", "top-k"),
+    )
+)
+"""The names of compressors with compiled passes."""
 
 
 def measure(quick: bool, tell: Tell) -> list[Row]:
-    """Return a row for each compressor."""
-    task = load_task(Spec.parse("gpt:size=tiny" if quick else "gpt:size=base", "task"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Return a row for each compressor, model, number of workers, and form."""
+    level = compiled().level
     rows = []
-    try:
+    for model, shapes in (TINY if quick else MODELS).items():
         for text in names()[:3] if quick else names():
-            tell(f"throughput: {text}")
-            compressor = make_hook(Spec.parse(text))
-            spread = time_in_lockstep(task, compressor, workers=WORKERS, rounds=2 if quick else 8)
-            rows.append(Row(name=text, quantity="time over a copy", spread=spread))
-    finally:
-        torch.set_num_threads(threads)
+            for workers in WORKERS:
+                tell(f"throughput: {text}, {model}, {workers} workers")
+                worked = Worked(text, shapes, workers)
+                levels = {"eager": EAGER}
+                if level is not None and text.partition(":")[0] in COMPILED:
+                    levels["compiled"] = level
+                found = in_copies(worked, list(levels.values()), 2)
+                spreads = {form: found[word] for form, word in levels.items()}
+                spreads["floor"] = Spread.of([worked.floor()])
+                for form, spread in spreads.items():
+                    rows.append(Row(name=f"{text}, {model}", quantity=f"{workers} workers, {form}", spread=spread))
     return rows
 
 

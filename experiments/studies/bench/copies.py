@@ -1,0 +1,105 @@
+"""What a compressor costs workers of one process, in copies of the gradients, compiled and eager."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+import commhooks
+from commhooks.engine.engine import Engine
+from commhooks.native.library import VARIABLE
+from commhooks.scheduling.lockstep import run_in_turns
+from experiments.hooks import make_hook
+from experiments.launch import environment
+from experiments.results.summary import Spread
+from experiments.specs import Spec
+from experiments.turns import turns_of
+
+from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
+
+EAGER = "off"
+"""The word for eager passes, in place of a level."""
+MODELS: Mapping[str, Sequence[Shape]] = {"ResNet-18": resnet18_shapes(), "GPT": GPT_SHAPES[:8]}
+"""The gradients: ResNet-18 for CIFAR, 11.2 million, and one layer of a GPT of width 768, 7.1 million."""
+TINY: Mapping[str, Sequence[Shape]] = {"a tiny model": [(64, 64), (64,)]}
+BESIDES: Mapping[str, float] = {
+    "all-reduce": -8,  # the gradient is the message
+    "adaptive-rank": 8,  # as for powersgd
+    "powersgd": 8,  # M is written, read again for Q and once more at the end, so the old residual need not be kept
+    "powersgd-unbiased": 4,  # the gradient is read again for Q
+}
+"""By compressor: bytes of an element that must be moved besides what `Worked.floor` says of all."""
+_COPIES = 3  # before each step, of which the median counts
+_APART = 4097  # elements between the workers' parts of one random vector
+_WORD = 4  # bytes of an element
+
+
+class Worked:
+    """Workers of one process that average one bucket of gradients, each its own."""
+
+    def __init__(self, text: str, shapes: Sequence[Shape], workers: int) -> None:
+        spec = Spec.parse(text)
+        compressor = make_hook(spec)
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        self.lines = commhooks.lockstep_lines(workers)
+        self.engines = [Engine(compressor, line) for line in self.lines]
+        for engine in self.engines:
+            engine.bind([(f"layer{number}", parameter) for number, parameter in enumerate(parameters)])
+        self.buckets = [GivenBucket(parameters) for _ in self.lines]
+        elements = self.buckets[0].buffer().numel()
+        drawn = torch.randn(elements + _APART * workers, generator=torch.Generator().manual_seed(0))
+        self.gradients = [drawn[_APART * rank :][:elements] for rank in range(workers)]
+        self._room = torch.empty(elements)
+        self._besides = BESIDES.get(spec.name, 0)
+
+    def step(self, level: str) -> float:
+        """Average once with these compiled passes, or with `EAGER`; return what a worker takes, in copies.
+
+        It is processor time of this thread: whatever else runs here can only disturb the caches.
+        """
+        for bucket, gradient in zip(self.buckets, self.gradients, strict=True):
+            bucket.buffer().copy_(gradient)
+        copy = statistics.median(_seconds(partial(self._room.copy_, self.gradients[0])) for _ in range(_COPIES))
+        with environment({VARIABLE: level}):
+            return _seconds(self._average) / len(self.lines) / copy
+
+    def floor(self) -> float:
+        """Return the copies of 8 bytes an element that no way of doing what a worker has just done could avoid.
+
+        The gradient is read and the mean is written; state is read, and written anew while the old values are kept
+        until all ranks have judged the step; what is sent is written, and what comes is read. So int8 with residuals on
+        both hops moves 8 + 12 + 12/W bytes an element, and 1 + 1 + 1/W + 1 of codes: 3.1 copies among 8 workers.
+        """
+        report, sent = self.engines[0].memory_report(), self.engines[0].statistics()
+        moved: float = 2 * report.gradients + 3 * (report.residuals + report.bases)
+        for kind, traffic in sent.by_kind.items():
+            comes = len(self.lines) if kind == "all-gather" else 1
+            moved += (1 + comes) * traffic.payload_bytes / sent.steps
+        return (moved / len(self.gradients[0]) + self._besides) / (2 * _WORD)
+
+    def _average(self) -> None:
+        for engine, bucket in zip(self.engines, self.buckets, strict=True):
+            engine.run(bucket)
+        run_in_turns(self.lines)
+
+
+def in_copies(worked: Worked, levels: Sequence[str], rounds: int) -> dict[str, Spread]:
+    """Return what a step costs a worker at each level, measured in turns."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = turns_of({level: partial(worked.step, level) for level in levels}, rounds, warm_up=1)
+    finally:
+        torch.set_num_threads(threads)
+    return {level: Spread.of(ratios) for level, ratios in found.items()}
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    begun = time.thread_time()
+    function()
+    return time.thread_time() - begun

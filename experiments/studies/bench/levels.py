@@ -1,0 +1,42 @@
+"""Compressors with compiled passes against a memory copy, at every level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from commhooks import compiled
+from experiments.launch import Tell
+
+from .copies import EAGER, MODELS, TINY, Worked, in_copies
+from .rows import Row
+from .throughput import WORKERS
+
+SENTENCE = (
+    "What a step takes a worker, in copies of ResNet-18's gradients, as in the section before: at each level of the "
+    "compiled passes that this processor has, and without them, beside the target. Votes are "
+    "`signum`'s, whose momentum is part of it."
+)
+TITLES: Mapping[str, str] = {"avx512": "AVX-512", "avx2": "AVX2", "sse42": "SSE4.2", EAGER: "eager"}
+_BYTES = {"avx512": 8, "avx2": 10, "sse42": 14, EAGER: 22}
+_BITS = _BYTES | {EAGER: 26}
+TARGETS: Mapping[str, Mapping[str, float]] = {
+    **dict.fromkeys(("int8", "fp8", "qsgd", "natural"), _BYTES),
+    **dict.fromkeys(("int4", "sign", "terngrad", "signum", "mxfp4"), _BITS),
+    "top-k:ratio=0.01": {"avx512": 10, "avx2": 11, EAGER: 30},
+    "sparse-loco": {"avx512": 12, "avx2": 14, EAGER: 45},
+}
+"""By compressor and level, in copies."""
+
+
+def measure(quick: bool, tell: Tell) -> list[Row]:
+    """Return a row for each compressor, number of workers, and level."""
+    levels = [level for level in TITLES if level == EAGER or level in compiled().levels]
+    rows = []
+    shapes = TINY["a tiny model"] if quick else MODELS["ResNet-18"]
+    for text, targets in list(TARGETS.items())[: 2 if quick else None]:
+        for workers in WORKERS:
+            tell(f"levels: {text}, {workers} workers")
+            for level, spread in in_copies(Worked(text, shapes, workers), levels, 2 if quick else 3).items():
+                name, target = f"{text}, {workers} workers", targets.get(level)
+                rows.append(Row(name=name, quantity=TITLES[level], spread=spread, target=target))
+    return rows
