@@ -7,7 +7,8 @@ grow with the data (handing a bucket to the worker thread, a round trip through 
 A parameter's cost is interpolated between matrices of several sizes, because a small matrix costs more per element than
 a large one. All was measured in real steps of two ranks, beside their backward passes, with collectives answered at
 once: what a hook adds to the step without communication is its cost. What a round adds when it is not answered at once,
-besides its bytes and messages, was measured in such steps too. `commhooks estimate --measure-costs FILE` measures all
+besides its bytes and messages, was measured in such steps too. Costs are those of the compiled passes in use, or of
+eager ones if there were none, and the file says which. `commhooks estimate --measure-costs FILE` measures all
 of it; the file `costs.json` beside this one is the one that comes with the package.
 """
 
@@ -135,6 +136,8 @@ class Costs:
     """Bytes per second that the machine copied on which this was measured."""
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
+    level: str | None = None
+    """Of the compiled passes that were in use, as in `commhooks.compiled()`; None: none, everything ran eagerly."""
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
@@ -155,6 +158,11 @@ class Costs:
                 f"costs {path}: expected a file of format {FORMAT} that 'commhooks estimate --measure-costs' wrote "
                 f"({type(error).__name__}: {error}); write it again"
             ) from error
+
+
+def passes_in_words(level: str | None) -> str:
+    """Return with which passes costs were measured, given `Costs.level`."""
+    return "without compiled passes" if level is None else f"with compiled passes ({level})"
 
 
 def check_backend(backend: str) -> None:

@@ -105,6 +105,8 @@ class Estimate:
     """One of `commhooks.planning.costs.BACKENDS`."""
     copy_rate: float
     """Bytes per second that the processor copies, timed or stated."""
+    level: str | None
+    """Of the compiled passes with which the costs were measured; None: without."""
     tasks: tuple[tuple[str, str], ...]
     """Those on which accuracy was measured, each with the unit of its differences."""
 
@@ -207,6 +209,7 @@ def estimate(
         link=cases[DENSE].link,
         backend=backend,
         copy_rate=4 / carrier.copy,
+        level=costs.level,
         tasks=tuple((task.task, task.unit) for task in accuracy.tasks),
     )
 

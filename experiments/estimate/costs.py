@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import commhooks
 import ddp_core
 from commhooks import Cast, Compressor
-from commhooks.planning.costs import Costs, HookCosts, Sample, copy_seconds
+from commhooks.planning.costs import Costs, HookCosts, Sample, copy_seconds, passes_in_words
 from commhooks.planning.pretending import Pretend
 from commhooks.planning.profile import Sends
 from commhooks.planning.segments import BucketRecord, Segments, Watched
@@ -156,7 +156,8 @@ def measure_costs(path: Path) -> None:
     begun = time.perf_counter()
     costs = measure(Plan(), print)
     costs.write(path)
-    print(f"{path}: the costs of {len(costs.hooks)} hooks, measured in {time.perf_counter() - begun:.0f} s")
+    took = f"measured in {time.perf_counter() - begun:.0f} s, {passes_in_words(costs.level)}"
+    print(f"{path}: the costs of {len(costs.hooks)} hooks, {took}")
 
 
 def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
@@ -189,6 +190,7 @@ def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
                 copy_rate=4 / copy,
                 machine={name: here[name] for name in ("system", "processor", "cores")},
                 versions=versions(),
+                level=commhooks.compiled().level,
             )
         )
 

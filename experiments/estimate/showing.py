@@ -10,7 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from commhooks.native.library import compiled
 from commhooks.planning.candidates import DENSE
+from commhooks.planning.costs import passes_in_words
 from commhooks.planning.estimate import FASTER, Estimate, HookEstimate
 from commhooks.planning.paying import Rates
 from commhooks.units import bytes_in_words, counted, seconds_in_words, three_digits
@@ -42,18 +44,30 @@ def show(estimate: Estimate, console: Console, costs: Path | None = None) -> Non
             *(NEVER if dense else loss_in_words(one, task) for task, _ in estimate.tasks),
         )
     console.print(table)
-    for sentence in (conclusion(estimate), safest_in_words(estimate), *slower_in_words(estimate)):
+    sentences = (conclusion(estimate), safest_in_words(estimate), *slower_in_words(estimate))
+    for sentence in (*sentences, *other_passes_in_words(estimate)):
         console.print(sentence, highlight=False, markup=False)
     columns = " and ".join(f"{task} ({unit})" for task, unit in estimate.tasks)
     measured = "measured for this version" if costs is None else f"in {costs}"
     console.print(
         f"Sent: by each rank. {columns}: the leaderboard's differences from dense all-reduce, on small tasks. The "
-        f"costs are those {measured}, times the copy of memory of this processor "
+        f"costs are those {measured}, {passes_in_words(estimate.level)}, times the copy of memory of this processor "
         f"({bytes_in_words(estimate.copy_rate)}/s).",
         style="dim",
         highlight=False,
         markup=False,
     )
+
+
+def other_passes_in_words(estimate: Estimate) -> list[str]:
+    """Return a sentence if codes cost otherwise here, since other passes are in use than when costs were measured."""
+    here = compiled()
+    if here.level == estimate.level:
+        return []
+    return [
+        f"The costs were measured {passes_in_words(estimate.level)}, and here it is otherwise: {here}. What codes cost "
+        "here is measured by commhooks estimate --measure-costs FILE."
+    ]
 
 
 def conclusion(estimate: Estimate) -> str:
@@ -140,6 +154,7 @@ def as_json(estimate: Estimate) -> str:
         "link": link,
         "backend": estimate.backend,
         "copy_rate": estimate.copy_rate,
+        "costs_level": estimate.level,
         "faster_link": FASTER,
         "hooks": hooks,
         "safest": None if estimate.safest is None else estimate.safest.hook,

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from commhooks import make_compressor
 from commhooks.compressors import COMPRESSORS
+from commhooks.native.library import VARIABLE
 from commhooks.planning import stored
 from commhooks.planning.costs import Costs
 from experiments.commands.cli import app
@@ -160,6 +161,23 @@ def test_costs_that_were_measured_here_take_the_place_of_those_of_the_package(
     assert f"thosein{file}," in "".join(output.split())
     _, output = run(*SIZE, "--hook", "fp16", "--json", "-", "--costs", str(file))
     assert next(one["seconds"] for one in json.loads(output)["hooks"] if one["hook"] == "fp16") > 100
+
+
+@pytest.mark.parametrize("level", ["avx512", None])
+def test_costs_that_were_measured_with_other_passes_than_there_are_here_are_named(
+    level: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "costs.json"
+    dataclasses.replace(Costs.read(), level=level).write(file)
+    assert Costs.read(file).level == level
+    monkeypatch.setenv(VARIABLE, "off")
+    _, output = run(*SIZE, "--hook", "fp16", "--costs", str(file))
+    said = " ".join(output.split())
+    assert ("with compiled passes (avx512), times the copy" in said) == (level is not None)
+    assert ("here it is otherwise: compiled passes: none, since" in said) == (level is not None)
+    assert ("without compiled passes, times the copy" in said) == (level is None)
+    _, output = run(*SIZE, "--hook", "fp16", "--json", "-", "--costs", str(file))
+    assert json.loads(output)["costs_level"] == level
 
 
 def test_twenty_configurations_are_compared() -> None:
