@@ -484,7 +484,7 @@ CASES = [
             roundings=16,
             overshoots=name == "int4",
         )
-        for name, bits in (("sign", 1), ("int8", 8), ("int4", 4), ("fp8", 8))
+        for name, bits in (("sign", 1), ("int8", 8), ("int4", 4), ("fp8", 8), ("e3m0", 4))
     ),
     # It may lose more than it is given, in the Euclidean norm.
     Case(

@@ -9,7 +9,21 @@ import torch
 from commhooks.compressors.affine import Affine
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.compressors.cast import Cast
-from commhooks.compressors.codecs import FP8, MXFP4, MXFP8, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad, Vote
+from commhooks.compressors.codecs import (
+    E3M0,
+    FP8,
+    MXFP4,
+    MXFP8,
+    QSGD,
+    Codec,
+    Half,
+    Int4,
+    Int8,
+    Natural,
+    Sign,
+    TernGrad,
+    Vote,
+)
 from commhooks.compressors.demo import DeMo
 from commhooks.compressors.dgc import DGC
 from commhooks.compressors.noop import NoOp
@@ -33,6 +47,7 @@ __all__ = [
     "Codec",
     "DGC",
     "DeMo",
+    "E3M0",
     "FP8",
     "Half",
     "Int4",
@@ -71,6 +86,7 @@ COMPRESSORS |= {
     "demo": Registered(DeMo, feeds_back=True, decay=0.999),
     "dgc": Registered(DGC),
     "distro": Registered(functools.partial(DeMo, k=4, one_bit=True, sign=True), feeds_back=True, decay=0.999),
+    "e3m0": Registered(functools.partial(TwoHop.of, E3M0), feeds_back=True),
     "fp16": Registered(functools.partial(Cast, dtype=torch.float16)),
     "fp16-two-hop": Registered(functools.partial(_two_hop_unfed, Half, dtype=torch.float16)),
     "fp8": Registered(functools.partial(TwoHop.of, FP8), feeds_back=True),

@@ -99,7 +99,7 @@ def short_name(dtype: torch.dtype) -> str:
 
 def lower_name(kind: type) -> str:
     """Return a class's name as names of compressors are written: ErrorFeedback is "error-feedback"."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", kind.__name__).lower()
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "-", kind.__name__).lower()
 
 
 def value_in(text: str) -> bool | int | float | str | None:

@@ -12,7 +12,21 @@ from torch import Tensor
 
 import commhooks
 from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter, TwoHop
-from commhooks.codecs import FP8, MXFP4, MXFP8, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad, Vote
+from commhooks.codecs import (
+    E3M0,
+    FP8,
+    MXFP4,
+    MXFP8,
+    QSGD,
+    Codec,
+    Half,
+    Int4,
+    Int8,
+    Natural,
+    Sign,
+    TernGrad,
+    Vote,
+)
 from commhooks.compressors.codecs.packing import pack, pack_signs, unpack_into, unpack_signs
 from commhooks.language.loss import error_of
 from tests import bounds
@@ -29,7 +43,8 @@ UNBIASED: list[Codec] = [
     TernGrad(block=32), Natural(block=32), STOCHASTIC,
 ]  # fmt: skip
 BIASED: list[Codec] = [
-    Int8(stochastic=False), Int4(stochastic=False), Sign(), FP8(), MXFP8(), MXFP4(), FP16, BF16,
+    Int8(stochastic=False), Int4(stochastic=False), Sign(), FP8(), MXFP8(), MXFP4(), E3M0(), FP16,
+    BF16,
 ]  # fmt: skip
 CODECS = [*UNBIASED, *BIASED, Vote()]
 
@@ -128,6 +143,19 @@ def test_nearest_integers_are_those_of_the_largest_magnitude(codec: Int8 | Int4)
         assert_as_in(coded(codec, blocks, noise), np.round(x / scale) * scale)
 
 
+def test_four_bits_without_a_fraction_are_the_nearest_powers_of_two_or_zero() -> None:
+    """Of 0, 1/64, 1/32, ... 1, times the largest magnitude; between two, the larger one of a tie."""
+    codec = E3M0(block=64)
+    numbers = np.array([0, *2.0 ** np.arange(-6, 1)])
+    for seed in range(20):
+        blocks, noise = drawn(codec, 4, seed)
+        blocks[0, :18] = torch.tensor([256.0, 0, *(2.0 ** torch.arange(1, 9)), *(1.5 * 2.0 ** torch.arange(8))])
+        x = blocks.double().numpy()
+        largest = np.abs(x).max(axis=1, keepdims=True)
+        above = np.searchsorted((numbers[1:] + numbers[:-1]) / 2, (np.abs(x) / largest).astype(np.float32), "right")
+        assert_as_in(coded(codec, blocks, noise), np.sign(x) * numbers[above] * largest)
+
+
 @pytest.mark.parametrize(
     "number", [1.0, 1 + 2.0**-23, -1.2345, 1.7 * 2.0**-126, 12345 * 2.0**-149, -(2.0**-149), 2.0**128 - 2.0**104]
 )
@@ -220,7 +248,7 @@ def test_a_normal_block_loses_less_than_is_declared(codec: Codec) -> None:
     [
         (Sign(), 0.36), (Int8(), 8e-5), (Int4(), 0.027), (Int4(block=1024), 0.04), (FP8(), 7e-4), (MXFP8(), 9e-4),
         (MXFP4(), 0.013), (QSGD(), 0.0053), (QSGD(levels=7), 1.6), (TernGrad(), 1.3), (Natural(), 0.08), (FP16, 4e-8),
-        (BF16, 2.8e-6), (STOCHASTIC, 5.5e-6),
+        (BF16, 2.8e-6), (STOCHASTIC, 5.5e-6), (E3M0(), 0.038),
     ],
     ids=repr,
 )  # fmt: skip
@@ -243,6 +271,8 @@ def test_a_normal_block_loses_what_the_guide_says(codec: Codec, loss: float) -> 
         (MXFP4(block=32), [5.0, *[0.25] * 31], 1.0),
         (MXFP8(block=32), [511.999, *[0.0] * 31], 1.0),
         (FP8(block=32), [448.0, *[272.0] * 31], 0.8145),
+        (E3M0(block=1024), [1.0, *[0.7499] * 1023], 1.0),
+        (E3M0(block=4096), [1.0, *[2.0**-7 - 2.0**-20] * 4095], 1.0),
         (STOCHASTIC, [1 + 2.0**-8] * 32, (1 + 2.0**-8) ** -2),
     ],
     ids=str,
@@ -340,7 +370,7 @@ def test_packed_signs_come_back() -> None:
     [
         (Int8(), 0.26), (Int4(), 0.135), (Sign(), 0.033), (Vote(), 0.032), (QSGD(), 0.255), (QSGD(levels=7), 0.13),
         (QSGD(levels=1), 0.065), (TernGrad(), 0.0705), (Natural(), 0.255), (FP8(), 0.26), (MXFP8(), 0.26),
-        (MXFP4(), 0.135), (FP16, 0.5), (BF16, 0.5), (STOCHASTIC, 0.5),
+        (MXFP4(), 0.135), (FP16, 0.5), (BF16, 0.5), (STOCHASTIC, 0.5), (E3M0(), 0.127),
     ],
     ids=repr,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Codes for `TwoHop`: blocks of elements in a few bits each."""
 
 from commhooks.compressors.codecs.codec import Codec
+from commhooks.compressors.codecs.e3m0 import E3M0
 from commhooks.compressors.codecs.fp8 import FP8
 from commhooks.compressors.codecs.half import Half
 from commhooks.compressors.codecs.integers import Int4, Int8
@@ -11,4 +12,18 @@ from commhooks.compressors.codecs.sign import Sign
 from commhooks.compressors.codecs.terngrad import TernGrad
 from commhooks.compressors.codecs.vote import Vote
 
-__all__ = ["Codec", "FP8", "Half", "Int4", "Int8", "MXFP4", "MXFP8", "Natural", "QSGD", "Sign", "TernGrad", "Vote"]
+__all__ = [
+    "Codec",
+    "E3M0",
+    "FP8",
+    "Half",
+    "Int4",
+    "Int8",
+    "MXFP4",
+    "MXFP8",
+    "Natural",
+    "QSGD",
+    "Sign",
+    "TernGrad",
+    "Vote",
+]

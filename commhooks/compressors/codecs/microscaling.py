@@ -21,6 +21,7 @@ from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.fp8 import from_e4m3, to_e4m3
+from commhooks.compressors.codecs.packing import pack_small_floats, unpack_small_floats
 
 GROUP = 32
 _NAN = 255
@@ -117,21 +118,11 @@ class MXFP4(Microscaled):
         """
         x = values.abs().clamp_(max=8)  # inf minus inf would be NaN
         codes = (2 * x).round_().clamp_(max=4).add_(x.round().clamp_(2, 4)).add_((x / 2).round_().clamp_(2, 3)).sub_(4)
-        signs = (values.view(torch.int32) >> 28).to(torch.int8).bitwise_and_(8)
-        low, high = signs.bitwise_or_(codes.to(torch.int8)).chunk(2, dim=1)
-        return (low | high << 4).view(torch.uint8)
+        return pack_small_floats(codes, values)
 
     def from_bytes(self, packed: Tensor, blocks: Tensor) -> Tensor:
-        """Write the elements.
-
-        fp16 has the sign in the same place, three exponent bits more, whose bias is greater by 14, and nine fraction
-        bits more.
-        """
-        packed = packed.view(torch.int8)
-        for half, nibbles in zip(blocks.chunk(2, dim=1), (packed << 4, packed), strict=True):
-            bits = nibbles.to(torch.int16).bitwise_and_(-16)  # the nibble as the upper half of a byte, with its sign
-            half.copy_(bits.bitwise_left_shift_(5).bitwise_and_(~(7 << 12)).view(torch.float16))
-        return blocks.mul_(2.0**14)
+        """Write the elements."""
+        return unpack_small_floats(packed, 2, blocks)
 
     def relative_error(self) -> float:
         """Return 47/431 = 0.11: the worst group has one 5, which becomes 4, and 31 times 1/4, which become 0.

@@ -55,6 +55,30 @@ def unpack_signs(packed: Tensor, magnitudes: Tensor, values: Tensor) -> Tensor:
     return values
 
 
+def pack_small_floats(magnitudes: Tensor, values: Tensor) -> Tensor:
+    """Pack 4-bit floating-point numbers [B, n] into bytes [B, n/2], byte k those of elements k and n/2 + k.
+
+    `magnitudes` are their lower three bits, as floating-point numbers or integers; the fourth is the sign of `values`,
+    fp32.
+    """
+    signs = (values.view(torch.int32) >> 28).to(torch.int8).bitwise_and_(8)
+    low, high = signs.bitwise_or_(magnitudes.to(torch.int8)).chunk(2, dim=1)
+    return (low | high << 4).view(torch.uint8)
+
+
+def unpack_small_floats(packed: Tensor, exponent_bits: int, blocks: Tensor) -> Tensor:
+    """Write 4-bit floating-point numbers to blocks [B, n], and return these: sign, 2 or 3 exponent bits, fraction.
+
+    fp16 has the sign in the same place, and 5 exponent bits, whose bias is greater by 16 - 2**(exponent_bits - 1).
+    """
+    packed, shift = packed.view(torch.int8), 3 + exponent_bits
+    more = (1 << 15) - (1 << 10 + exponent_bits)  # exponent bits that fp16 has in addition
+    for half, nibbles in zip(blocks.chunk(2, dim=1), (packed << 4, packed), strict=True):
+        bits = nibbles.to(torch.int16).bitwise_and_(-16)  # the nibble as the upper half of a byte, with its sign
+        half.copy_(bits.bitwise_left_shift_(shift).bitwise_and_(~more).view(torch.float16))
+    return blocks.mul_(2.0 ** (16 - 2 ** (exponent_bits - 1)))
+
+
 def widened(packed: Tensor) -> Tensor:
     """Return 8-bit floating-point numbers as 16-bit ones, in int16, with one exponent bit more behind the sign."""
     bits = packed.view(torch.int8).to(torch.int16)  # its sign fills the upper byte
