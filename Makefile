@@ -16,12 +16,13 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-frameworks test-processors test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite gpu gpu-cost clean
+.PHONY: help demo leaderboard test test-eager test-frameworks test-processors test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite gpu gpu-cost clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
 	@echo "make leaderboard  train under every compressor; report in runs/leaderboard, tables and plots in docs/guide/leaderboard"
 	@echo "make test         the test suite"
+	@echo "make test-eager   the compressors' laws again without the passes that are compiled"
 	@echo "make test-frameworks  the integrations with Lightning, Accelerate, Trainer, Ray and torchft, in .venv-frameworks; and the wheel by itself"
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
 	@echo "make test-torch-suite  most of PyTorch's own DDP tests, with ddp_core's class in place of theirs"
@@ -70,6 +71,10 @@ leaderboard: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(TWO_AT_ONCE)
+
+test-eager: $(STAMP)
+	COMMHOOKS_COMPILED=off $(BIN)/python -m pytest -n 2 --dist worksteal tests/commhooks/test_laws.py \
+		tests/commhooks/test_codecs.py tests/commhooks/test_sparse_family.py
 
 test-frameworks: $(FRAMEWORKS_STAMP)
 	.venv-frameworks/bin/python -m pytest -m frameworks $(TWO_AT_ONCE) tests/frameworks

@@ -24,6 +24,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -47,6 +48,7 @@ class SparseLoCo(Compressor):
     Wrap it in `ErrorFeedback(decay=0.95)`.
     """
 
+    message_format = 2  # places in runs of bytes
     k: int = setting(64, least=1)
     """Lower: smaller messages, but more left in the residual."""
     chunk: int = setting(64, least=2, most=1024)
@@ -204,11 +206,9 @@ class _Plan(NamedTuple):
         pieces = [_Piece(member.slot.tile, [member], member.entries) for member in members]
         if is_one:
             pieces = [_Piece(bucket.tiles[0], members, slice(0, first))]
-        names, counts = (
-            [slot.name for slot in slots],
-            [member.entries.stop - member.entries.start for member in members],
-        )
-        first_bins = torch.arange(0, 4 * len(slots), 4, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+        names = [slot.name for slot in slots]
+        counts = [member.entries.stop - member.entries.start for member in members]
+        first_bins = torch.from_numpy(numpy.repeat(numpy.arange(0, 4 * len(slots), 4, dtype=numpy.int32), counts))
         return cls(
             pieces,
             members,

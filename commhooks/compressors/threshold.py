@@ -34,6 +34,7 @@ class Threshold(Compressor):
     Wrap it in `ErrorFeedback`.
     """
 
+    message_format = 2  # places in runs of bytes
     threshold: float = setting(above=0, below=math.inf)
     """τ, in units of the gradient without its loss scale. Higher: elements wait longer, and fewer are sent at once."""
     capacity: float = setting(0.01, above=0, most=1)

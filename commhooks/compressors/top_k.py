@@ -31,6 +31,7 @@ class TopK(Compressor):
     Wrap it in `ErrorFeedback`.
     """
 
+    message_format = 2  # places in runs of bytes
     ratio: float = setting(0.01, above=0, most=1)
     """Lower: smaller messages, but more left in the residual. At least one element of each parameter is sent."""
     indices: Indices = "auto"

@@ -181,7 +181,7 @@ def _warn_of_new_messages(engine: Engine, checked: Snapshot) -> None:
     if changed:
         warnings.warn(
             f"commhooks: the checkpoint was saved by a version in which {', '.join(changed)} sent other messages. All "
-            "state is continued, but from here on the run differs from what it would have been, as with another seed.",
+            "state is continued, but the run may differ from what it would have been, as with another seed.",
             stacklevel=5,
         )
 

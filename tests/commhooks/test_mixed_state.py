@@ -89,6 +89,22 @@ def test_different_compressors_side_by_side_are_resumed_bit_for_bit(compressor: 
     assert_equal(next_means(resumed), next_means(ran))
 
 
+# --- messages of earlier versions -------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_message_format_is_continued_with_a_warning() -> None:
+    compressor = commhooks.make_compressor("int8", error_feedback=True)
+    ran, resumed = trained(compressor), exchangers(TENSORS, compressor, 4)
+    for one, state in zip(resumed, saved(ran), strict=True):
+        # Earlier versions wrote neither.
+        assert state["settings"].pop("message formats") == "{'TwoHop': 2}"
+        for names in state["inventory"].values():
+            names.remove("settings.message formats")
+        with pytest.warns(UserWarning, match="in which TwoHop sent other messages"):
+            one.load_state_dict(state)
+    assert_equal(next_means(resumed), next_means(ran))
+
+
 # --- format 2, whose kinds were those of all parameters together ------------------------------------------------------
 
 
