@@ -6,6 +6,7 @@ from commhooks.compressors.codecs import (
     MXFP4,
     MXFP8,
     QSGD,
+    Codebook,
     Codec,
     Half,
     Int4,
@@ -17,6 +18,7 @@ from commhooks.compressors.codecs import (
 )
 
 __all__ = [
+    "Codebook",
     "Codec",
     "E3M0",
     "FP8",

@@ -97,7 +97,8 @@ class TwoHopBytes:
     block: int
     bits: int
     scales: int | None = None
-    """Bytes of a block's scales; None: one scale as wide as the elements are computed in."""
+    """Bytes of a block's scales; None: `numbers` scales as wide as the elements are computed in."""
+    numbers: int = 1
     unit: int = 1
     """Of what the code is made of, in bytes, if that is more than one and its scales are not wider: messages are filled
     up to that."""
@@ -111,13 +112,13 @@ class TwoHopBytes:
         served = [
             sum(len(blocks_served(*one, rank, world_size)) for one in blocks.items()) for rank in range(world_size)
         ]
-        scales, unit = (width, width) if self.scales is None else (self.scales, self.unit)
+        scales, unit = (self.numbers * width, width) if self.scales is None else (self.scales, self.unit)
         row = _round_up(max(served) * (self.block * self.bits // 8 + scales), unit)
         return (world_size + 1) * row + rest * width + self.flaw * any(served)
 
     def _coded(self, parameter: Tensor, world_size: int) -> int:
         blocks = parameter.numel() // self.block
-        code = self.block * self.bits // 8 + (4 if self.scales is None else self.scales)
+        code = self.block * self.bits // 8 + (4 * self.numbers if self.scales is None else self.scales)
         coded = (world_size + 1) * math.ceil(blocks / world_size) * code
         return blocks if coded <= 4 * blocks * self.block else 0
 
@@ -485,6 +486,16 @@ CASES = [
             overshoots=name == "int4",
         )
         for name, bits in (("sign", 1), ("int8", 8), ("int4", 4), ("fp8", 8), ("e3m0", 4))
+    ),
+    Case(
+        name="two-hop-codebook",
+        make=lambda: make_compressor("codebook", block=32),
+        bytes_on_wire=TwoHopBytes(block=32, bits=2, numbers=4),
+        collectives=(3,),
+        error_feedback=True,
+        exact_rank=0,
+        roundings=16,
+        overshoots=False,
     ),
     # It may lose more than it is given, in the Euclidean norm.
     Case(

@@ -64,6 +64,7 @@ LEFT_OUT: Mapping[str, str] = {
     "adaptive-rank": "its ranks change in training: take the powersgd of the rank that it settles at",
     "bf16-two-hop": "bf16 sends the same bytes in one hop",
     "fp16-two-hop": "fp16 sends the same bytes in one hop",
+    "codebook": "its passes are eager only, so what it costs says little of its form",
     "e3m0": "mxfp4 sends nearly the same bytes, and loses less",
     "distro": "it is demo with other settings",
     "powersgd-unbiased": "it is powersgd without its residual",

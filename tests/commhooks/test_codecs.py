@@ -18,6 +18,7 @@ from commhooks.codecs import (
     MXFP4,
     MXFP8,
     QSGD,
+    Codebook,
     Codec,
     Half,
     Int4,
@@ -43,7 +44,7 @@ UNBIASED: list[Codec] = [
     TernGrad(block=32), Natural(block=32), STOCHASTIC,
 ]  # fmt: skip
 BIASED: list[Codec] = [
-    Int8(stochastic=False), Int4(stochastic=False), Sign(), FP8(), MXFP8(), MXFP4(), E3M0(), FP16,
+    Int8(stochastic=False), Int4(stochastic=False), Sign(), FP8(), MXFP8(), MXFP4(), E3M0(), Codebook(), FP16,
     BF16,
 ]  # fmt: skip
 CODECS = [*UNBIASED, *BIASED, Vote()]
@@ -156,6 +157,38 @@ def test_four_bits_without_a_fraction_are_the_nearest_powers_of_two_or_zero() ->
         assert_as_in(coded(codec, blocks, noise), np.sign(x) * numbers[above] * largest)
 
 
+def test_a_codebook_has_the_means_by_sign_and_by_the_root_mean_square() -> None:
+    codec = Codebook(block=64)
+    for seed in range(20):
+        blocks, noise = drawn(codec, 6, seed, torch.float64)
+        blocks[1] = blocks[1].abs()  # two of the classes are empty
+        blocks[2] = blocks[2].sign()  # and none is below
+        blocks[3, ::3] = torch.tensor(-0.0)
+        x = blocks.numpy()
+        is_small, wanted = np.abs(x) < np.sqrt((x * x).mean(axis=1, keepdims=True)), np.zeros_like(x)
+        is_small[2] = False
+        for large in (False, True):
+            for negative in (False, True):
+                own = (is_small != large) & (np.signbit(x) == negative)
+                wanted += own * (x * own).sum(axis=1, keepdims=True) / np.maximum(own.sum(axis=1, keepdims=True), 1)
+        assert_as_in(coded(codec, blocks, noise), wanted)
+
+
+def test_a_step_of_lloyds_iteration_gains_a_three_hundredth_of_a_normal_blocks_error() -> None:
+    """From the codebook as it is, to the means of what is nearest to each of its numbers."""
+    codec = Codebook()
+    blocks, noise = drawn(codec, 256, 7)
+    x, means = blocks.double().numpy(), np.sort(codec.encode(blocks, noise)[0].double().numpy(), axis=1)
+    lost = np.square(coded(codec, blocks, noise).double().numpy() - x).sum(axis=1)
+    classes = (x[:, :, None] > ((means[:, 1:] + means[:, :-1]) / 2)[:, None]).sum(axis=2)
+    better = np.zeros_like(x)
+    for number in range(4):
+        own = classes == number
+        better += own * (x * own).sum(axis=1, keepdims=True) / own.sum(axis=1, keepdims=True)
+    gain = 1 - np.square(better - x).sum(axis=1) / lost
+    assert (gain >= -1e-6).all() and gain.mean() == pytest.approx(0.003, rel=0.5)
+
+
 @pytest.mark.parametrize(
     "number", [1.0, 1 + 2.0**-23, -1.2345, 1.7 * 2.0**-126, 12345 * 2.0**-149, -(2.0**-149), 2.0**128 - 2.0**104]
 )
@@ -249,6 +282,7 @@ def test_a_normal_block_loses_less_than_is_declared(codec: Codec) -> None:
         (Sign(), 0.36), (Int8(), 8e-5), (Int4(), 0.027), (Int4(block=1024), 0.04), (FP8(), 7e-4), (MXFP8(), 9e-4),
         (MXFP4(), 0.013), (QSGD(), 0.0053), (QSGD(levels=7), 1.6), (TernGrad(), 1.3), (Natural(), 0.08), (FP16, 4e-8),
         (BF16, 2.8e-6), (STOCHASTIC, 5.5e-6), (E3M0(), 0.038),
+        (Codebook(), 0.117),
     ],
     ids=repr,
 )  # fmt: skip
@@ -258,6 +292,15 @@ def test_a_normal_block_loses_what_the_guide_says(codec: Codec, loss: float) -> 
     blocks, noise = (draw(2**18 // codec.block, codec.block, generator=generator) for draw in (torch.randn, torch.rand))
     lost = float((coded(codec, blocks, noise) - blocks).norm() ** 2 / blocks.norm() ** 2)
     assert lost == pytest.approx(loss, rel=0.08)
+
+
+def worst_of_codebook(n: int) -> list[float]:
+    """Return a block of root mean square 1 with one largest element, and about √n each of just above and just below 1.
+
+    The others are 0. What the bound takes to be at its worst separately, is so together up to terms in 1/√n.
+    """
+    above = below = math.isqrt(n) - 1
+    return [math.sqrt(n - above - below), *[1.001] * above, *[0.999] * below, *[0.0] * (n - above - below - 1)]
 
 
 @pytest.mark.parametrize(
@@ -273,6 +316,7 @@ def test_a_normal_block_loses_what_the_guide_says(codec: Codec, loss: float) -> 
         (FP8(block=32), [448.0, *[272.0] * 31], 0.8145),
         (E3M0(block=1024), [1.0, *[0.7499] * 1023], 1.0),
         (E3M0(block=4096), [1.0, *[2.0**-7 - 2.0**-20] * 4095], 1.0),
+        (Codebook(block=1024), worst_of_codebook(1024), 0.9953),
         (STOCHASTIC, [1 + 2.0**-8] * 32, (1 + 2.0**-8) ** -2),
     ],
     ids=str,
@@ -370,7 +414,7 @@ def test_packed_signs_come_back() -> None:
     [
         (Int8(), 0.26), (Int4(), 0.135), (Sign(), 0.033), (Vote(), 0.032), (QSGD(), 0.255), (QSGD(levels=7), 0.13),
         (QSGD(levels=1), 0.065), (TernGrad(), 0.0705), (Natural(), 0.255), (FP8(), 0.26), (MXFP8(), 0.26),
-        (MXFP4(), 0.135), (FP16, 0.5), (BF16, 0.5), (STOCHASTIC, 0.5), (E3M0(), 0.127),
+        (MXFP4(), 0.135), (FP16, 0.5), (BF16, 0.5), (STOCHASTIC, 0.5), (E3M0(), 0.127), (Codebook(), 0.067),
     ],
     ids=repr,
 )  # fmt: skip

@@ -71,7 +71,9 @@ SMALL = ((400, 600), (600,), (128, 48, 3, 3), (256, 512))
 LIMITS = {"powersgd": 0.3}
 # Codes of a byte or less, sent and received at the same time; those of two bytes, and a momentum (signum, dgc); all
 # ranks' codes (affine), or factors (svd). Some tiles of 65,536 elements are an eighth of so small a bucket.
-LIMITS |= dict.fromkeys(("int8", "int4", "sign", "qsgd", "terngrad", "natural", "fp8", "mxfp8", "mxfp4", "e3m0"), 0.7)
+LIMITS |= dict.fromkeys(
+    ("int8", "int4", "sign", "qsgd", "terngrad", "natural", "fp8", "mxfp8", "mxfp4", "e3m0", "codebook"), 0.7
+)
 LIMITS |= dict.fromkeys(("fp16-two-hop", "bf16-two-hop", "signum", "dgc"), 1.3) | {"affine": 3.5, "svd": 1.5}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commhooks import make_compressor
-from commhooks.codecs import E3M0, FP8, MXFP4, MXFP8, QSGD, Codec, Int4, Int8, Natural, Sign, TernGrad
+from commhooks.codecs import E3M0, FP8, MXFP4, MXFP8, QSGD, Codebook, Codec, Int4, Int8, Natural, Sign, TernGrad
 from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
@@ -33,7 +33,7 @@ UNSCALED = [
 ]
 CODECS: list[Codec] = [
     Int4(), Int4(stochastic=False), Int8(), Int8(stochastic=False), QSGD(), TernGrad(), Natural(), Sign(), FP8(),
-    MXFP4(), MXFP8(), E3M0(),
+    MXFP4(), MXFP8(), E3M0(), Codebook(),
 ]  # fmt: skip
 SMALLEST: dict[type[Codec], float] = {MXFP4: 2.0**-129, MXFP8: 2.0**-137}
 """What a code rounds to 0, where that is above fp32's smallest number."""

@@ -25,7 +25,8 @@ from commhooks import (
     make_compressor,
     schedule,
 )
-from commhooks.compressors.codecs import E3M0, FP8, MXFP4, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad
+from commhooks.codecs import E3M0, Codebook
+from commhooks.compressors.codecs import FP8, MXFP4, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad
 from commhooks.engine.resume import lay_out, restore, snapshot_of
 from commhooks.errors import CommHooksError, CompressorError, GradientError
 from commhooks.language import BucketView, Compressor, Context
@@ -45,6 +46,7 @@ CODECS: list[Codec] = [
     FP8(block=16),
     MXFP4(),
     E3M0(block=32),
+    Codebook(block=32),
     Sign(block=32),
     QSGD(block=16, levels=15),
     TernGrad(block=16),

@@ -1,5 +1,6 @@
 """Codes for `TwoHop`: blocks of elements in a few bits each."""
 
+from commhooks.compressors.codecs.codebook import Codebook
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.e3m0 import E3M0
 from commhooks.compressors.codecs.fp8 import FP8
@@ -13,6 +14,7 @@ from commhooks.compressors.codecs.terngrad import TernGrad
 from commhooks.compressors.codecs.vote import Vote
 
 __all__ = [
+    "Codebook",
     "Codec",
     "E3M0",
     "FP8",

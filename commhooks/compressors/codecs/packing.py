@@ -55,6 +55,14 @@ def unpack_signs(packed: Tensor, magnitudes: Tensor, values: Tensor) -> Tensor:
     return values
 
 
+def unpack_masks(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the signs that `pack_signs` packed as masks [B, n] of an integer dtype: -1 for a sign, otherwise 0."""
+    last = 8 * dtype.itemsize - 1
+    shifts = torch.arange(last, last - 8, -1, dtype=dtype, device=packed.device).unsqueeze(1)
+    bits = packed.to(dtype).unsqueeze(1) << shifts
+    return bits.bitwise_right_shift_(last).flatten(1)
+
+
 def pack_small_floats(magnitudes: Tensor, values: Tensor) -> Tensor:
     """Pack 4-bit floating-point numbers [B, n] into bytes [B, n/2], byte k those of elements k and n/2 + k.
 
