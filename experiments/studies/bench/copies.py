@@ -26,7 +26,7 @@ EAGER = "off"
 """The word for eager passes, in place of a level."""
 MODELS: Mapping[str, Sequence[Shape]] = {"ResNet-18": resnet18_shapes(), "GPT": GPT_SHAPES[:8]}
 """The gradients: ResNet-18 for CIFAR, 11.2 million, and one layer of a GPT of width 768, 7.1 million."""
-TINY: Mapping[str, Sequence[Shape]] = {"a tiny model": [(64, 64), (64,)]}
+TINY: Sequence[Shape] = [(64, 64), (64,)]
 BESIDES: Mapping[str, float] = {
     "all-reduce": -8,  # the gradient is the message
     "adaptive-rank": 8,  # as for powersgd

@@ -9,13 +9,13 @@ from experiments.launch import Tell
 
 from .copies import EAGER, MODELS, TINY, Worked, in_copies
 from .rows import Row
-from .throughput import WORKERS
 
 SENTENCE = (
     "What a step takes a worker, in copies of ResNet-18's gradients, as in the section before: at each level of the "
     "compiled passes that this processor has, and without them, beside the target. Votes are "
     "`signum`'s, whose momentum is part of it."
 )
+WORKERS = (2, 8)
 TITLES: Mapping[str, str] = {"avx512": "AVX-512", "avx2": "AVX2", "sse42": "SSE4.2", EAGER: "eager"}
 _BYTES = {"avx512": 8, "avx2": 10, "sse42": 14, EAGER: 22}
 _BITS = _BYTES | {EAGER: 26}
@@ -32,7 +32,7 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
     """Return a row for each compressor, number of workers, and level."""
     levels = [level for level in TITLES if level == EAGER or level in compiled().levels]
     rows = []
-    shapes = TINY["a tiny model"] if quick else MODELS["ResNet-18"]
+    shapes = TINY if quick else MODELS["ResNet-18"]
     for text, targets in list(TARGETS.items())[: 2 if quick else None]:
         for workers in WORKERS:
             tell(f"levels: {text}, {workers} workers")
