@@ -2,7 +2,8 @@
 
 Two ranks take steps of made-up models of equal parameters, in turns with and without a hook. Collectives are answered
 at once, so what the hook adds to a step is its cost, on a core that it shares with the backward pass. The worker's
-segments say how it divides over the rounds, and steps as one of more ranks how it grows with their number.
+segments say how it divides over the rounds, and steps as one of more ranks how it grows with their number. Steps
+without real collectives are timed by the processor's clock, which other programs do not advance.
 """
 
 from __future__ import annotations
@@ -236,8 +237,8 @@ def _growth(few: Added, many: Added) -> tuple[float, ...]:
 def _round_seconds(plan: Plan, hop: float) -> float:
     """Return what a round of real collectives adds to a step, besides its messages: with one that sends few bytes."""
     compressor = make_hook(Spec.parse(_SMALL))
-    pretended = _added(compressor, plan.split, plan.turns).seconds
-    real = _added(compressor, plan.split, plan.turns, is_real=True).seconds
+    pretended = _added(compressor, plan.split, plan.turns, clock=time.perf_counter).seconds
+    real = _added(compressor, plan.split, plan.turns, clock=time.perf_counter, is_real=True).seconds
     return max(0.0, (real - pretended) / (_SMALL_ROUNDS * plan.split.buckets) - _HOPS * hop)
 
 
@@ -253,7 +254,13 @@ class Added:
 
 
 def _added(
-    compressor: Compressor, model: Model, turns: int, *, as_ranks: int | None = None, is_real: bool = False
+    compressor: Compressor,
+    model: Model,
+    turns: int,
+    *,
+    clock: Callable[[], float] = time.process_time,
+    as_ranks: int | None = None,
+    is_real: bool = False,
 ) -> Added:
     """Return what a hook adds to a step: the median over the turns, and of the whole the mean over the ranks.
 
@@ -269,9 +276,9 @@ def _added(
     batch = torch.randn(_BATCH, model.shape[-1])
     found, by_round = [], []
     for turn in range(-_WARM_UP, turns):
-        without = _step(plain, batch)
+        without = _step(plain, batch, clock)
         segments.begin_step()
-        within = _step(hooked, batch) - segments.own_seconds
+        within = _step(hooked, batch, clock) - segments.own_seconds
         if turn >= 0:
             found.append(within - without)
             by_round.append(_by_round(segments.buckets))
@@ -291,12 +298,12 @@ def _by_round(buckets: Sequence[BucketRecord]) -> list[float]:
     return [*map(sum, rounds), sum(bucket.after for bucket in buckets)]
 
 
-def _step(ddp: nn.Module, batch: Tensor) -> float:
+def _step(ddp: nn.Module, batch: Tensor, clock: Callable[[], float]) -> float:
     """Return the seconds of a step, which all ranks begin together."""
     dist.barrier()
-    begun = time.perf_counter()
+    begun = clock()
     ddp(batch).square().mean().backward()
-    seconds = time.perf_counter() - begun
+    seconds = clock() - begun
     ddp.zero_grad()
     return seconds
 
