@@ -38,8 +38,8 @@ _RUN_FIELDS = ["task", "compressor", "error_feedback", "seed", *(field.name for 
 _GRACE_FIELDS = ["method", "ours", "without", "with", "difference", "low", "high", "verdict"]
 _STANDING_FIELDS = [
     *("task", "compressor", "error_feedback", "score_name", "score", "lowest", "highest"),
-    *("difference", "difference_low", "difference_high", "payload_bytes", "moved_bytes", "ratio", "residual"),
-    *("diverged", "compute", "compute_low", "compute_high", "on_front"),
+    *("difference", "difference_low", "difference_high", "payload_bytes", "vnmse", "moved_bytes", "ratio"),
+    *("residual", "diverged", "compute", "compute_low", "compute_high", "on_front"),
 ]
 _CONTENTS = Contents(
     files={
@@ -217,7 +217,7 @@ def _standing_values(row: Standing) -> list[object]:
         *(row.task, row.contender.spec.label, row.contender.feedback, SCORES[row.task].name),
         *(row.score, row.lowest, row.highest),
         *((difference.mean, difference.low, difference.high) if difference else ("", "", "")),
-        *(row.payload_bytes, row.moved_bytes, row.ratio, row.residual, row.diverged),
+        *(row.payload_bytes, row.vnmse, row.moved_bytes, row.ratio, row.residual, row.diverged),
         *((compute.median, compute.low, compute.high) if compute else ("", "", "")),
         row.on_front,
     ]

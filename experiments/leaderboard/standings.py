@@ -35,6 +35,7 @@ class Standing:
     highest: float
     difference: Interval | None  # from dense, seed by seed; None for dense itself
     payload_bytes: float  # per step and worker
+    vnmse: float  # of the first step, mean over seeds
     moved_bytes: float
     ratio: float  # dense payload over this one's
     residual: float | None  # norm at the end over the gradient's, mean over seeds
@@ -82,6 +83,7 @@ def _standing(runs: Sequence[Run], dense: Sequence[Run], compute: Spread | None)
         highest=max(scores),
         difference=None if runs[0].contender == dense[0].contender else paired(runs, dense, score),
         payload_bytes=payload,
+        vnmse=statistics.fmean(one.vnmse for one in trained),
         moved_bytes=statistics.fmean(one.moved_bytes for one in trained),
         ratio=statistics.fmean(run.trained.payload_bytes for run in dense) / payload if payload else math.inf,
         residual=statistics.fmean(residuals) if residuals else None,

@@ -39,6 +39,7 @@ class Trained:
     gradient_bytes: float
     residual: float | None  # its norm relative to the last gradient's, over all workers; None without residuals
     diverged: int | None  # the first step whose loss was not finite, which ends the run; None if all were
+    vnmse: float  # of the first step
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,16 @@ def train_in_lockstep(
     model = task.model
     exchangers = join_workers(model, compressor, workers)
     made = task.optimizer(optimizer)
-    gradients, diverged = list[Gradients](), None
+    gradients, diverged, first = list[Gradients](), None, math.nan
     for step in range(steps):
         task.set_learning_rate(made, step, steps)
         losses, gradients = own_gradients(task, step, workers)
-        means = gradients if step < steps - 1 else [_copies(own) for own in gradients]
+        means = [_copies(own) for own in gradients] if step in {0, steps - 1} else gradients
         commhooks.average_in_lockstep(exchangers, means)
         if step in {0, steps - 1}:
             _check_agreement(means)
+        if step == 0:
+            first = vnmse(means[0], gradients)
         for name, parameter in model.named_parameters():
             parameter.grad = means[0][name]
         made.step()
@@ -98,7 +101,21 @@ def train_in_lockstep(
         gradient_bytes=sent.gradient_bytes / sent.steps,
         residual=_residual(exchangers, gradients),
         diverged=diverged,
+        vnmse=first,
     )
+
+
+def vnmse(received: Gradients, gradients: Sequence[Gradients]) -> float:
+    """Return the normalised squared error of a round: |received - mean|² / |mean|², over all parameters.
+
+    This is vNMSE as Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS 2021, define it for one
+    vector and what is received of it, with the mean of the workers' gradients as the vector; computed in fp64. It is
+    0 for a mean of zeros that is received as it is, and inf for one that is not.
+    """
+    means = {name: torch.stack([own[name].double() for own in gradients]).mean(0) for name in received}
+    size = _norm(means.values())
+    error = _norm(one.double() - means[name] for name, one in received.items())
+    return (error / size) ** 2 if size else math.inf if error else 0.0
 
 
 def join_workers(model: nn.Module, compressor: Compressor, workers: int) -> list[Exchanger]:

@@ -36,6 +36,7 @@ def trained(accuracy: float, ratio: float, seed: int = 0, *, feedback: bool = Fa
         gradient_bytes=DENSE_BYTES,
         residual=2.5 if feedback else None,
         diverged=7 if math.isnan(accuracy) else None,
+        vnmse=0.01 * (ratio - 1),
     )
 
 

@@ -80,6 +80,8 @@ def test_it_trains_times_and_writes_what_it_found(tmp_path: Path, monkeypatch: p
     assert len(read(out / "runs.csv")) == 2 * len(forms)
     assert all(float(row["compute"]) > 0 for row in standings)
     assert [float(row["ratio"]) for row in standings] == [1, 2, 2]
+    dense, cast, fed = (float(row["vnmse"]) for row in standings)
+    assert dense < 1e-12 < cast == fed < 1e-6, "in the first step nothing is owed yet"
     assert (out / "leaderboard.html").exists() and (tmp_path / "docs" / "tables.md").exists()
     (task,) = Accuracy.read(tmp_path / "accuracy.json").tasks
     assert (task.task, task.unit, task.steps, task.seeds) == ("digits", "points", 3, 2)
@@ -164,7 +166,7 @@ def test_the_documentation_gets_tables_and_the_pictures_that_they_show(folder: P
     assert sorted(pictures) == sorted(path.name for path in (folder / "docs" / "leaderboard").glob("*.png"))
     assert len(pictures) == 4
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| ")}
-    assert widths == {9, 6}  # eight columns of a task's table, five of GRACE's
+    assert widths == {10, 6}  # nine columns of a task's table, five of GRACE's
     assert "| top-k 1 % | 84.8 → 91.0 | top-k:ratio=0.01 | +14.00 (+14.00 to +14.00) | agree |" in text
 
 

@@ -1,7 +1,7 @@
 """E3M0: 4-bit floating-point numbers, a sign and an exponent, and one scale per block.
 
-Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025,
-section 2.3: what its ranks send of their outer gradients. The scale per block is ours; the paper names none.
+Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025:
+the format in which outer gradients are sent. The scale per block is our choice.
 Idea: a block is divided by its largest magnitude over 16, the format's largest number, and rounded to the nearest of 0
 and 1/4, 1/2, ..., 16. Exponent 0 is zero, as it is in formats with fractions: a block of zeros needs that.
 Bytes: 1/2 per element and 4 per block. Contractive, biased: at most 1/9 is lost, and 0.038 of a normally distributed
