@@ -20,9 +20,9 @@ SENTENCE = (
     "is what must be moved whatever the implementation, in copies of 8 bytes an element: 8 for the gradient, which is "
     "read, and the mean, which is written; 12 for each element of state, which is read, written, and kept as it was "
     "until all ranks have judged the step; what is sent, which is written, and what comes, which is read. So int8 "
-    "among W workers moves 8 + 12 + 12/W bytes an element, and 3 + 1/W of codes. Exceptions: the gradient is an all- "
-    "reduce's message, and PowerSGD moves 28 bytes, since it reads the gradient twice. The floor leaves out what the "
-    "collectives themselves move, such as the sum of an all-reduce."
+    "among W workers moves 8 + 12 + 12/W bytes an element, and 3 + 1/W of codes. Exceptions: the gradient is an "
+    "all-reduce's message, and PowerSGD moves 28 bytes, since it reads the gradient twice. The floor leaves out what "
+    "the collectives themselves move, such as the sum of an all-reduce."
 )
 CASES = (("ResNet-18", 8), ("GPT", 2))
 """Gradients, and the number of workers."""
