@@ -19,6 +19,7 @@ from commhooks.engine.undo import UndoLog
 from commhooks.errors import AttachError, CommHooksError, GradientError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange, begin_exchange, judged, message_formats
+from commhooks.native.library import in_use
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import Line
@@ -28,6 +29,7 @@ from commhooks.scheduling.task import BucketTask
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.memory import MemoryReport, memory_report
 from commhooks.state.table import ResidualStorage, StateTable
+from commhooks.wrappers.hierarchical import machines_share_codes
 
 
 class Engine:
@@ -237,10 +239,12 @@ class Engine:
         """Return the text that must be the same on every rank."""
         if refusal is not None:
             return refusal_as_fingerprint(refusal)
+        # Compiled searches choose other elements among equal ones, and return them in another order.
+        passes = f"passes: {'eager' if in_use() is None else 'compiled'}\n" if machines_share_codes(compressor) else ""
         return (
             f"compressor: {compressor!r}\nmessage formats: {message_formats(compressor) or 'the first ones'}\n"
             f"unused parameters: {self._may_be_unused}\npolicy: {self.policy!r}\n"
-            f"atomic: {self._undo is not None}\nlane: {self.lane.number} {self.lane.name}\n"
+            f"atomic: {self._undo is not None}\n{passes}lane: {self.lane.number} {self.lane.name}\n"
             f"{self.resumed.fingerprint}\n{self._fingerprint}"
         )
 

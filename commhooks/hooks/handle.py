@@ -16,6 +16,7 @@ from commhooks.hooks.facts import uncut_steps
 from commhooks.hooks.metrics import Writer, metrics_of, write_to
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.making import make_compressor
+from commhooks.native.library import in_use
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.policy import POLICIES
@@ -260,9 +261,11 @@ def refusal_of(compressor: Compressor, named: Mapping[str, Tensor], line: Line) 
 
 
 def check_compressor_for(compressor: Compressor, named: Mapping[str, Tensor], line: Line) -> None:
-    """Raise `SettingsError` for settings that do not suit these parameters or the ranks on this line."""
+    """Raise `SettingsError` for settings that do not suit these parameters, the ranks on this line or this process."""
     compressor.check(named, line.world_size)
     (device, *_) = (parameter.device for parameter in named.values())
+    if device.type == "cpu":
+        in_use()  # raises for a wrong environment variable, before the other ranks wait for this one's messages
     if is_hierarchical(compressor) and not line.carries_groups(device):
         raise SettingsError(
             f"{compressor!r} needs groups of some of the ranks, which NCCL does not support yet; use a Gloo group, "

@@ -73,6 +73,14 @@ def chosen() -> str | None:
 
     Raises `SettingsError` as `compiled` does.
     """
+    level = in_use()
+    if level is None and os.environ.get(VARIABLE) != "off" and isinstance(found := opened(PATH), str):
+        _warn(found)
+    return level
+
+
+def in_use() -> str | None:
+    """Return the level to use, or None, without a warning. Raises `SettingsError` as `compiled` does."""
     word = os.environ.get(VARIABLE, "")
     if word == "off":
         return None
@@ -82,7 +90,6 @@ def chosen() -> str | None:
     if isinstance(found, str):
         if word:
             raise SettingsError(f"{VARIABLE} is {word!r}, but {found}.")
-        _warn(found)
         return None
     there = levels_of(found)
     if word and word not in there:

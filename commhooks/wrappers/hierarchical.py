@@ -95,6 +95,12 @@ def is_hierarchical(compressor: Compressor) -> bool:
     return isinstance(compressor, Hierarchical) or any(map(is_hierarchical, inner_of(compressor)))
 
 
+def machines_share_codes(compressor: Compressor) -> bool:
+    """Return whether each rank of a machine sends a slice of the machine's code, which must then be alike on all."""
+    is_coded = isinstance(compressor, Hierarchical) and compressor.size > 1 and compressor.inner.sends is Sends.ANYTHING
+    return is_coded or any(map(machines_share_codes, inner_of(compressor)))
+
+
 class _Carrier:
     """Carries a machine's requests: each rank sends its slice of every part, and the machine gathers the answers.
 
@@ -156,6 +162,7 @@ class _Carrier:
             elif isinstance(request, ReduceScatter):
                 shape = shape[1:]
             whole = every.movedim(0, -2).flatten(-2)[..., : _columns(request, part)].reshape(shape)
+            whole = whole.contiguous()  # of slices of one element it is a view, with ranks side by side
             answers.append(part.tensor.copy_(whole) if part.in_place else whole.to(part.tensor.dtype))
         return answers
 

@@ -17,10 +17,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks import CompressorError, Exchanger, Hierarchical, PerParameter, SettingsError, StartAfter, make_compressor
+from commhooks import (
+    CompressorError,
+    ErrorFeedback,
+    Exchanger,
+    Hierarchical,
+    PerParameter,
+    SettingsError,
+    SparseLoCo,
+    StartAfter,
+    TopK,
+    TwoHop,
+    make_compressor,
+)
+from commhooks.codecs import Int8
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Group
 from commhooks.language.compressor import map_requests
 from commhooks.language.requests import Asked
+from commhooks.native import library
 from commhooks.wrappers.wrapper import Wrapper
 from tests.cases import BY_NAME
 from tests.commhooks.inline_on_cpu import as_on_nccl
@@ -30,6 +44,9 @@ from tests.commhooks.ranks import survived
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 from tests.world import on_ranks, run_world_outcomes
 
+needs_library = pytest.mark.skipif(
+    isinstance(library.opened(library.PATH), str), reason="there are no compiled passes to differ from eager ones"
+)
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
 SHAPES = ((30, 20), (7,), (16, 9), (), (4, 3, 2, 2), (0,))
@@ -420,4 +437,41 @@ def test_attach_refuses_ranks_that_are_not_whole_machines_on_every_rank(rank: in
     model(torch.ones(4, 4)).backward()
     with pytest.raises(SettingsError, match="must be a multiple of size"):
         attachment.replace(Hierarchical(inner=make_compressor("powersgd"), size=2))
+    model(torch.ones(4, 4)).backward()
+
+
+@pytest.mark.parametrize(
+    ("inner", "elements"),
+    [
+        (TopK(ratio=0.05), 31),
+        (TwoHop(codec=Int8(block=6)), 12),
+        (SparseLoCo(k=1, chunk=8), 40),
+        (SparseLoCo(k=2, chunk=4), 16),
+    ],
+    ids=["top-k", "int8", "places", "means"],
+)
+def test_answers_made_of_slices_of_one_element_are_in_order(
+    inner: Compressor, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines of eight ranks send what two ranks do, compiled and not."""
+    own = [[(64 * one).round() for one in of_rank] for of_rank in normal([torch.zeros(elements)], 2, seed=0)]
+    of_all = [own[rank // 8] for rank in range(16)]
+    for setting in ("", "off"):
+        monkeypatch.setenv(library.VARIABLE, setting)
+        flat = Workers(inner, 2, [torch.zeros(elements)]).step(own)
+        machines = Workers(Hierarchical(inner=inner, size=8), 16, [torch.zeros(elements)]).step(of_all)
+        assert all(torch.equal(mean, flat[0][0]) for (mean,) in machines)
+
+
+@needs_library
+@on_ranks(2)
+def test_ranks_of_a_machine_that_would_choose_other_elements_are_refused(rank: int) -> None:
+    """They send slices of one code: values in the order of one rank, and places in that of another."""
+    if rank:
+        os.environ[library.VARIABLE] = "off"
+    model = wrap("core", Given((4, 4)))
+    difference = re.escape("passes: compiled (rank 0), eager (rank 1).")
+    with pytest.raises(commhooks.AttachError, match=difference):
+        commhooks.attach(model, Hierarchical(inner=ErrorFeedback(inner=TopK()), size=2))
+    commhooks.attach(model, Hierarchical(inner=make_compressor("powersgd"), size=2))
     model(torch.ones(4, 4)).backward()
