@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import commhooks
+from commhooks import SettingsError
 from commhooks.codecs import FP8, MXFP4, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad, Vote
 from commhooks.compressors.codecs import compiled
 from commhooks.compressors.codecs.compiled import CompiledPasses, passes_for
@@ -160,3 +161,13 @@ def test_a_rank_without_them_has_the_same_replica(rank: int) -> str:
                 digest.update(mean.float().numpy().tobytes())
         exchanger.close()
     return digest.hexdigest()
+
+
+@on_ranks(2)
+def test_a_wrong_level_on_one_rank_is_refused_on_every_rank_before_the_first_step(rank: int) -> None:
+    if rank:
+        os.environ[library.VARIABLE] = "fast"
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    error = SettingsError if rank else commhooks.AttachError
+    with pytest.raises(error, match="COMMHOOKS_COMPILED must be avx512, avx2, sse42, plain or off .got 'fast'."):
+        commhooks.attach(model, "int8")
