@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -449,6 +451,52 @@ def test_a_code_shows_an_inf_in_its_evidence_and_when_it_is_decoded(codec: Codec
 def test_a_code_of_extreme_sizes_is_that_of_others(codec: Codec, scale: float) -> None:
     blocks, noise = drawn(codec, 4, 6)
     assert torch.equal(coded(codec, blocks * scale, noise), coded(codec, blocks, noise) * scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flat(Codec):
+    """int8 numbers, and a scale for each block without a dimension of its own."""
+
+    block: int = 16
+
+    def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
+        scales = blocks.abs().amax(1) / 127
+        return scales, (blocks / scales.unsqueeze(1)).round().to(torch.int8)
+
+    def decode(self, code: Sequence[Tensor]) -> Tensor:
+        return code[1] * code[0].unsqueeze(1)
+
+    def relative_error(self) -> float:
+        return 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_code_may_have_one_number_for_each_block(dtype: torch.dtype) -> None:
+    """Whatever its bytes: 4 are no whole number of the widest, 8 are one."""
+    parameters = zeros((1000,), (37,), dtype=dtype)
+    gradients = normal(parameters, 3, seed=0)
+    workers = Workers(ErrorFeedback(inner=TwoHop(codec=Flat())), 3, parameters)
+    for index, mean in enumerate(workers.step(gradients)[0]):
+        wanted = torch.stack([own[index] for own in gradients]).mean(0)
+        missing = (wanted - mean - workers.unsent(index)).abs().max()
+        assert missing <= bounds.of_mean(3, torch.float32) * largest(wanted) * 4
+
+
+class Doubled(Int8):
+    """Decodes to twice the numbers of its base."""
+
+    def decode(self, code: Sequence[Tensor]) -> Tensor:
+        return 2 * super().decode(code)
+
+
+def test_a_subclass_that_decodes_otherwise_is_decoded_so_everywhere() -> None:
+    """Not by what its base has to decode into memory."""
+    gradients = normal(zeros((1024,)), 2, seed=0)
+    of_base, of_heir = (
+        Workers(TwoHop(codec=codec, server_feedback=False), 2, zeros((1024,))).step(gradients)[0][0]
+        for codec in (Int8(stochastic=False), Doubled(stochastic=False))
+    )
+    assert (of_heir - 4 * of_base).abs().max() <= 0.1 * largest(of_base)  # in two hops
 
 
 def test_ties_of_two_ranks_are_decided_by_a_coin() -> None:

@@ -143,6 +143,21 @@ def test_others_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(passes_for(Int8(), None, torch.float32, torch.device("meta"))) is Passes
 
 
+class WithoutSmall(Int8):
+    """Sends nothing of small blocks."""
+
+    def scales(self, blocks: Tensor) -> Tensor:
+        scales = super().scales(blocks)
+        return torch.where(scales < 1e-12, 1.0, scales)
+
+
+@needs_library
+def test_a_subclass_that_encodes_otherwise_is_eager() -> None:
+    """Blocks in which it differs may be too rare to be found by a comparison."""
+    assert compiled._agree(WithoutSmall(), NativePasses(LEVELS[0]))
+    assert type(passes_for(WithoutSmall(), None, *ON_CPU)) is Passes
+
+
 @needs_library
 @on_ranks(2)
 def test_a_rank_without_them_has_the_same_replica(rank: int) -> str:

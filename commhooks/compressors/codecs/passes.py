@@ -40,6 +40,10 @@ class Passes:
     def __init__(self, codec: Codec, damping: float | None) -> None:
         self.codec = codec
         self.damping = damping
+        # A subclass that defines `decode` alone inherits a `decode_into` that may do something else.
+        self._decodes_into = next(
+            "decode_into" in vars(kind) for kind in type(codec).__mro__ if {"decode", "decode_into"} & vars(kind).keys()
+        )
 
     def blocks_at_once(self, device: torch.device) -> int:
         """Return for how many blocks to call the passes at a time."""
@@ -78,7 +82,11 @@ class Passes:
 
     def write(self, message: Sequence[Tensor], places: Places, blocks: Tensor) -> Tensor:
         """Decode rows of a message, tensors [W, b, ...], into blocks [k, n], and return these."""
-        self.codec.decode_into([_rows(payload, places) for payload in message], blocks)
+        code = [_rows(payload, places) for payload in message]
+        if self._decodes_into:
+            self.codec.decode_into(code, blocks)
+        else:
+            blocks.copy_(self.codec.decode(code))
         return blocks if self.damping is None else blocks.mul_(self.damping)
 
     def mean(self, received: Sequence[Tensor]) -> Tensor:
@@ -135,6 +143,7 @@ def _rows(payload: Tensor, places: Places) -> Tensor:
 
 def _as_wide(rows: Tensor, leading: int) -> Tensor | None:
     """View rows of bytes as rows of int64, after so many dimensions; None if they cannot be."""
-    flat, size = rows.flatten(leading), rows.element_size()
+    flat = rows.flatten(leading) if rows.dim() > leading else rows.unsqueeze(leading)  # a number for each block
+    size = rows.element_size()
     numbers = (flat.shape[-1], flat.storage_offset(), *flat.stride()[:-1])
     return None if any(number * size % 8 for number in numbers) or flat.stride(-1) != 1 else flat.view(torch.int64)
