@@ -6,8 +6,7 @@ and sends the code of the mean to all; what that code leaves out stays on this r
 step.
 Bytes on the wire: two codes per element, whatever the number of ranks; elements beyond a parameter's last whole block
 are sent uncompressed, and so are parameters with so few blocks that their codes, padded to equally many for each rank,
-would take more bytes. Weakness: two rounds, and a mean that is coded twice. Each element is encoded once and decoded
-three times, so a step takes about twice as long as the codec's own docstring says.
+would take more bytes. Weakness: two rounds, and a mean that is coded twice.
 
 Legend: n elements in B whole blocks; W ranks; b blocks per rank, padded; y the blocks that this rank serves.
 """

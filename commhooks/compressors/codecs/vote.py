@@ -5,8 +5,7 @@ Tolerant", ICLR 2019, algorithm 1.
 Idea: ranks send signs, and the sign of their sum is sent back. Zeros, and so ties, are decided at random: if they
 counted as +1, every tie of two ranks would be a step upwards.
 Bytes: 1/8 per element. Biased, and with no bound on the loss: an answer is ±1 whatever the gradient's size, so there is
-no error feedback. Weakness: only signs are transmitted; use it through `Signum`. On a CPU, encoding and decoding take
-as long as 16 to 60 copies of the memory, a third of it for random numbers.
+no error feedback. Weakness: only signs are transmitted; use it through `Signum`.
 """
 
 from __future__ import annotations
