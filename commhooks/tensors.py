@@ -66,22 +66,25 @@ def tensor_bytes(tensor: Tensor, wire: torch.dtype | None = None) -> int:
     return tensor.numel() * value_bytes
 
 
+_LARGE = 1 << 14
+"""From this many elements on, a CPU finds the least and the largest in a tenth of the time that the norm takes."""
+
+
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return a 0-dim bool: true if no element of any tensor is inf or NaN. Integers are finite."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    device = None
+    device, extremes = None, list[Tensor]()
     for tensor in tensors:
         values = tensor._values() if tensor.is_sparse else tensor
         device = values.device
-        if values.numel() and (values.is_floating_point() or values.is_complex()):
+        if device.type == "cpu" and values.numel() >= _LARGE and values.is_floating_point():
+            extremes += [values.amax(), values.amin()]
+        elif values.numel() and (values.is_floating_point() or values.is_complex()):
             by_dtype.setdefault(values.dtype, []).append(values)
     # The largest magnitude reveals inf and NaN, in one pass and without a mask of all elements.
-    norms = []
-    for alike in by_dtype.values():
-        if alike[0].device.type == "cpu" and alike[0].is_floating_point():  # where a norm takes ten times as long
-            norms.append(torch.stack([end for values in alike for end in (values.amax(), values.amin().neg())]))
-        else:
-            norms.append(torch.stack(torch._foreach_norm(alike, math.inf)))
+    norms = [torch.stack(torch._foreach_norm(alike, math.inf)) for alike in by_dtype.values()]
+    if extremes:
+        norms.append(torch.stack(extremes).abs_())
     if not norms:
         return torch.ones((), dtype=torch.bool, device=device)
     are_finite = [of_dtype < math.inf for of_dtype in norms]  # `isfinite` would be four calls

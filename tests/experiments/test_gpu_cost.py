@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typer.testing import CliRunner
 
+from commhooks import tensors
 from commhooks.compressors.powersgd import low_rank
 from commhooks.language import memory
 from commhooks.scheduling import packing
@@ -119,6 +121,7 @@ def let_work_be_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the code for a GPU run on the CPU's memory, where compressors ask whether work is queued."""
     for module in (low_rank, memory, packing):
         monkeypatch.setattr(module, "runs_later", lambda tensor: True)
+    monkeypatch.setattr(tensors, "_LARGE", sys.maxsize)  # what is large is looked at otherwise on a CPU
 
 
 def test_on_a_gpu_a_cast_touches_fewer_bytes_than_pytorchs(
