@@ -48,7 +48,7 @@ class Deal:
         """W."""
         self.coded = [slot for slot in bucket.slots if pays(slot.gradient.numel())]
         blocks = [slot.gradient.numel() // block for slot in self.coded]
-        self.rest = [(slot, slot.tile) for slot in bucket.slots if slot not in set(self.coded)]
+        self.rest = [(slot, slot.tile) for slot in bucket.slots if not pays(slot.gradient.numel())]
         """What is averaged uncompressed: slots, and the tiles of them that are."""
         self.pieces: list[Piece] = []
         self.at_once = passes.blocks_at_once(device)
@@ -159,9 +159,8 @@ class Columns(NamedTuple):
         rows = torch.arange(first, first + blocks, device=self.keys[0].rows.device)
         return Places(torch.full_like(rows, rank), rows, rows + rank * self.blocks)
 
-    def pieces(self, memory: Tensor, at_once: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, memory: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield some blocks of 1-D memory at a time, [blocks, n], each time after the number of the first."""
         blocks = memory.view(-1, self.block)
-        at_once = max(1, at_once or self.at_once)
-        for start in range(0, len(blocks), at_once):
-            yield start, blocks[start : start + at_once]
+        for start in range(0, len(blocks), self.at_once):
+            yield start, blocks[start : start + self.at_once]

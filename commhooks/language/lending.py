@@ -60,7 +60,7 @@ class Pool:
 
 
 class Loans:
-    """What one bucket's exchange has borrowed from a pool."""
+    """The blocks of memory that one bucket's exchange has borrowed from a pool."""
 
     def __init__(self) -> None:
         self.pool = Pool()

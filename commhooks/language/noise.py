@@ -2,9 +2,10 @@
 
 A step draws one table of 16-bit numbers. A block takes a row of it and adds, modulo 2**16, a number that depends on its
 key. Any two of the sums are independent and uniform, so every linear functional of rounding errors has the variance
-that it would have with a number drawn for each element, in a hundredth of the time.
+that it would have with a number drawn for each element. This holds for blocks with different keys or rows. Those of one
+parameter have different keys; those of two parameters share a key with a probability of 2**-32, and seldom a row too.
 
-Source: Carter and Wegman, "Universal Classes of Hash Functions", 1979; keys are hashed as (a·key + c) mod 2**64, of
+Source: Carter and Wegman, "Universal Classes of Hash Functions", 1979; keys are hashed as (a·key + c) mod 2**63, of
 which the upper 16 bits are pairwise independent for keys of 32 bits (Dietzfelbinger, STACS 1996).
 """
 
@@ -26,7 +27,7 @@ _NUMBERS = 1 << 16
 
 
 class Keys(NamedTuple):
-    """What the noise of some blocks depends on, besides the step."""
+    """The keys of some blocks: all that their noise depends on, except for step, rank and hop."""
 
     keys: Tensor
     """int64 [B], 32 bits of which are used."""
@@ -74,9 +75,9 @@ class Noise(NamedTuple):
     def of(cls, keys: Keys, width: int, table_seed: int, shift_seed: int) -> Self:
         """Return the numbers of the blocks with these keys, of `width` elements."""
         numbers, parts = map(torch.from_numpy, _table(table_seed, width))
-        # Odd, so that keys stay apart. Products and sums are modulo 2**64.
-        factor, summand = stable_seed("factor", shift_seed) | 1, stable_seed("summand", shift_seed)
-        shifts = keys.keys.mul(factor).add_(summand).bitwise_right_shift_(48).bitwise_and_(0xFFFF).int()
+        # Both have 63 random bits, and so has the sum of which the upper 16 are taken: int64 drops what is beyond.
+        factor, summand = stable_seed("factor", shift_seed), stable_seed("summand", shift_seed)
+        shifts = keys.keys.mul(factor).add_(summand).bitwise_right_shift_(47).bitwise_and_(0xFFFF).int()
         return cls(numbers, copied_to(keys.rows.device, parts), keys.rows, shifts)
 
     def at(self, blocks: slice) -> Self:
