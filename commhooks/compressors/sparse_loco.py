@@ -12,7 +12,7 @@ Biased: the residual fades, by a factor of 0.95 per step in the paper, and what 
 elements is at most 1 - 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above that of
 top-k.
 Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. On a CPU a step takes as
-long as 10 to 20 copies of the gradient, or 6 to 12 compiled, most of it for the selection in every tile.
+long as 14 to 19 copies of the gradient, or 6 to 9 compiled, most of it for the selection in every tile.
 
 Legend: T tiles of a×b elements; k sent of each tile; W ranks.
 """
