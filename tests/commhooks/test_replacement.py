@@ -180,16 +180,19 @@ def test_replacing_on_one_rank_only_is_named_on_every_rank_at_once(rank: int, ki
 
 @on_ranks(2, check_exit=False)
 def test_replacing_that_is_interrupted_on_one_rank_ends_the_line_on_every_rank(rank: int) -> None:
-    """Rank 1 is interrupted while it waits for rank 0, which would otherwise go on with another compressor."""
+    """Rank 1 is interrupted while it waits for rank 0, which comes later and would go on with another compressor."""
     exchanger = commhooks.Exchanger({"w": torch.zeros(8)}, "random-k", hook_timeout=20.0)
     exchanger.average({"w": torch.ones(8)})
+    store = dist.distributed_c10d._get_default_store()
     if rank:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             exchanger.replace("random-k:seed=1")
+        store.set("interrupted", "")
     else:
-        time.sleep(0.3)
+        while not store.check(["interrupted"]):
+            time.sleep(0.02)
         told_by(lambda: exchanger.replace("random-k:seed=1"))
     told = told_by(lambda: exchanger.average({"w": torch.ones(8)}))
     assert "rank 1: replace before step 1 was interrupted" in told.text and told.seconds < 10
