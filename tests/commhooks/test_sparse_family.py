@@ -202,6 +202,20 @@ def test_a_mean_is_added_up_in_rank_order(indices: Indices) -> None:
     assert torch.equal(mean, expected)
 
 
+def test_what_parameters_share_is_decoded_once_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, decoded = Bitmap.decode, []
+
+    def counted(self: Bitmap, codes: Tensor) -> Tensor:
+        decoded.append(len(codes))
+        return decode(self, codes)
+
+    monkeypatch.setattr(Bitmap, "decode", counted)
+    parameters = [torch.zeros(40, 30) for _ in range(12)]
+    gradients = [[drawn(40, 30, seed=100 * rank + number) for number in range(12)] for rank in range(2)]
+    Workers(TopK(ratio=0.3, indices="bitmap"), 2, parameters).step(gradients)
+    assert decoded == [2, 2]  # what both ranks sent, on each of them
+
+
 def test_dgc_without_momentum_is_top_k_with_error_feedback() -> None:
     ours, theirs = means_of(DGC(ratio=0.1, momentum=0)), means_of(ErrorFeedback(inner=TopK(ratio=0.1)))
     assert torch.equal(ours, theirs)

@@ -204,10 +204,14 @@ def gather(plan: Plan, sent: Sequence[Sent], context: Context) -> Generator[Aske
 def _received(plan: Plan, values: Tensor, codes: Sequence[Tensor]) -> list[Received]:
     """Return what the values [W, entries] and the codes [W, bytes] of each coding say of each piece."""
     selection = Selection.chosen(values)
+    decoded = {
+        group: coding.decode(code)
+        for group, ((coding, _), code) in enumerate(zip(plan.codings, codes, strict=True))
+        if selection is None or not isinstance(coding, InBlocks)
+    }
     if selection is None:
         means = values / len(values)
-        decoded = [coding.decode(code) for (coding, _), code in zip(plan.codings, codes, strict=True)]
-        numbers = decoded[0] if len(decoded) == 1 else torch.cat(decoded, dim=1)
+        numbers = decoded[0] if len(decoded) == 1 else torch.cat(list(decoded.values()), dim=1)
         return [
             Received([(numbers[:, piece.entries] + piece.starts, means[:, piece.entries], piece.runs)], [])
             for piece in plan.pieces
@@ -220,7 +224,7 @@ def _received(plan: Plan, values: Tensor, codes: Sequence[Tensor]) -> list[Recei
             if isinstance(member.coding, InBlocks):
                 runs.append(Run(selection, member, member.coding, code, own))
                 continue
-            numbers = member.coding.decode(code)[:, member.first : member.first + own.shape[1]]
+            numbers = decoded[member.group][:, member.first : member.first + own.shape[1]]
             first = member.entries.start - piece.entries.start
             places = numbers + piece.starts[first : first + own.shape[1]]
             entries.append((places, own / len(own), runs_of(member.coding.shares(member.number))))
