@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,6 +126,8 @@ class Plan:
     vector: Model = Model((256,), 128, 1 / 32)
     split: Model = Model((256, 256), 32, 0.25)  # as in `matrices`, in more buckets
     turns: int = 9
+    passes: int = 3
+    """Of everything, one after the other: other work on the machine then disturbs one of them, not a hook's figure."""
 
 
 def measure(plan: Plan, tell: Callable[[str], None]) -> Costs:
@@ -165,37 +168,73 @@ def measure_costs(path: Path) -> None:
 
 def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
     torch.set_num_threads(1)
-    own = torch.tensor([copy_seconds()])  # both at the same time, as both will compress
-    dist.all_reduce(own)
-    copy = float(own) / ranks
+    found = []
+    for number in range(plan.passes):
+        if rank == 0:
+            send(f"pass {number + 1} of {plan.passes}")
+        found.append(_one_pass(plan, send if rank == 0 else lambda text: None))
+    if rank == 0:
+        send(median_of(found))
+
+
+def median_of(found: Sequence[Costs]) -> Costs:
+    """Return each figure's median over several passes."""
+    kept = {name: getattr(found[0], name) for name in ("hooks", "machine", "versions", "level")}
+    numbers = _median([{k: v for k, v in dataclasses.asdict(one).items() if k not in kept} for one in found])
+    kept["hooks"] = {hook: _median([one.hooks[hook] for one in found]) for hook in kept["hooks"]}
+    return Costs(**kept, **numbers)
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Return the median of numbers, or what holds the medians of the numbers in what is alike."""
+    first = values[0]
+    if isinstance(first, float):
+        return statistics.median(values)
+    if isinstance(first, dict):
+        return {key: _median([one[key] for one in values]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_median(some) for some in zip(*values, strict=True))
+    if isinstance(first, HookCosts | Sample):
+        own = [field.name for field in dataclasses.fields(first)]
+        return type(first)(**{name: _median([getattr(one, name) for one in values]) for name in own})
+    return first
+
+
+def _one_pass(plan: Plan, tell: Callable[[str], None]) -> Costs:
+    """Measure everything once; every rank calls this."""
+    copies = [_copy_seconds()]
     hop = _seconds_of(torch.zeros(1)) / _HOPS
     by_dtype = {}
     for dtype in _WIRES:  # two ranks send each byte of a large all-reduce
         tensor = torch.zeros(_LARGE, dtype=dtype)
         seconds = max(0.0, _seconds_of(tensor) - _HOPS * hop)
-        by_dtype[dtype] = seconds / (_LARGE * tensor.element_size()) / (copy / 4)
+        by_dtype[dtype] = seconds / (_LARGE * tensor.element_size()) / (copies[0] / 4)
     round_seconds = _round_seconds(plan, hop)
+    tell(f"a hop {hop * 1e6:.0f} µs, a round {round_seconds * 1e6:.0f} µs, copies per byte {by_dtype}")
     hooks = {}
     for hook in plan.hooks:
-        hooks[hook] = _costs_of(make_hook(Spec.parse(hook)), plan, copy, by_dtype)
-        if rank == 0:
-            send(f"a hop {hop * 1e6:.0f} µs, a round {round_seconds * 1e6:.0f} µs, copies per byte {by_dtype}")
-            send(f"{hook}: {hooks[hook].bucket_seconds * 1e3:.2f} ms a bucket, and copies of one element:")
-            samples = (*hooks[hook].matrices, hooks[hook].vector)
-            send("".join(f"  {sum(one.rounds) / one.elements:.1f} (of {one.elements:,})" for one in samples))
+        copies.append(_copy_seconds())  # beside each hook: what a copy takes changes with what others do
+        hooks[hook] = own = _costs_of(make_hook(Spec.parse(hook)), plan, copies[-1], by_dtype)
+        tell(f"{hook}: {own.bucket_seconds * 1e3:.2f} ms a bucket, and copies of one element:")
+        samples = (*own.matrices, own.vector)
+        tell("".join(f"  {sum(one.rounds) / one.elements:.1f} (of {one.elements:,})" for one in samples))
     here = machine()
-    if rank == 0:
-        send(
-            Costs(
-                hooks=hooks,
-                hop_seconds=hop,
-                round_seconds=round_seconds,
-                copy_rate=4 / copy,
-                machine={name: here[name] for name in ("system", "processor", "cores")},
-                versions=versions(),
-                level=commhooks.compiled().level,
-            )
-        )
+    return Costs(
+        hooks=hooks,
+        hop_seconds=hop,
+        round_seconds=round_seconds,
+        copy_rate=4 / statistics.median(copies),
+        machine={name: here[name] for name in ("system", "processor", "cores")},
+        versions=versions(),
+        level=commhooks.compiled().level,
+    )
+
+
+def _copy_seconds() -> float:
+    """Return the mean over the ranks of what a copy takes, on all at the same time, as all will compress."""
+    own = torch.tensor(copy_seconds())
+    dist.all_reduce(own)
+    return float(own) / dist.get_world_size()
 
 
 def _costs_of(compressor: Compressor, plan: Plan, copy: float, by_dtype: Mapping[torch.dtype, float]) -> HookCosts:

@@ -13,12 +13,13 @@ from commhooks import make_compressor
 from commhooks.compressors import COMPRESSORS
 from commhooks.native.library import VARIABLE
 from commhooks.planning import stored
-from commhooks.planning.costs import Costs
+from commhooks.planning.costs import Costs, Sample
 from experiments.commands.cli import app
-from experiments.estimate.costs import HOOKS, LEFT_OUT, Model, Plan, measure
+from experiments.estimate.costs import HOOKS, LEFT_OUT, Model, Plan, measure, median_of
 from experiments.estimate.request import count_in
 from experiments.hooks import make_hook
 from experiments.specs import Spec
+from experiments.studies.predictions import estimates as study
 from experiments.studies.predictions.estimates import (
     CONFIGURATIONS,
     WORLDS,
@@ -209,6 +210,16 @@ def test_a_comparison_gives_the_estimate_only_what_was_measured_without_a_link()
     assert all(one.estimated > 0.06 and one.measured == 0.1 for one in found)
 
 
+def test_steps_that_were_measured_just_now_are_read_as_those_of_another_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "measured", lambda world: [steps_of(world, dict.fromkeys(world.hooks, (0.2, 0.1)))])
+    study.estimates(measure=True, folder=tmp_path, world=[2])
+    table = (tmp_path / "checked.md").read_text()
+    study.estimates(folder=tmp_path)
+    assert "Of 3 step times" in table and (tmp_path / "checked.md").read_text() == table
+
+
 @pytest.mark.timeout(120)  # it starts two processes, which takes long on a busy machine
 def test_real_steps_are_taken_in_turns_with_steps_that_send_nothing() -> None:
     # 10 Mbit/s: 218 kB of gradients take 174 ms, beside which a busy machine's noise in the compute is nothing
@@ -229,6 +240,7 @@ def test_costs_are_measured_in_steps_for_each_round_and_grow_only_where_answers_
         vector=Model((64,), 16, 1 / 1024),
         split=Model((64, 64), 16, 1 / 64),
         turns=2,
+        passes=1,
     )
     found = measure(plan, lambda text: None)
     top_k, powersgd = (found.hooks[hook] for hook in plan.hooks)
@@ -236,3 +248,30 @@ def test_costs_are_measured_in_steps_for_each_round_and_grow_only_where_answers_
     assert [len(sample.rounds) for sample in powersgd.matrices] == [3, 3]
     assert top_k.growth[0] == 0.0 and powersgd.growth == (0.0, 0.0, 0.0)
     assert make_hook(Spec.parse(plan.hooks[0])) == make_compressor(top_k.compressor)
+
+
+def test_a_figure_of_several_passes_is_their_median() -> None:
+    shipped = Costs.read()
+    slow, fast = (scaled(shipped, factor) for factor in (3.0, 0.5))
+    assert median_of([slow, shipped, fast]) == shipped
+    assert median_of([slow, slow, fast]) == slow
+
+
+def scaled(costs: Costs, factor: float) -> Costs:
+    """Return the costs of a machine that is so many times as slow at all but copies."""
+
+    def sample(one: Sample) -> Sample:
+        return Sample(one.elements, tuple(factor * own for own in one.rounds))
+
+    hooks = {
+        name: dataclasses.replace(
+            own,
+            bucket_seconds=factor * own.bucket_seconds,
+            matrices=tuple(map(sample, own.matrices)),
+            vector=sample(own.vector),
+        )
+        for name, own in costs.hooks.items()
+    }
+    return dataclasses.replace(
+        costs, hooks=hooks, hop_seconds=factor * costs.hop_seconds, round_seconds=factor * costs.round_seconds
+    )

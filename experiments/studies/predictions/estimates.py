@@ -214,6 +214,7 @@ def estimates(
             for number in world or range(len(WORLDS)):
                 about["steps"][str(number)] = [dataclasses.asdict(one) for one in measured(WORLDS[number])]
                 stored.write_text(path, json.dumps(about, indent=1) + "\n")
+            about = json.loads(path.read_text(encoding="utf-8"))  # lists, as after a measurement of another day
         steps = stored.made_of(Mapping[str, tuple[StepsAt, ...]], about["steps"])
         text = page(check([one for number in sorted(steps) for one in steps[number]], about["copy_rate"]), about)
         (folder / TABLE).write_text(text, encoding="utf-8")
