@@ -32,6 +32,13 @@ def _inside(model: Module, places: Iterable[str]) -> Module | None:
     return next((inner for place in places if (inner := model._modules.get(place)) is not None), None)
 
 
+def bare(model: Module) -> Module:
+    """Return the module within a DistributedDataParallel and all other wrappers."""
+    ddp = unwrapped(model)
+    inner: Any = ddp.module if is_ddp(ddp) else ddp
+    return unwrapped(inner)
+
+
 def is_ddp(model: object) -> bool:
     """Return whether this is a DistributedDataParallel, ddp_core's or PyTorch's."""
     return hasattr(model, "register_comm_hook") and isinstance(getattr(model, "module", None), Module)
@@ -46,7 +53,7 @@ def find_ddp(caller: str, model: object) -> Module:
     if not isinstance(model, Module):
         raise AttachError(f"{caller}: expected a DistributedDataParallel, ddp_core's or PyTorch's (got {found}).")
     ddp = unwrapped(model)
-    if _is_sharded(ddp):
+    if is_sharded(ddp):
         raise AttachError(
             f"{caller}: {found} shards its parameters, so each rank holds only a part of each gradient; a compressor "
             "averages whole gradients. Use DistributedDataParallel, or shard among the ranks of one machine and "
@@ -122,7 +129,8 @@ def described(model: object) -> str:
     return " around ".join(names)
 
 
-def _is_sharded(model: Module) -> bool:
+def is_sharded(model: Module) -> bool:
+    """Return whether each rank holds only a part of the parameters: FSDP, or `fully_shard`."""
     fsdp = _loaded("torch.distributed.fsdp")
     sharded = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
     return any(isinstance(module, sharded) for module in model.modules())

@@ -15,7 +15,7 @@ from commhooks.communicators.ranks import Ranks
 from commhooks.devices import generator_states
 from commhooks.errors import CheckpointError
 from commhooks.state.snapshot import LoadRules, Snapshot
-from commhooks.unwrapping import is_ddp, unwrapped
+from commhooks.unwrapping import bare, unwrapped
 
 FORMAT_VERSION = 1
 _PLAIN = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
@@ -59,9 +59,7 @@ class Run:
     @property
     def model(self) -> Module:
         """The module within the DDP and all other wrappers, so that its state_dict is that of the bare module."""
-        ddp = unwrapped(self.ddp)
-        inner: Any = ddp.module if is_ddp(ddp) else ddp
-        return unwrapped(inner)
+        return bare(self.ddp)
 
     def ranks(self) -> Ranks:
         """Return the ranks of the model's process group."""

@@ -93,7 +93,7 @@ class Attachment(Handle):
             raise AttachError("watch: this attachment was detached, or its model is gone; call attach again.")
         in_buckets = {parameter for _, parameter in self._named}
         left_out = left_out_parameters(model, in_buckets)
-        found = [optimizer_of(in_buckets, optimizer) for optimizer in optimizers]
+        found = [optimizer_of("watch", in_buckets, optimizer) for optimizer in optimizers]
         self._watches += [
             Watch(optimizer, in_buckets, left_out, lambda: self._socket.buckets_handed_in, self._engine)
             for optimizer in found

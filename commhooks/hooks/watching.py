@@ -102,17 +102,17 @@ def _stepped(optimizer: Optimizer) -> Iterable[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
-def optimizer_of(parameters: Iterable[Tensor], wrapped: object) -> Optimizer:
+def optimizer_of(caller: str, parameters: Iterable[Tensor], wrapped: object) -> Optimizer:
     """Return the torch optimizer that this is or wraps; raise `AttachError` if it trains none of these parameters."""
     optimizer = wrapped
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # where frameworks keep what they wrap
         optimizer = inner
     if not isinstance(optimizer, Optimizer):
-        raise AttachError(f"watch: expected a torch.optim.Optimizer (got {type(wrapped).__name__}).")
+        raise AttachError(f"{caller}: expected a torch.optim.Optimizer (got {type(wrapped).__name__}).")
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if trained.isdisjoint(parameters):
         raise AttachError(
-            f"watch: none of the parameters of {type(optimizer).__name__} belongs to the model that is attached to; "
+            f"{caller}: none of the parameters of {type(optimizer).__name__} belongs to the model that is attached to; "
             "pass the optimizer that trains this model."
         )
     return optimizer
