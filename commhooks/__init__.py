@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         quantization_pertensor_hook,
     )
     from commhooks.hooks.exchanger import Averaging, Exchanger, average_in_lockstep
+    from commhooks.hooks.exchangers import Exchangers
     from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
     from commhooks.hooks.sockets import hook_statistics
     from commhooks.language.compressor import Compressor
@@ -102,6 +103,7 @@ __all__ = [
     "DeMo",
     "ErrorFeedback",
     "Exchanger",
+    "Exchangers",
     "GradientError",
     "Hierarchical",
     "HookDidNotRunError",

@@ -28,6 +28,7 @@ _PLACES = {
         "quantization_perchannel_hook quantization_pertensor_hook"
     ),
     "hooks.exchanger": "Averaging Exchanger average_in_lockstep",
+    "hooks.exchangers": "Exchangers",
     "hooks.powersgd": "PowerSGDState batched_powerSGD_hook powerSGD_hook",
     "hooks.sockets": "hook_statistics",
     "language.compressor": "Compressor",

@@ -25,7 +25,8 @@ Key = tuple[int, ...]
 class Bucket(Protocol):
     """What an engine needs of the buckets that both DDPs pass to a hook.
 
-    Two methods more are optional. `output()` returns where the mean is to be written, of the shape and dtype of
+    Two methods and an attribute more are optional. `weight` is this rank's weight in the mean, at least 0; None, on
+    every rank, for equal ones. `output()` returns where the mean is to be written, of the shape and dtype of
     `buffer()`, which is then left as the compressor used it; by default the mean takes the gradients' place. And
     `buffer()` may be a matrix [world size, width], of any stride between rows, of which each rank gets the mean of one
     row: then `chunks()` returns how many elements of each parameter a row has. Row r holds elements r·chunk to

@@ -13,7 +13,7 @@ from commhooks.communicators.disagreement import refusal_as_fingerprint
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.devices import future_on, mark_of
 from commhooks.engine.buckets import Bucket, Buckets
-from commhooks.engine.guards import are_zeros, keep_what_is_unused, take_part_with_zeros
+from commhooks.engine.guards import are_zeros, keep_what_is_unused, take_part_with_zeros, weigh
 from commhooks.engine.replay import Resumed, put_together
 from commhooks.engine.undo import UndoLog
 from commhooks.errors import AttachError, CommHooksError, GradientError, SettingsError
@@ -92,8 +92,12 @@ class Engine:
         if view.is_sharded and (self._undo is not None or not self.compressor.scatters):
             why = "a step on shards cannot be undone" if self._undo else f"{self.compressor!r} averages whole gradients"
             raise SettingsError(f"bucket {bucket.index()} consists of shards, one for each rank: {why}.")
+        exchange = self._exchange(view)
+        weight: float | None = getattr(bucket, "weight", None)
+        if weight is not None:
+            exchange = weigh(view, weight, exchange)
         task = BucketTask(
-            exchange=self._exchange(view),
+            exchange=exchange,
             bucket=view,
             future=future_on(memory.device),
             step=self.step,

@@ -68,6 +68,20 @@ def keep_what_is_unused(bucket: BucketView, exchange: Exchange) -> Exchange:
     rider.settle()
 
 
+def weigh(bucket: BucketView, weight: float, exchange: Exchange) -> Exchange:
+    """Run an exchange whose mean is weighted: scale what this rank sends by its weight over the mean weight, first.
+
+    A rank of weight 0 sends zeros, whatever its tensors are. It takes one more round, for the sum of the weights.
+    """
+    own = torch.full((1,), weight, dtype=torch.float32, device=bucket.memory.device)
+    (mean,) = yield AllReduce(bucket.slots[0].part(own.clone()), average=True)
+    if weight:
+        bucket.memory.mul_(own / mean)
+    else:
+        bucket.memory.zero_()
+    yield from exchange
+
+
 class _Rider:
     """The counts of one bucket, and copies of the state that may have to be restored.
 

@@ -22,6 +22,7 @@ from commhooks.language.entries import Declared, Entry
 from commhooks.language.place import Place
 from commhooks.state.fitness import begun_again, misfits
 from commhooks.state.formats import description_of
+from commhooks.state.groups import Snapshots
 from commhooks.state.orders import in_memory_order, in_other_formats, with_an_axis_each
 from commhooks.state.settings import MESSAGES, settings_of
 from commhooks.state.snapshot import LoadRules, Snapshot, refuse
@@ -139,7 +140,7 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
     engine.stand_between_steps("load_state_dict")
     rank, world_size = engine.line.rank, engine.line.world_size
     checked = _checked(engine, read, rules) if isinstance(read, Snapshot) else read
-    fingerprint = _agreed(engine, checked)
+    fingerprint = agreed(engine, checked)
     if isinstance(checked, CheckpointError):
         raise checked
     _warn_of_new_beginnings(engine, checked)
@@ -196,7 +197,7 @@ def _checked(engine: Engine, read: Snapshot, rules: LoadRules) -> Snapshot | Che
     return refuse(what, faults) if faults else read
 
 
-def _agreed(engine: Engine, loaded: Snapshot | CheckpointError) -> str:
+def agreed(engine: Engine, loaded: Snapshot | Snapshots | CheckpointError) -> str:
     """Raise unless every rank loads the same: now if the line is open, otherwise when it is opened."""
     if isinstance(loaded, CheckpointError):
         fingerprint = refusal_as_fingerprint(loaded)

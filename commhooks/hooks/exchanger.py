@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.compressors import Signum
+from commhooks.compressors.codecs import Vote
 from commhooks.engine.engine import Engine
 from commhooks.errors import CompressorError, SettingsError
+from commhooks.hooks.flat import FlatBucket, InTurns, allocated, places_of
 from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings, checked_compressor
 from commhooks.hooks.sockets import group_or_default
-from commhooks.language.compressor import Compressor
+from commhooks.language.compressor import Compressor, inner_of
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import ResidualStorage
-from commhooks.tensors import is_dense
 
 
 class Averaging:
@@ -30,7 +34,7 @@ class Averaging:
     def __init__(
         self,
         like: Mapping[str, Tensor],
-        buckets: Sequence[_Flat],
+        buckets: Sequence[FlatBucket],
         futures: Sequence[torch.futures.Future[Tensor]],
         line: Line,
     ) -> None:
@@ -44,6 +48,17 @@ class Averaging:
     def is_written(self) -> bool:
         """Whether `write` was called, after which another round may use the memory."""
         return self._is_written
+
+    @property
+    def means(self) -> Mapping[str, Tensor]:
+        """The means, by name, in the memory in which they arrived; waits for them, and raises as `wait`.
+
+        The memory is another round's once this object is gone, or `write` was called: then it raises `CompressorError`.
+        """
+        if self._is_written:
+            raise CompressorError("Averaging.means: the means were written, and their memory may be in use again.")
+        self.wait()
+        return places_of(self._buckets)
 
     def done(self) -> bool:
         """Return whether the means are there, or the round has failed."""
@@ -81,11 +96,13 @@ class Exchanger(Handle):
     """Averaging of named tensors, such as pseudo-gradients, with the state, statistics and checkpoints of a hook.
 
     `tensors` names them: on every rank the same names, shapes, strides and dtypes, dense and of floating point. Only
-    names, shapes, strides, dtypes and devices are read from it. The other arguments are those of `attach`. `line`
-    replaces the process group: exchangers that share one `ProcessGroupLine` share its thread and private group, each on
-    a lane of its own, which `name` names in errors; they must be made, and must begin their rounds, in one order on
-    every rank. `lockstep_lines` are for workers in one process, see `average_in_lockstep`. `policy` is "fused", or the
-    line's.
+    names, shapes, strides, dtypes and devices are read from it; for tensors in pinned memory, `room` is pinned too. The
+    other arguments are those of `attach`. `line` replaces the process group: exchangers that share one
+    `ProcessGroupLine` share its thread and private group, each on a lane of its own, which errors name as
+    "round 3, <name>"; they must be made, and must begin their rounds, in one order on every rank. `lockstep_lines` are
+    for workers in one process, see `average_in_lockstep`. `policy` is "fused", or the line's. `weighted`: `begin` is
+    given this rank's weight in the mean; compressors that count votes raise `SettingsError`. Exchangers that share
+    `memory` keep their tensors in it, and take turns: see `InTurns`.
     """
 
     def __init__(
@@ -101,9 +118,13 @@ class Exchanger(Handle):
         atomic: bool = False,
         line: Line | None = None,
         name: str = "",
+        weighted: bool = False,
+        memory: InTurns | None = None,
     ) -> None:
         check_run_settings("Exchanger", policy or "fused", hook_timeout)
         compressor = checked_compressor("Exchanger", compressor)
+        if weighted:
+            check_takes_weights(compressor)
         if not tensors:
             raise SettingsError("Exchanger(tensors={}): tensors must name at least one tensor.")
         for key, tensor in tensors.items():
@@ -116,12 +137,15 @@ class Exchanger(Handle):
         elif process_group is not None or hook_timeout is not None:
             raise SettingsError("Exchanger: process_group and hook_timeout belong to the line; pass them to it.")
         check_compressor_for(compressor, tensors, line)
-        # Our own tensors, since state is kept by object and one tensor may be given under two names.
-        self._like = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
+        # Objects of our own, since state is kept by object and one tensor may be given under two names.
+        self._like = {key: tensor.detach() for key, tensor in tensors.items()}
+        self._is_weighted = weighted
+        self._in_turns = memory
         self._engine: Engine = Engine(
             compressor,
             line,
-            fingerprint="\n".join(f"tensor {key}: {_described(tensor)}" for key, tensor in self._like.items()),
+            fingerprint="\n".join(f"tensor {key}: {_described(tensor)}" for key, tensor in self._like.items())
+            + "\nweighted: True" * weighted,
             residuals=residuals,
             atomic=atomic,
             may_join=False,
@@ -134,8 +158,15 @@ class Exchanger(Handle):
         self._beginning = threading.Lock()
         self._last: list[torch.futures.Future[Tensor]] = []
         """Those of the last round, which the next one must not overtake."""
-        self._memories: list[tuple[list[_Flat], weakref.ref[Averaging]]] = []
+        self._memories: list[tuple[list[FlatBucket], weakref.ref[Averaging]]] = []
         """The buckets of each round, which are another one's once its means are written, or nobody wants them."""
+        self._next: list[FlatBucket] = []
+        """The buckets of the next round, if somebody has asked for its room."""
+
+    @property
+    def name(self) -> str:
+        """How errors name it."""
+        return self._engine.lane.title
 
     @property
     def steps(self) -> int:
@@ -158,23 +189,64 @@ class Exchanger(Handle):
         self._check(tensors, overwritten=True)
         self.begin(tensors).write(tensors)
 
+    @property
+    def room(self) -> Mapping[str, Tensor]:
+        """Memory of the next round, by name: `begin()` sends what is written here, without a copy.
+
+        Each tensor has the shape, dtype and device of the one named at construction; its values are undefined before.
+        """
+        with self._beginning:
+            if not self._next:
+                self._wait_for_the_last("Exchanger.room")
+                self._next = self._free_buckets()
+            return places_of(self._next)
+
     @torch.no_grad()
-    def begin(self, tensors: Mapping[str, Tensor]) -> Averaging:
+    def begin(self, tensors: Mapping[str, Tensor] | None = None, *, weight: float | None = None) -> Averaging:
         """Copy the tensors and start averaging; the tensors may change as soon as this returns.
 
-        Several rounds may be begun before the first one's means are written. Each is compressed once the one before has
-        kept what it did not send, so this waits for that one. Raises as `average`.
+        Without tensors, what was written into `room` is averaged. With `weighted`, `weight` is this rank's in the mean:
+        at least 0, and finite; if all weights are 0, so are the means. Several rounds may be begun before the first
+        one's means are written. Each is compressed once the one before has kept what it did not send, so this waits for
+        that one. Raises as `average`.
         """
-        self._check(tensors)
+        if (weight is not None) != self._is_weighted or not 0 <= (weight or 0) < math.inf:
+            wanted = "at least 0, and finite" if self._is_weighted else "None unless the Exchanger is weighted"
+            self.fail(f"begin(weight={weight!r}): weight must be {wanted}.")
+        if tensors is not None:
+            self._check(tensors)
+        elif not self._next:
+            self.fail("begin without tensors sends what was written into `room`, but nobody has asked for that.")
         with self._beginning:
-            self._wait_for_the_last()
-            buckets = self._free_buckets()
+            self._wait_for_the_last("Exchanger.begin")
+            buckets, self._next = self._next or self._free_buckets(), []
             for bucket in buckets:
-                torch._foreach_copy_(bucket.places, [tensors[name] for name in bucket.names()])
+                bucket.weight = weight
+                if tensors is not None:
+                    torch._foreach_copy_(bucket.places, [tensors[name] for name in bucket.names()])
             self._last = [self._engine.run(bucket) for bucket in buckets]
             begun = Averaging(self._like, buckets, self._last, self._engine.line)
             self._memories.append((buckets, weakref.ref(begun)))
             return begun
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a round's tensors are being written, averaged or read in the memory of this exchanger."""
+        rounds = (of_round() for _, of_round in self._memories)
+        return bool(self._next) or any(last is not None and not last.is_written for last in rounds)
+
+    def memories(self) -> list[Tensor]:
+        """Return the memory of all rounds so far, one tensor for each dtype and device of a round."""
+        buckets = [bucket for of_round, _ in self._memories for bucket in of_round]
+        return [bucket.buffer() for bucket in (*buckets, *self._next)]
+
+    def fail(self, what: str) -> NoReturn:
+        """Raise `CompressorError`, and close the lane, so that the other ranks, which may have begun, learn of it."""
+        why = f"rank {self._engine.line.rank}: {what}"
+        if isinstance(self._engine.line, LockstepLine):  # nobody has begun, so nothing is lost
+            raise CompressorError(why)
+        self._engine.stop(why)
+        raise CompressorError(f"{why} It is closed now: other ranks' calls fail.")
 
     def close(self) -> None:
         """Close the lane; the background threads stop with the line's last one. Later rounds fail."""
@@ -183,24 +255,31 @@ class Exchanger(Handle):
     def _made_engine(self) -> Engine:
         return self._engine
 
+    def _candidate(self, compressor: Compressor | str) -> tuple[Compressor, SettingsError | None]:
+        candidate, refusal = super()._candidate(compressor)
+        if self._is_weighted and refusal is None:
+            try:
+                check_takes_weights(candidate)
+            except SettingsError as error:
+                refusal = error
+        return candidate, refusal
+
     def _check(self, tensors: Mapping[str, Tensor], *, overwritten: bool = False) -> None:
         """Raise `CompressorError` for other tensors than those named at construction, and close the lane."""
         wrong = _misfits(self._like, tensors, overwritten=overwritten)
         if wrong:
-            why = f"rank {self._engine.line.rank}: Exchanger was made for other tensors: {wrong[0]}."
-            if isinstance(self._engine.line, LockstepLine):  # nobody has begun, so nothing is lost
-                raise CompressorError(why)
-            self._engine.stop(why)
-            raise CompressorError(f"{why} It is closed now: other ranks' calls fail.")
+            self.fail(f"Exchanger was made for other tensors: {wrong[0]}.")
 
-    def _wait_for_the_last(self) -> None:
-        _check_turns("Exchanger.begin", self._last, self._engine.line)
+    def _wait_for_the_last(self, caller: str) -> None:
+        _check_turns(caller, self._last, self._engine.line)
         for future in self._last:
             with contextlib.suppress(Exception):  # whoever waits for that round is told; this one fails by itself
                 future.wait()
 
-    def _free_buckets(self) -> list[_Flat]:
+    def _free_buckets(self) -> list[FlatBucket]:
         """Return buckets whose means nobody waits for any more, made if there are none."""
+        if self._in_turns is not None:
+            self._in_turns.take(self)
         for buckets, of_round in self._memories:
             last = of_round()
             if last is None or last.is_written:
@@ -209,8 +288,10 @@ class Exchanger(Handle):
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, tensor in self._like.items():
             kinds.setdefault((tensor.dtype, tensor.device), []).append(name)
+        take = allocated if self._in_turns is None else self._in_turns.part
         return [
-            _Flat(number, names, self._like, number == len(kinds) - 1) for number, names in enumerate(kinds.values())
+            FlatBucket(number, names, self._like, number == len(kinds) - 1, take)
+            for number, names in enumerate(kinds.values())
         ]
 
 
@@ -227,6 +308,14 @@ def average_in_lockstep(exchangers: Sequence[Exchanger], tensors: Sequence[Mappi
     run_in_turns(list(dict.fromkeys(lines)))  # those that share one take its turn once
     for one, own in zip(rounds, tensors, strict=True):
         one.write(own)
+
+
+def check_takes_weights(compressor: Compressor) -> None:
+    """Raise `SettingsError` if a compressor's mean is a vote, in which what a rank sends cannot be scaled."""
+    if isinstance(compressor, Signum) or isinstance(getattr(compressor, "codec", None), Vote):
+        raise SettingsError(f"weighted=True: {compressor} counts votes, which have no weights.")
+    for inner in inner_of(compressor):
+        check_takes_weights(inner)
 
 
 def _check_turns(caller: str, futures: Sequence[torch.futures.Future[Tensor]], line: Line) -> None:
@@ -258,39 +347,3 @@ def _described(tensor: Tensor) -> str:
     """Return what must be the same on every rank: strides too, since elements travel in the order of memory."""
     strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return f"shape {tuple(tensor.shape)}, {tensor.dtype}, strides {tuple(strides)}"
-
-
-class _Flat:
-    """Tensors of one dtype and device, presented as a bucket."""
-
-    def __init__(self, number: int, names: Sequence[str], tensors: Mapping[str, Tensor], is_last: bool) -> None:
-        self._number = number
-        self._names = list(names)
-        self._tensors = [tensors[name] for name in names]
-        self._is_last = is_last
-        sizes = [tensor.numel() for tensor in self._tensors]
-        self._memory = self._tensors[0].new_zeros(sum(sizes))
-        # In the order of each tensor's memory, as a DDP lays out gradients: state is saved in that order.
-        flat = zip(self._memory.split(sizes), self._tensors, strict=True)
-        self.places = [_in_order_of(tensor, part) for part, tensor in flat]
-
-    def index(self) -> int:
-        return self._number
-
-    def buffer(self) -> Tensor:
-        return self._memory
-
-    def parameters(self) -> list[Tensor]:
-        return self._tensors
-
-    def names(self) -> list[str]:
-        return self._names
-
-    def is_last(self) -> bool:
-        return self._is_last
-
-
-def _in_order_of(tensor: Tensor, memory: Tensor) -> Tensor:
-    if not is_dense(tensor):
-        return memory.view(tensor.shape)
-    return memory.as_strided(tensor.shape, tensor.stride(), memory.storage_offset())

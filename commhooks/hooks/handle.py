@@ -220,7 +220,7 @@ class Handle(ABC):
         """Restore the engine's state, and make ddp_core's DDP lay out its buckets as they were when it was saved."""
         read: Snapshot | CheckpointError
         try:
-            read = state if isinstance(state, CheckpointError) else _complete(state)
+            read = state if isinstance(state, CheckpointError) else complete(state)
         except CheckpointError as error:
             read = error
         except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
@@ -280,7 +280,7 @@ def _inventory(state: Mapping[str, Any], rank: str) -> list[str]:
     return sorted(held + [f"{part}.{name}" for part in ("settings", "shapes") for name in state[part]])
 
 
-def _complete(state: object) -> Snapshot:
+def complete(state: object) -> Snapshot:
     """Read a state_dict; raise `CheckpointError` if something that was saved is missing from it.
 
     `torch.distributed.checkpoint.load` reads into the tensors of another state_dict, and silently skips everything that

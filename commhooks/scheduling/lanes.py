@@ -35,6 +35,7 @@ class Lane:
     def __init__(self, number: int = 0, name: str = "", policy: PolicyName = "fifo") -> None:
         self.number = number
         self.name = name
+        """What is averaged on it, such as a fragment of a model: a step is then a round of that, in messages."""
         self.ledger = Ledger()
         self.opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Done when the lane is open on every rank; holds the error that prevented it."""
@@ -51,7 +52,11 @@ class Lane:
     @property
     def title(self) -> str:
         """How messages name the lane."""
-        return f"lane {self.number}" + f" ({self.name})" * bool(self.name)
+        return self.name or f"lane {self.number}"
+
+    def at(self, step: int) -> str:
+        """Return how messages name one of its steps, and the lane."""
+        return f"round {step}, {self.name}" if self.name else f"lane {self.number}, step {step}"
 
     def open(self, communicator: Communicator, wait: Wait, complete: Finish) -> Policy:
         """Connect the lane, whose collectives are counted apart, and return what orders them; see `Lanes.open`."""
@@ -152,8 +157,9 @@ class Lanes:
         return None
 
     def where(self, lane: Lane, task: BucketTask) -> str:
-        """Name rank, lane, step and bucket, for messages; the lane only where there are several."""
-        return task.where(f"rank {self._rank}" + f", {lane.title}" * (len(self._lanes) > 1))
+        """Name rank, lane, step and bucket, for messages; a lane without a name only where there are several."""
+        is_alone = len(self._lanes) == 1 and not lane.name
+        return task.where(f"rank {self._rank}, {f'step {task.step}' if is_alone else lane.at(task.step)}")
 
     def release(self) -> None:
         """Let go of the lanes' connections."""
@@ -177,7 +183,7 @@ class Lanes:
         )
 
     def _described(self, of_ranks: list[list[int]]) -> Iterator[str]:
-        titles = {lane.number: lane.title for lane in self._lanes}
+        lanes = {lane.number: lane for lane in self._lanes}
         for rank, (magic, number, step, bucket) in enumerate(of_ranks):
-            what = f"step {step}, bucket {bucket} of {titles.get(number, f'lane {number}')}"
+            what = f"{lanes.get(number, Lane(number)).at(step)}, bucket {bucket}"
             yield f"rank {rank}: {what}" if magic == _MAGIC else f"rank {rank}: settings to compare"

@@ -105,6 +105,17 @@ class Statistics:
         return difference
 
 
+def total(of_lanes: Iterable[Statistics]) -> Statistics:
+    """Return the sums of several lanes' counts."""
+    added = Statistics()
+    for one in of_lanes:
+        _add(added, one)
+        for sums, kinds in ((added.by_kind, one.by_kind), (added.by_group, one.by_group)):
+            for kind, traffic in kinds.items():
+                _add(sums.setdefault(kind, KindTraffic()), traffic)
+    return added
+
+
 @dataclasses.dataclass
 class ParameterTraffic:
     """One parameter's share of the counts. Seconds are not split: a bucket's parameters are processed together."""
@@ -231,6 +242,13 @@ def _copy(counts: Counts) -> Counts:
     same = object.__new__(type(counts))
     vars(same).update(vars(counts))
     return same
+
+
+def _add(sums: Counts, counts: Counts) -> None:
+    for field in dataclasses.fields(counts):
+        value = getattr(counts, field.name)
+        if not isinstance(value, dict):
+            setattr(sums, field.name, getattr(sums, field.name) + value)
 
 
 def _subtract(later: Counts, earlier: Counts) -> Counts:

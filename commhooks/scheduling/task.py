@@ -115,12 +115,12 @@ class BucketTask:
         self.exchange.close()
 
     def where(self, place: str) -> str:
-        """Name the step and bucket, for messages, after `place`: the rank, and the lane if there are several."""
+        """Name the bucket, for messages, after `place`: the rank, the step, and the lane if there are several."""
         try:
             parameters = self.parameters()
         except Exception as error:  # a message about a failure must not fail
             parameters = f"parameters that cannot be named: {error}"
-        return f"{place}, step {self.step}, bucket {self.bucket.index} ({parameters})"
+        return f"{place}, bucket {self.bucket.index} ({parameters})"
 
     def settle(self) -> None:
         """Let the undo log, if there is one, check the mean; after the step's last bucket it may undo the step."""

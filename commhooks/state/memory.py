@@ -73,6 +73,15 @@ def memory_report(
     )
 
 
+def added(reports: Iterable[MemoryReport], gradients: int) -> MemoryReport:
+    """Return the sum of several reports; `gradients` is what their buckets take together."""
+    sums: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(MemoryReport)} | {"by_parameter": {}}
+    for report in reports:
+        for name, value in vars(report).items():
+            sums[name] = sums[name] | value if isinstance(value, dict) else sums[name] + value
+    return MemoryReport(**sums | {"gradients": gradients})
+
+
 class _Counter:
     """Adds up the bytes of tensors' memory, counting each range only once."""
 

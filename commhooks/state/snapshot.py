@@ -139,6 +139,14 @@ class Snapshot:
         fields["local"] = {int(rank.removeprefix("rank")): entries for rank, entries in state["local"].items()}
         return cls(**fields)
 
+    def shared_part(self) -> dict[str, Any]:
+        """Return what is the same on every rank, as plain data."""
+        return self.as_dict() | {"local": {}}
+
+    def own_part(self) -> dict[str, Any]:
+        """Return what belongs to some ranks, as plain data."""
+        return {"local": self.as_dict()["local"]}
+
     def cloned(self) -> Snapshot:
         """Return a snapshot whose tensors are copies."""
         local = {rank: _cloned(entries) for rank, entries in self.local.items()}

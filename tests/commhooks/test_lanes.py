@@ -103,16 +103,18 @@ def test_lanes_in_another_order_are_named_on_every_rank_and_never_mixed(rank: in
     for told in [told_by(averaging.wait) for averaging in rounds]:
         assert told.error == "CollectiveError" and told.seconds < 10
         assert "ranks hand in different things" in told.text
-        assert f"rank 0: step 1, bucket 0 of lane {number} (part {number})" in told.text
-        assert "rank 1: step 1, bucket 0 of lane 2 (part 2)" in told.text
+        assert f"rank 0: round 1, part {number}, bucket 0; rank 1: round 1, part 2, bucket 0." in told.text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FailsOnce(Compressor):
-    """A sum that raises on rank 0 in its third step."""
+    """A sum that raises on one rank in one step."""
+
+    rank: int = 0
+    step: int = 2
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        if context.step == 2 and context.rank == 0:
+        if (context.rank, context.step) == (self.rank, self.step):
             raise ZeroDivisionError("on purpose")
         yield AllReduce(Part(bucket.memory, in_place=True), average=True, last=True)
 
@@ -129,8 +131,8 @@ def test_a_failure_on_one_lane_ends_all_and_names_it(rank: int) -> None:
     told.append(told_by(lambda: exchangers[2].average(values_of(rank, 2))))
     for one in told:
         assert one.error in ("CompressorError", "CollectiveError", "RuntimeError")
-        assert "rank 0, lane 1 (part 1), step 2, bucket 0 (parameters w): ZeroDivisionError: on purpose" in one.text
-    later = "rank 0, lane 2 (part 2), step 3, bucket 0 (parameters w): not started, because of"
+        assert "rank 0, round 2, part 1, bucket 0 (parameters w): ZeroDivisionError: on purpose" in one.text
+    later = "rank 0, round 3, part 2, bucket 0 (parameters w): not started, because of"
     assert rank == 1 or told[-1].text.startswith(later)
 
 
@@ -193,5 +195,5 @@ def test_workers_of_one_process_that_swap_lanes_are_told() -> None:
     (one, other), (another, swapped) = (
         [Exchanger(values_of(0, 0), "fp16", line=x) for _ in "ab"] for x in lockstep_lines(2)
     )
-    with pytest.raises(CollectiveError, match="rank 0: step 0, bucket 0 of lane 0; rank 1: step 0, bucket 0 of lane 1"):
+    with pytest.raises(CollectiveError, match="rank 0: lane 0, step 0, bucket 0; rank 1: lane 1, step 0, bucket 0"):
         commhooks.average_in_lockstep([one, swapped, other, another], [values_of(n % 2, 0) for n in range(4)])

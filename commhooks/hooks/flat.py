@@ -1,0 +1,121 @@
+"""Buckets that no DistributedDataParallel makes: named tensors side by side in flat memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from commhooks.errors import CompressorError
+from commhooks.tensors import is_dense
+
+
+class User(Protocol):
+    """An exchanger, as the memory sees it that it shares with others."""
+
+    @property
+    def name(self) -> str:
+        """How errors name it."""
+        ...
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a round's tensors are being written, averaged or read."""
+        ...
+
+
+class InTurns:
+    """Memory for exchangers whose rounds never overlap: as much as the largest of them needs."""
+
+    def __init__(self) -> None:
+        self._memories: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._user: weakref.ref[User] | None = None
+
+    def reserve(self, tensors: Iterable[Tensor]) -> None:
+        """Provide for an exchanger of these tensors; call it for all exchangers before any of them begins."""
+        needed: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            needed.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for key, alike in needed.items():
+            elements = sum(tensor.numel() for tensor in alike)
+            if key not in self._memories or elements > self._memories[key].numel():
+                self._memories[key] = allocated(alike[0], elements)
+
+    def take(self, user: User) -> None:
+        """Let an exchanger begin its next round; raise `CompressorError` if somebody still uses the memory."""
+        before = self._user() if self._user is not None else None
+        if before is not None and before.is_in_use:
+            raise CompressorError(
+                f"{user.name}: the memory is in use by a round of {before.name}; exchangers that share memory must not "
+                "begin a round before the last one's means are written, or no longer needed."
+            )
+        self._user = weakref.ref(user)
+
+    def part(self, like: Tensor, elements: int) -> Tensor:
+        """Return the beginning of the memory of a tensor's dtype and device, 1-D."""
+        return self._memories[like.dtype, like.device][:elements]
+
+
+def allocated(like: Tensor, elements: int) -> Tensor:
+    """Return memory of a tensor's dtype and device, 1-D, pinned if the tensor is."""
+    return torch.zeros(elements, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
+
+
+class FlatBucket:
+    """Tensors of one dtype and device, presented as a bucket; `take` provides its memory.
+
+    `places` are the tensors, as views of the memory, and `weight` is this rank's in the mean; None: equal weights.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        names: Sequence[str],
+        tensors: Mapping[str, Tensor],
+        is_last: bool,
+        take: Callable[[Tensor, int], Tensor],
+    ) -> None:
+        self._number = number
+        self._names = list(names)
+        self._tensors = [tensors[name] for name in names]
+        self._is_last = is_last
+        self.weight: float | None = None
+        sizes = [tensor.numel() for tensor in self._tensors]
+        self._memory = take(self._tensors[0], sum(sizes))
+        # In the order of each tensor's memory, as a DDP lays out gradients: state is saved in that order.
+        flat = zip(self._memory.split(sizes), self._tensors, strict=True)
+        self.places = [_in_order_of(tensor, part) for part, tensor in flat]
+
+    def index(self) -> int:
+        """Return its place in the step."""
+        return self._number
+
+    def buffer(self) -> Tensor:
+        """Return the tensors' memory, 1-D."""
+        return self._memory
+
+    def parameters(self) -> list[Tensor]:
+        """Return what state is kept for: a tensor of each name."""
+        return self._tensors
+
+    def names(self) -> list[str]:
+        """Return the tensors' names."""
+        return self._names
+
+    def is_last(self) -> bool:
+        """Return whether the step has no further bucket."""
+        return self._is_last
+
+
+def _in_order_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    if not is_dense(tensor):
+        return memory.view(tensor.shape)
+    return memory.as_strided(tensor.shape, tensor.stride(), memory.storage_offset())
+
+
+def places_of(buckets: Iterable[FlatBucket]) -> dict[str, Tensor]:
+    """Return the tensors that buckets hold, by name."""
+    return {name: place for bucket in buckets for name, place in zip(bucket.names(), bucket.places, strict=True)}
