@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 from commhooks import compiled
@@ -11,9 +12,9 @@ from .copies import EAGER, MODELS, TINY, Worked, in_copies
 from .rows import Row
 
 SENTENCE = (
-    "What a step takes a worker, in copies of ResNet-18's gradients, as in the section before: at each level of the "
-    "compiled passes that this processor has, and without them, beside the target. Votes are "
-    "`signum`'s, whose momentum is part of it."
+    "What a step takes a worker, in copies of the gradients of the section before: at each level of the compiled "
+    "passes that this processor has, and without them, beside the target. Votes are `signum`'s, whose momentum is part "
+    "of it."
 )
 WORKERS = (2, 8)
 TITLES: Mapping[str, str] = {"avx512": "AVX-512", "avx2": "AVX2", "sse42": "SSE4.2", EAGER: "eager"}
@@ -32,11 +33,11 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
     """Return a row for each compressor, number of workers, and level."""
     levels = [level for level in TITLES if level == EAGER or level in compiled().levels]
     rows = []
-    shapes = TINY if quick else MODELS["ResNet-18"]
+    models = {"tiny": TINY} if quick else MODELS
     for text, targets in list(TARGETS.items())[: 2 if quick else None]:
-        for workers in WORKERS:
-            tell(f"levels: {text}, {workers} workers")
+        for (model, shapes), workers in itertools.product(models.items(), WORKERS):
+            name = f"{text}, {model}, {workers} workers"
+            tell(f"levels: {name}")
             for level, spread in in_copies(Worked(text, shapes, workers), levels, 2 if quick else 3).items():
-                name, target = f"{text}, {workers} workers", targets.get(level)
-                rows.append(Row(name=name, quantity=TITLES[level], spread=spread, target=target))
+                rows.append(Row(name=name, quantity=TITLES[level], spread=spread, target=targets.get(level)))
     return rows
