@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from commhooks.compressors.codecs.passes import Passes, Places
+from commhooks.compressors.codecs.passes import Places
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.devices import copied_to
 from commhooks.language.bucket import BucketView, Slot
@@ -32,17 +32,18 @@ class Share(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some of a bucket's blocks, one after another in its memory; numbered in the bucket's order."""
+    """Some of a bucket's blocks, one after another in its memory, and where their codes are in messages."""
 
     tile: Tile
-    blocks: slice
+    places: Places
 
 
 class Deal:
     """Which rank serves which of a bucket's blocks: the next one is always served by the next rank."""
 
-    def __init__(self, bucket: BucketView, passes: Passes, pays: Callable[[int], bool], context: Context) -> None:
-        block = passes.codec.block
+    def __init__(
+        self, bucket: BucketView, block: int, at_once: int, pays: Callable[[int], bool], context: Context
+    ) -> None:
         ranks, device = context.world_size, bucket.memory.device
         self.ranks = ranks
         """W."""
@@ -50,16 +51,12 @@ class Deal:
         blocks = [slot.gradient.numel() // block for slot in self.coded]
         self.rest = [(slot, slot.tile) for slot in bucket.slots if not pays(slot.gradient.numel())]
         """What is averaged uncompressed: slots, and the tiles of them that are."""
-        self.pieces: list[Piece] = []
-        self.at_once = passes.blocks_at_once(device)
-        """How many blocks to compute with at a time."""
-        start = 0
+        tiles, total = list[Tile](), 0
         for run in _runs(self.coded, block):
             tile = bucket.run(run)
             whole = tile.gradient.numel() // block
-            for piece in tile.rows(MatrixForm(whole, block), self.at_once):
-                self.pieces.append(Piece(piece, slice(start, start + len(piece.gradient))))
-                start += len(piece.gradient)
+            tiles += tile.rows(MatrixForm(whole, block), at_once)
+            total += whole
             self.rest += [(run[-1], rest) for rest in tile.rest(whole * block)]
         self.shares = []
         held = numpy.zeros(ranks, dtype=numpy.int64)  # blocks that each rank serves so far
@@ -76,11 +73,15 @@ class Deal:
         """b."""
         servers, places = numpy.concatenate(found).reshape(-1, 2).T
         flat = servers * self.longest + places
-        self.places = Places(*(copied_to(device, torch.from_numpy(one.copy())) for one in (servers, places, flat)))
-        """Of all blocks, [B]."""
-        of_rows = numpy.full(ranks * self.longest, start)
-        of_rows[flat] = numpy.arange(start)
-        unused = numpy.flatnonzero(of_rows == start)
+        self.sizes = [len(tile.gradient) for tile in tiles]
+        """How many blocks to send and write at a time, in the bucket's order."""
+        on_device = (
+            copied_to(device, torch.from_numpy(one.copy())).split(self.sizes) for one in (servers, places, flat)
+        )
+        self.pieces = [Piece(tile, Places(*own)) for tile, *own in zip(tiles, *on_device, strict=True)]
+        of_rows = numpy.full(ranks * self.longest, total)
+        of_rows[flat] = numpy.arange(total)
+        unused = numpy.flatnonzero(of_rows == total)
         rows = (unused // self.longest, unused % self.longest, unused)
         self.padding = Places(*(copied_to(device, torch.from_numpy(one)) for one in rows))
         """Of rows without a block."""
@@ -92,12 +93,11 @@ class Deal:
         self.keys = keys.on(device)
         served = of_rows[context.rank * self.longest :][: held[context.rank]]
         self.own_keys = keys.at(torch.from_numpy(served)).on(device)
-        self.layout = Layout(tuple(slot.name for slot in self.coded), tuple(blocks))
-
-    @property
-    def served(self) -> int:
+        self.served = len(served)
         """How many blocks this rank serves."""
-        return len(self.own_keys.rows)
+        self.own_sizes = [min(at_once, self.served - first) for first in range(0, self.served, at_once)]
+        """How many of them to serve at a time."""
+        self.layout = Layout(tuple(slot.name for slot in self.coded), tuple(blocks))
 
 
 def _runs(slots: Sequence[Slot], block: int) -> Iterator[list[Slot]]:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -127,7 +128,9 @@ class TwoHop(Compressor):
         """Exchange the codes of all blocks, and gather the codes of their means; average the rest meanwhile."""
         ranks = context.world_size
         passes = passes_for(self.codec, self.damping, computing_dtype(bucket.memory.dtype), bucket.memory.device)
-        deal = bucket.plan(self, lambda: Deal(bucket, passes, lambda n: self.pays(n, ranks), context))
+        # Compiled passes take more; whether they are in use may change with the environment.
+        n, at_once = self.codec.block, passes.blocks_at_once(bucket.memory.device)
+        deal = bucket.plan((self, at_once), lambda: Deal(bucket, n, at_once, lambda m: self.pays(m, ranks), context))
         exchanges = [self._average_blocks(passes, deal, bucket, context)] if deal.coded else []
         return side_by_side([*exchanges, average_whole(deal.rest)] if deal.rest else exchanges)
 
@@ -136,7 +139,7 @@ class TwoHop(Compressor):
         kinds = [((deal.longest, *shape), dtype) for shape, dtype in payloads]
         message = Rows(kinds, deal.ranks, bucket.borrow, to_all=False)
         flaw = self._send(passes, message.places, deal, bucket, context)
-        if self.codec.shows_non_finite:
+        if flaw is None:
             received = yield AllToAll(*message.parts(deal.layout))  # each [W, b, ...]
         else:
             # Sent as a mean, although it is only 0 or NaN, so that it can be packed with the rest.
@@ -153,34 +156,35 @@ class TwoHop(Compressor):
         gathered = yield AllGather(*coded.parts(deal.layout), last=True)  # each [W, b, ...]
 
         bucket.give_back(coded.memory)
-        pieces = [(tile, deal.places.of(own)) for tile, own in deal.pieces]
-        means = (passes.write(gathered, places, torch.empty_like(tile.room)) for tile, places in pieces)
+        means = (passes.write(gathered, places, torch.empty_like(tile.room)) for tile, places in deal.pieces)
         largest = deal.coded[0].tile.in_own_range(means)
-        finite = yield Judge(flaw, *passes.evidence(gathered), *largest)
+        flaws = () if flaw is None else (flaw,)
+        finite = yield Judge(*flaws, *passes.evidence(gathered), *largest)
         for share in deal.shares if self.server_feedback else ():
             share.slot.commit(SERVER_ERROR, left[share.rows], finite)
-        is_sound = self.codec.shows_non_finite or surely(flaw == 0)
-        for tile, places in pieces:
+        is_sound = flaw is None or surely(flaw == 0)
+        for tile, places in deal.pieces:
             if tile.keeps:
                 M = tile.form()
                 if not knows_unsent:
                     M.sub_(passes.write(message.places, places, torch.empty_like(M)))
                 tile.keep(M, finite)
             mean = passes.write(gathered, places, tile.room)
-            tile.write(mean if is_sound else mean.add_(flaw))
+            tile.write(mean if is_sound else mean.add_(*flaws))
 
     def _send(
         self, passes: Passes, message: Sequence[Tensor], deal: Deal, bucket: BucketView, context: Context
-    ) -> Tensor:
-        """Encode all blocks into a message; return [0], or [NaN] if codes hide one."""
+    ) -> Tensor | None:
+        """Encode all blocks into a message; return [0], or [NaN] if codes hide one, or None if they show it."""
         flaws = []
-        noise = self._noise(deal.keys, context, "own")
-        for tile, own in deal.pieces:
+        noises = _split(self._noise(deal.keys, context, "own"), deal.sizes)
+        for (tile, places), noise in zip(deal.pieces, noises, strict=True):
             keeps = tile.keeps and not bucket.scratch.is_needed
-            flaws.append(passes.send(tile.form(), noise and noise.at(own), message, deal.places.of(own), keeps=keeps))
+            flaw = passes.send(tile.form(), noise, message, places, keeps=keeps)
+            flaws += [] if flaw is None else [flaw]
         for payload in message if len(deal.padding.rows) else ():
             payload[deal.padding.ranks, deal.padding.rows] = 0
-        return torch.stack(flaws).sum(0, keepdim=True, dtype=torch.float32)
+        return torch.stack(flaws).sum(0, keepdim=True, dtype=torch.float32) if flaws else None
 
     def _serve(
         self,
@@ -192,15 +196,17 @@ class TwoHop(Compressor):
         context: Context,
     ) -> Tensor:
         """Encode the means of the blocks that this rank serves; return what the codes leave out."""
-        noise = self._noise(deal.own_keys, context, "server")
+        noises = _split(self._noise(deal.own_keys, context, "server"), deal.own_sizes)
         kept = deal.served if self.server_feedback else 0
         left = bucket.borrow((kept, self.codec.block), computing_dtype(bucket.memory.dtype))
         for share in deal.shares if self.server_feedback else ():
             left[share.rows].copy_(share.slot.state(SERVER_ERROR), non_blocking=True)
-        for start in range(0, deal.served, deal.at_once):
-            own = slice(start, min(start + deal.at_once, deal.served))
-            of_ranks, code = [payload[:, own] for payload in received], [payload[own] for payload in coded]
-            passes.serve(of_ranks, noise and noise.at(own), code, left[own] if self.server_feedback else None)
+        sizes = deal.own_sizes
+        of_ranks = zip(*([payload[:, : deal.served].split(sizes, 1) for payload in received]), strict=True)
+        codes = zip(*([payload[: deal.served].split(sizes) for payload in coded]), strict=True)
+        lefts = left.split(sizes) if self.server_feedback else itertools.repeat(None, len(sizes))
+        for theirs, noise, code, own in zip(of_ranks, noises, codes, lefts, strict=True):
+            passes.serve(theirs, noise, code, own)
         for payload in coded if deal.served < deal.longest else ():
             payload[deal.served :] = 0
         return left
@@ -259,6 +265,11 @@ class TwoHop(Compressor):
             slot.mean[whole:] = mean_in_order(first, others, context.world_size)
             if not self.codec.shows_non_finite:
                 slot.mean.add_(flaw.sum())
+
+
+def _split(noise: Noise | None, sizes: Sequence[int]) -> Iterable[Noise | None]:
+    """Return the noise of so many blocks at a time."""
+    return itertools.repeat(None, len(sizes)) if noise is None else noise.split(sizes)
 
 
 @functools.cache

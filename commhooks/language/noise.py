@@ -12,7 +12,7 @@ which the upper 16 bits are pairwise independent for keys of 32 bits (Dietzfelbi
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy
@@ -83,6 +83,11 @@ class Noise(NamedTuple):
     def at(self, blocks: slice) -> Self:
         """Return those of some blocks."""
         return self._replace(rows=self.rows[blocks], shifts=self.shifts[blocks])
+
+    def split(self, sizes: Sequence[int]) -> Iterator[Self]:
+        """Yield those of so many blocks at a time."""
+        for rows, shifts in zip(self.rows.split(sizes), self.shifts.split(sizes), strict=True):
+            yield type(self)(self.numbers, self.parts, rows, shifts)
 
     def uniform(self) -> Tensor:
         """Return them, [k, n], in fp32: odd multiples of 2**-17 between 0 and 1."""

@@ -43,13 +43,13 @@ class CompiledPasses(Passes):
 
     def send(
         self, blocks: Tensor, noise: Noise | None, message: Sequence[Tensor], places: Places, *, keeps: bool
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Encode blocks [k, n] into a message; see `Passes.send`."""
         drawn, rows = _native(noise), places.flat
         largest = self._native.send(
             self._form, blocks, message, rows=rows, noise=drawn, keeps=keeps, damping=self._damping
         )
-        return torch.tensor(0.0 if largest < _INF else torch.nan)
+        return None if self.codec.shows_non_finite else torch.tensor(0.0 if largest < _INF else torch.nan)
 
     def serve(
         self, received: Sequence[Tensor], noise: Noise | None, coded: Sequence[Tensor], left: Tensor | None

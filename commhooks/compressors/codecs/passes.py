@@ -29,10 +29,6 @@ class Places(NamedTuple):
     flat: Tensor
     """The same, counted over all ranks: rank · b + row."""
 
-    def of(self, blocks: slice) -> Places:
-        """Return those of some of the blocks."""
-        return Places(self.ranks[blocks], self.rows[blocks], self.flat[blocks])
-
 
 class Passes:
     """The passes of a codec, whose decoded values are multiplied by `damping`."""
@@ -51,13 +47,13 @@ class Passes:
 
     def send(
         self, blocks: Tensor, noise: Noise | None, message: Sequence[Tensor], places: Places, *, keeps: bool
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Encode blocks [k, n] into a message, tensors [W, b, ...]; if `keeps`, they become what that leaves out.
 
-        Returns 0, 0-dim, or NaN if the codes hide an inf or NaN.
+        Returns 0, 0-dim, or NaN if there is an inf or NaN; None if the codes show that themselves.
         """
         code = self._encode(blocks, noise)
-        flaw = blocks.new_zeros(()) if self.codec.shows_non_finite else blocks.abs().amax() * 0
+        flaw = None if self.codec.shows_non_finite else blocks.abs().amax() * 0
         for payload, part in zip(message, code, strict=True):
             _put(payload, part, places)
         if keeps:
