@@ -26,6 +26,8 @@ from commhooks.compressors.codecs.packing import pack_small_floats, unpack_small
 GROUP = 32
 _NAN = 255
 _BIAS = 127
+_EXPONENT = 255 << 23
+"""The bits of fp32's exponent."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,22 +44,27 @@ class Microscaled(Codec):
         """The exponent of the largest number in the format."""
 
     @abstractmethod
-    def to_bytes(self, values: Tensor) -> Tensor:
-        """Return the nearest elements of blocks [B, block] as bytes."""
+    def to_bytes(self, blocks: Tensor, magnitudes: Tensor, inverses: Tensor) -> Tensor:
+        """Return the nearest elements of blocks [B, block] divided by their scales, as bytes.
+
+        `magnitudes` are the blocks', and may be overwritten; `inverses`, [B, block/32, 1], are one over each scale.
+        """
 
     @abstractmethod
     def from_bytes(self, packed: Tensor, blocks: Tensor) -> Tensor:
         """Write the elements to blocks [B, block], and return these."""
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
-        """Return the groups' exponents as bytes [B, block/32], 255 for inf and NaN, and the elements' bytes."""
-        groups = blocks.unflatten(1, (-1, GROUP))
-        largest = groups.abs().amax(2)
-        exponents = torch.frexp(largest).exponent - 1 - self.largest_exponent + _BIAS
-        exponents.clamp_(0, _NAN).masked_fill_(largest == 0, 0)
-        exponents = torch.where(largest.isfinite(), exponents, _NAN).to(torch.uint8)
-        values = groups * _powers(exponents).reciprocal_().unsqueeze(2)  # finite, as is that of 2**-127
-        return exponents, self.to_bytes(values.flatten(1).float())
+        """Return the groups' exponents as bytes [B, block/32], 255 for inf and NaN, and the elements' bytes.
+
+        Without its fraction bits, the largest magnitude is the power of two below it, and NaN is inf.
+        """
+        blocks = blocks.float()
+        magnitudes = blocks.abs()
+        largest = magnitudes.view(torch.int32).unflatten(1, (-1, GROUP)).amax(2).bitwise_and_(_EXPONENT)
+        scales = largest.view(torch.float32).mul_(2.0**-self.largest_exponent).clamp_(min=2.0**-_BIAS)
+        exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
+        return exponents, self.to_bytes(blocks, magnitudes, scales.reciprocal_().unsqueeze(2))
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the elements times their groups' powers of two."""
@@ -83,9 +90,9 @@ class MXFP8(Microscaled):
         """Return 8, the exponent of 448."""
         return 8
 
-    def to_bytes(self, values: Tensor) -> Tensor:
+    def to_bytes(self, blocks: Tensor, magnitudes: Tensor, inverses: Tensor) -> Tensor:
         """Return the nearest E4M3 numbers as bytes."""
-        return to_e4m3(values)
+        return to_e4m3((blocks.unflatten(1, (-1, GROUP)) * inverses).flatten(1))
 
     def from_bytes(self, packed: Tensor, blocks: Tensor) -> Tensor:
         """Write the elements."""
@@ -110,15 +117,18 @@ class MXFP4(Microscaled):
         """Return 2, the exponent of 6."""
         return 2
 
-    def to_bytes(self, values: Tensor) -> Tensor:
+    def to_bytes(self, blocks: Tensor, magnitudes: Tensor, inverses: Tensor) -> Tensor:
         """Return the nearest of 0, 1/2, 1, 3/2, 2, 3, 4 and 6, with the sign as the fourth bit.
 
-        The step is 1/2 from 0 to 2, then 1, and 2 from 4 on. `round` breaks ties towards even, and so do these sums, as
-        the standard requires.
+        A number from the power of two p to 2p, or from 0 to 2 with p = 1, is a multiple of p/2. fp32's sum with p·2**22
+        is rounded to one, with ties towards even as the standard requires, and its last bits count how many: p + 1/2 is
+        the third. p is as many bits up as powers of two are apart in codes: twice its exponent.
         """
-        x = values.abs().clamp_(max=8)  # inf minus inf would be NaN
-        codes = (2 * x).round_().clamp_(max=4).add_(x.round().clamp_(2, 4)).add_((x / 2).round_().clamp_(2, 3)).sub_(4)
-        return pack_small_floats(codes, values)
+        x = magnitudes.unflatten(1, (-1, GROUP)).mul_(inverses).flatten(1)
+        p = x.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32).clamp_(min=1)
+        bits = x.add_(p, alpha=2.0**22).view(torch.int32)
+        codes = torch.add(bits, bits >> 22).to(torch.int8)
+        return pack_small_floats(codes.sub_(2 * (_BIAS + 22) % 256).clamp_(max=7), blocks)
 
     def from_bytes(self, packed: Tensor, blocks: Tensor) -> Tensor:
         """Write the elements."""

@@ -69,9 +69,9 @@ def pack_small_floats(magnitudes: Tensor, values: Tensor) -> Tensor:
     `magnitudes` are their lower three bits, as floating-point numbers or integers; the fourth is the sign of `values`,
     fp32.
     """
-    signs = (values.view(torch.int32) >> 28).to(torch.int8).bitwise_and_(8)
-    low, high = signs.bitwise_or_(magnitudes.to(torch.int8)).chunk(2, dim=1)
-    return (low | high << 4).view(torch.uint8)
+    signs = values.view(torch.int32).clamp(-1, 0).to(torch.int8)  # faster on a CPU than a shift
+    low, high = torch.sub(magnitudes.to(torch.int8), signs, alpha=8).chunk(2, dim=1)
+    return torch.add(low, high, alpha=16).view(torch.uint8)
 
 
 def unpack_small_floats(packed: Tensor, exponent_bits: int, blocks: Tensor) -> Tensor:
@@ -79,12 +79,11 @@ def unpack_small_floats(packed: Tensor, exponent_bits: int, blocks: Tensor) -> T
 
     fp16 has the sign in the same place, and 5 exponent bits, whose bias is greater by 16 - 2**(exponent_bits - 1).
     """
-    packed, shift = packed.view(torch.int8), 3 + exponent_bits
-    more = (1 << 15) - (1 << 10 + exponent_bits)  # exponent bits that fp16 has in addition
-    for half, nibbles in zip(blocks.chunk(2, dim=1), (packed << 4, packed), strict=True):
-        bits = nibbles.to(torch.int16).bitwise_and_(-16)  # the nibble as the upper half of a byte, with its sign
-        half.copy_(bits.bitwise_left_shift_(shift).bitwise_and_(~more).view(torch.float16))
-    return blocks.mul_(2.0 ** (16 - 2 ** (exponent_bits - 1)))
+    packed = packed.view(torch.int8)
+    bits = torch.cat([packed * 16, packed], dim=1).to(torch.int16)  # nibbles as the upper halves of bytes, with signs
+    kept = (7 << 7 + exponent_bits) - (1 << 15)  # the sign, and the nibble's other bits once they are shifted
+    bits.mul_(8 << exponent_bits).bitwise_and_(kept)
+    return blocks.copy_(bits.view(torch.float16)).mul_(2.0 ** (16 - 2 ** (exponent_bits - 1)))
 
 
 def widened(packed: Tensor) -> Tensor:
