@@ -73,6 +73,8 @@ if TYPE_CHECKING:
     from commhooks.scheduling.ledger import ParameterTraffic, Statistics
     from commhooks.scheduling.line import ProcessGroupLine
     from commhooks.scheduling.lockstep import lockstep_lines
+    from commhooks.seldom.counts import DiLoCoStatistics
+    from commhooks.seldom.diloco import DiLoCo, step_in_lockstep
     from commhooks.state.memory import MemoryReport
     from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
     from commhooks.wrappers import ErrorFeedback, Hierarchical, Match, PerParameter, StartAfter, WireDtype, schedule
@@ -101,6 +103,8 @@ __all__ = [
     "DDPCommHookType",
     "DGC",
     "DeMo",
+    "DiLoCo",
+    "DiLoCoStatistics",
     "ErrorFeedback",
     "Exchanger",
     "Exchangers",
@@ -159,4 +163,5 @@ __all__ = [
     "register_ddp_comm_hook",
     "save_checkpoint",
     "schedule",
+    "step_in_lockstep",
 ]

@@ -41,6 +41,8 @@ _PLACES = {
     "scheduling.ledger": "ParameterTraffic Statistics",
     "scheduling.line": "ProcessGroupLine",
     "scheduling.lockstep": "lockstep_lines",
+    "seldom.counts": "DiLoCoStatistics",
+    "seldom.diloco": "DiLoCo step_in_lockstep",
     "state.memory": "MemoryReport",
     "state.snapshot": "LoadRules Snapshot merge_state_dicts",
     "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype schedule",

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from commhooks.checkpoints.disk import crc32_of, read_tensors
-from commhooks.checkpoints.run import FORMAT_VERSION, Run, Saved, optimizer_class
+from commhooks.checkpoints.run import FORMAT_VERSION, Run, Saved, of_own_models, optimizer_class
 from commhooks.devices import set_generator_states
 from commhooks.errors import CheckpointError
+from commhooks.state.groups import Snapshots, joined
 from commhooks.state.snapshot import LoadRules, Snapshot
 
 _IN_SHARED = {"step": int, "world_size": int, "model": dict, "extra": dict}
@@ -29,16 +30,21 @@ class Contents:
     shared: dict[str, Any]
     own: dict[str, Any] | None
     """This rank's own part; None if another number of ranks saved the checkpoint."""
-    hooks: Snapshot | None
+    hooks: Snapshot | Snapshots | None
+
+    def of(self, run: Run, name: str) -> Any:
+        """Return the state of the model or the optimizer: this rank's own if ranks have their own."""
+        own = self.own if of_own_models(run.hooks) and self.own is not None else {}
+        return own.get(name, self.shared.get(name))
 
     def faults(self, run: Run, rules: LoadRules) -> list[str]:
         """List every mismatch between the checkpoint and the run."""
-        found = _differing_tensors("model", self.shared["model"], run.model.state_dict())
+        found = _differing_tensors("model", self.of(run, "model"), run.model.state_dict())
         for name, wanted in (("optimizer", run.optimizer), ("scaler", run.scaler), ("hooks", run.hooks)):
             if wanted is not None and name not in self.shared:
                 found.append(f"it was saved without {name}=")
         if run.optimizer is not None and "optimizer" in self.shared:
-            found += _differing_optimizers(self.shared, run.optimizer)
+            found += _differing_optimizers(self.shared | {"optimizer": self.of(run, "optimizer")}, run.optimizer)
         if run.scaler is not None and "scaler" in self.shared:
             absent = run.scaler.state_dict().keys() - self.shared["scaler"].keys()
             found += [f"scaler: checkpoint has no {name!r}" for name in sorted(absent)]
@@ -51,9 +57,9 @@ class Contents:
 
     def load_into(self, run: Run) -> None:
         """Load everything but the hook's state."""
-        run.model.load_state_dict(self.shared["model"])
+        run.model.load_state_dict(self.of(run, "model"))
         if run.optimizer is not None:
-            run.optimizer.load_state_dict(self.shared["optimizer"])
+            run.optimizer.load_state_dict(self.of(run, "optimizer"))
         if run.scaler is not None:
             run.scaler.load_state_dict(self.shared["scaler"])
         if self.own is None:
@@ -82,9 +88,7 @@ def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> C
     hooks = None
     if "hooks" in shared:
         try:
-            local = [part.get("hooks", {}).get("local", {}) for part in parts.values()]
-            together = {key: held for one in local for key, held in one.items()}
-            hooks = Snapshot.from_dict(shared["hooks"] | {"local": together})
+            hooks = joined(shared["hooks"], [part.get("hooks", {}) for part in parts.values()])
         except (CheckpointError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{path}: {error}") from error
     return Contents(shared, parts[rank] if same_size else None, hooks)

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
 from commhooks.communicators.ranks import Ranks
 from commhooks.devices import generator_states
 from commhooks.errors import CheckpointError
+from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.unwrapping import bare, unwrapped
 
@@ -31,12 +33,17 @@ class Saved(Protocol):
 
 
 class HookState(Protocol):
-    """An `Attachment` or a `PowerSGDState`."""
+    """An `Attachment`, a `PowerSGDState` or a `DiLoCo`."""
+
+    @property
+    def keeps_own_model(self) -> bool:
+        """Whether every rank has a model and an optimizer's state of its own: then it is an `OwnModels`."""
+        ...
 
     @property
     def rank_and_world_size(self) -> tuple[int, int]: ...  # noqa: D102
-    def snapshot(self) -> Snapshot: ...  # noqa: D102
-    def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]: ...  # noqa: D102
+    def snapshot(self) -> Snapshot | Snapshots: ...  # noqa: D102
+    def differences(self, snapshot: Any, rules: LoadRules) -> list[str]: ...  # noqa: D102
     def load_state_dict(  # noqa: D102
         self,
         state: Mapping[str, Any] | CheckpointError,
@@ -45,6 +52,24 @@ class HookState(Protocol):
         settings: str = ...,
         missing: str = ...,
     ) -> None: ...
+
+
+class OwnModels(HookState, Protocol):
+    """What averages the models of ranks now and then."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group whose ranks average together."""
+        ...
+
+    def model_state(self) -> dict[str, Any]:
+        """Return a state_dict of the model that all ranks share."""
+        ...
+
+
+def of_own_models(hooks: HookState | None) -> TypeGuard[OwnModels]:
+    """Return whether the ranks' models and optimizers differ, so that each saves its own."""
+    return hooks is not None and hooks.keeps_own_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +87,9 @@ class Run:
         return bare(self.ddp)
 
     def ranks(self) -> Ranks:
-        """Return the ranks of the model's process group."""
+        """Return the ranks of the model's process group, or of those that average their own models."""
+        if of_own_models(self.hooks):
+            return Ranks(self.hooks.process_group)
         return Ranks(getattr(unwrapped(self.ddp), "process_group", None))
 
     def buffers(self) -> dict[str, Tensor]:
@@ -78,28 +105,33 @@ class Run:
         if is_sharded(self.optimizer):
             self.optimizer.consolidate_state_dict(to=0)
 
-    def own_part(self, snapshot: Snapshot | None, step: int, save: str) -> dict[str, Any]:
+    def own_part(self, snapshot: Snapshot | Snapshots | None, step: int, save: str) -> dict[str, Any]:
         """Return what each rank saves separately: its residuals, buffers and random number generators.
 
-        `save` names the save, so that no file can be taken for that of another one.
+        If ranks average their models only now and then, also its model and its optimizer's state. `save` names the
+        save, so that no file can be taken for that of another one.
         """
         generators = {"cpu": torch.get_rng_state(), **generator_states()}
         part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "generators": generators}
         part["buffers"] = self.buffers()
-        return part if snapshot is None else part | {"hooks": {"local": snapshot.as_dict()["local"]}}
+        if of_own_models(self.hooks):
+            part["model"] = self.model.state_dict()
+            part |= {"optimizer": self.optimizer.state_dict()} if self.optimizer is not None else {}
+            _require_plain("", part)
+        return part if snapshot is None else part | {"hooks": snapshot.own_part()}
 
     def shared_part(
-        self, snapshot: Snapshot | None, step: int, save: str, world_size: int, extra: Mapping[str, Any]
+        self, snapshot: Snapshot | Snapshots | None, step: int, save: str, world_size: int, extra: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return what is the same on every rank; raise `CheckpointError` if it holds anything but plain data."""
         part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "world_size": world_size}
-        part["model"] = self.model.state_dict()
+        part["model"] = self.hooks.model_state() if of_own_models(self.hooks) else self.model.state_dict()
         for name, saved in (("optimizer", self.optimizer), ("scaler", self.scaler)):
             if saved is not None:
                 part[name] = saved.state_dict()
         part["optimizer_class"] = optimizer_class(self.optimizer)
         if snapshot is not None:
-            part["hooks"] = snapshot.as_dict() | {"local": {}}
+            part["hooks"] = snapshot.shared_part()
         part["extra"] = dict(extra)
         _require_plain("", part)
         return part

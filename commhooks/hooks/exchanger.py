@@ -240,6 +240,10 @@ class Exchanger(Handle):
         buckets = [bucket for of_round, _ in self._memories for bucket in of_round]
         return [bucket.buffer() for bucket in (*buckets, *self._next)]
 
+    def open(self) -> None:
+        """Connect to the other ranks now rather than at the first round; raise `AttachError` if they disagree."""
+        self._engine.open(next(iter(self._like.values())).device)
+
     def fail(self, what: str) -> NoReturn:
         """Raise `CompressorError`, and close the lane, so that the other ranks, which may have begun, learn of it."""
         why = f"rank {self._engine.line.rank}: {what}"

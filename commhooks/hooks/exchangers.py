@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch.distributed as dist
 from torch import Tensor
@@ -73,7 +73,7 @@ class Exchangers(Mapping[str, Exchanger]):
         if memory is not None:
             for tensors in groups.values():
                 memory.reserve(tensors.values())
-        self.line = line
+        self.line: Line = line
         """The line to the other ranks."""
         self._exchangers = {
             label: Exchanger(
@@ -173,6 +173,10 @@ class Exchangers(Mapping[str, Exchanger]):
             raise loaded
         for label, exchanger in self.items():
             restore(exchanger._engine, loaded.groups[label], rules, 0)
+
+    def fail(self, what: str) -> NoReturn:
+        """Raise `CompressorError` here, and fail the other ranks' rounds with it."""
+        next(iter(self.values())).fail(what)
 
     def close(self) -> None:
         """Close all lanes; the thread stops with the line's last one. Later rounds fail."""

@@ -35,6 +35,8 @@ class Handle(ABC):
     """None until a process group exists."""
     _model: Callable[[], Module | None] = staticmethod(lambda: None)
     """A weak reference: the handle must not keep the model alive."""
+    keeps_own_model = False
+    """Every rank has the same model, and the same optimizer's state."""
     _sparse: Set[Tensor] = frozenset()
     """The parameters whose gradients are sparse; they have no state."""
 
@@ -195,8 +197,10 @@ class Handle(ABC):
         plan: Any = getattr(self._model(), "bucket_plan", None)  # ddp_core's DDP has one
         return snapshot_of(self._settled_engine(), {"ddp_core": plan()} if plan is not None else {})
 
-    def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]:
+    def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
         """List every difference between a snapshot and this run that would cause an error on loading."""
+        if not isinstance(snapshot, Snapshot):
+            return ["hooks: it was saved with the state of several exchangers, such as DiLoCo's"]
         return differences(self._made_engine(), snapshot, rules)
 
     def load_state_dict(

@@ -163,9 +163,10 @@ class PowerSGDState(Handle):
             engine.loss_scale.follow(scaler)
         self._load_what_waits()
 
-    def differences(self, snapshot: Snapshot, rules: LoadRules) -> list[str]:
+    def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
         """List every difference between a snapshot and this run that would cause an error on loading."""
-        self._take_form_of(self._made_engine(), snapshot.settings)
+        if isinstance(snapshot, Snapshot):
+            self._take_form_of(self._made_engine(), snapshot.settings)
         return super().differences(snapshot, rules)
 
     def __getstate__(self) -> dict[str, Any]:

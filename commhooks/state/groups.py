@@ -7,6 +7,7 @@ shared          plain data that is the same on every rank
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,11 @@ class Snapshots:
             except CheckpointError as error:
                 raise CheckpointError(f"{label}: {error}") from error
         return cls(groups=groups, shared=dict(state["shared"]))
+
+    def cloned(self) -> Snapshots:
+        """Return snapshots whose tensors are copies."""
+        groups = {label: one.cloned() for label, one in self.groups.items()}
+        return Snapshots(groups=groups, shared=copy.deepcopy(self.shared))
 
     def shared_part(self) -> dict[str, Any]:
         """Return what is the same on every rank, as plain data."""

@@ -1,0 +1,86 @@
+"""Which parameters are sent together: fragments of a model."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from commhooks.errors import SettingsError
+
+Arrangement = Literal["strided", "sequential"]
+"""How layers are dealt to fragments: layer i to fragment i modulo their number, or in runs of about equal size."""
+
+
+def cut(
+    named: Mapping[str, Tensor], fragments: int | Sequence[str | Sequence[str]], arrangement: Arrangement
+) -> list[list[str]]:
+    """Return the names of each fragment's parameters; raise `SettingsError` for what cannot be done with these.
+
+    A number cuts between layers, which are the modules that the first number in a name counts ("blocks.3"), or the
+    module of a parameter that has none in its name; if there are fewer of those, between parameters. Otherwise each
+    fragment is given by shell patterns for names, of which every parameter must match those of one fragment.
+    """
+    if arrangement not in get_args(Arrangement):
+        options = ", ".join(get_args(Arrangement))
+        raise SettingsError(f"DiLoCo(arrangement={arrangement!r}): arrangement must be one of {options}.")
+    if not isinstance(fragments, int):
+        return _matched(named, [[given] if isinstance(given, str) else list(given) for given in fragments])
+    if not 1 <= fragments <= len(named):
+        raise SettingsError(
+            f"DiLoCo(fragments={fragments}): fragments must be at least 1, and at most as many as the trained "
+            f"parameters, {len(named)}."
+        )
+    layers: dict[str, list[str]] = {}
+    for name in named:
+        layers.setdefault(_layer_of(name), []).append(name)
+    in_order = list(layers.values()) if len(layers) >= fragments else [[name] for name in named]
+    if arrangement == "strided":
+        return [[name for layer in in_order[first::fragments] for name in layer] for first in range(fragments)]
+    return _runs(in_order, [sum(named[name].numel() for name in layer) for layer in in_order], fragments)
+
+
+def _layer_of(name: str) -> str:
+    *modules, _ = name.split(".")
+    numbers = [place for place, part in enumerate(modules) if part.isdecimal()]
+    return ".".join(modules[: numbers[0] + 1] if numbers else modules)
+
+
+def _runs(layers: Sequence[list[str]], sizes: Sequence[int], count: int) -> list[list[str]]:
+    """Divide layers into runs; each ends where it comes closest to its share of what is left."""
+    runs: list[list[str]] = []
+    begin = 0
+    for number in range(count):
+        left = count - number
+        share, taken, end = sum(sizes[begin:]) / left, sizes[begin], begin + 1
+        while left > 1 and end <= len(layers) - left and abs(taken + sizes[end] - share) <= abs(taken - share):
+            taken, end = taken + sizes[end], end + 1
+        end = len(layers) if left == 1 else end
+        runs.append([name for layer in layers[begin:end] for name in layer])
+        begin = end
+    return runs
+
+
+def _matched(named: Mapping[str, Tensor], patterns: Sequence[Sequence[str]]) -> list[list[str]]:
+    found: list[list[str]] = [[] for _ in patterns]
+    for name in named:
+        of_name = [number for number, own in enumerate(patterns) if any(fnmatch.fnmatchcase(name, one) for one in own)]
+        if len(of_name) != 1:
+            which = " and ".join(str(patterns[number]) for number in of_name)
+            wrong = f"matches the patterns of {len(of_name)} fragments, {which}" if of_name else "matches no pattern"
+            raise SettingsError(f"DiLoCo(fragments=...): {name!r} {wrong}; every parameter belongs to one fragment.")
+        found[of_name[0]].append(name)
+    for own, names in zip(patterns, found, strict=True):
+        if not names:
+            raise SettingsError(
+                f"DiLoCo(fragments=...): {own} must match a parameter; there are {', '.join(list(named)[:8])}."
+            )
+    return found
+
+
+def turns(fragments: int, every: int) -> list[int]:
+    """Return each fragment's turn in a round of `every` steps, from 1 on: evenly spaced, the last one at its end."""
+    return [math.floor((number + 1) * every / fragments) for number in range(fragments)]

@@ -1,0 +1,399 @@
+"""DiLoCo: every so many steps, ranks average how far each went, and an outer optimizer takes a step with the mean.
+
+Sources: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1;
+Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, for fragments, delay and mixing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
+from commhooks.hooks.exchanger import Exchanger
+from commhooks.hooks.exchangers import Exchangers, read_groups
+from commhooks.hooks.sockets import group_or_default
+from commhooks.language.compressor import Compressor
+from commhooks.scheduling.line import Line, ProcessGroupLine
+from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
+from commhooks.seldom.counts import DiLoCoStatistics
+from commhooks.seldom.cutting import Arrangement
+from commhooks.seldom.inner import Inner
+from commhooks.seldom.parts import Buffers, Fragment
+from commhooks.seldom.starting import Beginning, agree, kept_buffers, share_from_rank_0, trained
+from commhooks.state.groups import Snapshots
+from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
+from commhooks.state.table import ResidualStorage
+from commhooks.tensors import all_finite
+from commhooks.units import counted
+from commhooks.unwrapping import bare
+
+Outer = Callable[[list[Tensor]], Optimizer]
+"""Makes the outer optimizer of the tensors that it is to train."""
+
+
+def nesterov(parameters: list[Tensor]) -> Optimizer:
+    """Return DiLoCo's outer optimizer: SGD with a rate of 0.7 and a Nesterov momentum of 0.9."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class DiLoCo:
+    """Training in which ranks communicate every `every` steps: call `step` after each step of the optimizer.
+
+    Each rank trains its own model with its own `optimizer`. When a fragment's turn comes, its ranks average how far
+    each went from the fragment's outer copy, compressed by `compressor`. The optimizer that `outer` made of the outer
+    copies then takes a step with that mean as the gradient, and the ranks go on from there.
+
+    - `model` is a plain module, or a DistributedDataParallel inside a site while DiLoCo averages between sites. On
+      construction all ranks take rank 0's parameters and buffers. Frozen parameters are left out. Floating-point
+      buffers are averaged uncompressed at the last fragment's turn, and others are rank 0's.
+    - `optimizer` trains all parameters of the model that require a gradient, and no others. Learning-rate schedules,
+      also of `outer_optimizer`, are the caller's.
+    - `fragments` is how many parts are sent one after another in each round, or shell patterns for the names of each
+      part. A number deals layer i to part i modulo the number, or with arrangement="sequential" cuts runs of layers.
+    - `delay`: the mean is used so many steps after it was sent, so that training hides the exchange.
+    - `mixing`: parameters become mixing·(their value then) + (1 - mixing)·(outer copy). 0: they become the outer copy.
+    - `on_host`: outer copies, what is sent, and residuals are in the host's memory.
+    - `process_group`, `hook_timeout` and `residuals` are those of `attach`. With a `line` of `lockstep_lines`, workers
+      of one process, whose models begin equal, meet in `step_in_lockstep`.
+
+    Memory, in bytes for each fp32 parameter: 4 for the outer copy and 4 for what is sent, those of the outer optimizer
+    (SGD with momentum: 4), and those of the compressor (a residual: 4, and 4/W for what it serves in two hops).
+    Fragments whose exchanges never overlap share the memory of what is sent.
+
+    Raises `SettingsError` on every rank for what cannot work, and if ranks differ in settings or parameters.
+    """
+
+    keeps_own_model = True
+    """Between rounds every rank has a model of its own, and always an optimizer state of its own."""
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        *,
+        every: int,
+        compressor: Compressor | str = "all-reduce",
+        outer: Outer = nesterov,
+        fragments: int | Sequence[str | Sequence[str]] = 1,
+        arrangement: Arrangement = "strided",
+        delay: int = 0,
+        mixing: float = 0.0,
+        on_host: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        hook_timeout: float | None = None,
+        residuals: ResidualStorage = "fp32",
+        line: Line | None = None,
+    ) -> None:
+        group = group_or_default(process_group) if line is None else None
+        try:
+            beginning = Beginning.checked(
+                model, optimizer, every, compressor, fragments, arrangement, delay, mixing, hook_timeout, group
+            )
+        except CommHooksError as refusal:
+            agree(group, refusal)
+            raise
+        agree(group, beginning.fingerprint())
+        self.process_group = group
+        """The process group whose ranks average together; None for workers of one process."""
+        self.schedule = beginning.schedule
+        self.steps = 0
+        """How often `step` was called."""
+        self._model = bare(model)
+        if group is not None:
+            share_from_rank_0(self._model, group)
+        self._make_parts(beginning.named, on_host=on_host)
+        self._make_outer_optimizer(outer, group)
+        if group is not None:
+            line = ProcessGroupLine(group, label="DiLoCo", policy="fused", hook_timeout=hook_timeout)
+        self._make_exchangers(beginning.compressor, line, residuals)
+        self._inner = Inner(beginning.optimizer, self.exchangers.fail)
+        self._rounds = self._dropped = 0
+
+    @property
+    def outer_optimizer(self) -> Optimizer:
+        """The optimizer of the outer copies."""
+        return self._outer_optimizer
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """The rank of this process and the number of ranks that average together."""
+        return self.exchangers.line.rank, self.exchangers.line.world_size
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Count a step of the optimizer, send what is to be sent after it, and take the means that are due.
+
+        Every rank must call it equally often: once after each step, also after one that a gradient scaler left out, and
+        not for each part of a step whose gradients are accumulated. Raises what an exchange failed of, naming round,
+        fragment and rank, and `CompressorError` on every rank if the optimizer took two steps, or if parameters were
+        frozen or added.
+        """
+        if self.process_group is None and self.rank_and_world_size[1] > 1:
+            raise CompressorError("DiLoCo.step: workers of one process meet in step_in_lockstep.")
+        self._begin_step()
+        if self.process_group is None:
+            run_in_turns([self._lockstep_line()])
+        self._end_step()
+
+    @torch.no_grad()
+    def _begin_step(self) -> None:
+        self._inner.count()
+        self.steps += 1
+        due = self.steps + self.schedule.delay
+        beginning = [part for part in self._parts if part.is_turn(due, self.schedule.every)]
+        if beginning:
+            self._check_parameters()
+        for part in beginning:
+            part.begin(due)
+
+    @torch.no_grad()
+    def _end_step(self) -> None:
+        for fragment in self._fragments:
+            if fragment.due == self.steps:
+                self._finish(fragment)
+        if self._buffers is not None and self._buffers.due == self.steps:
+            self._buffers.apply(self._buffers.take())
+
+    def _finish(self, fragment: Fragment) -> None:
+        """Use a fragment's mean, or if it is not finite, which it is on all ranks or none, drop it."""
+        means = fragment.take()
+        self._rounds += 1
+        if all_finite(means.values()):
+            fragment.apply(means, self._outer_optimizer)
+            fragment.mix(self.schedule.mixing)
+            return
+        self._dropped += 1
+        fragment.mix(0.0)
+        for other in self._fragments:  # where it came from, all of them are spoilt, and would spoil this one again
+            other.mend()
+            self._inner.clear(other.named.values())
+
+    def _check_parameters(self) -> None:
+        """Fail on all ranks if other parameters are trained than at construction."""
+        now = trained(self._model)
+        changed = sorted(now.keys() ^ self._named.keys())
+        if changed:
+            self.exchangers.fail(
+                f"{changed[0]!r} {'now requires' if changed[0] in now else 'no longer requires'} a gradient: DiLoCo "
+                "exchanges the parameters that did when it was made; make it again after freezing or unfreezing."
+            )
+
+    def _lockstep_line(self) -> LockstepLine:
+        assert isinstance(self.exchangers.line, LockstepLine), "there is a process group otherwise"
+        return self.exchangers.line
+
+    # --- construction -------------------------------------------------------------------------------------------------
+
+    def _make_parts(self, named: Mapping[str, Tensor], *, on_host: bool) -> None:
+        names, turns = self.schedule.fragments, self.schedule.turns
+        self._named = named
+        self._fragments = [
+            Fragment({name: named[name] for name in own}, turn, on_host=on_host)
+            for own, turn in zip(names, turns, strict=True)
+        ]
+        buffers = kept_buffers(self._model)
+        self._buffers = Buffers(buffers, self.schedule.every) if buffers else None
+        self._parts = [*self._fragments, *([self._buffers] if self._buffers is not None else [])]
+
+    def _make_outer_optimizer(self, outer: Outer, group: dist.ProcessGroup | None) -> None:
+        copies = [copy for fragment in self._fragments for copy in fragment.outer.values()]
+        try:
+            made: object = outer(copies)
+        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
+            agree(group, SettingsError(f"DiLoCo: outer raised {type(error).__name__}: {error}"))
+        if not isinstance(made, Optimizer):
+            refusal = SettingsError(f"DiLoCo: outer must return a torch.optim.Optimizer (got {type(made).__name__}).")
+            agree(group, refusal)
+            raise refusal
+        self._outer_optimizer = made
+        groups = self._outer_optimizer.param_groups
+        held = {id(parameter) for one in groups for parameter in one["params"]}
+        if held != set(map(id, copies)):
+            agree(group, SettingsError("DiLoCo: outer must return an optimizer of the tensors that it is given."))
+        options = [{name: value for name, value in one.items() if name != "params"} for one in groups]
+        agree(group, f"outer optimizer: {type(self._outer_optimizer).__name__} with {options}")
+
+    def _make_exchangers(self, compressor: Compressor, line: Line | None, residuals: ResidualStorage) -> None:
+        count = len(self._fragments)
+        labels = [f"fragment {number} of {count}" for number in range(count)]
+        self.exchangers = Exchangers(
+            {label: fragment.outer for label, fragment in zip(labels, self._fragments, strict=True)},
+            compressor,
+            line=line,
+            residuals=residuals,
+            in_turns=not self.schedule.overlaps,
+        )
+        """The fragments' exchangers, by "fragment 0 of 3" and so on: statistics, memory, and `replace`."""
+        for fragment, exchanger in zip(self._fragments, self.exchangers.values(), strict=True):
+            fragment.exchanger = exchanger
+        if self._buffers is not None:
+            self._buffers.exchanger = Exchanger(self._buffers.like, "all-reduce", line=line, name="buffers")
+        for part in self._parts:  # ranks learn of a failure from now on, also of one before the first exchange
+            part.exchanger.open()
+
+    # --- what users ask -----------------------------------------------------------------------------------------------
+
+    def statistics(self) -> DiLoCoStatistics:
+        """Return this rank's counts so far."""
+        traffic = self.exchangers.statistics()
+        largest = max(exchanger.last_step().moved_bytes for exchanger in self.exchangers.values())
+        return DiLoCoStatistics(
+            steps=self.steps,
+            rounds=self._rounds,
+            dropped_rounds=self._dropped,
+            cleared=self._inner.cleared,
+            bytes_per_step=traffic.moved_bytes / self.steps if self.steps else 0.0,
+            peak_bytes_per_step=largest / max(1, self.schedule.delay),
+            traffic=traffic,
+        )
+
+    def __str__(self) -> str:
+        """Return a summary."""
+        rank, ranks = self.rank_and_world_size
+        compressor = next(iter(self.exchangers.values())).compressor
+        fragments = counted(len(self._fragments), "fragment")
+        return (
+            f"DiLoCo: {compressor}, {fragments} every {self.schedule.every} steps, rank {rank} of {ranks}\n"
+            f"{self.statistics()}"
+        )
+
+    @contextlib.contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """Give the model the outer copies, as they are once all that is under way is used; then its own values again.
+
+        For evaluation, the same on every rank. Training goes on as if it had not happened. It takes the memory of
+        another copy of the parameters, and while something is under way, of those fragments' outer optimizer's state.
+        """
+        with torch.no_grad():
+            own = {name: parameter.detach().clone() for name, parameter in self._named.items()}
+            under_way = [fragment for fragment in self._fragments if fragment.due is not None]
+            before = [fragment.foresee(self._outer_optimizer) for fragment in under_way]
+            for fragment in self._fragments:
+                fragment.mix(0.0)
+            for fragment, kept in zip(under_way, before, strict=True):
+                fragment.go_back(self._outer_optimizer, kept)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self._named.items():
+                    parameter.copy_(own[name])
+
+    # --- saving and loading -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data, once what is under way has come, which is saved with the step that awaits it.
+
+        It holds outer copies, the outer optimizer, and the compressor's state, of which this rank's own is only in its
+        own state_dict. The model and the optimizer differ by rank, and are saved beside it, on every rank:
+        `save_checkpoint` does. Call it on every rank after the same `step`. Raises `CheckpointError` if the optimizer
+        took a step that was not counted, or after an exchange that failed.
+        """
+        return self.snapshot().cloned().as_dict()
+
+    def snapshot(self) -> Snapshots:
+        """Return the same as `state_dict`, with the tensors themselves instead of copies."""
+        if self._inner.is_ahead:
+            raise CheckpointError("the optimizer took a step that was not counted: save after diloco.step().")
+        due = {str(number): part.state() for number, part in enumerate(self._parts) if part.due is not None}
+        shared = {
+            "step": self.steps,
+            "rounds": self._rounds,
+            "dropped_rounds": self._dropped,
+            "schedule": self.schedule.as_dict(),
+            "due": due,
+            "outer": {name: copy for fragment in self._fragments for name, copy in fragment.outer.items()},
+            "outer_optimizer": self._outer_optimizer.state_dict(),
+            "outer_optimizer_class": type(self._outer_optimizer).__name__,
+        }
+        return self.exchangers.snapshot(shared)
+
+    def model_state(self) -> dict[str, Any]:
+        """Return the model's state_dict with outer copies for parameters: what all ranks share of their models."""
+        of_parameter = {
+            self._named[name]: outer for fragment in self._fragments for name, outer in fragment.outer.items()
+        }
+        state = dict(self._model.state_dict())
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if name in state and parameter in of_parameter:
+                state[name] = of_parameter[parameter].to(parameter.device, parameter.dtype)
+        return state
+
+    def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
+        """List every difference between a state and this run that would cause an error on loading."""
+        if not isinstance(snapshot, Snapshots):
+            return ["hooks: it was saved with the state of an attachment, not of DiLoCo"]
+        saved, now = snapshot.shared.get("schedule", {}), self.schedule.as_dict()
+        if lost := {"step", "rounds", "dropped_rounds", "due", "outer", "outer_optimizer"} - snapshot.shared.keys():
+            return [f"DiLoCo's state has no {', '.join(sorted(lost))}"]
+        found = [
+            f"{name}: saved with {saved.get(name)!r}, now {value!r}"
+            + "; pass settings='change'" * (name != "fragments")
+            for name, value in now.items()
+            if saved.get(name) != value and (name == "fragments" or rules.settings == "refuse")
+        ]
+        if snapshot.shared.get("outer_optimizer_class") != type(self._outer_optimizer).__name__:
+            found.append(
+                f"outer optimizer: saved from {snapshot.shared.get('outer_optimizer_class')}, now "
+                f"{type(self._outer_optimizer).__name__}"
+            )
+        return found or self.exchangers.differences(snapshot, rules)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
+        """Restore what `state_dict` returned, on every rank, each of which loads its model and optimizer beside it.
+
+        `settings="change"` also allows another `every`, `delay` or `mixing`. Otherwise as `Attachment.load_state_dict`.
+        """
+        allowed, loaded = LoadRules(**rules), read_groups(state)
+        if isinstance(loaded, Snapshots) and (faults := self.differences(loaded, allowed)):
+            loaded = refuse(f"rank {self.rank_and_world_size[0]}: the checkpoint does not fit", faults)
+        self.exchangers.restore(loaded, allowed)
+        assert isinstance(loaded, Snapshots), "an error was raised"
+        shared = loaded.shared
+        self._inner.count()
+        self.steps, self._rounds, self._dropped = shared["step"], shared["rounds"], shared["dropped_rounds"]
+        self._outer_optimizer.load_state_dict(copy.deepcopy(shared["outer_optimizer"]))
+        for fragment in self._fragments:
+            for name, outer in fragment.outer.items():
+                outer.copy_(shared["outer"][name])
+        for number, part in enumerate(self._parts):
+            part.load(shared["due"].get(str(number), {}))
+
+    def close(self) -> None:
+        """End all exchanges, and the thread that carries them; a later step fails."""
+        self._inner.close()
+        self.exchangers.close()
+        if self._buffers is not None:
+            self._buffers.exchanger.close()
+
+
+def step_in_lockstep(workers: Sequence[DiLoCo]) -> None:
+    """Take a step of workers in this process, one after another; see `DiLoCo.step`.
+
+    Raises `SettingsError` before the first step if they differ in their schedules, or in the models that they begin
+    with.
+    """
+    first = workers[0]
+    if first.steps == 0:
+        for worker in workers[1:]:
+            if worker.schedule != first.schedule:
+                raise SettingsError(f"step_in_lockstep: workers differ: {worker.schedule} and {first.schedule}.")
+            pairs = zip(worker._fragments, first._fragments, strict=True)
+            if not all(torch.equal(one.outer[name], other.outer[name]) for one, other in pairs for name in one.outer):
+                raise SettingsError("step_in_lockstep: the workers' models must begin equal.")
+    for worker in workers:
+        worker._begin_step()
+    run_in_turns([worker._lockstep_line() for worker in workers])
+    for worker in workers:
+        worker._end_step()

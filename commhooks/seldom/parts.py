@@ -1,0 +1,186 @@
+"""What is exchanged when its turn comes: fragments of the parameters, and the model's buffers.
+
+Shapes are those of the parameters and buffers. What is sent is in at least fp32, on the device on which it is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from commhooks.hooks.exchanger import Averaging, Exchanger
+from commhooks.tensors import all_finite, computing_dtype
+
+_COUNT = "ranks with finite buffers"
+"""The name under which ranks count those of them whose buffers are finite."""
+
+
+Before = tuple[dict[str, Tensor], dict[Tensor, Any]]
+"""Outer copies, by name, and the outer optimizer's state of each."""
+
+
+class Part(ABC):
+    """What is sent at one turn of each round, and received `delay` steps later."""
+
+    exchanger: Exchanger
+    like: Mapping[str, Tensor]
+    """Tensors of the names, shapes and dtypes that are sent, where they are sent from."""
+
+    def __init__(self, turn: int) -> None:
+        self.turn = turn
+        """Its step within a round, from 1 on: the means are due at that step of every round."""
+        self.due: int | None = None
+        """The step at which the means of what is under way are due; None if nothing is."""
+        self._averaging: Averaging | None = None
+        self._loaded: Mapping[str, Tensor] | None = None
+
+    @abstractmethod
+    def write(self, room: Mapping[str, Tensor]) -> None:
+        """Write what is sent."""
+
+    def is_turn(self, step: int, every: int) -> bool:
+        """Return whether the means of an exchange that begins now are due at a step; not if one is under way."""
+        return self.due is None and step >= self.turn and (step - self.turn) % every == 0
+
+    def begin(self, due: int) -> None:
+        """Start averaging this rank's part; the means are due at a step."""
+        self.write(self.exchanger.room)
+        self._averaging, self.due = self.exchanger.begin(), due
+
+    def means(self) -> Mapping[str, Tensor]:
+        """Wait for the means of what is under way, and return them by name; raise what it failed of."""
+        if self._loaded is not None:
+            return self._loaded
+        assert self._averaging is not None, "nothing is under way"
+        return self._averaging.means
+
+    def take(self) -> Mapping[str, Tensor]:
+        """Wait for the means, and let the next exchange come; they stay until its `begin`."""
+        means = self.means()
+        self.due = None
+        self._averaging = self._loaded = None
+        return means
+
+    def state(self) -> dict[str, Any]:
+        """Wait for the means, and return them with the step at which they are due, without copying them."""
+        return {} if self.due is None else {"at": self.due, "mean": dict(self.means())}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self._averaging = self._loaded = None
+        self.due = state.get("at")
+        if self.due is not None:
+            self._loaded = {name: torch.empty_like(self.like[name]).copy_(mean) for name, mean in state["mean"].items()}
+
+
+class Fragment(Part):
+    """Some of the parameters, with their outer copies, which all ranks share.
+
+    `named` are the model's parameters. The outer copies are in at least fp32; `on_host`: in the host's memory, pinned
+    if the parameters are not there, and each is copied to the parameters' device and back by itself.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], turn: int, *, on_host: bool) -> None:
+        super().__init__(turn)
+        self.named = named
+        self.outer = self.like = {name: _outer_copy(p, on_host=on_host) for name, p in named.items()}
+
+    def write(self, room: Mapping[str, Tensor]) -> None:
+        """Write how far each parameter went from the outer copy, rounded as the parameter was when it began there."""
+        for name, parameter in self.named.items():
+            outer, went = self.outer[name], room[name].copy_(parameter)
+            begun = outer if parameter.dtype == outer.dtype else outer.to(parameter.dtype).to(outer.dtype)
+            torch.sub(begun, went, out=went)
+
+    def apply(self, means: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+        """Let the outer optimizer take a step with the means as this fragment's gradients; the others have none."""
+        for name, outer in self.outer.items():
+            outer.grad = means[name]
+        optimizer.step()
+        for outer in self.outer.values():
+            outer.grad = None
+
+    def foresee(self, optimizer: Optimizer) -> Before:
+        """Take the outer step of what is under way ahead of its turn; return what `go_back` needs to undo it."""
+        copies = {name: outer.clone() for name, outer in self.outer.items()}
+        kept = {outer: optimizer.state[outer] for outer in self.outer.values() if outer in optimizer.state}
+        before = copies, {outer: copy.deepcopy(dict(state)) for outer, state in kept.items()}
+        means = self.means()
+        if all_finite(means.values()):
+            self.apply(means, optimizer)
+        return before
+
+    def go_back(self, optimizer: Optimizer, before: Before) -> None:
+        """Undo `foresee`."""
+        copies, states = before
+        for name, outer in self.outer.items():
+            outer.copy_(copies[name])
+            optimizer.state.pop(outer, None)
+            if outer in states:
+                optimizer.state[outer] = states[outer]
+
+    def mix(self, mixing: float) -> None:
+        """Set each parameter to mixing·parameter + (1 - mixing)·outer copy."""
+        for name, parameter in self.named.items():
+            outer = self.outer[name]
+            if mixing:
+                parameter.lerp_(outer.to(parameter.device, parameter.dtype), 1 - mixing)
+            else:
+                parameter.copy_(outer)
+
+    def mend(self) -> None:
+        """Set parameters that are not finite to their outer copies."""
+        for name, parameter in self.named.items():
+            if not all_finite([parameter]):
+                parameter.copy_(self.outer[name])
+
+
+class Buffers(Part):
+    """The model's buffers: the mean of floating-point ones over the ranks on which they are finite, rank 0's others."""
+
+    def __init__(self, named: Mapping[str, Tensor], turn: int) -> None:
+        super().__init__(turn)
+        self.named = named
+        device = next(iter(named.values())).device
+        self.like = {name: torch.empty_like(buffer, dtype=_sent_as(buffer)) for name, buffer in named.items()}
+        self.like |= {_COUNT: torch.empty((), dtype=torch.float32, device=device)}
+
+    def write(self, room: Mapping[str, Tensor]) -> None:
+        """Write floating-point buffers if all of them are finite, and on rank 0 the others."""
+        rank, _ = self.exchanger.rank_and_world_size
+        is_finite = bool(all_finite(buffer for buffer in self.named.values() if buffer.is_floating_point()))
+        for name, buffer in self.named.items():
+            if is_finite if buffer.is_floating_point() else rank == 0:
+                room[name].copy_(buffer)
+            else:
+                room[name].zero_()
+        room[_COUNT].fill_(float(is_finite))
+
+    def apply(self, means: Mapping[str, Tensor]) -> None:
+        """Set the buffers; if they are finite on no rank, floating-point ones stay."""
+        _, ranks = self.exchanger.rank_and_world_size
+        counted = round(float(means[_COUNT]) * ranks)
+        for name, buffer in self.named.items():
+            if not buffer.is_floating_point():
+                buffer.copy_((means[name] * ranks).round())
+            elif counted:
+                buffer.copy_(means[name] if counted == ranks else means[name] * (ranks / counted))
+
+
+def _outer_copy(parameter: Tensor, *, on_host: bool) -> Tensor:
+    device = torch.device("cpu") if on_host else parameter.device
+    outer = torch.empty_like(
+        parameter.detach(), dtype=computing_dtype(parameter.dtype), device=device, pin_memory=device != parameter.device
+    )
+    return outer.copy_(parameter.detach())
+
+
+def _sent_as(buffer: Tensor) -> torch.dtype:
+    """Return the dtype in which a buffer is sent: fp64 holds every integer below 2^53."""
+    return computing_dtype(buffer.dtype) if buffer.is_floating_point() else torch.float64

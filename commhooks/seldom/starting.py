@@ -1,0 +1,168 @@
+"""How DiLoCo begins: its settings are checked and compared, and all ranks take rank 0's model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from commhooks.communicators.disagreement import describe, refusal_as_fingerprint
+from commhooks.errors import CommHooksError, SettingsError
+from commhooks.hooks.handle import check_run_settings, checked_compressor
+from commhooks.hooks.watching import optimizer_of
+from commhooks.language.compressor import Compressor
+from commhooks.seldom.cutting import Arrangement, cut, turns
+from commhooks.unwrapping import bare, is_ddp, is_sharded, plain_name, unwrapped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When what is exchanged; the fields are arguments of `DiLoCo`."""
+
+    every: int
+    delay: int
+    mixing: float
+    fragments: tuple[tuple[str, ...], ...]
+    """The names of the parameters of each."""
+
+    @property
+    def turns(self) -> list[int]:
+        """Each fragment's step within a round, counted from 1."""
+        return turns(len(self.fragments), self.every)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return vars(self) | {"fragments": [list(names) for names in self.fragments]}
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether an exchange of one fragment may begin before that of another one has ended."""
+        own = self.turns
+        gaps = [later - earlier for earlier, later in zip(own, [*own[1:], own[0] + self.every], strict=True)]
+        return len(own) > 1 and self.delay >= min(gaps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """What DiLoCo was given, checked on this rank."""
+
+    schedule: Schedule
+    named: Mapping[str, Tensor]
+    """The trained parameters."""
+    optimizer: Optimizer
+    compressor: Compressor
+
+    @classmethod
+    def checked(
+        cls,
+        model: Module,
+        optimizer: object,
+        every: int,
+        compressor: Compressor | str,
+        fragments: int | Sequence[str | Sequence[str]],
+        arrangement: Arrangement,
+        delay: int,
+        mixing: float,
+        hook_timeout: float | None,
+        group: dist.ProcessGroup | None,
+    ) -> Beginning:
+        """Raise `CommHooksError` for what cannot work on this rank."""
+        check_run_settings("DiLoCo", "fused", hook_timeout)
+        if not isinstance(every, int) or every < 1:
+            raise SettingsError(f"DiLoCo(every={every!r}): every must be an int of at least 1.")
+        if not isinstance(delay, int) or not 0 <= delay < every:
+            raise SettingsError(f"DiLoCo(delay={delay!r}): delay must be an int from 0 to {every - 1}, below every.")
+        if not 0 <= mixing < 1:
+            raise SettingsError(f"DiLoCo(mixing={mixing!r}): mixing must be in [0, 1).")
+        _check_model(model, group)
+        named = trained(bare(model))
+        if not named:
+            raise SettingsError("DiLoCo: no parameter of the model requires a gradient.")
+        found = optimizer_of("DiLoCo", named.values(), optimizer)
+        _check_trains(found, named)
+        parts = cut(named, fragments, arrangement)
+        if len(parts) > every:
+            raise SettingsError(f"DiLoCo(every={every}): {len(parts)} fragments need at least as many steps.")
+        schedule = Schedule(every=every, delay=delay, mixing=float(mixing), fragments=tuple(map(tuple, parts)))
+        return cls(schedule=schedule, named=named, optimizer=found, compressor=checked_compressor("DiLoCo", compressor))
+
+    def fingerprint(self) -> str:
+        """Return the text that must be the same on every rank."""
+        facts = [f"{name}: {value!r}" for name, value in vars(self.schedule).items()]
+        facts += [f"compressor: {self.compressor!r}", f"optimizer: {type(self.optimizer).__name__}"]
+        facts += [f"parameter {name}: shape {tuple(p.shape)}, {p.dtype}" for name, p in self.named.items()]
+        return "\n".join(facts)
+
+
+def trained(module: Module) -> dict[str, Tensor]:
+    """Return the parameters that require a gradient, by their names without wrappers; tied ones once."""
+    return {plain_name(name): parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def kept_buffers(module: Module) -> dict[str, Tensor]:
+    """Return the buffers that are in the module's state_dict; others may be caches, of any shape."""
+    kept = module.state_dict().keys()
+    return {plain_name(name): buffer for name, buffer in module.named_buffers() if name in kept and buffer.numel()}
+
+
+def agree(group: dist.ProcessGroup | None, fingerprint: str | CommHooksError) -> None:
+    """Raise the error that is passed on this rank, or `SettingsError` if ranks pass errors, or other fingerprints."""
+    text = fingerprint if isinstance(fingerprint, str) else refusal_as_fingerprint(fingerprint)
+    told = [text] if group is None else [text] * dist.get_world_size(group)
+    if group is not None:
+        dist.all_gather_object(told, text, group=group)
+    if not isinstance(fingerprint, str):
+        raise fingerprint
+    if len(set(told)) > 1:
+        raise SettingsError(f"DiLoCo: ranks disagree: {describe(told)}")
+
+
+@torch.no_grad()
+def share_from_rank_0(module: Module, group: dist.ProcessGroup) -> None:
+    """Overwrite the parameters and buffers with those of the group's rank 0."""
+    source = dist.get_global_rank(group, 0)
+    for tensor in (*module.parameters(), *kept_buffers(module).values()):
+        sent = tensor.detach().contiguous()
+        dist.broadcast(sent, source, group=group)
+        tensor.copy_(sent)
+
+
+def _check_model(model: object, group: dist.ProcessGroup | None) -> None:
+    if not isinstance(model, Module):
+        raise SettingsError(f"DiLoCo: model must be a torch.nn.Module (got {type(model).__name__}).")
+    ddp = unwrapped(model)
+    if is_sharded(ddp):
+        raise SettingsError(f"DiLoCo: {type(ddp).__name__} shards its parameters; DiLoCo averages whole ones.")
+    inside = getattr(ddp, "process_group", None) if is_ddp(ddp) else None
+    if inside is None or group is None:
+        return
+    both = set(dist.get_process_group_ranks(inside)) & set(dist.get_process_group_ranks(group))
+    if len(both) > 1:
+        raise SettingsError(
+            f"DiLoCo: the model's DistributedDataParallel averages the gradients of ranks {sorted(both)}, which DiLoCo "
+            "is to average too; give DiLoCo the module inside it, or a process group with one rank of each site."
+        )
+
+
+def _check_trains(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
+    """Raise `SettingsError` unless the optimizer trains all of these parameters, and none beside them."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    left_out = [name for name, parameter in named.items() if not any(parameter is one for one in held)]
+    if left_out:
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        raise SettingsError(
+            f"DiLoCo: {left_out[0]!r}{more} requires a gradient, but {type(optimizer).__name__} does not train it. "
+            "DiLoCo takes one optimizer for all parameters; freeze those that are not trained."
+        )
+    strangers = {id(one) for one in held if one.requires_grad} - set(map(id, named.values()))
+    if strangers:
+        raise SettingsError(
+            f"DiLoCo: {type(optimizer).__name__} also trains {len(strangers)} tensors that are no parameters of the "
+            "model, and would differ between ranks."
+        )

@@ -1,0 +1,465 @@
+"""What DiLoCo computes, in workers of one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import commhooks
+from commhooks import CheckpointError, CompressorError, DiLoCo, SettingsError, lockstep_lines, step_in_lockstep
+from commhooks.seldom.cutting import cut, turns
+from commhooks.seldom.inner import Inner
+from commhooks.seldom.starting import Schedule
+from tests.commhooks.resuming import distance
+from tests.seldom.workers import Worker, network, train_in_lockstep, workers
+
+plain = functools.partial(torch.optim.SGD, lr=1.0)
+
+
+# --- against other computations ---------------------------------------------------------------------------------------
+
+
+def numpy_reference(start: list[Any], pull: list[list[Any]], steps: int, every: int, delay: int, mixing: float) -> Any:
+    """Train workers whose gradient is w - their target, with inner rate 0.1 and outer Nesterov 0.7 and 0.9, in fp64.
+
+    Every element of `start` is a fragment; `pull[rank]` are a rank's targets.
+    """
+    local = [[w.copy() for w in start] for _ in pull]
+    outer, momentum, sent = [w.copy() for w in start], [0.0 * w for w in start], {}
+    for step in range(1, steps + 1):
+        for own, targets in zip(local, pull, strict=True):
+            own[:] = [w - 0.1 * (w - target) for w, target in zip(own, targets, strict=True)]
+        for number in range(len(start)):
+            turn = (number + 1) * every // len(start)
+            if step + delay >= turn and (step + delay - turn) % every == 0:
+                sent[number] = step + delay, sum(outer[number] - own[number] for own in local) / len(local)
+        for number, (due, mean) in list(sent.items()):
+            if due == step:
+                del sent[number]
+                momentum[number] = 0.9 * momentum[number] + mean
+                outer[number] -= 0.7 * (mean + 0.9 * momentum[number])
+                for own in local:
+                    own[number] = mixing * own[number] + (1 - mixing) * outer[number]
+    return local, outer
+
+
+class Weights(nn.Module):
+    def __init__(self, start: list[Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(w.clone()) for w in start])
+
+
+@pytest.mark.parametrize(("delay", "mixing"), [(0, 0.0), (1, 0.5), (4, 0.25)])
+def test_ten_rounds_of_three_fragments_are_those_of_a_reference_in_numpy(delay: int, mixing: float) -> None:
+    """Bound: an outer step of rate 0.7 and momentum 0.9 multiplies an earlier error by at most 7, over few rounds."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(n, generator=generator) for n in (7, 11, 5)]
+    pull = [[torch.randn(len(w), generator=generator) for w in start] for _ in range(3)]
+    models = [Weights(start) for _ in pull]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    team = [
+        DiLoCo(model, optimizer, every=6, fragments=3, delay=delay, mixing=mixing, line=line)
+        for model, optimizer, line in zip(models, optimizers, lockstep_lines(3), strict=True)
+    ]
+    for _ in range(60):
+        for model, optimizer, targets in zip(models, optimizers, pull, strict=True):
+            for weight, target in zip(model.weights, targets, strict=True):
+                weight.grad = weight.detach() - target
+            optimizer.step()
+        step_in_lockstep(team)
+    in_fp64 = [w.double().numpy() for w in start]
+    targets_in_fp64 = [[target.double().numpy() for target in own] for own in pull]
+    local, outer = numpy_reference(in_fp64, targets_in_fp64, 60, 6, delay, mixing)
+    for rank, model in enumerate(models):
+        for found, expected in zip(model.weights, local[rank], strict=True):
+            numpy.testing.assert_allclose(found.detach().numpy(), expected, rtol=0, atol=60 * 7 * 2**-24 * 4)
+    for number, fragment in enumerate(team[0]._fragments):
+        (found,) = fragment.outer.values()
+        numpy.testing.assert_allclose(found.numpy(), outer[number], rtol=0, atol=60 * 7 * 2**-24 * 4)
+
+
+def test_a_round_of_one_step_with_plain_outer_steps_of_rate_1_is_data_parallel_training() -> None:
+    """Bound: 20 steps, each of which rounds sums of 4 terms, on a network that multiplies differences by little."""
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    team = workers(4, sgd, every=1, outer=plain)
+    train_in_lockstep(team, 0, 20)
+    model = network()
+    optimizer = sgd(model)
+    for step in range(20):
+        gradients = []
+        for rank in range(4):
+            worker = copy.deepcopy(model)
+            Worker.gradients(worker, rank, step)
+            gradients.append([p.grad for p in worker.parameters()])
+        for parameter, *of_ranks in zip(model.parameters(), *gradients, strict=True):
+            parameter.grad = torch.stack(of_ranks).mean(0)
+        optimizer.step()
+    for ours, theirs in zip(team[0].model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=20 * 5 * 2**-24 * 4)
+
+
+def test_the_host_computes_the_same_outer_copies() -> None:
+    there, here = (workers(2, every=3, compressor="top-k", fragments=2, on_host=on_host) for on_host in (True, False))
+    for team in (there, here):
+        train_in_lockstep(team, 0, 7)
+    assert distance(there[0].save(), here[0].save()) == 0
+
+
+# --- narrow models, buffers, tied and frozen parameters ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_round_without_movement_moves_nothing(dtype: torch.dtype) -> None:
+    """Also after outer steps whose results the model's dtype cannot hold."""
+    model = nn.Linear(8, 8).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = DiLoCo(
+        model, optimizer, every=2, outer=functools.partial(torch.optim.SGD, lr=0.3), line=lockstep_lines(1)[0]
+    )
+    for step in range(4):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.01 * (step + 1))
+        optimizer.step()
+        diloco.step()
+    outer = {name: held.clone() for name, held in diloco._fragments[0].outer.items()}
+    assert all(held.dtype == torch.promote_types(dtype, torch.float32) for held in outer.values())
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(4):
+        diloco.step()
+    assert distance(diloco._fragments[0].outer, outer) == 0 and distance(dict(model.state_dict()), dict(before)) == 0
+
+
+def with_buffers(rank: int) -> nn.Module:
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.register_buffer("mean", torch.full((4,), 1.0))
+    model.register_buffer("narrow", torch.ones(2, dtype=torch.float16))
+    model.register_buffer("count", torch.tensor(5))
+    model.register_buffer("flag", torch.tensor([True, False]))
+    model.register_buffer("cache", torch.zeros(rank + 1), persistent=False)
+    return model
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_floating_buffers_are_averaged_and_others_are_rank_0s(delay: int) -> None:
+    """Those of a rank on which one is not finite do not count."""
+    models = [with_buffers(rank) for rank in range(3)]
+    buffers = [dict(model.named_buffers()) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    team = [
+        DiLoCo(model, optimizer, every=2, delay=delay, line=line)
+        for model, optimizer, line in zip(models, optimizers, lockstep_lines(3), strict=True)
+    ]
+    for rank, own in enumerate(buffers):
+        own["mean"].fill_(4.0 * rank)
+        own["narrow"].fill_(2.0 * rank)
+        own["count"].fill_((1 << 50) + rank)
+        own["flag"].fill_(rank != 0)
+    for _ in range(2):
+        step_in_lockstep(team)
+    for own in buffers:
+        torch.testing.assert_close(own["mean"], torch.full((4,), 4.0))
+        torch.testing.assert_close(own["narrow"], torch.full((2,), 2.0, dtype=torch.float16))
+        assert int(own["count"]) == 1 << 50 and not own["flag"].any()
+    for rank, own in enumerate(buffers):
+        own["mean"].fill_(math.nan if rank == 1 else 3.0 * rank)
+    for _ in range(2):
+        step_in_lockstep(team)
+    for own in buffers:
+        torch.testing.assert_close(own["mean"], torch.full((4,), 3.0))
+
+
+def test_tied_parameters_count_once_and_frozen_ones_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = DiLoCo(model, optimizer, every=2, line=lockstep_lines(1)[0])
+    assert [name for own in diloco.schedule.fragments for name in own] == ["0.weight", "0.bias", "1.weight"]
+    shared = diloco.model_state()
+    assert shared.keys() == model.state_dict().keys() and torch.equal(shared["2.weight"], shared["0.weight"])
+
+
+# --- fragments --------------------------------------------------------------------------------------------------------
+
+
+def sized(**sizes: int) -> dict[str, Tensor]:
+    return {name.replace("_", "."): torch.empty(elements, device="meta") for name, elements in sizes.items()}
+
+
+def test_layers_are_dealt_to_fragments_or_cut_into_runs_of_about_equal_size() -> None:
+    blocks = {f"blocks.{n}.{part}.weight": torch.empty(100, device="meta") for n in range(5) for part in ("one", "two")}
+    named = sized(tokens_weight=300) | blocks | sized(head_weight=300, head_bias=10)
+    by_layer = [["tokens.weight"], *[[f"blocks.{n}.one.weight", f"blocks.{n}.two.weight"] for n in range(5)]]
+    by_layer.append(["head.weight", "head.bias"])
+    strided = cut(named, 3, "strided")
+    assert strided == [list(itertools.chain(*by_layer[first::3])) for first in range(3)]
+    runs = cut(named, 3, "sequential")
+    assert list(itertools.chain(*runs)) == list(named)
+    assert [sum(named[name].numel() for name in run) for run in runs] == [500, 600, 510]
+    assert cut(named, 13, "strided")[12] == ["head.bias"], "cut between parameters if there are too few layers"
+    assert len(cut(named, 7, "sequential")) == 7
+    assert cut(named, [["tokens.*", "head.*"], "blocks.*"], "strided")[0] == [
+        "tokens.weight",
+        "head.weight",
+        "head.bias",
+    ]
+
+
+@pytest.mark.parametrize(("fragments", "every", "expected"), [(3, 30, [10, 20, 30]), (2, 5, [2, 5]), (1, 1, [1])])
+def test_turns_are_evenly_spaced(fragments: int, every: int, expected: list[int]) -> None:
+    assert turns(fragments, every) == expected
+
+
+@pytest.mark.parametrize(("delay", "overlaps"), [(0, False), (9, False), (10, True), (25, True)])
+def test_exchanges_overlap_from_a_delay_of_the_smallest_gap_on(delay: int, overlaps: bool) -> None:
+    schedule = Schedule(every=30, delay=delay, mixing=0.0, fragments=(("a",), ("b",), ("c",)))
+    assert schedule.overlaps == overlaps
+    assert not Schedule(every=30, delay=delay, mixing=0.0, fragments=(("a",),)).overlaps
+
+
+# --- steps that are not like others -----------------------------------------------------------------------------------
+
+
+def spoil(worker: Worker, value: float) -> None:
+    """Let one step see a gradient that is not finite."""
+    Worker.gradients(worker.model, worker.rank, 0)
+    next(worker.model.parameters()).grad.view(-1)[0] = value  # type: ignore[union-attr]  # None has no view
+
+
+@pytest.mark.parametrize("compressor", ["all-reduce", "int4", "top-k"])
+@pytest.mark.parametrize("schedule", [{}, {"fragments": 3, "delay": 1, "mixing": 0.5}], ids=["whole", "fragments"])
+def test_after_an_inf_the_round_is_dropped_and_training_goes_on(compressor: str, schedule: dict[str, Any]) -> None:
+    """The moments that it leaves on the guilty rank are cleared: otherwise every later round would be dropped."""
+    team = workers(2, every=6, compressor=compressor, **schedule)
+    train_in_lockstep(team, 0, 7)
+    spoil(team[1], math.inf)
+    team[0].inner_step(7)
+    team[1].optimizer.step()
+    step_in_lockstep([worker.diloco for worker in team])
+    train_in_lockstep(team, 8, 36)
+    of_ranks = [worker.diloco.statistics() for worker in team]
+    fragments = schedule.get("fragments", 1)
+    assert {one.rounds for one in of_ranks} == {6 * fragments - (schedule.get("delay", 0) > 2)}
+    assert {one.dropped_rounds for one in of_ranks} == {1 if fragments == 1 else of_ranks[0].dropped_rounds}
+    assert 1 <= of_ranks[0].dropped_rounds <= fragments, "no later round is dropped"
+    assert of_ranks[1].cleared > 0 and of_ranks[0].cleared == 0
+    for worker in team:
+        assert all(bool(p.isfinite().all()) for p in worker.model.parameters())
+        states = [t for state in worker.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        assert all(bool(t.isfinite().all()) for t in states)
+    first, other = (dict(one for f in w.diloco._fragments for one in f.outer.items()) for w in team)
+    assert distance(first, other) == 0
+
+
+def test_a_step_that_a_gradient_scaler_leaves_out_counts() -> None:
+    team = workers(2, every=3)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in team]
+    for step in range(9):
+        for worker, scaler in zip(team, scalers, strict=True):
+            Worker.gradients(worker.model, worker.rank, step, scaler)
+            if step == 4 and worker.rank == 1:
+                next(worker.model.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]  # None has no fill_
+            scaler.step(worker.optimizer)
+            scaler.update()
+        step_in_lockstep([worker.diloco for worker in team])
+    counts = [worker.diloco.statistics() for worker in team]
+    assert [(one.steps, one.rounds, one.dropped_rounds, one.cleared) for one in counts] == [(9, 3, 0, 0)] * 2
+    assert distance(dict(team[0].model.state_dict()), dict(team[1].model.state_dict())) == 0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop, torch.optim.SGD])
+def test_an_optimizer_takes_its_next_step_after_its_state_was_cleared(kind: Any) -> None:
+    weight, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = kind([weight, other], lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    inner = Inner(optimizer, lambda _: None)
+    for gradient in (math.inf, 1.0):
+        weight.grad, other.grad = torch.full((3,), gradient), torch.ones(3)
+        optimizer.step()
+        inner.clear([weight, other])
+        with torch.no_grad():
+            weight.fill_(1.0)
+    assert inner.cleared == 1
+    states = [t for t in optimizer.state[weight].values() if isinstance(t, Tensor)]
+    assert states and all(bool(t.isfinite().all()) for t in states)
+
+
+def test_a_second_step_that_was_not_counted_raises_before_it_is_taken() -> None:
+    (worker,) = workers(1, every=3)
+    worker.inner_step(0)
+    with pytest.raises(CheckpointError, match="took a step that was not counted"):
+        worker.diloco.state_dict()
+    before = copy.deepcopy(dict(worker.model.state_dict()))
+    with pytest.raises(CompressorError, match="rank 0: AdamW is about to take a second step since"):
+        worker.inner_step(1)
+    assert distance(dict(worker.model.state_dict()), before) == 0
+
+
+def test_freezing_or_unfreezing_in_between_is_refused() -> None:
+    (worker,) = workers(1, every=2)
+    train_in_lockstep([worker], 0, 3)
+    weight = next(worker.model.parameters())
+    weight.requires_grad_(False)
+    with pytest.raises(CompressorError, match="'0.weight' no longer requires a gradient"):
+        step_in_lockstep([worker.diloco])
+    weight.requires_grad_(True)
+    worker.model.register_parameter("extra", nn.Parameter(torch.ones(1)))
+    with pytest.raises(CompressorError, match="'extra' now requires a gradient"):
+        train_in_lockstep([worker], 4, 6)
+
+
+# --- evaluation, statistics, memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [{}, {"fragments": 3, "delay": 4, "mixing": 0.5}], ids=["whole", "fragments"])
+def test_evaluation_at_the_outer_copies_drains_them_and_leaves_no_trace(schedule: dict[str, Any]) -> None:
+    watched, alone = (workers(2, every=6, compressor="int4", **schedule) for _ in range(2))
+    for step in range(0, 24, 2):
+        for team in (watched, alone):
+            train_in_lockstep(team, step, step + 2)
+        seen = []
+        for worker in watched:
+            own = copy.deepcopy(dict(worker.model.state_dict()))
+            with worker.diloco.outer_parameters():
+                seen.append(copy.deepcopy(dict(worker.model.state_dict())))
+            assert distance(dict(worker.model.state_dict()), own) == 0
+        assert distance(*seen) == 0, "the same on every rank"
+        assert step < 6 or distance(seen[0], dict(network().state_dict())) > 0
+    for one, other in zip(watched, alone, strict=True):
+        assert distance(one.save(), other.save()) == 0
+    last = watched[0].diloco
+    due = [fragment for fragment in last._fragments if fragment.due is not None]
+    assert bool(due) == bool(schedule)
+    for fragment in due:  # what was seen is what the outer copy becomes at its turn
+        before = fragment.foresee(last.outer_optimizer)
+        assert all(torch.equal(seen[0][name], outer) for name, outer in fragment.outer.items())
+        fragment.go_back(last.outer_optimizer, before)
+
+
+def test_an_exception_in_an_evaluation_gives_the_model_its_own_values_back() -> None:
+    (worker,) = workers(1, every=4)
+    train_in_lockstep([worker], 0, 2)
+    own = copy.deepcopy(dict(worker.model.state_dict()))
+    with pytest.raises(ZeroDivisionError), worker.diloco.outer_parameters():
+        raise ZeroDivisionError
+    assert distance(dict(worker.model.state_dict()), own) == 0
+
+
+def test_bytes_are_those_of_one_exchange_in_every_round() -> None:
+    elements = sum(p.numel() for p in network().parameters())
+    for every in (1, 6):
+        team = workers(2, every=every)
+        train_in_lockstep(team, 0, 12)
+        counts = team[0].diloco.statistics()
+        assert counts.traffic.payload_bytes == 4 * elements * 12 // every
+        assert counts.bytes_per_step == counts.traffic.moved_bytes / 12
+        assert counts.peak_bytes_per_step == counts.traffic.moved_bytes / (12 // every)
+    fragments = workers(2, every=6, fragments=3, delay=2)
+    train_in_lockstep(fragments, 0, 12)
+    counts = fragments[0].diloco.statistics()
+    largest = max(sum(t.numel() for t in f.outer.values()) for f in fragments[0].diloco._fragments)
+    assert counts.peak_bytes_per_step == (4 * largest + 32) / 2, "a ring of two sends each byte once, and a header"
+    assert counts.rounds == 5, "the first turn comes before its delay is over"
+    assert "5 rounds, 0 of them dropped" in str(fragments[0].diloco)
+
+
+def test_memory_for_each_parameter_is_as_stated() -> None:
+    """16 + 4/W bytes with a residual and a server error in two hops; 12 + 4/P + 4/W if fragments never overlap."""
+
+    def bytes_of(**schedule: Any) -> float:
+        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
+        team = [
+            Worker(rank, model=copy.deepcopy(model), every=8, compressor="int4", line=line, **schedule)
+            for rank, line in enumerate(lockstep_lines(2, "fused"))
+        ]
+        for turn in range(10):
+            for worker in team:
+                worker.optimizer.zero_grad()
+                with torch.no_grad():
+                    for parameter in worker.model.parameters():
+                        parameter.add_(torch.randn_like(parameter), alpha=0.01 * (turn + 1))
+            step_in_lockstep([worker.diloco for worker in team])
+        diloco = team[0].diloco
+        report = diloco.exchangers.memory_report()
+        outer = sum(held.numel() * 4 for fragment in diloco._fragments for held in fragment.outer.values())
+        states = diloco.outer_optimizer.state.values()
+        momentum = sum(t.numel() * 4 for state in states for t in state.values() if isinstance(t, Tensor))
+        elements = sum(p.numel() for p in model.parameters())
+        return (outer + momentum + report.gradients + report.residuals) / elements
+
+    assert bytes_of() == 16 + 4 / 2
+    assert bytes_of(fragments=4, delay=1) == 12 + 4 / 4 + 4 / 2
+    assert bytes_of(fragments=4, delay=2) == 16 + 4 / 2, "the gap between turns is 2"
+
+
+# --- what cannot work -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"every": 0}, r"DiLoCo\(every=0\): every must be an int of at least 1"),
+        ({"every": 4, "delay": 4}, r"DiLoCo\(delay=4\): delay must be an int from 0 to 3"),
+        ({"every": 4, "delay": -1}, r"DiLoCo\(delay=-1\)"),
+        ({"every": 4, "mixing": 1.0}, r"DiLoCo\(mixing=1.0\): mixing must be in \[0, 1\)"),
+        ({"every": 100, "fragments": 9}, "at most as many as the trained parameters, 8"),
+        ({"every": 2, "fragments": 3}, "3 fragments need at least as many steps"),
+        ({"every": 4, "fragments": [["0.*"], ["2.*", "4.*"]]}, "'6.weight' matches no pattern"),
+        ({"every": 4, "fragments": [["0.*"], ["*"]]}, r"'0.weight' matches the patterns of 2 fragments, \['0"),
+        ({"every": 4, "fragments": [["*"], ["head"]]}, r"\['head'\] must match a parameter"),
+        ({"every": 4, "arrangement": "random"}, "arrangement must be one of strided, sequential"),
+        ({"every": 4, "compressor": "powersdg"}, "Did you mean 'powersgd'"),
+        ({"every": 4, "outer": lambda parameters: 3}, "outer must return a torch.optim.Optimizer"),
+        ({"every": 4, "outer": lambda parameters: plain(parameters[:2])}, "of the tensors that it is given"),
+        ({"every": 4, "outer": lambda parameters: 1 // 0}, "outer raised ZeroDivisionError"),
+        ({"every": 4, "hook_timeout": -1.0}, "hook_timeout must be above 0 s"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_words(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        Worker(0, line=lockstep_lines(1)[0], **settings)
+
+
+def test_models_and_optimizers_that_cannot_work_are_refused_in_words() -> None:
+    model, line = network(), lockstep_lines(1)[0]
+    half, rest = (torch.optim.SGD(list(model.parameters())[part], lr=0.1) for part in (slice(4), slice(4, None)))
+    for optimizer, complaint in [
+        (half, "'4.weight' and 3 more requires a gradient, but SGD does not train it. DiLoCo takes one optimizer"),
+        ([half, rest], "DiLoCo: expected a torch.optim.Optimizer"),
+        (torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))]), "also trains 1 tensors that are no"),
+        (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "none of the parameters of SGD belongs to the model"),
+    ]:
+        with pytest.raises((SettingsError, commhooks.AttachError), match=complaint):
+            DiLoCo(model, optimizer, every=3, line=line)  # type: ignore[arg-type]  # a list
+    with pytest.raises(SettingsError, match=r"model must be a torch.nn.Module \(got int\)"):
+        DiLoCo(3, half, every=3, line=line)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="no parameter of the model requires a gradient"):
+        DiLoCo(nn.Linear(2, 2).requires_grad_(False), half, every=3, line=line)
+
+
+def test_workers_that_differ_do_not_begin() -> None:
+    lines = lockstep_lines(2)
+    one, other = Worker(0, every=3, line=lines[0]), Worker(1, every=4, line=lines[1])
+    with pytest.raises(SettingsError, match="workers differ: .*every=4.* and .*every=3"):
+        step_in_lockstep([one.diloco, other.diloco])
+    lines = lockstep_lines(2)
+    one, other = Worker(0, every=3, line=lines[0]), Worker(1, every=3, line=lines[1], model=network().requires_grad_())
+    with torch.no_grad():
+        next(iter(other.diloco._fragments[0].outer.values())).add_(1)
+    with pytest.raises(SettingsError, match="the workers' models must begin equal"):
+        step_in_lockstep([one.diloco, other.diloco])
+    with pytest.raises(CompressorError, match="workers of one process meet in step_in_lockstep"):
+        one.diloco.step()

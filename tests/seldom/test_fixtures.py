@@ -1,0 +1,98 @@
+"""Values that others have computed for DiLoCo: bit-equal where they are dyadic, and thus exact in fp32."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commhooks import DiLoCo, lockstep_lines, step_in_lockstep
+
+
+class TwoWeights(nn.Module):
+    """Two fragments of one weight each, 1.0 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(1)) for _ in range(2))
+
+
+def sgd(rate: float, momentum: float, nesterov: bool, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=nesterov)
+
+
+PLAIN_RATE_2 = functools.partial(sgd, 2.0, 0.0, False)
+
+
+# torchft's regression fixtures ("mocked updates"): 2 workers, every inner step subtracts 2, H = 6, P = 2.
+@pytest.mark.parametrize(
+    ("delay", "mixing", "local", "outer"),
+    [
+        (0, 0.0, ([-11, -35, -59], [-23, -47]), ([-11, -35], [-23, -47])),
+        (0, 0.5, ([-8, -24.5, -40.25], [-17, -32]), ([-11, -29], [-23, -35])),
+        (1, 0.0, ([-7, -27, -47], [-19, -39]), ([-7, -27], [-19, -39])),
+    ],
+)
+def test_mocked_updates_give_the_published_values(
+    delay: int, mixing: float, local: tuple[list[float], list[float]], outer: tuple[list[float], list[float]]
+) -> None:
+    models = [TwoWeights() for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    team = [
+        DiLoCo(
+            model, optimizer, every=6, fragments=["first", "second"], delay=delay, mixing=mixing, outer=PLAIN_RATE_2,
+            line=line,
+        )
+        for model, optimizer, line in zip(models, optimizers, lockstep_lines(2), strict=True)
+    ]  # fmt: skip
+    found: dict[str, list[float]] = {name: [] for name in ("first", "second", "outer first", "outer second")}
+    for step in range(1, 16):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for weight in model.parameters():
+                weight.grad = torch.full((1,), 2.0)
+            optimizer.step()
+        step_in_lockstep(team)
+        turn = {3: "first", 0: "second"}.get(step % 6)
+        if turn is not None:
+            copies = {name: copy for one in team[0]._fragments for name, copy in one.outer.items()}
+            found[turn].append(getattr(models[0], turn).item())
+            found[f"outer {turn}"].append(copies[turn].item())
+        assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert (found["first"], found["second"]) == (list(map(float, local[0])), list(map(float, local[1])))
+    assert found["outer first"][: len(outer[0])] == list(map(float, outer[0]))
+    assert found["outer second"] == list(map(float, outer[1]))
+
+
+def test_nesterov_gives_the_values_that_were_computed_by_hand() -> None:
+    """MaxText's integration test: inner SGD of rate 0.1 on the mean square, H = 3, outer Nesterov 1 and 0.9."""
+    inputs = [torch.tensor([[0.0, 1], [1, 0]]), torch.tensor([[1.0, 0], [0, 1]])]
+    targets = [torch.tensor([[1.0], [2]]), torch.tensor([[2.0], [3]])]
+    models = [nn.Linear(2, 1) for _ in range(2)]
+    for model in models:
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[2.0, 1.0]]))
+            model.bias.fill_(1.0)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    team = [
+        DiLoCo(model, optimizer, every=3, outer=functools.partial(sgd, 1.0, 0.9, True), line=line)
+        for model, optimizer, line in zip(models, optimizers, lockstep_lines(2), strict=True)
+    ]
+    losses = []
+    for _ in range(4):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs[rank]), targets[rank])
+            loss.backward()
+            if rank == 0:
+                losses.append(loss.item())
+            if len(losses) < 4:
+                optimizer.step()
+        if len(losses) < 4:
+            step_in_lockstep(team)
+    assert losses == pytest.approx([1.0, 0.49, 0.2401, 0.2075], abs=5e-5), "published with four digits"
+    for model in models:
+        assert model.weight.tolist()[0] == pytest.approx([1.5345, 1.0494], abs=5e-5)
+        assert model.bias.tolist() == pytest.approx([0.5839], abs=5e-5)

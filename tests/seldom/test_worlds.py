@@ -1,0 +1,240 @@
+"""DiLoCo over process groups: as in one process, resumed at any step, and failing by name."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commhooks
+import ddp_core
+from commhooks import CheckpointError, DiLoCo
+from tests.commhooks.resuming import distance, roundtrip
+from tests.commhooks.told import Told, told_by
+from tests.seldom.workers import Worker, adamw, network, train_in_lockstep, workers
+from tests.world import on_ranks, run_world, run_world_outcomes
+
+COMPRESSORS = ("all-reduce", "bf16", "int4", "codebook", "sign", "top-k", "powersgd", "sparse-loco")
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "whole": {"every": 6},
+    "fragments": {"every": 6, "fragments": 3, "delay": 4, "mixing": 0.5},
+}
+STOP, END = 14, 27
+"""In the middle of a round; with a delay, while two fragments are under way."""
+
+
+def result_of(worker: Worker) -> dict[str, Any]:
+    """Return what must be the same after a resume and in one process, with this rank's own state."""
+    saved = worker.save()
+    groups = saved["diloco"]["groups"]
+    kept = ("step", "replicated", "local", "shapes")
+    saved["diloco"] = {
+        "shared": saved["diloco"]["shared"],
+        "groups": {label: {name: group[name] for name in kept} for label, group in groups.items()},
+    }
+    return saved
+
+
+def trained_and_resumed(rank: int, schedule: str) -> list[dict[str, Any]]:
+    """Train under every compressor; stop in the middle of a round, and go on with new objects."""
+    found = []
+    for compressor in COMPRESSORS:
+        settings = {"compressor": compressor, **SCHEDULES[schedule]}
+        worker = Worker(rank, **settings)
+        worker.train(0, STOP)
+        under_way = [fragment.due for fragment in worker.diloco._fragments if fragment.due is not None]
+        assert len(under_way) == (2 if schedule == "fragments" else 0), under_way
+        saved = roundtrip(worker.save())
+        worker.diloco.close()
+        resumed = Worker(rank, **settings)
+        resumed.load(saved)
+        resumed.train(STOP, END)
+        found.append(result_of(resumed))
+        assert resumed.diloco.statistics().steps == END
+        resumed.diloco.close()
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_compute_what_workers_of_one_process_do_and_resume_at_any_step(schedule: str) -> None:
+    """Bit for bit: at two ranks a sum's bits do not depend on its order."""
+    of_ranks = run_world(trained_and_resumed, 2, schedule)
+    for number, compressor in enumerate(COMPRESSORS):
+        team = workers(2, compressor=compressor, **SCHEDULES[schedule])
+        train_in_lockstep(team, 0, END)
+        for worker, found in zip(team, of_ranks, strict=True):
+            assert distance(found[number], result_of(worker)) == 0, compressor
+
+
+@on_ranks(2)
+def test_checkpoints_hold_every_ranks_model_and_optimizer(rank: int, tmp_path: Path) -> None:
+    """Also in the middle of a round with exchanges under way. What all ranks share is the model of outer copies."""
+    settings = {"compressor": "top-k", **SCHEDULES["fragments"]}
+    worker = Worker(rank, **settings)
+    worker.train(0, STOP)
+    parts = {"model": worker.model, "optimizer": worker.optimizer, "hooks": worker.diloco}
+    path = commhooks.save_checkpoint(tmp_path / "run", step=STOP, **parts)  # type: ignore[arg-type]  # of several types
+    shared = {name: t.clone() for name, t in worker.diloco.model_state().items()}
+    worker.train(STOP, END)
+    expected = result_of(worker)
+    worker.diloco.close()
+
+    resumed = Worker(rank, **settings)
+    parts = {"model": resumed.model, "optimizer": resumed.optimizer, "hooks": resumed.diloco}
+    loaded = commhooks.load_checkpoint(tmp_path / "run", **parts)  # type: ignore[arg-type]
+    assert loaded is not None and loaded.step == STOP == resumed.diloco.steps
+    resumed.train(STOP, END)
+    assert distance(result_of(resumed), expected) == 0
+
+    ddp = ddp_core.DistributedDataParallel(network())  # data-parallel training begins from the outer copies
+    commhooks.load_checkpoint(path, model=ddp)
+    assert distance(dict(ddp.module.state_dict()), shared) == 0
+    attachment = commhooks.attach(ddp, "top-k")
+    told = told_by(lambda: commhooks.load_checkpoint(path, model=ddp, hooks=attachment))
+    assert "saved with the state of several exchangers, such as DiLoCo's" in told.text
+    commhooks.save_checkpoint(tmp_path / "ddp", step=1, model=ddp, optimizer=adamw(ddp), hooks=attachment)
+    started = Worker(rank, every=4)
+    commhooks.load_checkpoint(tmp_path / "ddp", model=started.model, optimizer=started.optimizer)
+    assert distance(dict(started.model.state_dict()), shared) == 0, "and seldom communication from an ordinary one"
+    told = told_by(lambda: commhooks.load_checkpoint(tmp_path / "ddp", model=started.model, hooks=started.diloco))
+    assert "it was saved with the state of an attachment, not of DiLoCo" in told.text
+    for diloco in (started.diloco, resumed.diloco):
+        diloco.close()
+    attachment.detach()
+
+
+@on_ranks(2, check_exit=False)
+def test_a_state_that_does_not_match_is_refused_on_every_rank_and_changes_nothing(rank: int) -> None:
+    worker = Worker(rank, every=6, compressor="int4")
+    worker.train(0, 7)
+    saved, before = worker.save()["diloco"], worker.save()
+    other = Worker(rank, every=6, fragments=2, outer=functools.partial(torch.optim.SGD, lr=1.0))
+    told = told_by(lambda: other.diloco.load_state_dict(saved))
+    assert "fragments: saved with" in told.text and "now" in told.text, told
+    other.diloco.close()
+    other = Worker(rank, every=8, delay=2, compressor="int4")
+    told = told_by(lambda: other.diloco.load_state_dict(saved))
+    assert "every: saved with 6, now 8; pass settings='change'; delay: saved with 0, now 2" in told.text
+    other.diloco.load_state_dict(saved, settings="change")
+    assert other.diloco.steps == 7
+    other.diloco.close()
+    del saved["shared"]["outer"]
+    told = told_by(lambda: worker.diloco.load_state_dict(saved if rank else before["diloco"]))
+    assert told.error == "CheckpointError" and (rank == 0 or "DiLoCo's state has no outer" in told.text), told
+    told = told_by(lambda: worker.diloco.load_state_dict(CheckpointError("the file is gone")))
+    assert "the file is gone" in told.text and distance(worker.save(), before) == 0
+    worker.train(7, 13)
+    worker.diloco.close()
+
+
+# --- ranks that differ, fail or die -----------------------------------------------------------------------------------
+
+
+@on_ranks(2, check_exit=False)
+def test_ranks_with_other_settings_are_told_on_every_rank_when_built(rank: int) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"every": 3 + rank}, "DiLoCo: ranks disagree: every: 3 (rank 0), 4 (rank 1)"),
+        ({"every": 3, "compressor": ("int4", "int8")[rank]}, "ranks disagree: compressor"),
+        ({"every": 3 * rank}, "DiLoCo(every=0): every must be an int of at least 1"),
+        ({"every": 3, "outer": functools.partial(torch.optim.SGD, lr=rank + 1.0)}, "ranks disagree: outer optimizer"),
+        ({"every": 3, "model": nn.Linear(2 + rank, 2)}, "ranks disagree: parameter weight"),
+    ]
+    for settings, complaint in cases:
+        told = told_by(lambda: Worker(rank, **settings))  # noqa: B023 called now
+        assert told.error == "SettingsError" and complaint in told.text, told
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+    worker = Worker(rank, every=3, model=model)
+    assert not model.weight.any(), "all take rank 0's"
+    worker.diloco.close()
+
+
+@on_ranks(2, check_exit=False)
+@pytest.mark.parametrize("what", ["frozen", "two steps"])
+def test_what_one_rank_does_wrong_is_told_to_all(rank: int, what: str) -> None:
+    worker = Worker(rank, every=3, hook_timeout=20.0)
+    worker.train(0, 4)
+    if rank and what == "frozen":
+        next(worker.model.parameters()).requires_grad_(False)
+    elif rank:
+        worker.inner_step(4)
+    told = told_by(lambda: worker.train(4, 10))
+    complaint = (
+        "'0.weight' no longer requires a gradient" if what == "frozen" else "AdamW is about to take a second step"
+    )
+    assert f"rank 1: {complaint}" in told.text and told.seconds < 10, told
+
+
+def dies(rank: int) -> Told:
+    worker = Worker(rank, every=4, fragments=2, delay=1, hook_timeout=20.0)
+    worker.train(0, 9)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told_by(lambda: worker.train(9, 20))
+
+
+def test_a_rank_that_dies_is_named_with_the_round_and_the_fragment() -> None:
+    alive, dead = run_world_outcomes(dies, 2, check_exit=False)
+    assert dead.exit_code == -signal.SIGKILL
+    assert alive.value.error in ("CollectiveError", "RuntimeError"), alive.value
+    assert "rank 0, round 2, fragment 0 of 2" in alive.value.text and "No answer from rank 1" in alive.value.text
+
+
+def is_stopped_for_2_seconds(rank: int) -> dict[str, Any]:
+    worker = Worker(rank, every=4, compressor="int4", fragments=2, delay=1, hook_timeout=30.0)
+    worker.train(0, 9)
+    if rank == 1:  # a child wakes it up again
+        pid = os.getpid()
+        if os.fork() == 0:
+            time.sleep(2)
+            os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+        os.kill(pid, signal.SIGSTOP)
+    worker.train(9, 20)
+    result = result_of(worker)
+    worker.diloco.close()
+    return result
+
+
+def test_a_rank_that_is_silent_for_2_seconds_changes_nothing() -> None:
+    team = workers(2, every=4, compressor="int4", fragments=2, delay=1)
+    train_in_lockstep(team, 0, 20)
+    for worker, found in zip(team, run_world(is_stopped_for_2_seconds, 2, check_exit=False), strict=True):
+        assert distance(found, result_of(worker)) == 0
+
+
+# --- sites ------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_sites_train_data_parallel_inside_and_average_seldom_between(rank: int) -> None:
+    """Equal to two workers, each of which trains on what its site's ranks have together; sums of two are exact."""
+    sites = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    between = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    site = rank // 2
+    model = ddp_core.DistributedDataParallel(network(), process_group=sites[site])
+    optimizer = adamw(model)
+    told = told_by(lambda: DiLoCo(model, optimizer, every=3))
+    assert "DistributedDataParallel averages the gradients of ranks" in told.text, told
+    diloco = DiLoCo(model, optimizer, every=3, compressor="int4", process_group=between[rank % 2])
+    for step in range(8):
+        Worker.gradients(model, rank, step)
+        optimizer.step()
+        diloco.step()
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, dict(model.module.state_dict()))
+    assert distance(states[2 * site], states[2 * site + 1]) == 0, "ranks of one site stay equal"
+    assert distance(states[0], states[2]) > 0, "sites do not"
+    diloco.step()
+    dist.all_gather_object(states, dict(model.module.state_dict()))
+    assert max(distance(states[0], state) for state in states) == 0
+    diloco.close()
