@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,15 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def cloned(data: Any) -> Any:
+    """Return plain data with every tensor in it copied: each alone, unlike `copy.deepcopy`, which copies storages."""
+    if isinstance(data, Tensor):
+        return data.detach().clone()
+    if isinstance(data, dict):
+        return {key: cloned(held) for key, held in data.items()}
+    return type(data)(map(cloned, data)) if isinstance(data, (list, tuple)) else data
 
 
 def has_numpy(tensor: Tensor) -> bool:

@@ -7,7 +7,6 @@ Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, for f
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -32,7 +31,7 @@ from commhooks.seldom.starting import Beginning, agree, kept_buffers, share_from
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.state.table import ResidualStorage
-from commhooks.tensors import all_finite
+from commhooks.tensors import all_finite, cloned
 from commhooks.units import counted
 from commhooks.unwrapping import bare
 
@@ -363,7 +362,7 @@ class DiLoCo:
         shared = loaded.shared
         self._inner.count()
         self.steps, self._rounds, self._dropped = shared["step"], shared["rounds"], shared["dropped_rounds"]
-        self._outer_optimizer.load_state_dict(copy.deepcopy(shared["outer_optimizer"]))
+        self._outer_optimizer.load_state_dict(cloned(shared["outer_optimizer"]))
         for fragment in self._fragments:
             for name, outer in fragment.outer.items():
                 outer.copy_(shared["outer"][name])

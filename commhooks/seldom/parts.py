@@ -5,7 +5,6 @@ Shapes are those of the parameters and buffers. What is sent is in at least fp32
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from commhooks.hooks.exchanger import Averaging, Exchanger
-from commhooks.tensors import all_finite, computing_dtype
+from commhooks.tensors import all_finite, cloned, computing_dtype
 
 _COUNT = "ranks with finite buffers"
 """The name under which ranks count those of them whose buffers are finite."""
@@ -110,7 +109,7 @@ class Fragment(Part):
         """Take the outer step of what is under way ahead of its turn; return what `go_back` needs to undo it."""
         copies = {name: outer.clone() for name, outer in self.outer.items()}
         kept = {outer: optimizer.state[outer] for outer in self.outer.values() if outer in optimizer.state}
-        before = copies, {outer: copy.deepcopy(dict(state)) for outer, state in kept.items()}
+        before = copies, {outer: cloned(dict(state)) for outer, state in kept.items()}
         means = self.means()
         if all_finite(means.values()):
             self.apply(means, optimizer)

@@ -7,7 +7,6 @@ shared          plain data that is the same on every rank
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 from commhooks.errors import CheckpointError
 from commhooks.state.formats import kind_of
 from commhooks.state.snapshot import Snapshot
+from commhooks.tensors import cloned
 
 FORMAT_VERSION = 1
 
@@ -61,7 +61,7 @@ class Snapshots:
     def cloned(self) -> Snapshots:
         """Return snapshots whose tensors are copies."""
         groups = {label: one.cloned() for label, one in self.groups.items()}
-        return Snapshots(groups=groups, shared=copy.deepcopy(self.shared))
+        return Snapshots(groups=groups, shared=cloned(self.shared))
 
     def shared_part(self) -> dict[str, Any]:
         """Return what is the same on every rank, as plain data."""

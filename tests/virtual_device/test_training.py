@@ -24,6 +24,7 @@ SCENARIOS = [
     training.own_stream,
     training.replacing,
     training.exchanging,
+    training.averaging_seldom,
     training.saving,
     training.adapting,
     training.hooks_of_pytorch,

@@ -132,6 +132,34 @@ def exchanging(rank: int) -> list[Tensor]:
     return [mean.cpu() for mean in means]
 
 
+def averaging_seldom(rank: int) -> list[Tensor]:
+    """Train alone, and average now and then: all at once, in fragments that overlap, and from the host's memory."""
+    outer = []
+    for settings in (
+        {"compressor": "powersgd"},
+        {"compressor": "int8", "fragments": 3, "delay": 2, "mixing": 0.5},
+        {"compressor": "top-k:ratio=0.1", "fragments": 2, "delay": 1, "on_host": True},
+    ):
+        model = Net().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        diloco = commhooks.DiLoCo(model, optimizer, every=4, **settings)  # type: ignore[arg-type]  # of several types
+        for step in range(10):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            diloco.step()
+            if step == 6:
+                with diloco.outer_parameters():
+                    outer += [parameter.detach().cpu() for parameter in model.parameters()]
+        with diloco.outer_parameters():
+            outer += [parameter.detach().cpu() for parameter in model.parameters()]
+        assert diloco.statistics().dropped_rounds == 0 < diloco.statistics().rounds
+        diloco.close()
+    return outer
+
+
 def saving(rank: int) -> list[Tensor]:
     """Save in mid-run, and go on from what was saved as the run that was not interrupted does."""
     run = Run(rank)
