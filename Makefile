@@ -36,7 +36,7 @@ help:
 	@echo "make soak-hooks   the hooks' part of that: 300 steps, 20 times, over 1 to 40 buckets on 2 to 4 ranks"
 	@echo "                  (hours; SOAK_REPETITIONS=1 make soak-hooks repeats less)"
 	@echo "make soak-nestings  another: a thousand random nestings of wrappers and compressors, against the laws that hold for all"
-	@echo "make soak-kills   another part: ranks are killed 50 times, in runs that must end as if they had not been"
+	@echo "make soak-kills   another part: ranks are killed 60 times, in runs that must end as if they had not been"
 	@echo "make soak-network  another: stores that stop answering, cables that are pulled, links and their counters (needs root and iproute2)"
 	@echo "make soak-cluster  another: what compression saves between hosts at 100 Mbit/s, and how true the emulated link is"
 	@echo "make soak-virtual-device  another: every row, policy, kind of residuals and guard on the virtual device, with three seeds (about an hour)"

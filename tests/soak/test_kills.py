@@ -182,9 +182,18 @@ def check_same_ending(job: Job, folder: Path) -> None:
         ours, theirs = (torch.load(where / f"rank{rank}.pt") for where in (folder, alone))
         for part in ("model", "optimizer"):
             assert flat(ours[part]) == flat(theirs[part]), f"{job}, rank {rank}: {part} differs"
-        for part in ("step", "grad_scale", "settings", "shapes", "replicated", "local"):
-            assert flat(ours["hooks"][part]) == flat(theirs["hooks"][part]), f"{job}, rank {rank}: {part} differs"
-        assert ours["hooks"]["step"] == job.steps
+        for label, own in groups_of(ours["hooks"]).items():
+            other = groups_of(theirs["hooks"])[label]
+            for part in ("step", "grad_scale", "settings", "shapes", "replicated", "local"):
+                assert flat(own[part]) == flat(other[part]), f"{job}, rank {rank}{label}: {part} differs"
+        shared = [hooks.get("shared", hooks) for hooks in (ours["hooks"], theirs["hooks"])]
+        assert job.ddp != "diloco" or flat(shared[0]) == flat(shared[1]), f"{job}, rank {rank}: outer copies differ"
+        assert shared[0]["step"] == job.steps
+
+
+def groups_of(hooks: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the states of DiLoCo's fragments, or an attachment's only one."""
+    return {f", {label}": group for label, group in hooks["groups"].items()} if "groups" in hooks else {"": hooks}
 
 
 def flat(value: Any) -> Any:
@@ -229,6 +238,15 @@ CHOSEN = [
         places=("rank1.pt@1@3", "clearing@0@1", "flush@0@3", "loading@0@2", "forward@0@9", "after rename@0@1"),
     ),
 ]  # fmt: skip
+SELDOM = [
+    Job(
+        "diloco",
+        hook="top-k",
+        places=("collective@1@9", "shared.pt@0@2", "forward@0@23", "rank1.pt@1@2", "collective@0@7"),
+    ),
+    Job("diloco", hook="int4", steps=250, pause=0.02, kills_at_any_time=6, seed=4),
+]
+"""In the middle of a round, of an exchange, and of saving while one is under way."""
 ANY_TIME = [
     Job(ddp, policy=policy, steps=250, pause=0.02, kills_at_any_time=6, seed=seed)
     for seed, (ddp, policy) in enumerate([("core", "fifo"), ("torch", "fused"), ("core", "fused"), ("torch", "fifo")])
@@ -241,9 +259,9 @@ def test_every_place_is_among_the_chosen_ones() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("job", CHOSEN + ANY_TIME, ids=lambda job: f"{job.ddp}-{job.policy}-{len(job.places)}")
+@pytest.mark.parametrize("job", CHOSEN + ANY_TIME + SELDOM, ids=lambda job: f"{job.ddp}-{job.policy}-{len(job.places)}")
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(job: Job, tmp_path: Path) -> None:
-    """Twenty-five kills at chosen places, and twenty-four at any time."""
+    """Thirty kills at chosen places, and thirty at any time."""
     kills, watch = run_and_kill(job, tmp_path, 1000)
     print(
         f"\n{job.ddp}, {job.policy}: killed {kills.total()} times, {dict(kills)}; read {watch.times_read} checkpoints"
@@ -256,7 +274,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(job: Jo
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_when_torchrun_is_killed_with_all_ranks_another_one_goes_on(tmp_path: Path) -> None:
-    """The fiftieth kill."""
+    """One kill more than those above."""
     job = Job(steps=100, pause=0.02)
     log, watch = tmp_path / "log.txt", Watch(tmp_path / "checkpoints")
     deadline = time.monotonic() + 200

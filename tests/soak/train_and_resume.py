@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import commhooks
 import ddp_core
+from commhooks.unwrapping import bare
 from tests.soak import places
 
 
@@ -30,31 +32,40 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 def train(args: argparse.Namespace) -> None:
     rank = dist.get_rank()
-    torch.manual_seed(rank)  # each rank drops other units; DDP gives all of them rank 0's parameters
-    wrapper = ddp_core.DistributedDataParallel if args.ddp == "core" else nn.parallel.DistributedDataParallel
-    ddp = wrapper(network(), bucket_cap_mb=0.005)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    hooks = commhooks.attach(ddp, args.hook, policy=args.policy)
+    torch.manual_seed(rank)  # each rank drops other units; all of them begin with rank 0's parameters
+    model: Any = network()
+    hooks: Any
+    if args.ddp == "diloco":  # what is due is under way in two steps of three
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        settings: dict[str, Any] = {"every": 6, "fragments": 2, "delay": 2, "mixing": 0.5}
+        hooks = commhooks.DiLoCo(model, optimizer, compressor=args.hook, **settings)
+    else:
+        wrapper = ddp_core.DistributedDataParallel if args.ddp == "core" else nn.parallel.DistributedDataParallel
+        model = wrapper(model, bucket_cap_mb=0.005)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        hooks = commhooks.attach(model, args.hook, policy=args.policy)
 
-    loaded = commhooks.load_checkpoint(args.directory, model=ddp, optimizer=optimizer, hooks=hooks)
+    loaded = commhooks.load_checkpoint(args.directory, model=model, optimizer=optimizer, hooks=hooks)
     first = 0 if loaded is None else loaded.step
     print(f"process {os.getpid()} trains from step {first}", flush=True)
     for step in range(first, args.steps):
         inputs, targets = batch(step, rank)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(ddp(inputs), targets).backward()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
+        if args.ddp == "diloco":
+            hooks.step()
         time.sleep(args.pause)
         if (step + 1) % args.save_every == 0:
-            commhooks.save_checkpoint(args.directory, step=step + 1, model=ddp, optimizer=optimizer, hooks=hooks)
+            commhooks.save_checkpoint(args.directory, step=step + 1, model=model, optimizer=optimizer, hooks=hooks)
 
-    result = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "hooks": hooks.state_dict()}
-    torch.save(result, args.out / f"rank{rank}.pt")
+    states = {"model": bare(model), "optimizer": optimizer, "hooks": hooks}
+    torch.save({name: part.state_dict() for name, part in states.items()}, args.out / f"rank{rank}.pt")
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ddp", choices=["core", "torch"], default="core")
+    parser.add_argument("--ddp", choices=["core", "torch", "diloco"], default="core")
     parser.add_argument("--hook", default="powersgd")
     parser.add_argument("--policy", default="fifo")
     parser.add_argument("--steps", type=int, default=60)

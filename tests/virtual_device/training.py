@@ -135,6 +135,7 @@ def exchanging(rank: int) -> list[Tensor]:
 def averaging_seldom(rank: int) -> list[Tensor]:
     """Train alone, and average now and then: all at once, in fragments that overlap, and from the host's memory."""
     outer = []
+    settings: dict[str, Any]
     for settings in (
         {"compressor": "powersgd"},
         {"compressor": "int8", "fragments": 3, "delay": 2, "mixing": 0.5},
@@ -142,7 +143,7 @@ def averaging_seldom(rank: int) -> list[Tensor]:
     ):
         model = Net().cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        diloco = commhooks.DiLoCo(model, optimizer, every=4, **settings)  # type: ignore[arg-type]  # of several types
+        diloco = commhooks.DiLoCo(model, optimizer, every=4, **settings)
         for step in range(10):
             generator = torch.Generator().manual_seed(10 * step + rank)
             batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
