@@ -53,6 +53,8 @@ class Part:
     part that is requested at the same time may share its memory."""
     rows: Rows | None = None
     """The memory that the tensor is a place in, if it is to be exchanged together with the other places there."""
+    borrow: Borrow | None = None
+    """Lends the memory in which a sum is sent in another dtype, until the exchange ends; None: it is allocated."""
 
     def __post_init__(self) -> None:
         if self.in_place and self.layout is not None and self.layout.elements != self.tensor.numel():

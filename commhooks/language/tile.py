@@ -162,8 +162,12 @@ class Tile:
     def part(self, tensor: Tensor | None = None, wire: torch.dtype | None = None) -> Part:
         """Return a part of a request: the tile itself, to be averaged in place, or a tensor that represents it."""
         if tensor is None:
-            return Part(self.gradient, self.layout, wire, in_place=True)
-        return Part(tensor, self.layout, wire, in_place=tensor.data_ptr() == self.room.data_ptr())
+            return Part(self.gradient, self.layout, wire, in_place=True, borrow=self._borrow)
+        in_place = tensor.data_ptr() == self.room.data_ptr()
+        return Part(tensor, self.layout, wire, in_place=in_place, borrow=self._borrow)
+
+    def _borrow(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._scratch.loans.borrow(torch.Size(shape), dtype, self.gradient.device)
 
     def residual_room(self, finite: Tensor) -> Tensor:
         """Return memory in which to compute what was not sent: the residual's own memory if it may be overwritten now.

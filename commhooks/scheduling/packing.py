@@ -303,7 +303,10 @@ def _alone(part: Part, request: AllReduce, world_size: int) -> Collective:
         own = own.clone()
     if divisor > 1:
         own.div_(divisor)
-    payload = (torch.view_as_real(own) if own.is_complex() else own).to(wire.to_real())
+    payload, wire = torch.view_as_real(own) if own.is_complex() else own, wire.to_real()
+    if wire != payload.dtype:
+        lent = payload.new_empty(payload.shape, dtype=wire) if part.borrow is None else part.borrow(payload.shape, wire)
+        payload = lent.copy_(payload)
     return Collective("all-reduce", payload, group=request.group)
 
 

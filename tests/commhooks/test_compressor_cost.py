@@ -86,6 +86,16 @@ def test_a_step_takes_no_more_new_memory_than_the_bucket(name: str) -> None:
     assert memory_beside_the_bucket(workers, gradient) <= LIMITS.get(name, 1.0)
 
 
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_a_cast_is_sent_from_memory_that_the_step_before_gave_back(name: str) -> None:
+    workers = Workers(make_compressor(name), 2, zeros(*SMALL))
+    gradient = torch.ones(sum(p.numel() for p in workers.parameters))
+    step(workers, gradient)
+    with NewMemory() as memory:
+        step(workers, gradient)
+    assert memory.largest_bytes < gradient.nbytes / 100
+
+
 def card_of(name: str) -> str:
     """Return the docstring of the file that a compressor, or its code, is in."""
     made = make_compressor(name)
