@@ -80,6 +80,24 @@ class Noise(NamedTuple):
     """[k], int16, uint16 or int32, of which the low 16 bits count."""
 
 
+class Message(NamedTuple):
+    """Payloads of a message that were found to be what a form needs: one look is enough for many passes."""
+
+    form: Form
+    payloads: Sequence[Tensor]
+    """Kept here, so that the addresses stay theirs."""
+    shape: tuple[int, ...]
+    """[W, b] or, of one rank's rows, [k]."""
+    arguments: Sequence[int]
+    """Of scales and bytes: the address and two strides in bytes; zeros, if there are no scales."""
+
+    @classmethod
+    def of(cls, form: Form, payloads: Sequence[Tensor], dim: int = 3) -> Self:
+        """Check payloads of so many dimensions. Raises `CompressorError` if they are not those of a form."""
+        payloads = tuple(payloads)
+        return cls(form, payloads, *_message(form, payloads, dim))
+
+
 @dataclasses.dataclass(frozen=True)
 class Passes:
     """The three passes at one level.
@@ -101,7 +119,7 @@ class Passes:
         self,
         form: Form,
         blocks: Tensor,
-        sent: Sequence[Tensor],
+        sent: Sequence[Tensor] | Message,
         *,
         rows: Tensor | None = None,
         first: int = 0,
@@ -109,14 +127,14 @@ class Passes:
         keeps: bool = True,
         damping: float = 1.0,
     ) -> int:
-        """Encode blocks [k, block] into rows of a message, `sent`, [W, b, ...] for each payload.
+        """Encode blocks [k, block] into rows of a message, `sent`, [W, b, ...] for each payload, or `Message.of` it.
 
         Block i takes row q % b of rank q // b, where q is `rows[i]` (int64 [k]), or `first + i`. If `keeps`, what the
         code leaves out takes the place of the blocks: x - decoded · damping. Returns the fp32 bits of a vote's largest
         magnitude, which are at least 0x7f800000 if it is inf or NaN; 0 for other codes.
         """
         k = _blocks(form, blocks, "blocks")
-        (ranks, b), message = _message(form, sent, 3)
+        (ranks, b), message = _looked_at(form, sent)
         packed = _SEND.pack(
             *(*form.packed, damping, *message, _rows(rows, k), first, b, ranks * b),
             *(blocks.data_ptr(), *_noise(form, noise, k), keeps),
@@ -158,7 +176,7 @@ class Passes:
     def write(
         self,
         form: Form,
-        gathered: Sequence[Tensor],
+        gathered: Sequence[Tensor] | Message,
         blocks: Tensor,
         *,
         rows: Tensor | None = None,
@@ -170,7 +188,7 @@ class Passes:
         Rows are those of `send`.
         """
         k = _blocks(form, blocks, "blocks")
-        (ranks, b), message = _message(form, gathered, 3)
+        (ranks, b), message = _looked_at(form, gathered)
         packed = _WRITE.pack(*(*form.packed, damping, *message, _rows(rows, k), first, b, ranks * b, blocks.data_ptr()))
         _run("write", self.level, form, False, k, packed)
 
@@ -194,6 +212,15 @@ def _rows(rows: Tensor | None, k: int) -> int:
     if rows.dtype is not torch.int64 or not rows.is_cpu or rows.shape != (k,) or not rows.is_contiguous():
         raise unsuited("rows", rows, f"[{k}], contiguous, of torch.int64")
     return rows.data_ptr()
+
+
+def _looked_at(form: Form, message: Sequence[Tensor] | Message) -> tuple[tuple[int, ...], Sequence[int]]:
+    """Return the shape and the arguments of a message [W, b, ...]."""
+    if not isinstance(message, Message):
+        return _message(form, message, 3)
+    if (message.form is not form and message.form != form) or len(message.shape) != 2:
+        raise CompressorError(f"a message [W, b, ...] of {message.form!r} was given to the passes of {form!r}.")
+    return message.shape, message.arguments
 
 
 def _message(form: Form, payloads: Sequence[Tensor], dim: int) -> tuple[tuple[int, ...], list[int]]:

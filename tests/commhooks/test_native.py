@@ -22,7 +22,7 @@ from torch import Tensor
 import commhooks
 from commhooks import CompressorError, SettingsError
 from commhooks.native import library
-from commhooks.native.passes import Form, Noise, Passes
+from commhooks.native.passes import Form, Message, Noise, Passes
 from tests.commhooks.native_oracle import Array, Oracle
 
 BUILT = library.opened(library.PATH)
@@ -312,6 +312,23 @@ def test_tensors_that_are_not_as_they_must_be_are_refused() -> None:
     with pytest.raises(CompressorError, match="left must have 3 blocks .got 6."):
         passes.serve(case.form, sent, [payload[0] for payload in sent], left=x, noise=noise)
     assert torch.equal(x, torch.ones(6, 128)) and all((payload == 1).all() for payload in sent)
+
+
+@needs_library
+def test_a_message_is_looked_at_once_for_many_passes_of_its_own_form() -> None:
+    case, passes = Case("int8", 128), Passes(LEVELS[0])
+    noise, _ = case.noise(6)
+    messages = [case.message(2, 3) for _ in range(2)]
+    for sent in (messages[0], Message.of(case.form, messages[1])):
+        passes.send(case.form, torch.arange(768.0).view(6, 128), sent, noise=noise)
+        passes.write(case.form, sent, torch.empty(6, 128))
+    assert all(map(torch.equal, *messages))
+    with pytest.raises(
+        CompressorError, match=r"a message \[W, b, ...\] of Form\(kind='uniform', block=128, levels=127"
+    ):
+        passes.write(Form("sign", 128), Message.of(case.form, messages[0]), torch.empty(6, 128))
+    with pytest.raises(CompressorError, match="need a payload on a CPU"):
+        Message.of(case.form, [payload.double() for payload in messages[0]])
 
 
 @needs_library

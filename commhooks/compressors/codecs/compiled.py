@@ -18,7 +18,7 @@ from torch import Tensor
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.passes import Passes, Places
 from commhooks.language.noise import Keys, Noise
-from commhooks.native.passes import Form
+from commhooks.native.passes import Form, Message
 from commhooks.native.passes import Noise as NativeNoise
 from commhooks.native.passes import Passes as NativePasses
 
@@ -36,6 +36,7 @@ class CompiledPasses(Passes):
         self._form = Form(kind, codec.block, levels)
         self._native = native
         self._damping = 1.0 if damping is None else damping
+        self._message: tuple[Sequence[Tensor], Message] | None = None
 
     def blocks_at_once(self, device: torch.device) -> int:
         """Return for how many blocks to call the passes at a time: more than eager ones, which have temporaries."""
@@ -46,8 +47,9 @@ class CompiledPasses(Passes):
     ) -> Tensor | None:
         """Encode blocks [k, n] into a message; see `Passes.send`."""
         drawn, rows = _native(noise), places.flat
+        checked = self._checked(message)
         largest = self._native.send(
-            self._form, blocks, message, rows=rows, noise=drawn, keeps=keeps, damping=self._damping
+            self._form, blocks, checked, rows=rows, noise=drawn, keeps=keeps, damping=self._damping
         )
         return None if self.codec.shows_non_finite else torch.tensor(0.0 if largest < _INF else torch.nan)
 
@@ -60,8 +62,14 @@ class CompiledPasses(Passes):
 
     def write(self, message: Sequence[Tensor], places: Places, blocks: Tensor) -> Tensor:
         """Decode rows of a message into blocks [k, n]; see `Passes.write`."""
-        self._native.write(self._form, message, blocks, rows=places.flat, damping=self._damping)
+        self._native.write(self._form, self._checked(message), blocks, rows=places.flat, damping=self._damping)
         return blocks
+
+    def _checked(self, message: Sequence[Tensor]) -> Message:
+        """Return a message as the passes take it, looked at once for all of its blocks."""
+        if self._message is None or self._message[0] is not message:
+            self._message = message, Message.of(self._form, message)
+        return self._message[1]
 
 
 def passes_for(codec: Codec, damping: float | None, dtype: torch.dtype, device: torch.device) -> Passes:
