@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from commhooks.scheduling.ledger import ParameterTraffic, Statistics
     from commhooks.scheduling.line import ProcessGroupLine
     from commhooks.scheduling.lockstep import lockstep_lines
+    from commhooks.seldom.averaging import ModelAverager
     from commhooks.seldom.counts import DiLoCoStatistics
     from commhooks.seldom.diloco import DiLoCo, step_in_lockstep
     from commhooks.state.memory import MemoryReport
@@ -115,6 +116,7 @@ __all__ = [
     "LoadRules",
     "Match",
     "MemoryReport",
+    "ModelAverager",
     "NoOp",
     "ParameterTraffic",
     "PerParameter",

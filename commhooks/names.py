@@ -41,6 +41,7 @@ _PLACES = {
     "scheduling.ledger": "ParameterTraffic Statistics",
     "scheduling.line": "ProcessGroupLine",
     "scheduling.lockstep": "lockstep_lines",
+    "seldom.averaging": "ModelAverager",
     "seldom.counts": "DiLoCoStatistics",
     "seldom.diloco": "DiLoCo step_in_lockstep",
     "state.memory": "MemoryReport",

@@ -37,7 +37,7 @@ quantization_perchannel_hook quantization_pertensor_hook register_ddp_comm_hook 
 """What `commhooks` offered before names moved to rooms."""
 
 
-NEW = {"Compiled", "DiLoCo", "DiLoCoStatistics", "Exchangers", "compiled", "step_in_lockstep"}
+NEW = {"Compiled", "DiLoCo", "DiLoCoStatistics", "Exchangers", "ModelAverager", "compiled", "step_in_lockstep"}
 
 
 def test_every_former_name_is_offered_or_has_moved() -> None:

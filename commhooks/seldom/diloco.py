@@ -27,7 +27,7 @@ from commhooks.seldom.counts import DiLoCoStatistics
 from commhooks.seldom.cutting import Arrangement
 from commhooks.seldom.inner import Inner
 from commhooks.seldom.parts import Buffers, Fragment
-from commhooks.seldom.starting import Beginning, agree, kept_buffers, share_from_rank_0, trained
+from commhooks.seldom.starting import Beginning, agree, average_over, kept_buffers, share_from_rank_0, trained
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.state.table import ResidualStorage
@@ -123,6 +123,11 @@ class DiLoCo:
         return self._outer_optimizer
 
     @property
+    def trained_parameters(self) -> list[Tensor]:
+        """The parameters that are exchanged."""
+        return list(self._named.values())
+
+    @property
     def rank_and_world_size(self) -> tuple[int, int]:
         """The rank of this process and the number of ranks that average together."""
         return self.exchangers.line.rank, self.exchangers.line.world_size
@@ -143,6 +148,23 @@ class DiLoCo:
         if self.process_group is None:
             run_in_turns([self._lockstep_line()])
         self._end_step()
+
+    def pass_over(self) -> None:
+        """Let a step of the optimizer not count: before training with seldom communication begins."""
+        self._inner.count()
+
+    @torch.no_grad()
+    def begin_at_mean(self) -> None:
+        """Set the parameters and outer copies to the mean of the ranks' parameters, uncompressed; every rank calls it.
+
+        For models that trained in another way since construction. Raises `CompressorError` for workers of one process.
+        """
+        if self.process_group is None:
+            raise CompressorError("DiLoCo.begin_at_mean: workers of one process have no process group.")
+        self._inner.count()
+        average_over(self.trained_parameters, self.process_group)
+        for fragment in self._fragments:
+            fragment.begin_here()
 
     @torch.no_grad()
     def _begin_step(self) -> None:

@@ -90,6 +90,11 @@ class Fragment(Part):
         self.named = named
         self.outer = self.like = {name: _outer_copy(p, on_host=on_host) for name, p in named.items()}
 
+    def begin_here(self) -> None:
+        """Set the outer copies to the parameters."""
+        for name, outer in self.outer.items():
+            outer.copy_(self.named[name])
+
     def write(self, room: Mapping[str, Tensor]) -> None:
         """Write how far each parameter went from the outer copy, rounded as the parameter was when it began there."""
         for name, parameter in self.named.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from commhooks.hooks.handle import check_run_settings, checked_compressor
 from commhooks.hooks.watching import optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.cutting import Arrangement, cut, turns
+from commhooks.tensors import computing_dtype
 from commhooks.unwrapping import bare, is_ddp, is_sharded, plain_name, unwrapped
 
 
@@ -131,6 +132,16 @@ def share_from_rank_0(module: Module, group: dist.ProcessGroup) -> None:
         sent = tensor.detach().contiguous()
         dist.broadcast(sent, source, group=group)
         tensor.copy_(sent)
+
+
+@torch.no_grad()
+def average_over(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite parameters with their means over a group, uncompressed and in at least fp32."""
+    ranks = dist.get_world_size(group)
+    for parameter in parameters:
+        sent = parameter.detach().to(computing_dtype(parameter.dtype)).contiguous() / ranks
+        dist.all_reduce(sent, group=group)
+        parameter.copy_(sent)
 
 
 def _check_model(model: object, group: dist.ProcessGroup | None) -> None:

@@ -1,0 +1,148 @@
+"""Local SGD: a model averager for PyTorch's `PostLocalSGDOptimizer`, whose averages may be compressed.
+
+Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.model_averaging import averagers
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from commhooks.errors import CheckpointError, SettingsError
+from commhooks.hooks.exchangers import read_groups
+from commhooks.language.compressor import Compressor
+from commhooks.seldom.counts import DiLoCoStatistics
+from commhooks.seldom.diloco import DiLoCo
+from commhooks.state.groups import Snapshots
+from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
+from commhooks.state.table import ResidualStorage
+from commhooks.unwrapping import bare
+
+
+class ModelAverager(averagers.ModelAverager):
+    """Averages the ranks' models every `every` steps, after `warmup_steps` without averaging.
+
+    `torch.distributed.optim.PostLocalSGDOptimizer(optimizer, averager)` calls it after each step; with a plain
+    optimizer, and with a gradient scaler, call `average_parameters` yourself. What is averaged and compressed is how
+    far each rank went since the last average: of weights themselves a compressor would keep next to nothing. The first
+    average, of step `warmup_steps` counted from 0, is of the models themselves and uncompressed. Buffers are averaged
+    too, as in `DiLoCo`, whose arguments the others are; `optimizer` is the local one. On construction all ranks take
+    rank 0's model.
+
+    It is saved like `DiLoCo`, with `save_checkpoint(hooks=averager)`: the optimizer's state_dict has its step alone.
+    Raises `SettingsError` on every rank for what cannot work.
+    """
+
+    keeps_own_model = True
+    """Between averages every rank has a model of its own, and always an optimizer state of its own."""
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        *,
+        warmup_steps: int = 0,
+        every: int,
+        compressor: Compressor | str = "all-reduce",
+        process_group: dist.ProcessGroup | None = None,
+        hook_timeout: float | None = None,
+        residuals: ResidualStorage = "fp32",
+    ) -> None:
+        super().__init__(process_group)
+        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise SettingsError(f"ModelAverager(warmup_steps={warmup_steps!r}): must be an int of at least 0.")
+        self.warmup_steps = warmup_steps
+        self._diloco = DiLoCo(
+            bare(model),  # its DistributedDataParallel may average among all ranks first, and among some of them later
+            optimizer,
+            every=every,
+            compressor=compressor,
+            outer=functools.partial(torch.optim.SGD, lr=1.0),  # from the last average to the next one
+            process_group=process_group,
+            hook_timeout=hook_timeout,
+            residuals=residuals,
+        )
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """The rank of this process and the number of ranks that average together."""
+        return self._diloco.rank_and_world_size
+
+    def average_parameters(self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]]) -> None:
+        """Count a step, and average the model if it is time; every rank must call it equally often.
+
+        `params` are the trained parameters of the model, or an optimizer's groups of them; whether they have a gradient
+        does not matter. Raises `CompressorError` on every rank for others, or none, and what an exchange failed of.
+        """
+        self._check(params)
+        if self.step > self.warmup_steps:
+            if self._diloco.steps != self.step - self.warmup_steps - 1:
+                raise CheckpointError(
+                    f"average_parameters: it is at step {self.step}, but its last average is of another run: load its "
+                    "own state too, with load_checkpoint(hooks=averager); the optimizer's has its step alone."
+                )
+            self._diloco.step()
+        elif self.step == self.warmup_steps:
+            self._diloco.begin_at_mean()
+        else:
+            self._diloco.pass_over()
+        self.step += 1
+
+    def _check(self, params: Iterable[Any]) -> None:
+        given = list(params)
+        of_groups = [one["params"] if isinstance(one, Mapping) else [one] for one in given]
+        trained = {id(parameter) for group in of_groups for parameter in group if parameter.requires_grad}
+        expected = set(map(id, self._diloco.trained_parameters))
+        if trained != expected:
+            self._diloco.exchangers.fail(
+                f"average_parameters was given {len(trained)} parameters, which must be the {len(expected)} of the "
+                "model that require a gradient."
+            )
+
+    def statistics(self) -> DiLoCoStatistics:
+        """Return this rank's counts; steps and rounds are those since the first average."""
+        return self._diloco.statistics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data; see `DiLoCo.state_dict`."""
+        return self.snapshot().cloned().as_dict()
+
+    def snapshot(self) -> Snapshots:
+        """Return the same as `state_dict`, with the tensors themselves instead of copies."""
+        own = self._diloco.snapshot()
+        return dataclasses.replace(
+            own, shared=own.shared | {"warmup_steps": self.warmup_steps, "step_of_averager": self.step}
+        )
+
+    def model_state(self) -> dict[str, Any]:
+        """Return the model's state_dict with the last average in place of the parameters."""
+        return self._diloco.model_state()
+
+    def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
+        """List every difference between a state and this run that would cause an error on loading."""
+        saved = snapshot.shared.get("warmup_steps") if isinstance(snapshot, Snapshots) else None
+        if isinstance(snapshot, Snapshots) and saved != self.warmup_steps:
+            return [f"warmup_steps: saved with {saved}, now {self.warmup_steps}"]
+        return self._diloco.differences(snapshot, rules)
+
+    def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
+        """Restore what `state_dict` returned; see `DiLoCo.load_state_dict`."""
+        loaded = read_groups(state)
+        if isinstance(loaded, Snapshots) and (faults := self.differences(loaded, LoadRules(**rules))):
+            state = refuse(f"rank {self.rank_and_world_size[0]}: the checkpoint does not fit", faults)
+        self._diloco.load_state_dict(state, **rules)
+        assert isinstance(loaded, Snapshots), "an error was raised"
+        self.step = loaded.shared["step_of_averager"]
+
+    def close(self) -> None:
+        """End all exchanges, and the thread that carries them."""
+        self._diloco.close()
