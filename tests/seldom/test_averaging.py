@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,13 @@ def post_local_sgd(rank: int, kind: str, averager: str) -> list[dict[str, Any]]:
     model.register_comm_hook(state, post_local.post_localSGD_hook)
     local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     hierarchical: Any = HierarchicalModelAverager  # it has no types either
-    made: Any = {
+    makers: dict[str, Callable[[], Any]] = {
         "periodic": lambda: PeriodicModelAverager(period=3, warmup_steps=WARMUP),
         "hierarchical": lambda: hierarchical({2: 2, 4: 4}, warmup_steps=WARMUP),
         "ours": lambda: ModelAverager(model, local, every=3, warmup_steps=WARMUP),
         "int4": lambda: ModelAverager(model, local, every=3, warmup_steps=WARMUP, compressor="int4"),
-    }[averager]()
+    }
+    made = makers[averager]()
     optimizer = PostLocalSGDOptimizer(local, made)
     for step in range(17):  # the last one averages
         Worker.gradients(model, rank, step)
