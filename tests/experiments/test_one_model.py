@@ -23,6 +23,7 @@ from commhooks.planning.tables import Stated
 from experiments.simulate.request import Request
 from experiments.simulate.simulating import simulate_measured
 from experiments.specs import Spec
+from tests.costs_then import AS_THEN
 
 COMPUTE, OPTIMIZER, COPY_RATE = 0.05, 0.004, 14e9
 WITHIN = 1e-6  # 5 % was the goal: the rules by which a simulation extrapolates are those of the tables
@@ -150,13 +151,13 @@ Point = tuple[int, ...]
 def profile(hook: str, parameters: float, ranks: int) -> Profile:
     """Return a profile from tables; the payloads of large models take seconds to count."""
     stated = Stated(shapes=square_matrices(parameters, 1e6), compute=8e-9 * parameters, are_alike=True)
-    return stated.profile({hook: Costs.read().hooks[hook]}, ranks, 4 / COPY_RATE)
+    return stated.profile({hook: AS_THEN.hooks[hook]}, ranks, 4 / COPY_RATE)
 
 
 @functools.cache
 def grid(hook: str, cores: int) -> dict[Point, float]:
     """Return the seconds of a step at 500 points."""
-    backend = Backend("gloo", 4 / COPY_RATE, Costs.read())
+    backend = Backend("gloo", 4 / COPY_RATE, AS_THEN)
     found: dict[Point, float] = {}
     for (p, parameters), (w, ranks) in itertools.product(enumerate(PARAMETERS), enumerate(RANKS)):
         own = profile(hook, parameters, ranks)
