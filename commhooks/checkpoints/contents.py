@@ -31,11 +31,13 @@ class Contents:
     own: dict[str, Any] | None
     """This rank's own part; None if another number of ranks saved the checkpoint."""
     hooks: Snapshot | Snapshots | None
+    of_former_self: dict[str, Any] | None = None
+    """The part of the rank of this number among another number of ranks, if it was read: its optimizer goes on."""
 
     def of(self, run: Run, name: str) -> Any:
         """Return the state of the model or the optimizer: this rank's own if ranks have their own."""
-        own = self.own if of_own_models(run.hooks) and self.own is not None else {}
-        return own.get(name, self.shared.get(name))
+        own = self.own or (self.of_former_self if name == "optimizer" else None)
+        return own[name] if own is not None and name in own and of_own_models(run.hooks) else self.shared.get(name)
 
     def faults(self, run: Run, rules: LoadRules) -> list[str]:
         """List every mismatch between the checkpoint and the run."""
@@ -77,7 +79,7 @@ def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> C
     shared = _read_file(path / "shared.pt", manifest, _IN_SHARED)
     saved_size = shared["world_size"]  # not the manifest's, which has no checksum
     same_size = saved_size == world_size
-    wanted = range(rank, rank + 1) if same_size else range(saved_size if rules.spreads else 0)
+    wanted = rules.ranks_to_read(rank, saved_size, world_size)
     parts = {number: _read_file(path / f"rank{number}.pt", manifest, _IN_OWN) for number in wanted}
     for number, part in parts.items():
         if part["step"] != shared["step"]:
@@ -91,7 +93,8 @@ def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> C
             hooks = joined(shared["hooks"], [part.get("hooks", {}) for part in parts.values()])
         except (CheckpointError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{path}: {error}") from error
-    return Contents(shared, parts[rank] if same_size else None, hooks)
+    former = parts.get(rank) if rules.world_size == "keep" and not same_size else None
+    return Contents(shared, parts[rank] if same_size else None, hooks, former)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,7 +85,7 @@ def _read_state(
             f"{checkpoint_id} has no hook's state under the key {key!r}; it has {', '.join(sorted(held)) or 'nothing'}."
         )
     saved_size = int(_read(reader, metadata, {sizes[0]: ("world_size",)})["world_size"])
-    wanted = [rank] if saved_size == world_size else range(saved_size if rules.spreads else 0)
+    wanted = rules.ranks_to_read(rank, saved_size, world_size)
     parts = {f"rank{number}" for number in wanted}
     paths = {name: path for name, path in paths.items() if path[0] not in ("local", "inventory") or path[1] in parts}
     state = _read(reader, metadata, paths)

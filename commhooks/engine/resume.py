@@ -145,6 +145,8 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
         raise checked
     _warn_of_new_beginnings(engine, checked)
     _warn_of_new_messages(engine, checked)
+    if rules.world_size == "keep" and rank == 0:
+        _warn_of_losses(engine, checked)
     declared = _declared(engine, checked)
     if rules.missing == "reset":
         checked = checked.without_entries_not_in(declared, world_size)
@@ -183,6 +185,23 @@ def _warn_of_new_messages(engine: Engine, checked: Snapshot) -> None:
         warnings.warn(
             f"commhooks: the checkpoint was saved by a version in which {', '.join(changed)} sent other messages. All "
             "state is continued, but the run may differ from what it would have been, as with another seed.",
+            stacklevel=5,
+        )
+
+
+def _warn_of_losses(engine: Engine, checked: Snapshot) -> None:
+    """Warn, with norms, of what is lost with ranks that have left, and of served blocks' errors if ranks changed."""
+    ranks, of = engine.line.world_size, f" of {engine.lane.name}" * bool(engine.lane.name)
+    lost = [f"that of rank {number} (norm {norm:.4g})" for number, norm in checked.lost_with(ranks).items()]
+    if lost:
+        warnings.warn(
+            f"commhooks: what ranks that have left had not sent{of} is lost: {', '.join(lost)}.", stacklevel=5
+        )
+    shares = any(what.kind == "share" for entries in checked.kinds.values() for what in entries.values())
+    if shares and ranks != checked.world_size:
+        warnings.warn(
+            f"commhooks: {ranks} ranks serve other blocks{of} than {checked.world_size} did: the errors of served "
+            "blocks start from zero.",
             stacklevel=5,
         )
 

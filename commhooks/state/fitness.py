@@ -88,7 +88,7 @@ def _loaded(
 ) -> Iterator[_Part]:
     """Yield what would be loaded, without what the rules reset."""
     parts: list[tuple[int | None, Entries]] = [(None, snapshot.replicated)]
-    if world_size == snapshot.world_size or rules.spreads:
+    if world_size == snapshot.world_size or rules.world_size not in ("refuse", "reset"):
         parts += snapshot.local.items()
     for rank, entries in parts:
         for name, kept in entries.items():

@@ -65,8 +65,10 @@ class LoadRules:
     world_size: str = "refuse"
     """For a different world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks, appropriate
     if the learning rate is scaled with their number; "spread-mean", which keeps their mean, appropriate if it is not;
-    or "reset", which starts residuals from zero (also if this rank's are not in the checkpoint). Per-rank state of
-    served blocks is redistributed; under "spread" it is multiplied by the old number of ranks over the new."""
+    "keep", with which each rank continues with what the rank of its number had not sent, a rank that has joined starts
+    from zero, and a warning tells what is lost with ranks that have left; or "reset", which starts residuals from zero
+    (also if this rank's are not in the checkpoint). Per-rank state of served blocks is redistributed; under "spread" it
+    is multiplied by the old number of ranks over the new, and under "keep" it starts from zero."""
     settings: str = "refuse"
     """For a compressor with different settings: "refuse", or "change"."""
     missing: str = "refuse"
@@ -75,7 +77,7 @@ class LoadRules:
 
     def __post_init__(self) -> None:
         allowed = {
-            "world_size": ("refuse", "spread", "spread-mean", "reset"),
+            "world_size": ("refuse", "spread", "spread-mean", "keep", "reset"),
             "settings": ("refuse", "change"),
             "missing": ("refuse", "reset"),
         }
@@ -88,6 +90,18 @@ class LoadRules:
     def spreads(self) -> bool:
         """Whether a different world size uses the residuals of all ranks, so that each rank must read all of them."""
         return self.world_size in ("spread", "spread-mean")
+
+    def ranks_to_read(self, rank: int, saved_size: int, world_size: int) -> Sequence[int]:
+        """Return the ranks whose own state one of `world_size` ranks reads from what `saved_size` ranks saved.
+
+        With "keep", rank 0 also reads that of the ranks that have left, to tell what is lost.
+        """
+        if saved_size == world_size:
+            return [rank]
+        if self.world_size == "keep":
+            left = range(world_size, saved_size) if rank == 0 else []
+            return [*range(rank, min(rank + 1, saved_size)), *left]
+        return range(saved_size if self.spreads else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,6 +228,8 @@ class Snapshot:
         """Return the per-rank state of `rank` among `world_size` ranks; call it only if `differences` found none."""
         if world_size == self.world_size and rank in self.local:
             return self.local[rank]
+        if rules.world_size == "keep":
+            return self._apart_from_shares(rank)
         if not rules.spreads:
             return {}
         kept = 1.0 if rules.world_size == "spread" else world_size / self.world_size
@@ -221,6 +237,22 @@ class Snapshot:
         sums = spread(self.local, *sizes, self.kinds, times=kept)
         dealt = deal_again(self.local, *sizes, self.kinds, times=kept * self.world_size / world_size)
         return {name: sums.get(name, {}) | dealt.get(name, {}) for name in {**sums, **dealt}}
+
+    def lost_with(self, world_size: int) -> dict[int, float]:
+        """Return the norm of what each rank from `world_size` on had not sent, as far as it is in this snapshot."""
+        residuals = {
+            rank: [kept[RESIDUAL].double() for kept in self.local[rank].values() if RESIDUAL in kept]
+            for rank in range(world_size, self.world_size)
+            if rank in self.local
+        }
+        return {rank: float(sum(float(r.square().sum()) for r in own) ** 0.5) for rank, own in residuals.items()}
+
+    def _apart_from_shares(self, rank: int) -> Entries:
+        """Return what a rank goes on with among others: it serves other blocks, and its machine has other ranks."""
+        return {
+            name: {e: t for e, t in kept.items() if (of := self.kinds[name][e]).kind != "share" and of.holders == 1}
+            for name, kept in self.local.get(rank, {}).items()
+        }
 
     def without_entries_not_in(self, declared: Mapping[str, Declared], world_size: int) -> Snapshot:
         """Return a copy without per-rank state that cannot go on among `world_size` ranks."""
@@ -286,9 +318,10 @@ class Snapshot:
         if world_size != self.world_size and rules.world_size == "refuse":
             return [
                 f"saved by {self.world_size} ranks, loaded by {world_size}; pass world_size='spread' to keep the sum "
-                "of the residuals, 'spread-mean' to keep their mean, or 'reset' to start them from zero"
+                "of the residuals, 'spread-mean' to keep their mean, 'keep' to let each rank keep its own, or 'reset' "
+                "to start them from zero"
             ]
-        if world_size == self.world_size and rank not in self.local and rules.world_size != "reset":
+        if world_size == self.world_size and rank not in self.local and rules.world_size not in ("keep", "reset"):
             return [
                 f"it holds the residuals of rank {here} and this is rank {rank}; save on every rank and load each "
                 "rank's own (save_checkpoint does), or pass world_size='reset' to start them from zero"

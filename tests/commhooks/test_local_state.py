@@ -113,6 +113,27 @@ def test_shares_are_dealt_again_for_other_numbers_of_ranks_and_lose_nothing(how:
                 assert torch.equal(error(again, rank, index), error(first, rank, index))
 
 
+@pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (4, 4)])
+def test_ranks_that_keep_their_own_move_nothing(old: int, new: int) -> None:
+    """Their residuals go on bit for bit; with other ranks, what they serve for all starts from zero."""
+    before, _ = trained(old)
+    saved = snapshot_of(before)
+    after = taken_up(saved, new, "keep")
+    assert saved.lost_with(new).keys() == set(range(new, old))
+    for number, norm in saved.lost_with(new).items():
+        total = sum(before.residual(number, index).square().sum() for index in range(len(SHAPES)))
+        assert norm == pytest.approx(float(total) ** 0.5)
+    for index in range(len(SHAPES)):
+        for rank in range(new):
+            kept = before.residual(rank, index) if rank < old else torch.zeros(SHAPES[index], dtype=torch.float64)
+            assert torch.equal(after.residual(rank, index), kept)
+    means = after.step(normal(after.parameters, new, seed=9))
+    assert all(torch.equal(a, b) for own in means for a, b in zip(own, means[0], strict=True))
+    first = taken_up(saved, new, "keep")
+    held = [first.states[rank].of(first.parameters[0]).tensors.get(SERVER_ERROR) for rank in range(new)]
+    assert all((kept is None) == (old != new) for kept in held), "laid out from zero in the next step"
+
+
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (3, 2), (1, 4), (4, 1)])
 def test_steps_after_shares_were_dealt_again_lose_nothing_either(old: int, new: int) -> None:
     workers = taken_up(snapshot_of(trained(old)[0]), new, "spread-mean")

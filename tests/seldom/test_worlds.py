@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +240,58 @@ def test_sites_train_data_parallel_inside_and_average_seldom_between(rank: int) 
     dist.all_gather_object(states, dict(model.module.state_dict()))
     assert max(distance(states[0], state) for state in states) == 0
     diloco.close()
+
+
+# --- other numbers of ranks -------------------------------------------------------------------------------------------
+
+
+def goes_on(rank: int, folder: str, first: int, last: int, rule: str) -> dict[str, Any]:
+    """Load what other processes have saved, train, and save; return what was loaded and saved."""
+    worker = Worker(rank, every=6, compressor="top-k", fragments=2, delay=2)
+    parts: dict[str, Any] = {"model": worker.model, "optimizer": worker.optimizer, "hooks": worker.diloco}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loaded = commhooks.load_checkpoint(folder, **parts, world_size=rule)
+    assert (0 if loaded is None else loaded.step) == first == worker.diloco.steps
+    saved = worker.save()
+    begun: dict[str, Any] = {"model": saved["model"], "optimizer": saved["optimizer"]["state"], **saved["diloco"]}
+    begun["told"] = [str(one.message) for one in caught if "commhooks:" in str(one.message)]
+    worker.train(first, last)
+    commhooks.save_checkpoint(folder, step=last, **parts)
+    saved = worker.save()
+    ended = {"model": worker.diloco.model_state(), "optimizer": saved["optimizer"]["state"], **saved["diloco"]}
+    worker.diloco.close()
+    return roundtrip({"begun": begun, "ended": ended})
+
+
+def residuals_of(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    local = [group["local"][f"rank{rank}"] for group in state["groups"].values()]
+    return {name: entries["residual"] for of_group in local for name, entries in of_group.items()}
+
+
+def test_new_processes_of_other_numbers_keep_their_own_residuals(tmp_path: Path) -> None:
+    """4, then 3, then 4 ranks: outer copies, momenta and means that are due go on, and new ranks begin with them."""
+    four = run_world(goes_on, 4, str(tmp_path), 0, 8, "refuse")  # the last fragment is under way, and another one due
+    three = run_world(goes_on, 3, str(tmp_path), 8, 17, "keep")
+    again = run_world(goes_on, 4, str(tmp_path), 17, 24, "keep")
+    for before, after in ((four, three), (three, again)):
+        ended, due = before[0]["ended"], before[0]["ended"]["shared"]["due"]
+        assert due, "an exchange was under way"
+        for rank, of_rank in enumerate(after):
+            begun = of_rank["begun"]
+            assert distance(begun["model"], ended["model"]) == 0, "all begin at the outer copies"
+            assert distance(begun["shared"], ended["shared"]) == 0
+            stayed = rank < len(before)
+            if stayed:
+                assert distance(residuals_of(begun, rank), residuals_of(before[rank]["ended"], rank)) == 0
+            else:
+                assert not any(bool(residual.any()) for residual in residuals_of(begun, rank).values())
+            assert distance(begun["optimizer"], before[rank if stayed else 0]["ended"]["optimizer"]) == 0
+        outer = [of_rank["ended"]["shared"] for of_rank in after]
+        assert max(distance(outer[0], other) for other in outer) == 0
+    lost = [r.double().square().sum() for r in residuals_of(four[3]["ended"], 3).values()]
+    told = " ".join(three[0]["begun"]["told"])
+    assert told.count("what ranks that have left had not sent of fragment") == 2, told
+    norms = [float(norm) for norm in re.findall(r"that of rank 3 \(norm ([^)]*)\)", told)]
+    assert sum(norm**2 for norm in norms) == pytest.approx(float(sum(lost)), rel=1e-3), "given with four digits"
+    assert not three[1]["begun"]["told"] and not again[0]["begun"]["told"]
