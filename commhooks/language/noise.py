@@ -69,7 +69,7 @@ class Noise(NamedTuple):
     rows: Tensor
     """int32 [k]: each block's row of the table."""
     shifts: Tensor
-    """int32 [k], of 16 bits: what is added to it, modulo 2**16."""
+    """int64 [k], of 16 bits: what is added to it, modulo 2**16."""
 
     @classmethod
     def of(cls, keys: Keys, width: int, table_seed: int, shift_seed: int) -> Self:
@@ -77,7 +77,7 @@ class Noise(NamedTuple):
         numbers, parts = map(torch.from_numpy, _table(table_seed, width))
         # Both have 63 random bits, and so has the sum of which the upper 16 are taken: int64 drops what is beyond.
         factor, summand = stable_seed("factor", shift_seed), stable_seed("summand", shift_seed)
-        shifts = keys.keys.mul(factor).add_(summand).bitwise_right_shift_(47).bitwise_and_(0xFFFF).int()
+        shifts = keys.keys.mul(factor).add_(summand).bitwise_right_shift_(47).bitwise_and_(0xFFFF)
         return cls(numbers, copied_to(keys.rows.device, parts), keys.rows, shifts)
 
     def at(self, blocks: slice) -> Self:
@@ -91,8 +91,7 @@ class Noise(NamedTuple):
 
     def uniform(self) -> Tensor:
         """Return them, [k, n], in fp32: odd multiples of 2**-17 between 0 and 1."""
-        shifts = self.shifts.to(torch.float32).mul_(2.0**-16).unsqueeze(1)
-        return self.parts.index_select(0, self.rows).add_(shifts).frac_()
+        return self.parts.index_select(0, self.rows).add_(self.shifts.unsqueeze(1), alpha=2.0**-16).frac_()
 
 
 def _rows(width: int) -> int:

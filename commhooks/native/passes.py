@@ -25,7 +25,7 @@ from commhooks.native import library
 _AT_LEAST = 1 << 16
 """How many elements a thread gets; fewer are done before another thread has started."""
 _FLOATS, _BYTES, _SHORTS = {torch.float32}, {torch.int8, torch.uint8}, {torch.int16, torch.uint16}
-_SHIFTS = {torch.int32, *_SHORTS}
+_SHIFTS = {torch.int64, torch.int32, *_SHORTS}
 _FORM, _PAYLOADS, _ROWS, _NOISE = "qqqd", "PqqPqq", "Pqqq", "PqPPq"
 _SEND = struct.Struct(f"{_FORM}{_PAYLOADS}{_ROWS}P{_NOISE}q")
 _WRITE = struct.Struct(f"{_FORM}{_PAYLOADS}{_ROWS}P")
@@ -77,7 +77,7 @@ class Noise(NamedTuple):
     rows: Tensor
     """[k], int32, from 0 to R - 1."""
     shifts: Tensor
-    """[k], int16, uint16 or int32, of which the low 16 bits count."""
+    """[k], int16, uint16, int32 or int64, of which the low 16 bits count."""
 
 
 class Message(NamedTuple):

@@ -76,7 +76,7 @@ class Case:
             return None, None
         rows = self.random.integers(0, self.rows, k, dtype=numpy.int32)
         shifts = self.random.integers(0, 65536, k, dtype=numpy.uint16)
-        kind = self.random.choice(["int16", "uint16", "int32"])
+        kind = self.random.choice(["int16", "uint16", "int32", "int64"])
         noise = Noise(torch.from_numpy(self.table), torch.from_numpy(rows), torch.from_numpy(shifts.astype(kind)))
         return noise, self.table[rows] + shifts[:, None]
 
@@ -303,7 +303,10 @@ def test_tensors_that_are_not_as_they_must_be_are_refused() -> None:
     for change, what in (
         ({"table": noise.table[:, :64]}, r"table on a CPU, \[R, 128\]"),
         ({"rows": noise.rows.long()}, r"rows on a CPU, \[6\], contiguous, of torch.int32"),
-        ({"shifts": noise.shifts[:5]}, r"shifts on a CPU, \[6\], of torch.int16 or torch.int32 or torch.uint16"),
+        (
+            {"shifts": noise.shifts[:5]},
+            r"shifts on a CPU, \[6\], of torch.int16 or torch.int32 or torch.int64 or torch.uint16",
+        ),
     ):
         with pytest.raises(CompressorError, match=what):
             send(case.form, x, sent, noise=noise._replace(**change))

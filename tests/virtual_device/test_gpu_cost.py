@@ -23,6 +23,9 @@ POWERSGD = "powersgd:rank=4"
 LAUNCHES = {"GPT block": 64, "ResNet-18": 200, "embedding": 35}
 """Of PowerSGD at rank 4, by model; fewer are welcome, and become the bound."""
 
+LAUNCHES_OF_CODES = {"int8": 84, "fp8": 80, "sign": 88}
+"""Of a run of blocks among 8 ranks; fewer are welcome, and become the bound."""
+
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
@@ -64,6 +67,17 @@ def test_powersgd_touches_about_as_many_bytes_as_pytorchs_which_cannot_refuse_a_
 ) -> None:
     ours, peers = (count(name, MODELS[model], group, CUDA).cost for name in (POWERSGD, "torch.powersgd"))
     assert ours.bytes <= 1.05 * peers.bytes
+
+
+@pytest.mark.parametrize("rows", [256, 1024])
+@pytest.mark.parametrize("code", LAUNCHES_OF_CODES)
+def test_a_code_launches_as_many_kernels_for_a_run_however_long_and_makes_the_host_wait_nowhere(
+    code: str, rows: int, group: dist.ProcessGroup
+) -> None:
+    ours = count(code, [(rows, 1024)], group, CUDA).cost
+    assert ours.launches <= LAUNCHES_OF_CODES[code]
+    assert ours.waits == 0
+    assert ours.collectives == 2
 
 
 def test_the_device_counts_as_many_kernels_and_waits_as_operators_are_seen_to_launch() -> None:

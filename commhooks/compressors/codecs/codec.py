@@ -6,9 +6,9 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from commhooks.devices import runs_later
 from commhooks.language.memory import surely
 from commhooks.language.settings import check_settings, refusal, setting
 from commhooks.language.spelling import spelled
@@ -108,7 +108,7 @@ def in_units_of(scales: Tensor, blocks: Tensor) -> Tensor:
     The reciprocal of the smallest scales would be inf. Their blocks are multiplied by a power of two first, and so are
     the scales, which changes no digit.
     """
-    if surely(scales.amin() >= _SMALL):
+    if not runs_later(scales) and surely(scales.amin() >= _SMALL):
         return blocks * scales.reciprocal()
-    up = torch.where(scales < _SMALL, 1 / _SMALL, 1.0).to(scales.dtype)
+    up = (scales < _SMALL).mul(1 / _SMALL).clamp_(min=1).to(scales.dtype)  # `where` would make tensors of both numbers
     return (blocks * up).mul_((scales * up).reciprocal_())
