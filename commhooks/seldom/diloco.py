@@ -27,7 +27,7 @@ from commhooks.seldom.counts import DiLoCoStatistics
 from commhooks.seldom.cutting import Arrangement
 from commhooks.seldom.inner import Inner
 from commhooks.seldom.parts import Buffers, Fragment
-from commhooks.seldom.starting import Beginning, agree, average_over, kept_buffers, share_from_rank_0, trained
+from commhooks.seldom.starting import Beginning, agree, average_over, share_from_rank_0, trained
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.state.table import ResidualStorage
@@ -92,13 +92,15 @@ class DiLoCo:
         residuals: ResidualStorage = "fp32",
         line: Line | None = None,
     ) -> None:
+        if line is not None and not isinstance(line, LockstepLine):
+            raise SettingsError(f"DiLoCo(line={line!r}): line must be one of lockstep_lines; pass a process_group.")
         group = group_or_default(process_group) if line is None else None
         try:
             beginning = Beginning.checked(
                 model, optimizer, every, compressor, fragments, arrangement, delay, mixing, hook_timeout, group
             )
-        except CommHooksError as refusal:
-            agree(group, refusal)
+        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
+            agree(group, error if isinstance(error, CommHooksError) else SettingsError(f"DiLoCo: {error!r}"))
             raise
         agree(group, beginning.fingerprint())
         self.process_group = group
@@ -109,7 +111,7 @@ class DiLoCo:
         self._model = bare(model)
         if group is not None:
             share_from_rank_0(self._model, group)
-        self._make_parts(beginning.named, on_host=on_host)
+        self._make_parts(beginning, on_host=on_host)
         self._make_outer_optimizer(outer, group)
         if group is not None:
             line = ProcessGroupLine(group, label="DiLoCo", policy="fused", hook_timeout=hook_timeout)
@@ -215,15 +217,14 @@ class DiLoCo:
 
     # --- construction -------------------------------------------------------------------------------------------------
 
-    def _make_parts(self, named: Mapping[str, Tensor], *, on_host: bool) -> None:
+    def _make_parts(self, beginning: Beginning, *, on_host: bool) -> None:
         names, turns = self.schedule.fragments, self.schedule.turns
-        self._named = named
+        self._named = named = beginning.named
         self._fragments = [
             Fragment({name: named[name] for name in own}, turn, on_host=on_host)
             for own, turn in zip(names, turns, strict=True)
         ]
-        buffers = kept_buffers(self._model)
-        self._buffers = Buffers(buffers, self.schedule.every) if buffers else None
+        self._buffers = Buffers(beginning.buffers, self.schedule.every) if beginning.buffers else None
         self._parts = [*self._fragments, *([self._buffers] if self._buffers is not None else [])]
 
     def _make_outer_optimizer(self, outer: Outer, group: dist.ProcessGroup | None) -> None:

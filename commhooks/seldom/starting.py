@@ -56,6 +56,7 @@ class Beginning:
     schedule: Schedule
     named: Mapping[str, Tensor]
     """The trained parameters."""
+    buffers: Mapping[str, Tensor]
     optimizer: Optimizer
     compressor: Compressor
 
@@ -91,13 +92,20 @@ class Beginning:
         if len(parts) > every:
             raise SettingsError(f"DiLoCo(every={every}): {len(parts)} fragments need at least as many steps.")
         schedule = Schedule(every=every, delay=delay, mixing=float(mixing), fragments=tuple(map(tuple, parts)))
-        return cls(schedule=schedule, named=named, optimizer=found, compressor=checked_compressor("DiLoCo", compressor))
+        return cls(
+            schedule=schedule,
+            named=named,
+            buffers=kept_buffers(bare(model)),
+            optimizer=found,
+            compressor=checked_compressor("DiLoCo", compressor),
+        )
 
     def fingerprint(self) -> str:
         """Return the text that must be the same on every rank."""
         facts = [f"{name}: {value!r}" for name, value in vars(self.schedule).items()]
         facts += [f"compressor: {self.compressor!r}", f"optimizer: {type(self.optimizer).__name__}"]
-        facts += [f"parameter {name}: shape {tuple(p.shape)}, {p.dtype}" for name, p in self.named.items()]
+        for kind, named in (("parameter", self.named), ("buffer", self.buffers)):
+            facts += [f"{kind} {name}: shape {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in named.items()]
         return "\n".join(facts)
 
 

@@ -426,11 +426,12 @@ def test_memory_for_each_parameter_is_as_stated() -> None:
         ({"every": 4, "outer": lambda parameters: plain(parameters[:2])}, "of the tensors that it is given"),
         ({"every": 4, "outer": lambda parameters: 1 // 0}, "outer raised ZeroDivisionError"),
         ({"every": 4, "hook_timeout": -1.0}, "hook_timeout must be above 0 s"),
+        ({"every": 4, "line": "a line"}, "line must be one of lockstep_lines; pass a process_group"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_words(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
-        Worker(0, line=lockstep_lines(1)[0], **settings)
+        Worker(0, **{"line": lockstep_lines(1)[0]} | settings)
 
 
 def test_models_and_optimizers_that_cannot_work_are_refused_in_words() -> None:

@@ -140,6 +140,10 @@ def test_a_state_that_does_not_match_is_refused_on_every_rank_and_changes_nothin
 # --- ranks that differ, fail or die -----------------------------------------------------------------------------------
 
 
+def tracking(statistics: bool) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=statistics))
+
+
 @on_ranks(2, check_exit=False)
 def test_ranks_with_other_settings_are_told_on_every_rank_when_built(rank: int) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
@@ -148,6 +152,8 @@ def test_ranks_with_other_settings_are_told_on_every_rank_when_built(rank: int) 
         ({"every": 3 * rank}, "DiLoCo(every=0): every must be an int of at least 1"),
         ({"every": 3, "outer": functools.partial(torch.optim.SGD, lr=rank + 1.0)}, "ranks disagree: outer optimizer"),
         ({"every": 3, "model": nn.Linear(2 + rank, 2)}, "ranks disagree: parameter weight"),
+        ({"every": 3, "model": tracking(rank == 0)}, "ranks disagree: buffer 1.running_mean: shape (4,)"),
+        ({"every": 3, "mixing": 0.5 if rank else "half"}, "DiLoCo: TypeError("),
     ]
     for settings, complaint in cases:
         told = told_by(lambda: Worker(rank, **settings))  # noqa: B023 called now
