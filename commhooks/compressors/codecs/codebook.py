@@ -8,7 +8,7 @@ gains 0.3 % of the error, and 1 to 9 % for other distributions, for as much work
 Bytes: 1/4 per element and 16 per block. Contractive, biased: at most 0.89 of a block of 1,024 elements is lost, and
 0.117 of a normally distributed one.
 Weakness: of a block of very different magnitudes most elements get one of two small numbers. There are no compiled
-passes: on a CPU a step takes 1.3 times as long as with MXFP4's eager ones.
+passes: on a CPU a step takes about twice as long as with MXFP4's eager ones.
 """
 
 from __future__ import annotations
