@@ -45,7 +45,7 @@ class Part(ABC):
 
     def is_turn(self, step: int, every: int) -> bool:
         """Return whether the means of an exchange that begins now are due at a step; not if one is under way."""
-        return self.due is None and step >= self.turn and (step - self.turn) % every == 0
+        return self.due is None and (step - self.turn) % every == 0
 
     def begin(self, due: int) -> None:
         """Start averaging this rank's part; the means are due at a step."""

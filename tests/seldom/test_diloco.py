@@ -265,6 +265,18 @@ def test_after_an_inf_the_round_is_dropped_and_training_goes_on(compressor: str,
     assert distance(first, other) == 0
 
 
+def test_in_a_dropped_round_all_ranks_go_back_to_the_outer_copies() -> None:
+    team = workers(2, every=6)
+    train_in_lockstep(team, 0, 11)
+    outer = {name: held.clone() for name, held in team[0].diloco._fragments[0].outer.items()}
+    team[0].inner_step(11)
+    spoil(team[1], math.nan)
+    team[1].optimizer.step()
+    step_in_lockstep([worker.diloco for worker in team])
+    assert team[0].diloco.statistics().dropped_rounds == 1
+    assert all(distance(dict(worker.model.state_dict()), outer) == 0 for worker in team)
+
+
 def test_a_step_that_a_gradient_scaler_leaves_out_counts() -> None:
     team = workers(2, every=3)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in team]
@@ -319,6 +331,23 @@ def test_freezing_or_unfreezing_in_between_is_refused() -> None:
     worker.model.register_parameter("extra", nn.Parameter(torch.ones(1)))
     with pytest.raises(CompressorError, match="'extra' now requires a gradient"):
         train_in_lockstep([worker], 4, 6)
+
+
+def test_with_another_schedule_what_is_due_is_used_when_it_was_due() -> None:
+    """A turn at which the last exchange is still under way is passed over."""
+    before, after = workers(2, every=6, delay=3), workers(2, every=4, delay=3)
+    train_in_lockstep(before, 0, 4)
+    for old, new in zip(before, after, strict=True):
+        saved = old.save()
+        new.diloco.load_state_dict(saved["diloco"], settings="change")
+        new.model.load_state_dict(saved["model"])
+        new.optimizer.load_state_dict(saved["optimizer"])
+    rounds = []
+    for step in range(4, 13):
+        train_in_lockstep(after, step, step + 1)
+        rounds.append((after[0].diloco._fragments[0].due, after[0].diloco.statistics().rounds))
+    # After steps 5 to 13: due at 6; used; passed over at 5, for 8; sent at 9, for 12; used, and sent at 13, for 16.
+    assert rounds == [(6, 0), *[(None, 1)] * 3, *[(12, 1)] * 3, (None, 2), (16, 2)]
 
 
 # --- evaluation, statistics, memory -----------------------------------------------------------------------------------
