@@ -39,6 +39,11 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's elements as bytes, 1-D, in the order of its indices: a view if it is contiguous."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 def power_below(terms: int) -> float:
     """Return the largest power of two that is at most 1/terms: a sum of terms, scaled by it first, cannot overflow."""
     return 2.0 ** -(terms - 1).bit_length()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from commhooks.hooks.exchanger import Averaging, Exchanger
-from commhooks.tensors import all_finite, cloned, computing_dtype
+from commhooks.tensors import all_finite, bytes_of, cloned, computing_dtype
 
 _COUNT = "ranks with finite buffers"
 """The name under which ranks count those of them whose buffers are finite."""
@@ -146,24 +146,31 @@ class Fragment(Part):
 
 
 class Buffers(Part):
-    """The model's buffers: the mean of floating-point ones over the ranks on which they are finite, rank 0's others."""
+    """The model's buffers: the mean of floating-point ones over the ranks on which they are finite, rank 0's others.
+
+    Floating-point buffers, complex ones included, are sent in at least fp32, and others byte by byte: a sum to which
+    one rank alone adds is exact for bytes, but not for large integers.
+    """
 
     def __init__(self, named: Mapping[str, Tensor], turn: int) -> None:
         super().__init__(turn)
         self.named = named
         device = next(iter(named.values())).device
-        self.like = {name: torch.empty_like(buffer, dtype=_sent_as(buffer)) for name, buffer in named.items()}
+        self.like = {name: _as_sent(buffer).clone() for name, buffer in named.items()}
         self.like |= {_COUNT: torch.empty((), dtype=torch.float32, device=device)}
 
     def write(self, room: Mapping[str, Tensor]) -> None:
         """Write floating-point buffers if all of them are finite, and on rank 0 the others."""
         rank, _ = self.exchanger.rank_and_world_size
-        is_finite = bool(all_finite(buffer for buffer in self.named.values() if buffer.is_floating_point()))
         for name, buffer in self.named.items():
-            if is_finite if buffer.is_floating_point() else rank == 0:
-                room[name].copy_(buffer)
+            if _is_averaged(buffer) or rank == 0:
+                room[name].copy_(_as_sent(buffer))
             else:
                 room[name].zero_()
+        averaged = [room[name] for name, buffer in self.named.items() if _is_averaged(buffer)]
+        is_finite = bool(all_finite(averaged))
+        if not is_finite:
+            torch._foreach_zero_(averaged)
         room[_COUNT].fill_(float(is_finite))
 
     def apply(self, means: Mapping[str, Tensor]) -> None:
@@ -171,10 +178,24 @@ class Buffers(Part):
         _, ranks = self.exchanger.rank_and_world_size
         counted = round(float(means[_COUNT]) * ranks)
         for name, buffer in self.named.items():
-            if not buffer.is_floating_point():
-                buffer.copy_((means[name] * ranks).round())
+            mean = means[name]
+            if not _is_averaged(buffer):
+                buffer.copy_((mean * ranks).round().to(torch.uint8).view(buffer.dtype).view(buffer.shape))
             elif counted:
-                buffer.copy_(means[name] if counted == ranks else means[name] * (ranks / counted))
+                mean = mean if counted == ranks else mean * (ranks / counted)
+                buffer.copy_(torch.view_as_complex(mean) if buffer.is_complex() else mean)
+
+
+def _is_averaged(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _as_sent(buffer: Tensor) -> Tensor:
+    """Return what is sent of a buffer: pairs of real numbers of a complex one, and bytes of integers, as fp32."""
+    if not _is_averaged(buffer):
+        return bytes_of(buffer).to(torch.float32)
+    real = torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer
+    return real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
 
 
 def _outer_copy(parameter: Tensor, *, on_host: bool) -> Tensor:
@@ -183,8 +204,3 @@ def _outer_copy(parameter: Tensor, *, on_host: bool) -> Tensor:
         parameter.detach(), dtype=computing_dtype(parameter.dtype), device=device, pin_memory=device != parameter.device
     )
     return outer.copy_(parameter.detach())
-
-
-def _sent_as(buffer: Tensor) -> torch.dtype:
-    """Return the dtype in which a buffer is sent: fp64 holds every integer below 2^53."""
-    return computing_dtype(buffer.dtype) if buffer.is_floating_point() else torch.float64

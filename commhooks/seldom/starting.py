@@ -18,7 +18,7 @@ from commhooks.hooks.handle import check_run_settings, checked_compressor
 from commhooks.hooks.watching import optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.cutting import Arrangement, cut, turns
-from commhooks.tensors import computing_dtype
+from commhooks.tensors import bytes_of, computing_dtype
 from commhooks.unwrapping import bare, is_ddp, is_sharded, plain_name, unwrapped
 
 
@@ -137,9 +137,9 @@ def share_from_rank_0(module: Module, group: dist.ProcessGroup) -> None:
     """Overwrite the parameters and buffers with those of the group's rank 0."""
     source = dist.get_global_rank(group, 0)
     for tensor in (*module.parameters(), *kept_buffers(module).values()):
-        sent = tensor.detach().contiguous()
+        sent = bytes_of(tensor)  # Gloo sends no int16, unsigned integers or fp8
         dist.broadcast(sent, source, group=group)
-        tensor.copy_(sent)
+        tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
 @torch.no_grad()

@@ -12,13 +12,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from commhooks.errors import CheckpointError
 from commhooks.state.formats import kind_of
 from commhooks.state.snapshot import Snapshot
-from commhooks.tensors import cloned
+from commhooks.tensors import bytes_of, cloned
 
 FORMAT_VERSION = 1
 
@@ -95,7 +94,7 @@ def joined(shared: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Snaps
 def _digest(digest: Any, value: object) -> None:
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}\x1f{tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(value.cpu()).numpy().tobytes())
     elif isinstance(value, Mapping):
         for key, held in value.items():
             digest.update(f"{key!r}\x1f".encode())

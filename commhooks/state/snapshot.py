@@ -27,8 +27,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-import torch
-
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL, Declared, Entry
@@ -46,6 +44,7 @@ from commhooks.state.formats import (
 from commhooks.state.settings import settings_that_differ
 from commhooks.state.spread import deal_again, spread
 from commhooks.state.table import Entries, Kinds
+from commhooks.tensors import bytes_of
 
 _LINES_TO_LIST = 12
 
@@ -279,7 +278,7 @@ class Snapshot:
         for name, entries in sorted(self.replicated.items()):
             for entry, tensor in sorted(entries.items()):
                 digest.update(f"{name}\x1f{entry}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}".encode())
-                digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(bytes_of(tensor.cpu()).numpy().tobytes())
         return digest.hexdigest()
 
     def _entries_that_do_not_fit(

@@ -147,7 +147,11 @@ def with_buffers(rank: int) -> nn.Module:
             parameter.zero_()
     model.register_buffer("mean", torch.full((4,), 1.0))
     model.register_buffer("narrow", torch.ones(2, dtype=torch.float16))
+    model.register_buffer("turns", torch.ones(2, 3, dtype=torch.complex64).t())
+    model.register_buffer("narrowest", torch.ones(2, dtype=torch.float8_e4m3fn))
     model.register_buffer("count", torch.tensor(5))
+    model.register_buffer("seeds", torch.zeros(3, 2, dtype=torch.int64).t())
+    model.register_buffer("short", torch.zeros(3, dtype=torch.int16))
     model.register_buffer("flag", torch.tensor([True, False]))
     model.register_buffer("cache", torch.zeros(rank + 1), persistent=False)
     return model
@@ -166,14 +170,22 @@ def test_floating_buffers_are_averaged_and_others_are_rank_0s(delay: int) -> Non
     for rank, own in enumerate(buffers):
         own["mean"].fill_(4.0 * rank)
         own["narrow"].fill_(2.0 * rank)
-        own["count"].fill_((1 << 50) + rank)
+        own["turns"].fill_(complex(2.0 * rank, -rank))
+        own["narrowest"].fill_(2.0 * rank)
+        own["count"].fill_((1 << 62) + 1 + rank)
+        own["seeds"].copy_(torch.tensor([[-(1 << 63), (1 << 63) - 1, -1], [1 << 53, -5, (1 << 53) + 1]]) ^ rank)
+        own["short"].copy_(torch.tensor([-(1 << 15), -1, (1 << 15) - 1]) ^ rank)
         own["flag"].fill_(rank != 0)
     for _ in range(2):
         step_in_lockstep(team)
     for own in buffers:
         torch.testing.assert_close(own["mean"], torch.full((4,), 4.0))
         torch.testing.assert_close(own["narrow"], torch.full((2,), 2.0, dtype=torch.float16))
-        assert int(own["count"]) == 1 << 50 and not own["flag"].any()
+        torch.testing.assert_close(own["turns"], torch.full((3, 2), 2 - 1j))
+        assert own["narrowest"].float().tolist() == [2.0, 2.0]
+        assert int(own["count"]) == (1 << 62) + 1 and not own["flag"].any()
+        assert own["seeds"].tolist() == [[-(1 << 63), (1 << 63) - 1, -1], [1 << 53, -5, (1 << 53) + 1]]
+        assert own["short"].tolist() == [-(1 << 15), -1, (1 << 15) - 1]
     for rank, own in enumerate(buffers):
         own["mean"].fill_(math.nan if rank == 1 else 3.0 * rank)
     for _ in range(2):

@@ -77,6 +77,24 @@ def test_ranks_compute_what_workers_of_one_process_do_and_resume_at_any_step(sch
 
 
 @on_ranks(2)
+def test_ranks_take_rank_0s_model_whatever_its_dtypes(rank: int) -> None:
+    """Gloo sends neither int16, nor unsigned integers, nor fp8."""
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.copy_(torch.full((4, 4), float(rank)))
+    model.weight.data = model.weight.data.t()
+    for dtype in (torch.int16, torch.uint16, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.complex64):
+        model.register_buffer(str(dtype).removeprefix("torch."), torch.full((2, 3), 1 - rank).to(dtype))
+    diloco = commhooks.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)
+    for _ in range(2):
+        assert not model.weight.any()
+        for buffer in model.buffers():
+            assert torch.equal(buffer.to(torch.complex64), torch.ones(2, 3, dtype=torch.complex64)), buffer.dtype
+        diloco.step()
+    diloco.close()
+
+
+@on_ranks(2)
 def test_checkpoints_hold_every_ranks_model_and_optimizer(rank: int, tmp_path: Path) -> None:
     """Also in the middle of a round with exchanges under way. What all ranks share is the model of outer copies."""
     settings = {"compressor": "top-k", **SCHEDULES["fragments"]}
