@@ -26,6 +26,7 @@ from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import ResidualStorage
+from commhooks.tensors import is_dense
 
 
 class Averaging:
@@ -137,8 +138,11 @@ class Exchanger(Handle):
         elif process_group is not None or hook_timeout is not None:
             raise SettingsError("Exchanger: process_group and hook_timeout belong to the line; pass them to it.")
         check_compressor_for(compressor, tensors, line)
-        # Objects of our own, since state is kept by object and one tensor may be given under two names.
-        self._like = {key: tensor.detach() for key, tensor in tensors.items()}
+        # Objects of our own, since state is kept by object and one tensor may be given under two names. Without memory,
+        # unless the tensor has gaps: elements travel without.
+        self._like = {
+            key: tensor.detach() if is_dense(tensor) else torch.empty_like(tensor) for key, tensor in tensors.items()
+        }
         self._is_weighted = weighted
         self._in_turns = memory
         self._engine: Engine = Engine(

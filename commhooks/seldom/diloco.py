@@ -61,6 +61,8 @@ class DiLoCo:
     - `delay`: the mean is used so many steps after it was sent, so that training hides the exchange.
     - `mixing`: parameters become mixing·(their value then) + (1 - mixing)·(outer copy). 0: they become the outer copy.
     - `on_host`: outer copies, what is sent, and residuals are in the host's memory.
+    - `weighted`: ranks count by `weight`, which is 1 until you set it, such as to the tokens that a rank has trained on
+      since its last exchange; one without any, of weight 0, counts as if it were not there.
     - `process_group`, `hook_timeout` and `residuals` are those of `attach`. With a `line` of `lockstep_lines`, workers
       of one process, whose models begin equal, meet in `step_in_lockstep`.
 
@@ -87,6 +89,7 @@ class DiLoCo:
         delay: int = 0,
         mixing: float = 0.0,
         on_host: bool = False,
+        weighted: bool = False,
         process_group: dist.ProcessGroup | None = None,
         hook_timeout: float | None = None,
         residuals: ResidualStorage = "fp32",
@@ -97,7 +100,17 @@ class DiLoCo:
         group = group_or_default(process_group) if line is None else None
         try:
             beginning = Beginning.checked(
-                model, optimizer, every, compressor, fragments, arrangement, delay, mixing, hook_timeout, group
+                model,
+                optimizer,
+                every,
+                compressor,
+                fragments,
+                arrangement,
+                delay,
+                mixing,
+                weighted,
+                hook_timeout,
+                group,
             )
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             agree(group, error if isinstance(error, CommHooksError) else SettingsError(f"DiLoCo: {error!r}"))
@@ -115,6 +128,9 @@ class DiLoCo:
         self._make_outer_optimizer(outer, group)
         if group is not None:
             line = ProcessGroupLine(group, label="DiLoCo", policy="fused", hook_timeout=hook_timeout)
+        self._is_weighted = weighted
+        self.weight = 1.0
+        """This rank's weight in the means of what is sent from now on, if DiLoCo is weighted. It is not saved."""
         self._make_exchangers(beginning.compressor, line, residuals)
         self._inner = Inner(beginning.optimizer, self.exchangers.fail)
         self._rounds = self._dropped = 0
@@ -177,7 +193,7 @@ class DiLoCo:
         if beginning:
             self._check_parameters()
         for part in beginning:
-            part.begin(due)
+            part.begin(due, self.weight if self._is_weighted and isinstance(part, Fragment) else None)
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -253,6 +269,7 @@ class DiLoCo:
             compressor,
             line=line,
             residuals=residuals,
+            weighted=self._is_weighted,
             in_turns=not self.schedule.overlaps,
         )
         """The fragments' exchangers, by "fragment 0 of 3" and so on: statistics, memory, and `replace`."""

@@ -47,10 +47,10 @@ class Part(ABC):
         """Return whether the means of an exchange that begins now are due at a step; not if one is under way."""
         return self.due is None and (step - self.turn) % every == 0
 
-    def begin(self, due: int) -> None:
-        """Start averaging this rank's part; the means are due at a step."""
+    def begin(self, due: int, weight: float | None = None) -> None:
+        """Start averaging this rank's part, with a weight if the exchanger has them; the means are due at a step."""
         self.write(self.exchanger.room)
-        self._averaging, self.due = self.exchanger.begin(), due
+        self._averaging, self.due = self.exchanger.begin(weight=weight), due
 
     def means(self) -> Mapping[str, Tensor]:
         """Wait for the means of what is under way, and return them by name; raise what it failed of."""

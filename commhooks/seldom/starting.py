@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from commhooks.communicators.disagreement import describe, refusal_as_fingerprint
 from commhooks.errors import CommHooksError, SettingsError
+from commhooks.hooks.exchanger import check_takes_weights
 from commhooks.hooks.handle import check_run_settings, checked_compressor
 from commhooks.hooks.watching import optimizer_of
 from commhooks.language.compressor import Compressor
@@ -59,6 +60,7 @@ class Beginning:
     buffers: Mapping[str, Tensor]
     optimizer: Optimizer
     compressor: Compressor
+    weighted: bool
 
     @classmethod
     def checked(
@@ -71,6 +73,7 @@ class Beginning:
         arrangement: Arrangement,
         delay: int,
         mixing: float,
+        weighted: bool,
         hook_timeout: float | None,
         group: dist.ProcessGroup | None,
     ) -> Beginning:
@@ -88,6 +91,9 @@ class Beginning:
             raise SettingsError("DiLoCo: no parameter of the model requires a gradient.")
         found = optimizer_of("DiLoCo", named.values(), optimizer)
         _check_trains(found, named)
+        compressor = checked_compressor("DiLoCo", compressor)
+        if weighted:
+            check_takes_weights(compressor)
         parts = cut(named, fragments, arrangement)
         if len(parts) > every:
             raise SettingsError(f"DiLoCo(every={every}): {len(parts)} fragments need at least as many steps.")
@@ -97,13 +103,15 @@ class Beginning:
             named=named,
             buffers=kept_buffers(bare(model)),
             optimizer=found,
-            compressor=checked_compressor("DiLoCo", compressor),
+            compressor=compressor,
+            weighted=weighted,
         )
 
     def fingerprint(self) -> str:
         """Return the text that must be the same on every rank."""
         facts = [f"{name}: {value!r}" for name, value in vars(self.schedule).items()]
         facts += [f"compressor: {self.compressor!r}", f"optimizer: {type(self.optimizer).__name__}"]
+        facts += [f"weighted: {self.weighted}"]
         for kind, named in (("parameter", self.named), ("buffer", self.buffers)):
             facts += [f"{kind} {name}: shape {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in named.items()]
         return "\n".join(facts)

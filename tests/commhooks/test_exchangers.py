@@ -81,6 +81,16 @@ def test_the_room_is_another_one_while_means_are_read_and_nothing_is_sent_that_n
         first.means  # noqa: B018
 
 
+@on_ranks(2)
+def test_a_tensor_with_gaps_may_be_declared_by_one_without(rank: int) -> None:
+    wide = torch.zeros(6, 8)
+    exchanger = Exchanger({"w": wide[:, :4] if rank else torch.zeros(6, 4)}, "top-k")
+    values = {"w": torch.full((6, 4), float(rank))}
+    exchanger.average(values)
+    exchanger.close()
+    assert values["w"].shape == (6, 4)
+
+
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 def test_a_weighted_mean_counts_each_rank_by_its_weight(policy: Any) -> None:
     """Bound: each term is scaled once, by a quotient of two rounded sums, and then averaged."""

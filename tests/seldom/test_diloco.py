@@ -109,6 +109,31 @@ def test_a_round_of_one_step_with_plain_outer_steps_of_rate_1_is_data_parallel_t
         torch.testing.assert_close(ours, theirs, rtol=0, atol=20 * 5 * 2**-24 * 4)
 
 
+@pytest.mark.parametrize("compressor", ["all-reduce", "bf16-two-hop"])
+def test_ranks_count_by_their_weights_and_one_of_weight_0_not_at_all(compressor: str) -> None:
+    """Bound: bf16's rounding of differences below 0.2, twice."""
+    team = workers(3, every=4, compressor=compressor, outer=plain, weighted=True, fragments=2)
+    starts = [{name: p.detach().clone() for name, p in worker.model.named_parameters()} for worker in team]
+    for worker, weight in zip(team, (3.0, 1.0, 0.0), strict=True):
+        worker.diloco.weight = weight
+    train_in_lockstep(team, 0, 1)
+    with torch.no_grad():
+        for worker in team:
+            for parameter in worker.model.parameters():
+                there = torch.randn_like(parameter).clamp(-0.2, 0.2)
+                parameter.copy_(there if worker.rank < 2 else torch.full_like(there, math.nan))
+    went = [{name: p.detach().clone() for name, p in worker.model.named_parameters()} for worker in team[:2]]
+    for _ in range(3):
+        step_in_lockstep([worker.diloco for worker in team])
+    for name, held in team[2].model.named_parameters():
+        expected = 0.75 * went[0][name] + 0.25 * went[1][name]
+        allowed = 2**-23 * 8 if compressor == "all-reduce" else 2 * 2**-8 * 2 * 0.4 + 2**-23
+        assert (held - expected).abs().amax() <= allowed, name
+        assert not torch.equal(held, starts[2][name])
+    with pytest.raises(SettingsError, match="counts votes"):
+        workers(1, every=4, compressor="signum", weighted=True)
+
+
 def test_the_host_computes_the_same_outer_copies() -> None:
     there, here = (workers(2, every=3, compressor="top-k", fragments=2, on_host=on_host) for on_host in (True, False))
     for team in (there, here):
