@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Adagrad, Optimizer
 
+from commhooks.errors import SettingsError
 from commhooks.tensors import all_finite
 
 
@@ -25,7 +28,9 @@ class Inner:
         """Parameters whose state was not finite and has been cleared, each time."""
         self._uncounted = 0
         self._fail = fail
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        own = weakref.ref(self)  # the optimizer must not keep this, and through it all exchanges, alive
+        self._handle = optimizer.register_step_pre_hook(functools.partial(_before_step, own))
+        _of_optimizers[optimizer] = own
 
     @property
     def is_ahead(self) -> bool:
@@ -49,15 +54,35 @@ class Inner:
                     self.optimizer.state[parameter] = fresh
                 self.cleared += 1
 
-    def close(self) -> None:
-        """Stop checking."""
-        self._handle.remove()
-
-    @_disable_dynamo  # a compiled step would be compiled again for every new count
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def expect_step(self) -> None:
+        """Note that the optimizer is about to take a step; fail if the last one was not counted."""
         if self._uncounted:
             self._fail(
-                f"{type(optimizer).__name__} is about to take a second step since the last diloco.step(); call "
+                f"{type(self.optimizer).__name__} is about to take a second step since the last diloco.step(); call "
                 "diloco.step() after each step of the optimizer, so that all ranks count the same."
             )
         self._uncounted += 1
+
+    def close(self) -> None:
+        """Stop checking."""
+        self._handle.remove()
+        _of_optimizers.pop(self.optimizer, None)
+
+
+_of_optimizers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Inner]] = weakref.WeakKeyDictionary()
+
+
+def check_is_free(optimizer: Optimizer) -> None:
+    """Raise `SettingsError` if an optimizer's steps are counted already."""
+    if optimizer in _of_optimizers and _of_optimizers[optimizer]() is not None:
+        raise SettingsError(
+            f"DiLoCo: this {type(optimizer).__name__} is used by another DiLoCo; call its close() first."
+        )
+
+
+@_disable_dynamo  # a compiled step would be compiled again for every new count
+def _before_step(
+    inner: weakref.ref[Inner], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if (own := inner()) is not None:
+        own.expect_step()

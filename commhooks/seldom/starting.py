@@ -19,6 +19,7 @@ from commhooks.hooks.handle import check_run_settings, checked_compressor
 from commhooks.hooks.watching import optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.cutting import Arrangement, cut, turns
+from commhooks.seldom.inner import check_is_free
 from commhooks.tensors import bytes_of, computing_dtype
 from commhooks.unwrapping import bare, is_ddp, is_sharded, plain_name, unwrapped
 
@@ -91,6 +92,7 @@ class Beginning:
             raise SettingsError("DiLoCo: no parameter of the model requires a gradient.")
         found = optimizer_of("DiLoCo", named.values(), optimizer)
         _check_trains(found, named)
+        check_is_free(found)
         compressor = checked_compressor("DiLoCo", compressor)
         if weighted:
             check_takes_weights(compressor)

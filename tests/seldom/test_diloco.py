@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import math
 from typing import Any
@@ -515,6 +516,26 @@ def test_models_and_optimizers_that_cannot_work_are_refused_in_words() -> None:
         DiLoCo(3, half, every=3, line=line)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="no parameter of the model requires a gradient"):
         DiLoCo(nn.Linear(2, 2).requires_grad_(False), half, every=3, line=line)
+
+
+def test_an_optimizer_is_used_by_one_diloco_until_that_is_closed_or_gone() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def make() -> DiLoCo:
+        return DiLoCo(model, optimizer, every=3, line=lockstep_lines(1)[0])
+
+    first = make()
+    with pytest.raises(SettingsError, match=r"this SGD is used by another DiLoCo; call its close\(\) first"):
+        make()
+    first.close()
+    second = make()
+    copy.deepcopy(optimizer)  # without what watches it
+    del second
+    gc.collect()
+    for _ in range(2):
+        optimizer.step()  # nobody counts
+    make().close()
 
 
 def test_workers_that_differ_do_not_begin() -> None:
