@@ -21,11 +21,11 @@ class DiLoCoStatistics:
     cleared: int
     """How often the inner optimizer's state of a parameter was not finite on this rank, and was cleared."""
     bytes_per_step: float
-    """Bytes sent over the number of steps."""
+    """Bytes sent since construction, those of buffers included, over the steps since then."""
     peak_bytes_per_step: float
     """Bytes of the largest exchange, over the steps for which it may be under way: the delay, or 1."""
     traffic: Statistics
-    """The counts of all exchanges together."""
+    """The counts of all exchanges together, those of buffers included."""
 
     def __str__(self) -> str:
         """Return a short table."""

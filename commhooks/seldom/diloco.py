@@ -21,6 +21,7 @@ from commhooks.hooks.exchanger import Exchanger
 from commhooks.hooks.exchangers import Exchangers, read_groups
 from commhooks.hooks.sockets import group_or_default
 from commhooks.language.compressor import Compressor
+from commhooks.scheduling.ledger import total
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.seldom.counts import DiLoCoStatistics
@@ -34,6 +35,8 @@ from commhooks.state.table import ResidualStorage
 from commhooks.tensors import all_finite, cloned
 from commhooks.units import counted
 from commhooks.unwrapping import bare
+
+_INSIDE = "within outer_parameters(): the parameters are the outer copies, and this rank's own would be lost"
 
 Outer = Callable[[list[Tensor]], Optimizer]
 """Makes the outer optimizer of the tensors that it is to train."""
@@ -120,7 +123,8 @@ class DiLoCo:
         """The process group whose ranks average together; None for workers of one process."""
         self.schedule = beginning.schedule
         self.steps = 0
-        """How often `step` was called."""
+        """How often `step` was called, in the run that was resumed too."""
+        self._calls = 0
         self._model = bare(model)
         if group is not None:
             share_from_rank_0(self._model, group)
@@ -134,6 +138,7 @@ class DiLoCo:
         self._make_exchangers(beginning.compressor, line, residuals)
         self._inner = Inner(beginning.optimizer, self.exchangers.fail)
         self._rounds = self._dropped = 0
+        self._is_closed = self._is_at_outer = False
 
     @property
     def outer_optimizer(self) -> Optimizer:
@@ -186,8 +191,13 @@ class DiLoCo:
 
     @torch.no_grad()
     def _begin_step(self) -> None:
+        if self._is_closed:
+            raise CompressorError("DiLoCo.step: this DiLoCo was closed.")
+        if self._is_at_outer:
+            self.exchangers.fail(f"DiLoCo.step {_INSIDE}.")
         self._inner.count()
         self.steps += 1
+        self._calls += 1
         due = self.steps + self.schedule.delay
         beginning = [part for part in self._parts if part.is_turn(due, self.schedule.every)]
         if beginning:
@@ -284,14 +294,17 @@ class DiLoCo:
 
     def statistics(self) -> DiLoCoStatistics:
         """Return this rank's counts so far."""
-        traffic = self.exchangers.statistics()
-        largest = max(exchanger.last_step().moved_bytes for exchanger in self.exchangers.values())
+        traffic = total(part.exchanger.statistics() for part in self._parts)
+        largest = max(
+            sum(part.exchanger.last_step().moved_bytes for part in self._parts if part.turn == turn)
+            for turn in self.schedule.turns  # buffers are sent at the last fragment's turn
+        )
         return DiLoCoStatistics(
             steps=self.steps,
             rounds=self._rounds,
             dropped_rounds=self._dropped,
             cleared=self._inner.cleared,
-            bytes_per_step=traffic.moved_bytes / self.steps if self.steps else 0.0,
+            bytes_per_step=traffic.moved_bytes / max(1, self._calls),
             peak_bytes_per_step=largest / max(1, self.schedule.delay),
             traffic=traffic,
         )
@@ -310,23 +323,34 @@ class DiLoCo:
     def outer_parameters(self) -> Iterator[None]:
         """Give the model the outer copies, as they are once all that is under way is used; then its own values again.
 
-        For evaluation, the same on every rank. Training goes on as if it had not happened. It takes the memory of
-        another copy of the parameters, and while something is under way, of those fragments' outer optimizer's state.
+        For evaluation. Parameters are the same on every rank then, but buffers stay this rank's own. Training goes on
+        as if it had not happened; `step`, saving and loading raise an error in between. It takes the memory of another
+        copy of the parameters, and while something is under way, of those fragments' outer optimizer's state.
         """
-        with torch.no_grad():
-            own = {name: parameter.detach().clone() for name, parameter in self._named.items()}
-            under_way = [fragment for fragment in self._fragments if fragment.due is not None]
-            before = [fragment.foresee(self._outer_optimizer) for fragment in under_way]
-            for fragment in self._fragments:
-                fragment.mix(0.0)
-            for fragment, kept in zip(under_way, before, strict=True):
-                fragment.go_back(self._outer_optimizer, kept)
+        if self._is_at_outer:  # within another evaluation
+            yield
+            return
+        under_way = [fragment for fragment in self._fragments if fragment.due is not None]
+        for fragment in under_way:
+            fragment.means()  # raises what it failed of before anything is changed
+        own = {name: parameter.detach().clone() for name, parameter in self._named.items()}
+        self._is_at_outer = True
         try:
+            self._show_outer(under_way)
             yield
         finally:
+            self._is_at_outer = False
             with torch.no_grad():
                 for name, parameter in self._named.items():
                     parameter.copy_(own[name])
+
+    @torch.no_grad()
+    def _show_outer(self, under_way: Sequence[Fragment]) -> None:
+        before = [fragment.foresee(self._outer_optimizer) for fragment in under_way]
+        for fragment in self._fragments:
+            fragment.mix(0.0)
+        for fragment, kept in zip(under_way, before, strict=True):
+            fragment.go_back(self._outer_optimizer, kept)
 
     # --- saving and loading -------------------------------------------------------------------------------------------
 
@@ -342,6 +366,8 @@ class DiLoCo:
 
     def snapshot(self) -> Snapshots:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
+        if self._is_at_outer:
+            raise CheckpointError(f"saving {_INSIDE}.")
         if self._inner.is_ahead:
             raise CheckpointError("the optimizer took a step that was not counted: save after diloco.step().")
         due = {str(number): part.state() for number, part in enumerate(self._parts) if part.due is not None}
@@ -395,6 +421,8 @@ class DiLoCo:
         `settings="change"` also allows another `every`, `delay` or `mixing`. Otherwise as `Attachment.load_state_dict`.
         """
         allowed, loaded = LoadRules(**rules), read_groups(state)
+        if self._is_at_outer:
+            loaded = CheckpointError(f"rank {self.rank_and_world_size[0]}: loading {_INSIDE}.")
         if isinstance(loaded, Snapshots) and (faults := self.differences(loaded, allowed)):
             loaded = refuse(f"rank {self.rank_and_world_size[0]}: the checkpoint does not fit", faults)
         self.exchangers.restore(loaded, allowed)
@@ -410,7 +438,8 @@ class DiLoCo:
             part.load(shared["due"].get(str(number), {}))
 
     def close(self) -> None:
-        """End all exchanges, and the thread that carries them; a later step fails."""
+        """End all exchanges, and the thread that carries them; a later step raises `CompressorError`."""
+        self._is_closed = True
         self._inner.close()
         self.exchangers.close()
         if self._buffers is not None:

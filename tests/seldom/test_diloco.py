@@ -425,6 +425,62 @@ def test_an_exception_in_an_evaluation_gives_the_model_its_own_values_back() -> 
     assert distance(dict(worker.model.state_dict()), own) == 0
 
 
+def test_nothing_that_needs_a_ranks_own_parameters_runs_while_they_are_put_aside() -> None:
+    (worker,) = workers(1, every=4)
+    train_in_lockstep([worker], 0, 2)
+    own, saved = copy.deepcopy(dict(worker.model.state_dict())), worker.save()
+    with worker.diloco.outer_parameters():
+        with worker.diloco.outer_parameters():
+            assert distance(dict(worker.model.state_dict()), dict(network().state_dict())) == 0
+        assert distance(dict(worker.model.state_dict()), dict(network().state_dict())) == 0, "until the outermost ends"
+        with pytest.raises(CheckpointError, match=r"saving within outer_parameters\(\): the parameters are the outer"):
+            worker.diloco.state_dict()
+        with pytest.raises(CheckpointError, match=r"rank 0: loading within outer_parameters\(\)"):
+            worker.load(saved)
+        with pytest.raises(CompressorError, match=r"rank 0: DiLoCo.step within outer_parameters\(\)"):
+            worker.diloco.step()
+    assert distance(dict(worker.model.state_dict()), own) == 0 and worker.diloco.steps == 2
+
+
+def test_a_closed_one_counts_no_steps() -> None:
+    (worker,) = workers(1, every=4)
+    worker.diloco.close()
+    worker.diloco.close()
+    worker.inner_step(0)
+    worker.inner_step(1)  # the optimizer is its owner's again
+    with pytest.raises(CompressorError, match="this DiLoCo was closed"):
+        worker.diloco.step()
+
+
+def test_bytes_of_buffers_count_in_the_last_turn_and_steps_of_an_earlier_process_do_not() -> None:
+    lines = lockstep_lines(2)
+    made = [nn.Sequential(nn.Linear(9, 2), nn.BatchNorm1d(1000, affine=False), nn.Linear(1, 2)) for _ in lines]
+    made[1].load_state_dict(made[0].state_dict())
+    team = [
+        DiLoCo(model, torch.optim.SGD(model.parameters()), every=4, fragments=2, delay=2, line=line)
+        for model, line in zip(made, lines, strict=True)
+    ]
+    for _ in range(6):
+        step_in_lockstep(team)
+    counts = team[0].statistics()
+    buffers = 4 * (2 * 1000 + 8 + 1)  # mean, variance, 8 bytes of an integer, and the count of ranks
+    assert counts.traffic.gradient_bytes == 4 * 20 + 2 * (4 * 4 + buffers), "after steps 4, and 2 and 6"
+    assert counts.bytes_per_step == counts.traffic.moved_bytes / 6
+    assert counts.peak_bytes_per_step == (4 * 4 + buffers + 2 * 32) / 2, "with a header of each"
+    saved = [worker.state_dict() for worker in team]
+    lines = lockstep_lines(2)
+    resumed = [
+        DiLoCo(model, torch.optim.SGD(model.parameters()), every=4, fragments=2, delay=2, line=line)
+        for model, line in zip(made, lines, strict=True)
+    ]
+    for worker, state in zip(resumed, saved, strict=True):
+        worker.load_state_dict(state)
+    for _ in range(4):
+        step_in_lockstep(resumed)
+    counts = resumed[0].statistics()
+    assert counts.steps == 10 and counts.bytes_per_step == counts.traffic.moved_bytes / 4
+
+
 def test_bytes_are_those_of_one_exchange_in_every_round() -> None:
     elements = sum(p.numel() for p in network().parameters())
     for every in (1, 6):
