@@ -132,6 +132,8 @@ class ModelAverager(averagers.ModelAverager):
         saved = snapshot.shared.get("warmup_steps") if isinstance(snapshot, Snapshots) else None
         if isinstance(snapshot, Snapshots) and saved != self.warmup_steps:
             return [f"warmup_steps: saved with {saved}, now {self.warmup_steps}"]
+        if isinstance(snapshot, Snapshots) and type(snapshot.shared.get("step_of_averager")) is not int:
+            return ["ModelAverager's state has no step_of_averager"]
         return self._diloco.differences(snapshot, rules)
 
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:

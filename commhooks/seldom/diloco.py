@@ -27,6 +27,7 @@ from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.seldom.counts import DiLoCoStatistics
 from commhooks.seldom.cutting import Arrangement
 from commhooks.seldom.inner import Inner
+from commhooks.seldom.loading import misfits
 from commhooks.seldom.parts import Buffers, Fragment
 from commhooks.seldom.starting import Beginning, agree, average_over, share_from_rank_0, trained
 from commhooks.state.groups import Snapshots
@@ -398,20 +399,7 @@ class DiLoCo:
         """List every difference between a state and this run that would cause an error on loading."""
         if not isinstance(snapshot, Snapshots):
             return ["hooks: it was saved with the state of an attachment, not of DiLoCo"]
-        saved, now = snapshot.shared.get("schedule", {}), self.schedule.as_dict()
-        if lost := {"step", "rounds", "dropped_rounds", "due", "outer", "outer_optimizer"} - snapshot.shared.keys():
-            return [f"DiLoCo's state has no {', '.join(sorted(lost))}"]
-        found = [
-            f"{name}: saved with {saved.get(name)!r}, now {value!r}"
-            + "; pass settings='change'" * (name != "fragments")
-            for name, value in now.items()
-            if saved.get(name) != value and (name == "fragments" or rules.settings == "refuse")
-        ]
-        if snapshot.shared.get("outer_optimizer_class") != type(self._outer_optimizer).__name__:
-            found.append(
-                f"outer optimizer: saved from {snapshot.shared.get('outer_optimizer_class')}, now "
-                f"{type(self._outer_optimizer).__name__}"
-            )
+        found = misfits(snapshot.shared, self.schedule, self._parts, self._outer_optimizer, rules)
         return found or self.exchangers.differences(snapshot, rules)
 
     @torch.no_grad()

@@ -528,6 +528,48 @@ def test_memory_for_each_parameter_is_as_stated() -> None:
     assert bytes_of(fragments=4, delay=2) == 16 + 4 / 2, "the gap between turns is 2"
 
 
+def spoilt(state: dict[str, Any], where: str, value: Any = None) -> dict[str, Any]:
+    """Return a copy of a state, without what is found at a path, or with another value there."""
+    changed = copy.deepcopy(state)
+    *path, last = where.split("/")
+    held = functools.reduce(lambda within, key: within[key], path, changed)
+    del held[last]
+    if value is not None:
+        held[last] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "complaint"),
+    [
+        ("shared/due", None, "DiLoCo's state has no due"),
+        ("shared/due", 3, "DiLoCo's state is damaged"),
+        ("shared/due", {"7": {"at": 9, "mean": {}}}, "DiLoCo's state is damaged"),
+        ("shared/due/0/mean", None, "DiLoCo's state is damaged .KeyError: 'mean'"),
+        ("shared/due/0/mean/2.bias", None, "the mean of '2.bias' is missing"),
+        ("shared/due/0/mean/2.bias", torch.zeros(1), r"the mean of '2.bias' was saved with shape \(1,\), now \(48,\)"),
+        ("shared/due/0/at", 2, "a mean was due at step 2, which was over at step 2"),
+        ("shared/outer/2.bias", None, "the outer copy of '2.bias' is missing"),
+        ("shared/outer/2.bias", torch.zeros(1), r"the outer copy of '2.bias' was saved with shape \(1,\), now"),
+        ("shared/step", "two", "DiLoCo's state is damaged"),
+        ("shared/schedule", 3, "DiLoCo's state is damaged"),
+        ("shared/outer_optimizer", {}, "DiLoCo's state is damaged .KeyError: 'param_groups'"),
+        ("shared/outer_optimizer/param_groups", [], r"saved with groups of \[\] parameters, now \[8\]"),
+        ("shared/outer_optimizer_class", None, "DiLoCo's state has no outer_optimizer_class"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, complaint: str) -> None:
+    one, other = (workers(1, every=4, delay=3)[0] for _ in range(2))
+    for worker, steps in ((one, 2), (other, 1)):
+        train_in_lockstep([worker], 0, steps)
+    state, before = one.save(), other.save()
+    with pytest.raises(CheckpointError, match=complaint):
+        other.diloco.load_state_dict(spoilt(state["diloco"], where, value))
+    assert distance(other.save(), before) == 0
+    other.load(state)
+    assert distance(other.save(), state) == 0
+
+
 # --- what cannot work -------------------------------------------------------------------------------------------------
 
 
