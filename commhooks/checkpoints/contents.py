@@ -32,11 +32,12 @@ class Contents:
     """This rank's own part; None if another number of ranks saved the checkpoint."""
     hooks: Snapshot | Snapshots | None
     of_former_self: dict[str, Any] | None = None
-    """The part of the rank of this number among another number of ranks, if it was read: its optimizer goes on."""
+    """The part of the rank of this number among another number of ranks, if it was read: its optimizer and scaler go
+    on."""
 
     def of(self, run: Run, name: str) -> Any:
-        """Return the state of the model or the optimizer: this rank's own if ranks have their own."""
-        own = self.own or (self.of_former_self if name == "optimizer" else None)
+        """Return the state of the model, the optimizer or the scaler: this rank's own if ranks have their own."""
+        own = self.own or (self.of_former_self if name != "model" else None)
         return own[name] if own is not None and name in own and of_own_models(run.hooks) else self.shared.get(name)
 
     def faults(self, run: Run, rules: LoadRules) -> list[str]:
@@ -48,7 +49,7 @@ class Contents:
         if run.optimizer is not None and "optimizer" in self.shared:
             found += _differing_optimizers(self.shared | {"optimizer": self.of(run, "optimizer")}, run.optimizer)
         if run.scaler is not None and "scaler" in self.shared:
-            absent = run.scaler.state_dict().keys() - self.shared["scaler"].keys()
+            absent = run.scaler.state_dict().keys() - self.of(run, "scaler").keys()
             found += [f"scaler: checkpoint has no {name!r}" for name in sorted(absent)]
         if run.hooks is not None and self.hooks is not None:
             found += run.hooks.differences(self.hooks, rules)
@@ -63,7 +64,7 @@ class Contents:
         if run.optimizer is not None:
             run.optimizer.load_state_dict(self.of(run, "optimizer"))
         if run.scaler is not None:
-            run.scaler.load_state_dict(self.shared["scaler"])
+            run.scaler.load_state_dict(self.of(run, "scaler"))
         if self.own is None:
             return
         with torch.no_grad():

@@ -5,8 +5,8 @@ A checkpoint is a folder, which all ranks must see under the same path:
     <directory>/checkpoint-00007-step-30/
         manifest.json    step, world size, the save's name, and the bytes and the CRC-32 of each file
         shared.pt        what is the same on every rank, written by rank 0
-        rank0.pt ...     each rank's own: residuals, buffers, random number generators, and with DiLoCo its model and
-                         optimizer; written in parallel
+        rank0.pt ...     each rank's own: residuals, buffers, random number generators, and with DiLoCo its model,
+                         optimizer and scaler; written in parallel
 
 It is written under another name, flushed to the disk, and renamed once complete: a run that is killed at any moment
 leaves earlier checkpoints intact. Every file loads with `torch.load(path)` and its default arguments, which executes
@@ -64,7 +64,7 @@ def save_checkpoint(
     - `optimizer` and `scaler` must have the same state on every rank; rank 0's is saved. The state of a
       `ZeroRedundancyOptimizer`, of which each rank holds a part, is consolidated on rank 0 first.
     - `hooks` is what `attach` returned, the hook's `PowerSGDState`, or a `DiLoCo`. With the last, whose ranks have
-      models and optimizers of their own, every rank's are saved, and `model` may be a plain module.
+      models, optimizers and scalers of their own, every rank's are saved, and `model` may be a plain module.
     - `extra` is anything else that you want back, as plain data: numbers, strings, tensors, lists and dictionaries.
     - `keep` is how many of the newest checkpoints to keep in the directory (None: all).
     - `flush`: wait until everything is on the disk, so that the checkpoint also survives a crash of the machine.

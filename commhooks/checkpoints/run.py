@@ -108,17 +108,21 @@ class Run:
     def own_part(self, snapshot: Snapshot | Snapshots | None, step: int, save: str) -> dict[str, Any]:
         """Return what each rank saves separately: its residuals, buffers and random number generators.
 
-        If ranks average their models only now and then, also its model and its optimizer's state. `save` names the
-        save, so that no file can be taken for that of another one.
+        If ranks average their models only now and then, also its model, and the states of its optimizer and scaler.
+        `save` names the save, so that no file can be taken for that of another one.
         """
         generators = {"cpu": torch.get_rng_state(), **generator_states()}
         part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "generators": generators}
         part["buffers"] = self.buffers()
         if of_own_models(self.hooks):
             part["model"] = self.model.state_dict()
-            part |= {"optimizer": self.optimizer.state_dict()} if self.optimizer is not None else {}
+            part |= self._saved_beside()
             _require_plain("", part)
         return part if snapshot is None else part | {"hooks": snapshot.own_part()}
+
+    def _saved_beside(self) -> dict[str, Any]:
+        beside = {"optimizer": self.optimizer, "scaler": self.scaler}
+        return {name: saved.state_dict() for name, saved in beside.items() if saved is not None}
 
     def shared_part(
         self, snapshot: Snapshot | Snapshots | None, step: int, save: str, world_size: int, extra: Mapping[str, Any]
@@ -126,9 +130,7 @@ class Run:
         """Return what is the same on every rank; raise `CheckpointError` if it holds anything but plain data."""
         part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "world_size": world_size}
         part["model"] = self.hooks.model_state() if of_own_models(self.hooks) else self.model.state_dict()
-        for name, saved in (("optimizer", self.optimizer), ("scaler", self.scaler)):
-            if saved is not None:
-                part[name] = saved.state_dict()
+        part |= self._saved_beside()
         part["optimizer_class"] = optimizer_class(self.optimizer)
         if snapshot is not None:
             part["hooks"] = snapshot.shared_part()

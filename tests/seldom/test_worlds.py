@@ -95,12 +95,13 @@ def test_ranks_take_rank_0s_model_whatever_its_dtypes(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_checkpoints_hold_every_ranks_model_and_optimizer(rank: int, tmp_path: Path) -> None:
+def test_checkpoints_hold_every_ranks_model_optimizer_and_scaler(rank: int, tmp_path: Path) -> None:
     """Also in the middle of a round with exchanges under way. What all ranks share is the model of outer copies."""
     settings = {"compressor": "top-k", **SCHEDULES["fragments"]}
     worker = Worker(rank, **settings)
     worker.train(0, STOP)
     parts = {"model": worker.model, "optimizer": worker.optimizer, "hooks": worker.diloco}
+    parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=1024.0 / (1 + rank))  # rank 1 left out a step
     path = commhooks.save_checkpoint(tmp_path / "run", step=STOP, **parts)  # type: ignore[arg-type]  # of several types
     shared = {name: t.clone() for name, t in worker.diloco.model_state().items()}
     worker.train(STOP, END)
@@ -108,9 +109,11 @@ def test_checkpoints_hold_every_ranks_model_and_optimizer(rank: int, tmp_path: P
     worker.diloco.close()
 
     resumed = Worker(rank, **settings)
-    parts = {"model": resumed.model, "optimizer": resumed.optimizer, "hooks": resumed.diloco}
+    scaler = torch.amp.GradScaler("cpu")
+    parts = {"model": resumed.model, "optimizer": resumed.optimizer, "hooks": resumed.diloco, "scaler": scaler}
     loaded = commhooks.load_checkpoint(tmp_path / "run", **parts)  # type: ignore[arg-type]
     assert loaded is not None and loaded.step == STOP == resumed.diloco.steps
+    assert scaler.get_scale() == 1024.0 / (1 + rank)
     resumed.train(STOP, END)
     assert distance(result_of(resumed), expected) == 0
 
