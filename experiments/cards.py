@@ -20,7 +20,8 @@ from commhooks.compressors import COMPRESSORS, Registered
 from commhooks.language.spelling import short_name
 from commhooks.making import ENTRY_POINTS, kind_of, settings_of
 
-from .specs import Spec
+from .seldom import Seldom
+from .specs import DILOCO, Spec, is_seldom
 from .tasks import TASKS
 from .tasks.loading import task_function
 from .training.stock import PREFIX, check_stock, is_stock, stock_names, stock_settings
@@ -62,9 +63,9 @@ class Card:
 
 
 def hook_names() -> list[str]:
-    """Return the names that a hook can have: those of compressors, other packages' too, and PyTorch's own."""
+    """Return the names that a hook can have: those of compressors, other packages' too, DiLoCo, and PyTorch's own."""
     registered = (point.name for point in entry_points(group=ENTRY_POINTS))
-    return [*sorted({*COMPRESSORS, *registered}), *stock_names()]
+    return [*sorted({*COMPRESSORS, *registered}), DILOCO, *stock_names()]
 
 
 def hook_card(name: str) -> Card:
@@ -79,6 +80,13 @@ def hook_card(name: str) -> Card:
         check_stock(spec)
         found = tuple(Setting(each, _in_words(default)) for each, default in stock_settings(spec.name).items())
         return Card(spec.name, f"PyTorch's own {spec.name.removeprefix(PREFIX)}, to compare with.", found)
+    if is_seldom(spec):
+        about, defaults = _documented(Seldom), _defaults_of(Seldom)
+        return Card(
+            DILOCO,
+            inspect.getdoc(Seldom) or "",
+            tuple(Setting(each, _in_words(default), about[each]) for each, default in defaults.items()),
+        )
     kind = kind_of(spec.name)
     make = kind.make if isinstance(kind, Registered) else kind
     given = dict(make.keywords) if isinstance(make, functools.partial) else {}

@@ -7,7 +7,8 @@ from commhooks.language.compressor import Compressor
 from commhooks.making import settings_of
 from commhooks.scheduling.policy import POLICIES, PolicyName
 
-from .specs import Spec
+from .seldom import Seldom
+from .specs import Spec, is_seldom
 
 
 def make_hook(spec: Spec, seed: int = 0) -> Compressor:
@@ -15,6 +16,11 @@ def make_hook(spec: Spec, seed: int = 0) -> Compressor:
 
     Raises ValueError if there is no hook of this name, if it has no such setting, or if a value cannot work.
     """
+    if is_seldom(spec):
+        raise ValueError(
+            f"hook {spec.label!r}: DiLoCo averages models, not gradients, so only compare and sweep run it; name its "
+            f"compressor by itself, such as {Seldom.of(spec).compressor.label}"
+        )
     policy_of(spec)
     plain = spec.having(policy=None)
     return commhooks.make_compressor(

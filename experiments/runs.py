@@ -17,7 +17,7 @@ from commhooks.checkpoints.disk import named
 from commhooks.units import unknown
 
 from .links.link import LinkSettings
-from .specs import Spec
+from .specs import Spec, is_under_way_between_steps
 
 FORMAT = 2  # of the result files; increased when readers must change
 PARTIAL = ".json.part"  # suffix of a result's name while it is being written
@@ -103,9 +103,10 @@ class RunSettings:
     def scene(self) -> RunSettings:
         """The same settings without a hook: runs of one scene take turns, so that their times can be compared.
 
-        Hosts whose rates change as time passes cannot serve several runs in turns.
+        Hosts whose rates change as time passes cannot serve several runs in turns; nor can a run take turns whose
+        exchanges go on meanwhile.
         """
-        alone = self.link.kind == "hosts" and self.link.schedule
+        alone = (self.link.kind == "hosts" and self.link.schedule) or is_under_way_between_steps(self.hook)
         return self if alone else dataclasses.replace(self, hook=Spec(""))
 
     @property

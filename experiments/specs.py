@@ -8,6 +8,7 @@ from typing import Self
 
 from commhooks.language.spelling import NAME, Spelling, parse
 
+DILOCO = "diloco"
 SettingValue = bool | int | float | str
 
 # What a name may look like before its settings: 'fp16', 'package.module:Class' (a hook), 'module:function' or
@@ -53,3 +54,19 @@ class Spec(Spelling):
     def with_default(self, key: str, value: SettingValue) -> Self:
         """Return the spec with this setting, unless it has one of that name."""
         return self if self.has(key) else dataclasses.replace(self, settings=(*self.settings, (key, value)))
+
+
+def is_seldom(hook: Spec) -> bool:
+    """Return whether a hook is DiLoCo, which trains a plain module (`experiments.seldom`), by its name."""
+    return hook.name == DILOCO
+
+
+def steps_of_a_round(hook: Spec) -> int:
+    """Return after how many steps a hook's communication repeats itself: 1, unless it is DiLoCo."""
+    every = dict(hook.settings).get("every", 1) if is_seldom(hook) else 1
+    return every if isinstance(every, int) and every > 0 else 1
+
+
+def is_under_way_between_steps(hook: Spec) -> bool:
+    """Return whether exchanges go on after the step that began them, so that turns of other runs would hide them."""
+    return is_seldom(hook) and dict(hook.settings).get("delay", 0) != 0

@@ -53,7 +53,9 @@ def fidelity(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
         title = "Gradients: what is lost, and what is kept back"
         figure, every = canvases(title, "step", 9.6, 4.0, columns=1 + residuals)
         for one in setting.outcomes:
-            look, runs = drawn[one.hook], list(one.results.values())
+            look, runs = drawn[one.hook], [run for run in one.results.values() if run.probes]
+            if not runs:
+                continue  # DiLoCo averages no gradients
             _probes(every[0], [[max(probe.error, EXACT) for probe in run.probes] for run in runs], runs, look)
             if residuals and all(probe.residual is not None for run in runs for probe in run.probes):
                 found = [[probe.residual or 0.0 for probe in run.probes] for run in runs]

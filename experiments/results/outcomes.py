@@ -22,7 +22,7 @@ from .summary import (
     target_loss,
     total_bytes,
     total_seconds,
-    unprobed,
+    typical_steps,
 )
 
 USUAL_BASELINE = "all-reduce"
@@ -82,18 +82,23 @@ class Outcome:
 
     @cached_property
     def step(self) -> Estimate:
-        """Seconds of each seed's median step, without the probed ones."""
-        return self._each(lambda steps: statistics.median(step.seconds for step in unprobed(steps)))
+        """Seconds of each seed's median step, without the probed ones; of DiLoCo, of the mean step of a round."""
+        return Estimate.of(
+            {
+                seed: statistics.median(step.seconds for step in typical_steps(result))
+                for seed, result in self.results.items()
+            }
+        )
 
     @cached_property
     def step_spread(self) -> Spread:
         """Seconds of a step, over all seeds' steps without the probed ones."""
-        return Spread.of([step.seconds for one in self.results.values() for step in unprobed(one.asked_steps)])
+        return Spread.of([step.seconds for one in self.results.values() for step in typical_steps(one)])
 
     @cached_property
     def typical(self) -> Mapping[str, Estimate]:
         """Seconds of the typical step and of its parts: the parts add up."""
-        found = {seed: Typical.of(unprobed(result.asked_steps)) for seed, result in self.results.items()}
+        found = {seed: Typical.of(typical_steps(result)) for seed, result in self.results.items()}
         return {
             name: Estimate.of({seed: getattr(one, name) for seed, one in found.items()}) for name in (*PARTS, "seconds")
         }

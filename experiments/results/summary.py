@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..runs import StepRecord
+from ..runs import RunResult, StepRecord
+from ..specs import steps_of_a_round
 
 SMOOTHING_STEPS = 10  # a training loss is a mean over this many steps, up to and including the step itself
 CURVE_STEPS = 9  # a curve's point is a mean over this many steps, itself in the middle
@@ -65,6 +66,26 @@ class Typical:
 def unprobed(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
     """Return the steps whose time tells how long a step takes: those not measured by layer, if there are any."""
     return [step for step in steps if not step.probed] or steps
+
+
+def typical_steps(result: RunResult) -> Sequence[StepRecord]:
+    """Return the steps asked for whose time tells how long a step takes.
+
+    If the hook communicates every so many steps, as DiLoCo does, each record is the mean step of a whole round: one
+    that communicates takes long, and most others take no time to.
+    """
+    every, steps = steps_of_a_round(result.settings.hook), result.asked_steps
+    if every == 1:
+        return unprobed(steps)
+    rounds = [steps[begin : begin + every] for begin in range(0, len(steps) - every + 1, every)] or [steps]
+    return [_mean_step(own) for own in rounds]
+
+
+def _mean_step(steps: Sequence[StepRecord]) -> StepRecord:
+    """Return the last of these steps, with the mean times of all of them."""
+    names = ("seconds", "compute", "compression", "waiting", "hidden")
+    means = {name: statistics.fmean(getattr(step, name) for step in steps) for name in names}
+    return dataclasses.replace(steps[-1], **means)  # type: ignore[arg-type]
 
 
 def smoothed_losses(steps: Sequence[StepRecord]) -> list[float]:

@@ -15,7 +15,8 @@ from commhooks.tensors import tensor_bytes
 from ..hooks import make_hook
 from ..machine import cores
 from ..runs import Compute, RunResult, RunSettings
-from ..specs import Spec
+from ..seldom import Seldom
+from ..specs import Spec, is_seldom, steps_of_a_round
 from ..tasks import load_task
 from ..training.lockstep import join_workers
 from ..training.stock import is_stock
@@ -86,13 +87,16 @@ def _counted(settings: RunSettings) -> float:
     dense = 2 * (settings.ranks - 1) / settings.ranks * sum(tensor_bytes(p) for p in model.parameters())
     if is_stock(settings.hook):
         return dense
-    start_after = int(dict(settings.hook.settings).get("start_after", 0))
-    others = tuple((name, value) for name, value in settings.hook.settings if name != "start_after")
-    workers = join_workers(model, make_hook(Spec(settings.hook.name, others)), settings.ranks)
+    hook, every = settings.hook, steps_of_a_round(settings.hook)
+    if is_seldom(hook):
+        hook = Seldom.of(hook).compressor
+    start_after = every * int(dict(hook.settings).get("start_after", 0))
+    others = tuple((name, value) for name, value in hook.settings if name != "start_after")
+    workers = join_workers(model, make_hook(Spec(hook.name, others)), settings.ranks)
     gradients = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
     commhooks.average_in_lockstep(workers, [{n: g.clone() for n, g in gradients.items()} for _ in workers])
     share = min(start_after / settings.steps, 1.0)
-    return share * dense + (1 - share) * workers[0].last_step().moved_bytes
+    return (share * dense + (1 - share) * workers[0].last_step().moved_bytes) / every
 
 
 def _measured(settings: RunSettings) -> float:

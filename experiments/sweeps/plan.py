@@ -15,12 +15,14 @@ from ..launch import torchrun_world
 from ..links.link import LinkSettings
 from ..machine import cores
 from ..runs import Compute, RunSettings, read_setting
-from ..specs import Spec
+from ..specs import Spec, is_seldom
 from ..tasks import LoadedTask, load_task
 from ..training.registration import check_hook, unsuited_hook
+from ..training.seldom import check_diloco
 from ..training.worker import dilation_of
 
 MOST_RUNS = 10_000
+_OWN_DDP = ("core", None)  # the defaults of `ddp` and `bucket_cap_mb`
 _OUTERMOST_FIRST = (
     "task",
     "ranks",
@@ -179,12 +181,24 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
         seen[settings.task].check(settings.ranks)
     for settings in {(one.task, one.hook): one for one in runs}.values():
         check_hook(settings.hook, dict(seen[settings.task].model.named_parameters()))
+    _check_seldom([one for one in runs if is_seldom(one.hook)], seen)
     if (torchrun_world() or (0, 1))[0] > 0:  # rank 0 tells it
         return
     for settings in {(one.task, one.hook, one.optimizer): one for one in runs}.values():
         task = seen[settings.task]
         if reason := unsuited_hook(settings.hook, task.optimizer(settings.optimizer), task.model):
             warnings.warn(f"{settings.task.label}: {reason}", stacklevel=2)
+    for label in sorted(
+        {one.hook.label for one in runs if is_seldom(one.hook) and (one.ddp, one.bucket_cap_mb) != _OWN_DDP}
+    ):
+        warnings.warn(f"{label} trains a plain module: ddp and bucket_cap_mb have no effect on it", stacklevel=2)
+
+
+def _check_seldom(runs: Sequence[RunSettings], tasks: Mapping[Spec, LoadedTask]) -> None:
+    """Raise ValueError if DiLoCo cannot train one of the runs' tasks."""
+    for settings in {(one.task, one.hook, one.optimizer, one.steps): one for one in runs}.values():
+        task = tasks[settings.task]
+        check_diloco(settings.hook, task.model, task.optimizer(settings.optimizer), settings.steps)
 
 
 def _check_link(settings: RunSettings) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from commhooks.checkpoints.disk import named
 
-from ..results.summary import smoothed_losses, total_bytes, total_seconds, unprobed
+from ..results.summary import smoothed_losses, total_bytes, total_seconds, typical_steps
 from ..runs import PARTIAL, RunResult, RunSettings
 from ..tasks.loading import source_of
 
@@ -142,8 +142,9 @@ def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
 
         Then, for each run, about the steps asked for: `held_out_loss` and other metrics after the last of them
         (`held_out_accuracy`, 0 to 1); `train_loss`, the mean of the last ten; `seconds` of training; the medians of a
-        step that was not probed, `median_step_seconds`, and of its parts, `median_compute_seconds`,
-        `median_compression_seconds` and `median_waiting_seconds`; `moved_bytes`, what a rank sent, as a ring moves it;
+        step that was not probed (of a round's mean step, with DiLoCo), `median_step_seconds`, and of its parts,
+        `median_compute_seconds`, `median_compression_seconds` and `median_waiting_seconds`; `moved_bytes`, what a rank
+        sent, as a ring moves it;
         `interface_bytes`, the same as counted by the host's network interface, or NaN; `ratio`, the bytes of a plain
         all-reduce over `moved_bytes`. A run may have gone on after these steps: `all_steps`, `all_seconds` and
         `last_held_out_loss` are those of its end. `replicas_identical`: whether all ranks ended with the same
@@ -191,7 +192,7 @@ def _plain(value: object) -> object:
 
 
 def _outcome(result: RunResult) -> dict[str, object]:
-    steps, last, typical = result.asked_steps, result.evaluation, unprobed(result.asked_steps)
+    steps, last, typical = result.asked_steps, result.evaluation, typical_steps(result)
     moved, counted = total_bytes(steps), [step.interface_bytes for step in steps]
     return {
         "held_out_loss": last.loss,

@@ -4,7 +4,8 @@
   optimizer.
 - waiting: it has nothing to compute, and the hook waits for a collective (for the link, or for another rank); or the
   forward pass waits for rank 0's buffers.
-- compression: it has nothing to compute, and the hook is at work: casting, factorising, packing, unpacking.
+- compression: it has nothing to compute, and the hook is at work: casting, factorising, packing, unpacking, or taking
+  DiLoCo's outer step.
 
 So compute + compression + waiting = the step. What the hook and the link do during the backward pass costs the step
 nothing, and is reported separately as hidden.
@@ -37,6 +38,7 @@ class StepClock:
         self._waits = waits
         self._clock = waits.clock
         self._begin = self._gradient = self._backward_end = 0.0
+        self._stepped: float | None = None  # when the optimizer was done, if there is communication after it
         self._entered: float | None = None  # when the DDP was called that has not called the inner model yet
         self._for_buffers: list[Interval] = []
         self._handles = [
@@ -65,11 +67,16 @@ class StepClock:
         """Start a step."""
         self._waits.take()
         self._for_buffers.clear()
+        self._stepped = None
         self._begin = self._gradient = self._clock()
 
     def backward_ended(self) -> None:
         """Record that backward() has returned: every gradient is now the mean."""
         self._backward_end = self._clock()
+
+    def optimizer_ended(self) -> None:
+        """Record that the optimizer has taken its step: what follows is communication."""
+        self._stepped = self._clock()
 
     def end(self) -> Split:
         """End the step and return where its time went."""
@@ -77,8 +84,9 @@ class StepClock:
         waits = self._waits.take()
         for_buffers = sum(until - since for since, until in self._for_buffers)
         hidden = overlap(waits, (self._begin, self._gradient)) - sum(overlap(waits, one) for one in self._for_buffers)
-        exposed = self._backward_end - self._gradient
-        exposed_waiting = overlap(waits, (self._gradient, self._backward_end))
+        windows = [(self._gradient, self._backward_end), (end if self._stepped is None else self._stepped, end)]
+        exposed = sum(until - since for since, until in windows)
+        exposed_waiting = sum(overlap(waits, window) for window in windows)
         return Split(
             seconds=end - self._begin,
             compute=end - self._begin - for_buffers - exposed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import commhooks
 import ddp_core
+from commhooks.communicators import Communicator
 from commhooks.hooks.optimizers import unsuited
 from commhooks.tensors import tensor_bytes
 
@@ -23,7 +25,8 @@ from ..links.link import EmulatedLink, Wire
 from ..links.linked_group import LinkedGroup
 from ..links.waits import WaitClock
 from ..runs import RunSettings
-from ..specs import Spec
+from ..specs import Spec, is_seldom
+from .seldom import LinkedDiLoCo, settings_of
 from .stock import check_stock, is_stock, register_stock
 
 _LOOPBACKS = {"lo", "lo0"}
@@ -42,17 +45,26 @@ class Counted:
 class Registered:
     """A model in its DDP, with one of our hooks. All that the DDP sends passes the run's link, buffers too."""
 
-    def __init__(self, settings: RunSettings, model: nn.Module, dilation: float) -> None:
-        self._model = model
+    averages_gradients = True
+    """Whether what it averages are the gradients of the step."""
+
+    def __init__(
+        self, settings: RunSettings, model: nn.Module, optimizer: torch.optim.Optimizer, dilation: float
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
         self.waits = WaitClock()
         self.wire = Wire(settings.link.slowed(dilation), clock=self.waits.clock)
         self._group = self._make_group(settings)
-        self.ddp = wrap_in_ddp(model, settings.ddp, settings.bucket_cap_mb, self._group)
+        self.ddp = self._wrapped(settings)
         self._register(settings)
 
     def _make_group(self, settings: RunSettings) -> LinkedGroup | None:
         """Return the group of the DDP; None: the default group, on a link that takes its time by itself."""
         return LinkedGroup(_world(), self.wire) if settings.link.kind == "emulated" else None
+
+    def _wrapped(self, settings: RunSettings) -> nn.Module:
+        """Return what the loss calls."""
+        return wrap_in_ddp(self._model, settings.ddp, settings.bucket_cap_mb, self._group)
 
     def _register(self, settings: RunSettings) -> None:
         self._attachment = commhooks.attach(
@@ -60,25 +72,40 @@ class Registered:
             make_hook(settings.hook, settings.seed),
             policy=policy_of(settings.hook),
             process_group=_world(),
-            wrap_communicator=lambda inner: self.waits.around(EmulatedLink(inner, self.wire)),
+            wrap_communicator=self._linked,
         )
 
-    def save(self, folder: Path, step: int, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
+    def _linked(self, inner: Communicator) -> Communicator:
+        return self.waits.around(EmulatedLink(inner, self.wire))
+
+    @property
+    def _hooks(self) -> commhooks.Attachment | commhooks.DiLoCo:
+        """What a checkpoint takes the hook's state from."""
+        return self._attachment
+
+    def after_step(self) -> None:
+        """Do what follows a step of the optimizer; the time that it takes is the step's."""
+
+    def shared_model(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model is the one that all ranks share; every rank enters it."""
+        return contextlib.nullcontext()
+
+    def save(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
         """Save model, optimizer and the hook's state after a step, in place of what was saved before."""
         commhooks.save_checkpoint(
             folder,
             step=step,
             model=self._model,  # its ranks are those of the default group; the DDP's own is the link
-            optimizer=optimizer,
-            hooks=self._attachment,
+            optimizer=self._optimizer,
+            hooks=self._hooks,
             extra=extra,
             keep=1,
             flush=False,  # it must survive the end of the ranks, and rarely that of the machine
         )
 
-    def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> Mapping[str, Any] | None:
+    def load(self, folder: Path) -> Mapping[str, Any] | None:
         """Load what `save` saved last, and return its `extra`; None: nothing was saved."""
-        found = commhooks.load_checkpoint(folder, model=self._model, optimizer=optimizer, hooks=self._attachment)
+        found = commhooks.load_checkpoint(folder, model=self._model, optimizer=self._optimizer, hooks=self._hooks)
         return None if found is None else found.extra
 
     def counted(self) -> Counted:
@@ -150,22 +177,81 @@ class StockHook(Registered):
         self._close()
 
 
-def register(settings: RunSettings, model: nn.Module, dilation: float) -> Registered:
-    """Wrap the model in its DDP, and put the run's hook on it."""
-    return (StockHook if is_stock(settings.hook) else Registered)(settings, model, dilation)
+class SeldomHook(Registered):
+    """DiLoCo, which trains the plain module: it averages how far the ranks went, and no gradients."""
+
+    averages_gradients = False
+
+    def _make_group(self, settings: RunSettings) -> None:
+        """Return None: there is no DDP."""
+
+    def _wrapped(self, settings: RunSettings) -> nn.Module:
+        return self._model
+
+    def _register(self, settings: RunSettings) -> None:
+        self._diloco = LinkedDiLoCo(
+            self._model,
+            self._optimizer,
+            process_group=_world(),
+            wrap_communicator=self._linked,
+            **settings_of(settings.hook, settings.seed),
+        )
+        self._bytes = sum(tensor_bytes(parameter) for parameter in self._diloco.trained_parameters)
+
+    @property
+    def _hooks(self) -> commhooks.DiLoCo:
+        return self._diloco
+
+    def after_step(self) -> None:
+        """Count the step, and exchange what is due."""
+        self._diloco.step()
+
+    def shared_model(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the outer copies, with what is under way taken into account."""
+        return self._diloco.outer_parameters()
+
+    def counted(self) -> Counted:
+        """Return the bytes so far, without those of buffers; those of gradients are the ones that a DDP averages."""
+        counts = self._diloco.statistics().traffic
+        return Counted(self._bytes * self._diloco.steps, counts.payload_bytes, counts.moved_bytes)
+
+    def payload_by_parameter(self) -> dict[str, float]:
+        """Return each parameter's bytes in messages, mean over the rounds so far."""
+        found = self._diloco.exchangers.by_parameter()
+        return {name: traffic.payload_bytes / max(traffic.steps, 1) for name, traffic in found.items()}
+
+    def residual_ratios(self) -> dict[str, float]:
+        """Return nothing: residuals are those of what rounds send, not of gradients."""
+        return {}
+
+    def detach(self) -> None:
+        """End the exchanges."""
+        self._diloco.close()
+        self._close()
+
+
+def register(settings: RunSettings, model: nn.Module, optimizer: torch.optim.Optimizer, dilation: float) -> Registered:
+    """Wrap the model in its DDP, and put the run's hook on it; DiLoCo takes the model itself, and the optimizer."""
+    if is_seldom(settings.hook):
+        return SeldomHook(settings, model, optimizer, dilation)
+    return (StockHook if is_stock(settings.hook) else Registered)(settings, model, optimizer, dilation)
 
 
 def check_hook(hook: Spec, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
     """Raise an error if there is no such hook, if a setting cannot work, or if it does not accept the parameters."""
     if is_stock(hook):
         check_stock(hook)
+    elif is_seldom(hook):
+        settings_of(hook)["compressor"].check(parameters or {}, None)
     else:
         make_hook(hook).check(parameters or {}, None)
 
 
 def unsuited_hook(hook: Spec, optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
     """Return why a hook may diverge under an optimizer, and what to set; None if nothing is known."""
-    return None if is_stock(hook) else unsuited(make_hook(hook), optimizer, model.parameters())
+    if is_stock(hook) or is_seldom(hook):  # the optimizer of DiLoCo's ranks has their own gradients
+        return None
+    return unsuited(make_hook(hook), optimizer, model.parameters())
 
 
 def wrap_in_ddp(

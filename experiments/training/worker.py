@@ -245,8 +245,8 @@ class _Run:
         self.model = self.task.model
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._check_data()
-        self.registered = register(settings, self.model, dilation)
         self.optimizer = self.task.optimizer(settings.optimizer)
+        self.registered = register(settings, self.model, self.optimizer, dilation)
         self.clock = StepClock(self.registered.ddp, self.model, self.registered.waits)
         self.goal: Goal | None = None
         self.steps: list[StepRecord] = []
@@ -276,7 +276,7 @@ class _Run:
             "probes": [dataclasses.asdict(one) for one in self.probes],
         }
         try:
-            self.registered.save(folder / self.settings.name, len(self.steps), self.optimizer, extra)
+            self.registered.save(folder / self.settings.name, len(self.steps), extra)
         except CheckpointError as error:  # on all ranks
             self.send(NotSaved(self.number, str(error)))
 
@@ -293,7 +293,7 @@ class _Run:
                 self.send(BeginsAgain(self.number, "it takes turns with a run that cannot be continued"))
             return True
         try:
-            found = self.registered.load(place, self.optimizer)
+            found = self.registered.load(place)
         except CheckpointError as error:  # on all ranks
             self.send(BeginsAgain(self.number, str(error)))
             return False
@@ -327,6 +327,7 @@ class _Run:
         evaluated = last or (step + 1) % self.settings.evaluate_every == 0
         # The true mean crosses the network too, uncompressed: on a network that is really slow, only once.
         probed = last or (evaluated and step < asked and self.settings.link.kind == "emulated")
+        probed = probed and self.registered.averages_gradients
         probe = Probe(self.model) if probed else None
         # A schedule is for the steps asked for. A run that goes on keeps the last rate.
         self.task.set_learning_rate(self.optimizer, min(step, asked - 1), asked)
@@ -338,6 +339,8 @@ class _Run:
         loss.backward()
         self.clock.backward_ended()
         self.optimizer.step()
+        self.clock.optimizer_ended()
+        self.registered.after_step()
         split, ended = self.clock.end(), time.time()
         self.registered.wire.pause()
         after, interface = self.registered.counted(), _difference(sent, sent_by_interface(self.settings))
@@ -358,17 +361,19 @@ class _Run:
         if self.evaluated == len(self.steps):
             return
         self.evaluated = len(self.steps)
-        if self.rank == 0:
-            metrics = self.task.evaluate()
-            loss = metrics.pop("loss")
-            self.evaluations.append(EvaluationRecord(step=self.evaluated, loss=loss, metrics=metrics))
-            self.send(Evaluated(self.number, self.evaluations[-1], probe))
+        with self.registered.shared_model():
+            if self.rank == 0:
+                metrics = self.task.evaluate()
+                loss = metrics.pop("loss")
+                self.evaluations.append(EvaluationRecord(step=self.evaluated, loss=loss, metrics=metrics))
+                self.send(Evaluated(self.number, self.evaluations[-1], probe))
         dist.barrier()
 
     def result(self, compute_here: float | None, used_by_others: float | None) -> RunResult:
         """Return the measurements."""
         fingerprints: list[str | None] = [None] * self.ranks
-        dist.all_gather_object(fingerprints, fingerprint(self.model))
+        with self.registered.shared_model():
+            dist.all_gather_object(fingerprints, fingerprint(self.model))
         return RunResult(
             settings=self.settings,
             parameters=sum(p.numel() for p in self.model.parameters()),

@@ -95,6 +95,8 @@ MISTAKES = {
     "leaderboard --seeds 1": "seeds must be at least 2",
     "hooks powersdg": "Did you mean 'powersgd'",
     "hooks torch.bf16": "accepts bf16_compress_hook, by its name, only with NCCL",
+    "compare --hook diloco": "say how many steps a round has, such as diloco:every=30",
+    "profile --task gpt --hook diloco:every=3": "only compare and sweep run it",
     "tasks digts": "did you mean 'digits'",
     "cluster create": "Missing argument 'name'",
     "cluster crate": "Did you mean 'create'",
@@ -208,6 +210,8 @@ def test_hooks_and_tasks_are_listed_and_described() -> None:
     assert "matrix_approximation_rank 1" in " ".join(
         CliRunner().invoke(app, ["hooks", "torch.powersgd"]).output.split()
     )
+    seldom = " ".join(CliRunner().invoke(app, ["hooks", "diloco"], env={"COLUMNS": "200"}).output.split())
+    assert "every required Steps of a round." in seldom and "outer_momentum none" in seldom
     assert "digits" in CliRunner().invoke(app, ["tasks"]).output
     assert "batch_size" in CliRunner().invoke(app, ["tasks", "digits"]).output
 

@@ -14,7 +14,7 @@ from experiments.sweeps.execute import execute, goes_on_from, saved_steps
 from experiments.training.progress import PROGRESS, can_continue
 from experiments.training.worker import BeginsAgain, Evaluated, NotSaved, StepDone
 
-HOOKS = ("all-reduce", "powersgd:rank=2,start_after=5", "dgc:ratio=0.05")
+HOOKS = ("all-reduce", "powersgd:rank=2,start_after=5", "dgc:ratio=0.05", "diloco:compressor=int4,every=9")
 STOPPED = 38
 
 

@@ -61,7 +61,7 @@ def _take(settings: RunSettings, hooks: Sequence[str], turns: int, tell: Tell) -
     ddp.register_comm_hook(came, _answer)
     tasks = {hook: load_task(settings.task) for hook in hooks}
     registered = {
-        hook: register(dataclasses.replace(settings, hook=Spec.parse(hook)), task.model, slow)
+        hook: register(dataclasses.replace(settings, hook=Spec.parse(hook)), task.model, task.optimizer(), slow)
         for hook, task in tasks.items()
     }
     steppers = {"": Stepper(alone, ddp)} | {hook: Stepper(tasks[hook], registered[hook].ddp) for hook in hooks}

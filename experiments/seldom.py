@@ -1,0 +1,115 @@
+"""DiLoCo in the place of a hook: 'diloco:every=30,compressor=int4', and the outer recipe of each compressor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from commhooks.language.spelling import Spelling, parse
+from commhooks.units import unknown
+
+from .specs import DILOCO, Spec
+
+_UNCOMPRESSED = Spec("all-reduce")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """An outer optimizer: SGD with this rate, and with Nesterov momentum unless that is 0."""
+
+    rate: float
+    momentum: float
+    source: str
+
+
+PUBLISHED = Recipe(0.7, 0.9, "Douillard et al., DiLoCo, 2023, section 3")
+RECIPES: Mapping[str, Recipe] = {
+    "sparse-loco": Recipe(1.0, 0.0, "Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025"),
+}
+"""Outer recipes by the name of the compressor, where a spec gives none; `PUBLISHED` for all others."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seldom:
+    """DiLoCo: each rank trains a model of its own, and every so many steps they average how far they went.
+
+    Trains the plain module in place of a DistributedDataParallel; see `commhooks.DiLoCo`. Written as
+    'diloco:every=30,compressor=(powersgd:rank=4)'.
+    """
+
+    every: int
+    """Steps of a round. Higher: fewer bytes, and ranks go further apart."""
+    compressor: Spec = _UNCOMPRESSED
+    """What rounds are sent with: a name, or in parentheses a name with settings."""
+    fragments: int = 1
+    """How many parts are sent one after another in a round. Higher: smaller bursts."""
+    arrangement: str = "strided"
+    """How layers are dealt to fragments: strided or sequential."""
+    delay: int = 0
+    """Steps after which a mean is used. Higher: more time for the exchange, and older means."""
+    mixing: float = 0.0
+    """The share of its own parameters that a rank keeps at a turn."""
+    outer_rate: float | None = None
+    """The outer optimizer's learning rate; none: that of the compressor's recipe."""
+    outer_momentum: float | None = None
+    """Its Nesterov momentum; none: that of the compressor's recipe."""
+
+    @classmethod
+    def of(cls, hook: Spec) -> Seldom:
+        """Return the settings of a hook that `is_seldom`.
+
+        Raises:
+            ValueError: There is no such setting, `every` is missing, or a value is of the wrong type or cannot work.
+
+        """
+        given = dict(hook.settings)
+        kinds = {one.name: _KINDS[one.type] for one in dataclasses.fields(cls) if one.type in _KINDS}
+        for name, value in given.items():
+            if name not in {*kinds, "compressor"}:
+                raise ValueError(f"hook {hook.label!r}: {unknown('setting', name, [*kinds, 'compressor'])}")
+            if name in kinds and type(value) not in kinds[name]:
+                raise ValueError(f"hook {hook.label!r}: {name} must be {_WORDS[kinds[name]]} (got {value!r})")
+        if "every" not in given:
+            raise ValueError(f"hook {hook.label!r}: say how many steps a round has, such as {DILOCO}:every=30")
+        made = cls(**given | {"compressor": _compressor(hook, given.get("compressor", cls.compressor))})
+        rate, momentum = made.outer_rate, made.outer_momentum
+        if rate is not None and not 0 < rate < float("inf"):
+            raise ValueError(f"hook {hook.label!r}: outer_rate must be above zero, and finite (got {rate})")
+        if momentum is not None and not 0 <= momentum < 1:
+            raise ValueError(f"hook {hook.label!r}: outer_momentum must be in [0, 1) (got {momentum})")
+        return made
+
+    @property
+    def recipe(self) -> Recipe:
+        """The outer recipe of the compressor, but for what is given."""
+        preset = RECIPES.get(self.compressor.name, PUBLISHED)
+        if self.outer_rate is None and self.outer_momentum is None:
+            return preset
+        rate = preset.rate if self.outer_rate is None else self.outer_rate
+        momentum = preset.momentum if self.outer_momentum is None else self.outer_momentum
+        return Recipe(rate, momentum, "as asked for")
+
+
+_KINDS: Mapping[Any, tuple[type, ...]] = {
+    "int": (int,),
+    "str": (str,),
+    "float": (int, float),
+    "float | None": (int, float),
+}
+_WORDS = {(int,): "a whole number", (str,): "text", (int, float): "a number"}
+
+
+def _compressor(hook: Spec, value: object) -> Spec:
+    """Return the compressor that a setting names."""
+    found = parse(value) if isinstance(value, str) else value
+    if not isinstance(found, Spelling):
+        raise ValueError(
+            f"hook {hook.label!r}: compressor must be a name, or a name with settings in parentheses, such as "
+            f"(powersgd:rank=4) (got {value!r})"
+        )
+    if found.has("policy"):
+        raise ValueError(
+            f"hook {hook.label!r}: DiLoCo sends a fragment at a time, so policy has no effect; leave it out"
+        )
+    return Spec(found.name, found.settings)

@@ -1,0 +1,150 @@
+"""DiLoCo in the place of a hook: how it is written, what is refused, and what a run of it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+
+import pytest
+
+from experiments.hooks import make_hook
+from experiments.launch import run_world
+from experiments.links.link import LinkSettings
+from experiments.report.writing import write
+from experiments.results.outcomes import settings_of
+from experiments.runs import RunResult, RunSettings
+from experiments.seldom import PUBLISHED, RECIPES, Seldom
+from experiments.specs import Spec
+from experiments.sweeps.forecast import Forecast
+from experiments.sweeps.plan import plan
+from experiments.tasks import load_task
+from experiments.training.worker import RunDone, Work, train_all
+
+BITS_PER_SECOND = 10e6
+DENSE, EXACT, SELDOM, STREAMED = HOOKS = (
+    "all-reduce",
+    "diloco:every=1,outer_momentum=0,outer_rate=1",
+    "diloco:compressor=int4,every=6",
+    "diloco:compressor=(powersgd:rank=1),delay=1,every=4,fragments=2,mixing=0.5",
+)
+STEPS = 14
+
+
+def settings(hook: str, task: str = "digits:size=tiny") -> RunSettings:
+    return RunSettings(
+        task=Spec.parse(task, "task"),
+        hook=Spec.parse(hook),
+        optimizer=Spec.parse("sgd:lr=0.05", "optimizer"),
+        steps=STEPS,
+        evaluate_every=5,
+        link=LinkSettings(bits_per_second=BITS_PER_SECOND),
+    )
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, RunResult]:
+    """Train with every hook, in one world."""
+    found: dict[str, RunResult] = {}
+
+    def hear(message: object) -> None:
+        if isinstance(message, RunDone):
+            found[message.result.settings.hook.label] = message.result
+
+    run_world(train_all, 2, Work(dict(enumerate(map(settings, HOOKS))), {}, {}), hear, timeout=100)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("diloco", "say how many steps a round has, such as diloco:every=30"),
+        ("diloco:evry=3", "setting 'evry' is not known: .*; did you mean 'every'?"),
+        ("diloco:every=few", "every must be a whole number"),
+        ("diloco:every=True", "every must be a whole number"),
+        ("diloco:every=0", "every must be an int of at least 1"),
+        ("diloco:every=15", "a run of 14 steps ends before the first round; let it take at least 15"),
+        ("diloco:every=4,delay=4", "delay must be an int from 0 to 3"),
+        ("diloco:every=4,fragments=5", "5 fragments need at least as many steps"),
+        ("diloco:every=4,arrangement=round", "arrangement must be one of strided, sequential"),
+        ("diloco:every=4,mixing=1", "mixing must be in"),
+        ("diloco:every=4,outer_rate=0", "outer_rate must be above zero"),
+        ("diloco:every=4,outer_momentum=1", "outer_momentum must be in"),
+        ("diloco:every=4,compressor=inty4", "Did you mean 'int4'"),
+        ("diloco:every=4,compressor=4", "compressor must be a name"),
+        ("diloco:every=4,compressor=torch.fp16", "'torch.fp16' is not known"),
+        ("diloco:every=4,compressor=(int4:policy=fused)", "policy has no effect"),
+        ("diloco:every=4,policy=fused", "'policy' is not known"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(hook: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(["digits:size=tiny"], [hook], links=["10Mbit/s"], steps=STEPS)
+
+
+def test_a_compressor_has_its_own_outer_recipe_unless_one_is_given() -> None:
+    assert Seldom.of(Spec.parse("diloco:every=3,compressor=int4")).recipe == PUBLISHED
+    for name, recipe in RECIPES.items():
+        assert Seldom.of(Spec.parse(f"diloco:every=3,compressor=({name})")).recipe == recipe
+        half = Seldom.of(Spec.parse(f"diloco:every=3,compressor={name},outer_rate=0.5")).recipe
+        assert (half.rate, half.momentum) == (0.5, recipe.momentum)
+
+
+def test_every_recipe_is_of_a_compressor_that_exists() -> None:
+    assert {str(make_hook(Spec(name))) for name in RECIPES} == RECIPES.keys()
+
+
+def test_settings_of_a_ddp_are_said_to_have_no_effect() -> None:
+    with pytest.warns(UserWarning, match="diloco:every=4 trains a plain module: ddp and bucket_cap_mb have no effect"):
+        plan(["digits:size=tiny"], ["diloco:every=4"], links=["10Mbit/s"], steps=STEPS, ddp="torch")
+
+
+def test_a_run_whose_exchanges_go_on_between_steps_takes_no_turns() -> None:
+    dense, _, seldom, streamed = map(settings, HOOKS)
+    assert dense.scene == seldom.scene != streamed.scene
+
+
+def test_rounds_of_one_step_train_as_data_parallel_training_does(results: dict[str, RunResult]) -> None:
+    dense, exact = results[DENSE], results[EXACT]
+    for one, other in zip(dense.steps, exact.steps, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-4)  # sums in another order, 14 steps long
+        assert other.moved_bytes == one.moved_bytes == other.dense_bytes
+
+
+def test_bytes_are_sent_at_the_rounds_turns_and_take_their_time_on_the_link(results: dict[str, RunResult]) -> None:
+    steps = results[SELDOM].steps
+    assert [step.step for step in steps if step.moved_bytes] == [6, 12]
+    for step in steps:
+        assert step.dense_bytes == results[DENSE].steps[0].dense_bytes
+        assert step.compute + step.compression + step.waiting == pytest.approx(step.seconds, abs=1e-6)
+        assert step.waiting >= 8 * step.moved_bytes / BITS_PER_SECOND
+    sent = [sum(step.moved_bytes for step in results[hook].steps) for hook in (SELDOM, STREAMED)]
+    assert 0 < sent[1] < sent[0] < sum(step.dense_bytes for step in steps) / 4
+
+
+def test_ranks_share_the_model_that_is_evaluated(results: dict[str, RunResult]) -> None:
+    for result in results.values():
+        assert result.replicas_identical
+        assert [one.step for one in result.evaluations] == [5, 10, 14]
+        assert [one.step for one in result.probes] == ([5, 10, 14] if result.settings.hook.label == DENSE else [])
+    first, second, last = (one.loss for one in results[SELDOM].evaluations)
+    assert first == load_task(results[SELDOM].settings.task).evaluate()["loss"], "no round has ended by step 5"
+    assert last < second < first
+
+
+def test_the_typical_step_is_that_of_a_round(results: dict[str, RunResult], tmp_path: Path) -> None:
+    (setting,) = settings_of([results[hook] for hook in HOOKS])
+    found = {one.hook: one for one in setting.outcomes}
+    rounds = [results[SELDOM].steps[begin : begin + 6] for begin in (0, 6)]
+    means = [statistics.fmean(step.seconds for step in own) for own in rounds]
+    assert found[SELDOM].step.mean == pytest.approx(statistics.median(means))
+    assert found[SELDOM].typical["waiting"].mean > 0
+    write(list(results.values()), tmp_path, baseline=None, target_loss=None, command="")
+    assert all(hook in (tmp_path / "report.html").read_text(encoding="utf-8") for hook in HOOKS)
+
+
+def test_a_forecast_spreads_a_round_over_its_steps() -> None:
+    forecast, slow = Forecast([]), LinkSettings(bits_per_second=1e3)  # on which compute takes no share of the time
+    runs = [dataclasses.replace(settings(hook), link=slow) for hook in ("int4", "diloco:compressor=int4,every=4")]
+    whole, quarter = map(forecast.seconds, runs)
+    assert quarter == pytest.approx(whole / 4, rel=0.01)
