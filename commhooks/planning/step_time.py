@@ -6,6 +6,7 @@ All ranks are alike, so one stands for all. It has two serial resources.
   to the worker thread when `Bucket.ready` of them are done. The worker thread compresses. With one core both use it
   in turns, the worker first: each second of compression, and of the processor time that transfers need, delays the
   backward pass by a second. With more cores they run side by side.
+  Where a mean is due (`Bucket.due`), the training thread waits for it.
 - *The link.* Collectives pass it one after another, in the order in which they were started, each for
   `Link.transfer(...).seconds`.
 
@@ -57,6 +58,8 @@ class Bucket:
     """One for each round."""
     after: float = 0.0
     """Seconds of compression after the last answer: unpacking, and writing the mean."""
+    due: float = math.inf
+    """Seconds of compute from the beginning of the step, beyond which the training thread waits for the mean."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,8 @@ class Step:
                 f"Step: buckets must be ready one after another, from 0 to {self.compute:g} s of compute (got "
                 f"{', '.join(f'{value:g}' for value in ready[1:-1])})."
             )
+        if any(bucket.due < bucket.ready for bucket in self.buckets):
+            raise ValueError("Step: no bucket's mean can be due before its gradients are ready.")
 
     def scaled(self, factor: float) -> Step:
         """Return the same work on a processor on which everything takes `factor` times as long."""
@@ -97,6 +102,7 @@ class Step:
                 factor * bucket.ready,
                 tuple(Stage(factor * stage.seconds, stage.collectives) for stage in bucket.stages),
                 factor * bucket.after,
+                factor * bucket.due,
             )
             for bucket in self.buckets
         )
@@ -177,6 +183,7 @@ class _Rank:
         self._loads: deque[tuple[float, float, float]] = deque()  # (begin, end, share of a core), in order
         self._free_at = 0.0  # the link
         self._left = deque(map(_Task, step.buckets))  # not ready yet
+        self._awaited = sorted(bucket.due for bucket in step.buckets)  # of means that are not there
         self._handed_in: deque[_Task] = deque()
 
     def run_fifo(self) -> None:
@@ -199,13 +206,12 @@ class _Rank:
                 if not self._wait_for(oldest):
                     continue
                 if in_last_round:
-                    ended = in_last_round.popleft()
-                    self._work(ended.afterwards + ended.bucket.after)
+                    self._end(in_last_round.popleft())
                     continue
                 assert issuing is not None, "only a task is waited for"
                 self._compress(issuing)
             if not issuing.bucket.stages:
-                self._work(issuing.bucket.after)
+                self._end(issuing)
                 issuing = None
                 continue
             issuing.arrival, issuing.afterwards = self._send(issuing.bucket.stages[issuing.begun - 1].collectives)
@@ -235,6 +241,7 @@ class _Rank:
             for task in asking:
                 self._compress(task)
         self._work(sum(task.bucket.after for task in tasks))
+        self._awaited.clear()
 
     def compute_on(self) -> None:
         """Compute until nothing is left."""
@@ -243,6 +250,16 @@ class _Rank:
     def _hand_in(self) -> None:
         while self._left and self._left[0].bucket.ready <= self.done + _NO_TIME:
             self._handed_in.append(self._left.popleft())
+
+    def _end(self, task: _Task) -> None:
+        """Unpack the last answers, and write the mean."""
+        self._work(task.afterwards + task.bucket.after)
+        self._awaited.remove(task.bucket.due)
+
+    @property
+    def _goal(self) -> float:
+        """The seconds of compute up to which the training thread need not wait for a mean."""
+        return min(self.step.compute, self._awaited[0]) if self._awaited else self.step.compute
 
     def _compress(self, task: _Task) -> None:
         """Compress up to the next round."""
@@ -253,7 +270,7 @@ class _Rank:
     def _work(self, seconds: float) -> None:
         """Let the worker thread compress for so many seconds of a core."""
         if self.step.cores > 1:
-            computed = min(seconds, self.step.compute - self.done)
+            computed = min(seconds, self._goal - self.done)
             self.now, self.done = self.now + seconds, self.done + computed
             self.compression += seconds - computed
         else:
@@ -282,7 +299,8 @@ class _Rank:
         """Compute until a task's answers are there, or the next bucket is ready; return whether they are there."""
         if task is not None and task.arrival <= self.now + _NO_TIME:
             return True
-        ready = self._when(self._left[0].bucket.ready - self.done) if self._left else math.inf
+        is_next = self._left and self._left[0].bucket.ready <= self._goal
+        ready = self._when(self._left[0].bucket.ready - self.done) if is_next else math.inf
         arrival = math.inf if task is None else task.arrival
         if min(ready, arrival) < math.inf:
             self._advance(min(ready, arrival))
@@ -298,7 +316,7 @@ class _Rank:
             if begin >= moment:
                 break
             free -= share * max(0.0, min(end, moment) - max(begin, self.now))
-        self.done = min(self.step.compute, self.done + max(0.0, free))
+        self.done = min(self._goal, self.done + max(0.0, free))
         self.now = max(self.now, moment)
 
     def _when(self, seconds: float) -> float:

@@ -31,6 +31,7 @@ MODULES: dict[str, str] = {
     "ddp-figure-12": ".ddp.figure_12",
     "simulation-clusters": ".simulation.clusters",
     "diloco-table-4": ".simulation.diloco",
+    "diloco-measured": ".simulation.diloco_measured",
     "control-link": ".control",
 }
 """Where each reproduction is, by its name; in the order in which they are listed."""

@@ -1,0 +1,81 @@
+"""How long training with seldom communication takes: the step-time model over whole rounds.
+
+A round is `every` steps. Fragment i of P has its turn at step ⌊(i + 1)·every/P⌋: its exchange begins `delay` steps
+before, and at the turn the training thread waits until its mean has come. Nothing else is different from a step of
+data-parallel training with as much compute as a round and as many buckets as there are fragments, of which each has a
+due moment. Several rounds are simulated, and the first ones are left out, as a delayed exchange reaches into the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from commhooks.communicators.links import Network
+from commhooks.planning.step_time import Bucket, Stage, Step, StepTime, step_time
+
+_SETTLING, _COUNTED = 32, 4  # rounds: a link that carries too little falls behind by a part of a round in each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seldom:
+    """When ranks communicate; the fields are arguments of `commhooks.DiLoCo`."""
+
+    every: int
+    fragments: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.fragments <= self.every or not 0 <= self.delay < self.every:
+            raise ValueError(
+                f"{self}: fragments must be from 1 to every, and delay from 0 to {self.every - 1}, below every"
+            )
+
+    def turns(self) -> list[int]:
+        """Return each fragment's step within a round, from 1 on."""
+        return [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
+
+
+def part_of(exchange: Sequence[Bucket], parts: int) -> Bucket:
+    """Return a fragment's exchange, of which all of them together are a step's: rounds are fused, and shared out."""
+    stages = []
+    for of_round in itertools.zip_longest(*(bucket.stages for bucket in exchange)):
+        own = [stage for stage in of_round if stage is not None]
+        payloads: dict[str, int] = {}
+        for kind, payload in itertools.chain.from_iterable(stage.collectives for stage in own):
+            payloads[kind] = payloads.get(kind, 0) + payload
+        shared = tuple((kind, -(-payload // parts)) for kind, payload in payloads.items())
+        stages.append(Stage(sum(stage.seconds for stage in own) / parts, shared))
+    return Bucket(0.0, tuple(stages), sum(bucket.after for bucket in exchange) / parts)
+
+
+def round_time(
+    seldom: Seldom, exchange: Sequence[Bucket], step_seconds: float, link: Network, ranks: int, *, cores: int = 1
+) -> StepTime:
+    """Return how long a round takes, with what is computed, sent and waited for in it.
+
+    Args:
+        seldom: When ranks communicate.
+        exchange: What the compressor does with all parameters, as a step's buckets: their `ready` does not count.
+        step_seconds: Of a step's compute, with its optimizer.
+        link: Between the ranks.
+        ranks: How many there are.
+        cores: Of each rank; with 2 or more, compression runs beside training.
+
+    """
+    fragment = part_of(exchange, seldom.fragments)
+
+    def rounds(count: int) -> StepTime:
+        turns = [number * seldom.every + turn for number in range(count) for turn in seldom.turns()]
+        buckets = [
+            dataclasses.replace(fragment, ready=(turn - seldom.delay) * step_seconds, due=turn * step_seconds)
+            for turn in turns
+            if turn >= seldom.delay
+        ]
+        compute = count * seldom.every * step_seconds
+        return step_time(Step(compute=compute, buckets=tuple(buckets), cores=cores), link, ranks)
+
+    whole, first = rounds(_SETTLING + _COUNTED), rounds(_SETTLING)
+    values = {name: (value - getattr(first, name)) / _COUNTED for name, value in vars(whole).items()}
+    return StepTime(**values | {"bytes_sent": round(values["bytes_sent"])})

@@ -1,0 +1,84 @@
+"""The time of rounds of seldom communication, in cases that can be computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from commhooks.communicators.links import Link
+from commhooks.planning.seldom import Seldom, part_of, round_time
+from commhooks.planning.step_time import Bucket, Stage, Step, step_time
+
+A_STEP = 0.1
+
+
+def exchange(seconds: float, *, compression: float = 0.0, after: float = 0.0) -> list[Bucket]:
+    """Return a step's buckets, two, whose sums between two ranks take so many seconds at 8 Mbit/s, a byte each µs."""
+    stage = Stage(compression / 2, (("all-reduce", round(1e6 * seconds / 2)),))
+    return [Bucket(0.0, (stage,), after / 2)] * 2
+
+
+def seconds_of(seldom: Seldom, buckets: list[Bucket], cores: int = 1) -> float:
+    return round_time(seldom, buckets, A_STEP, Link(rate=8e6, algorithm="ring"), 2, cores=cores).seconds
+
+
+@pytest.mark.parametrize("fragments", [1, 3, 30])
+def test_without_a_delay_training_waits_for_all_that_is_sent(fragments: int) -> None:
+    found = round_time(
+        Seldom(every=30, fragments=fragments), exchange(2.1), A_STEP, Link(rate=8e6, algorithm="ring"), 2
+    )
+    assert found.seconds == pytest.approx(3 + 2.1) and found.waiting == pytest.approx(2.1)
+    assert found.utilisation == pytest.approx(3 / 5.1) and found.bytes_sent == pytest.approx(2.1e6)
+
+
+@pytest.mark.parametrize(
+    ("delay", "takes", "waits"),
+    [
+        (5, 1.5, 0.0),  # 0.5 s for each of three fragments, which five steps hide
+        (5, 2.1, 0.6),  # 0.7 s each, of which five steps hide 0.5
+        (10, 2.7, 0.0),  # 0.9 s each: the link is free again when the next fragment comes
+        (15, 3.6, 0.6),  # 1.2 s each, and a fragment every second: the link is never free
+        (29, 3.6, 0.6),  # however long the delay
+    ],
+)
+def test_a_delay_hides_what_the_link_can_carry_meanwhile(delay: int, takes: float, waits: float) -> None:
+    assert seconds_of(Seldom(every=30, fragments=3, delay=delay), exchange(takes)) == pytest.approx(3 + waits)
+
+
+def test_compression_takes_a_core_of_its_own_if_there_is_one() -> None:
+    buckets = exchange(0.9, compression=0.3, after=0.15)  # 0.1 s, 0.3 s on the link, and 0.05 s for each of three
+    seldom = Seldom(every=30, fragments=3, delay=5)
+    assert seconds_of(seldom, buckets) == pytest.approx(3.45)
+    assert seconds_of(seldom, buckets, cores=2) == pytest.approx(3.0)
+    assert seconds_of(Seldom(every=30, fragments=3), buckets, cores=2) == pytest.approx(4.35)
+
+
+def test_a_fragment_is_sent_as_one_with_the_rounds_of_all_buckets() -> None:
+    first = Bucket(0.1, (Stage(0.2, (("all-reduce", 10),)), Stage(0.4, (("all-gather", 7),))), 0.6)
+    second = Bucket(0.3, (Stage(0.1, (("all-reduce", 5), ("all-gather", 2))),), 0.3)
+    found = part_of([first, second], 3)
+    assert [one.collectives for one in found.stages] == [(("all-reduce", 5), ("all-gather", 1)), (("all-gather", 3),)]
+    assert [*(one.seconds for one in found.stages), found.after] == pytest.approx([0.1, 0.4 / 3, 0.3])
+
+
+def test_a_mean_that_is_due_at_the_end_of_the_step_is_no_other_than_a_gradients() -> None:
+    link = Link(rate=8e6, algorithm="ring")
+    buckets = tuple(Bucket(0.02 * number, (Stage(0.005, (("all-reduce", 30_000),)),), 0.003) for number in range(1, 6))
+    due = tuple(Bucket(one.ready, one.stages, one.after, due=0.1) for one in buckets)
+    for cores in (1, 2):
+        assert step_time(Step(compute=0.1, buckets=due, cores=cores), link, 4) == step_time(
+            Step(compute=0.1, buckets=buckets, cores=cores), link, 4
+        )
+
+
+@pytest.mark.parametrize(("fragments", "delay"), [(0, 0), (31, 0), (1, 30), (1, -1)])
+def test_a_schedule_that_cannot_work_is_refused(fragments: int, delay: int) -> None:
+    with pytest.raises(ValueError, match="fragments must be from 1 to every, and delay from 0 to 29, below every"):
+        Seldom(every=30, fragments=fragments, delay=delay)
+
+
+def test_a_mean_cannot_be_due_before_there_is_anything_to_send() -> None:
+    with pytest.raises(ValueError, match="no bucket's mean can be due before its gradients are ready"):
+        Step(compute=1.0, buckets=(Bucket(0.5, (), due=0.4),))
+    assert Bucket(0.5, ()).due == math.inf
