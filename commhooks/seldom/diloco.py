@@ -7,7 +7,8 @@ Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, for f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -28,6 +29,7 @@ from commhooks.seldom.counts import DiLoCoStatistics
 from commhooks.seldom.cutting import Arrangement
 from commhooks.seldom.inner import Inner
 from commhooks.seldom.loading import misfits
+from commhooks.seldom.outer import Outer, made_of, nesterov
 from commhooks.seldom.parts import Buffers, Fragment
 from commhooks.seldom.starting import Beginning, agree, average_over, share_from_rank_0, trained
 from commhooks.state.groups import Snapshots
@@ -38,14 +40,6 @@ from commhooks.units import counted
 from commhooks.unwrapping import bare
 
 _INSIDE = "within outer_parameters(): the parameters are the outer copies, and this rank's own would be lost"
-
-Outer = Callable[[list[Tensor]], Optimizer]
-"""Makes the outer optimizer of the tensors that it is to train."""
-
-
-def nesterov(parameters: list[Tensor]) -> Optimizer:
-    """Return DiLoCo's outer optimizer: SGD with a rate of 0.7 and a Nesterov momentum of 0.9."""
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class DiLoCo:
@@ -130,7 +124,8 @@ class DiLoCo:
         if group is not None:
             share_from_rank_0(self._model, group)
         self._make_parts(beginning, on_host=on_host)
-        self._make_outer_optimizer(outer, group)
+        copies = [held for fragment in self._fragments for held in fragment.outer.values()]
+        self._outer_optimizer = made_of(outer, copies, group)
         if group is not None:
             line = ProcessGroupLine(group, label="DiLoCo", policy="fused", hook_timeout=hook_timeout)
         self._is_weighted = weighted
@@ -223,10 +218,19 @@ class DiLoCo:
             fragment.mix(self.schedule.mixing)
             return
         self._dropped += 1
+        cleared = self._inner.cleared
         fragment.mix(0.0)
         for other in self._fragments:  # where it came from, all of them are spoilt, and would spoil this one again
             other.mend()
             self._inner.clear(other.named.values())
+        cleared = self._inner.cleared - cleared
+        warnings.warn(
+            f"commhooks: round {fragment.exchanger.steps - 1} of {fragment.exchanger.name} was dropped, as its mean is "
+            "not finite; training goes on from the outer copies."
+            + f" The optimizer's state of {cleared} parameters, which was not finite here, was cleared."
+            * (cleared > 0),
+            stacklevel=4,
+        )
 
     def _check_parameters(self) -> None:
         """Fail on all ranks if other parameters are trained than at construction."""
@@ -253,24 +257,6 @@ class DiLoCo:
         ]
         self._buffers = Buffers(beginning.buffers, self.schedule.every) if beginning.buffers else None
         self._parts = [*self._fragments, *([self._buffers] if self._buffers is not None else [])]
-
-    def _make_outer_optimizer(self, outer: Outer, group: dist.ProcessGroup | None) -> None:
-        copies = [copy for fragment in self._fragments for copy in fragment.outer.values()]
-        try:
-            made: object = outer(copies)
-        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
-            agree(group, SettingsError(f"DiLoCo: outer raised {type(error).__name__}: {error}"))
-        if not isinstance(made, Optimizer):
-            refusal = SettingsError(f"DiLoCo: outer must return a torch.optim.Optimizer (got {type(made).__name__}).")
-            agree(group, refusal)
-            raise refusal
-        self._outer_optimizer = made
-        groups = self._outer_optimizer.param_groups
-        held = {id(parameter) for one in groups for parameter in one["params"]}
-        if held != set(map(id, copies)):
-            agree(group, SettingsError("DiLoCo: outer must return an optimizer of the tensors that it is given."))
-        options = [{name: value for name, value in one.items() if name != "params"} for one in groups]
-        agree(group, f"outer optimizer: {type(self._outer_optimizer).__name__} with {options}")
 
     def _make_exchangers(self, compressor: Compressor, line: Line | None, residuals: ResidualStorage) -> None:
         count = len(self._fragments)

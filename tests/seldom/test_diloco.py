@@ -288,13 +288,17 @@ def test_after_an_inf_the_round_is_dropped_and_training_goes_on(compressor: str,
     team[0].inner_step(7)
     team[1].optimizer.step()
     step_in_lockstep([worker.diloco for worker in team])
-    train_in_lockstep(team, 8, 36)
+    with pytest.warns(UserWarning, match="was dropped, as its mean is not finite") as told:
+        train_in_lockstep(team, 8, 36)
     of_ranks = [worker.diloco.statistics() for worker in team]
     fragments = schedule.get("fragments", 1)
     assert {one.rounds for one in of_ranks} == {6 * fragments - (schedule.get("delay", 0) > 2)}
     assert {one.dropped_rounds for one in of_ranks} == {1 if fragments == 1 else of_ranks[0].dropped_rounds}
     assert 1 <= of_ranks[0].dropped_rounds <= fragments, "no later round is dropped"
     assert of_ranks[1].cleared > 0 and of_ranks[0].cleared == 0
+    texts = [str(one.message) for one in told]
+    assert len(texts) == 2 * of_ranks[0].dropped_rounds, "on every rank"
+    assert sum("which was not finite here, was cleared" in text for text in texts) >= 1
     for worker in team:
         assert all(bool(p.isfinite().all()) for p in worker.model.parameters())
         states = [t for state in worker.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
@@ -310,7 +314,8 @@ def test_in_a_dropped_round_all_ranks_go_back_to_the_outer_copies() -> None:
     team[0].inner_step(11)
     spoil(team[1], math.nan)
     team[1].optimizer.step()
-    step_in_lockstep([worker.diloco for worker in team])
+    with pytest.warns(UserWarning, match="round 1 of fragment 0 of 1 was dropped"):
+        step_in_lockstep([worker.diloco for worker in team])
     assert team[0].diloco.statistics().dropped_rounds == 1
     assert all(distance(dict(worker.model.state_dict()), outer) == 0 for worker in team)
 

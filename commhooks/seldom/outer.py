@@ -1,0 +1,44 @@
+"""The outer optimizer: it trains the outer copies, with the means of what the ranks send as their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from commhooks.errors import SettingsError
+from commhooks.seldom.starting import agree
+
+Outer = Callable[[list[Tensor]], Optimizer]
+"""Makes the outer optimizer of the tensors that it is to train."""
+
+
+def nesterov(parameters: list[Tensor]) -> Optimizer:
+    """Return DiLoCo's outer optimizer: SGD with a rate of 0.7 and a Nesterov momentum of 0.9."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def made_of(outer: Outer, copies: list[Tensor], group: dist.ProcessGroup | None) -> Optimizer:
+    """Return the optimizer that `outer` makes of the outer copies; raise `SettingsError` on every rank if it cannot.
+
+    Also if it is not one of these tensors, or if ranks differ in its class or options.
+    """
+    made: object = None
+    refusal = ""
+    try:
+        made = outer(copies)
+    except Exception as error:  # whatever it is, the other ranks are waiting for an answer
+        refusal = f"outer raised {type(error).__name__}: {error}"
+    if not refusal and not isinstance(made, Optimizer):
+        refusal = f"outer must return a torch.optim.Optimizer (got {type(made).__name__})."
+    groups = made.param_groups if isinstance(made, Optimizer) else []
+    if not refusal and {id(one) for options in groups for one in options["params"]} != set(map(id, copies)):
+        refusal = "outer must return an optimizer of the tensors that it is given."
+    options = [{name: value for name, value in one.items() if name != "params"} for one in groups]
+    described = f"outer optimizer: {type(made).__name__} with {options}"
+    agree(group, SettingsError(f"DiLoCo: {refusal}") if refusal else described)
+    assert isinstance(made, Optimizer), "anything else was refused"
+    return made
