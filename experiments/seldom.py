@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from commhooks.language.spelling import Spelling, parse
+from commhooks.planning.seldom import Rounds
 from commhooks.units import unknown
 
-from .specs import DILOCO, Spec
+from .specs import DILOCO, Spec, is_seldom
 
 _UNCOMPRESSED = Spec("all-reduce")
 
@@ -89,6 +90,16 @@ class Seldom:
         rate = preset.rate if self.outer_rate is None else self.outer_rate
         momentum = preset.momentum if self.outer_momentum is None else self.outer_momentum
         return Recipe(rate, momentum, "as asked for")
+
+    @property
+    def rounds(self) -> Rounds:
+        """When ranks communicate, for the step-time model."""
+        return Rounds(every=self.every, fragments=self.fragments, delay=self.delay)
+
+
+def exchanged(hook: Spec) -> Spec:
+    """Return the hook whose messages are sent: of seldom communication, what its rounds are sent with."""
+    return Seldom.of(hook).compressor if is_seldom(hook) else hook
 
 
 _KINDS: Mapping[Any, tuple[type, ...]] = {

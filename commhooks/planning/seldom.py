@@ -19,7 +19,7 @@ _SETTLING, _COUNTED = 32, 4  # rounds: a link that carries too little falls behi
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seldom:
+class Rounds:
     """When ranks communicate; the fields are arguments of `commhooks.DiLoCo`."""
 
     every: int
@@ -51,12 +51,12 @@ def part_of(exchange: Sequence[Bucket], parts: int) -> Bucket:
 
 
 def round_time(
-    seldom: Seldom, exchange: Sequence[Bucket], step_seconds: float, link: Network, ranks: int, *, cores: int = 1
+    rounds: Rounds, exchange: Sequence[Bucket], step_seconds: float, link: Network, ranks: int, *, cores: int = 1
 ) -> StepTime:
     """Return how long a round takes, with what is computed, sent and waited for in it.
 
     Args:
-        seldom: When ranks communicate.
+        rounds: When ranks communicate.
         exchange: What the compressor does with all parameters, as a step's buckets: their `ready` does not count.
         step_seconds: Of a step's compute, with its optimizer.
         link: Between the ranks.
@@ -64,18 +64,18 @@ def round_time(
         cores: Of each rank; with 2 or more, compression runs beside training.
 
     """
-    fragment = part_of(exchange, seldom.fragments)
+    fragment = part_of(exchange, rounds.fragments)
 
-    def rounds(count: int) -> StepTime:
-        turns = [number * seldom.every + turn for number in range(count) for turn in seldom.turns()]
+    def first(count: int) -> StepTime:
+        turns = [number * rounds.every + turn for number in range(count) for turn in rounds.turns()]
         buckets = [
-            dataclasses.replace(fragment, ready=(turn - seldom.delay) * step_seconds, due=turn * step_seconds)
+            dataclasses.replace(fragment, ready=(turn - rounds.delay) * step_seconds, due=turn * step_seconds)
             for turn in turns
-            if turn >= seldom.delay
+            if turn >= rounds.delay
         ]
-        compute = count * seldom.every * step_seconds
+        compute = count * rounds.every * step_seconds
         return step_time(Step(compute=compute, buckets=tuple(buckets), cores=cores), link, ranks)
 
-    whole, first = rounds(_SETTLING + _COUNTED), rounds(_SETTLING)
-    values = {name: (value - getattr(first, name)) / _COUNTED for name, value in vars(whole).items()}
-    return StepTime(**values | {"bytes_sent": round(values["bytes_sent"])})
+    whole, settling = first(_SETTLING + _COUNTED), first(_SETTLING)
+    counted = {name: value - getattr(settling, name) for name, value in vars(whole).items()}
+    return StepTime(**counted).divided(_COUNTED)

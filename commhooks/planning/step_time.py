@@ -133,6 +133,11 @@ class StepTime:
         """The part of the step in which the rank computes."""
         return self.compute / self.seconds if self.seconds else 1.0
 
+    def divided(self, parts: int) -> StepTime:
+        """Return a part of it."""
+        values = {name: value / parts for name, value in vars(self).items()}
+        return StepTime(**values | {"bytes_sent": round(values["bytes_sent"])})
+
 
 def step_time(step: Step, link: Network, ranks: int) -> StepTime:
     """Return how long the step takes with so many ranks.

@@ -13,7 +13,8 @@ from commhooks.planning.step_time import Step
 from ..links.link import format_rate
 from ..report.words import listed
 from ..runs import Compute
-from ..specs import Spec
+from ..seldom import Seldom, exchanged
+from ..specs import Spec, is_seldom
 
 DEFAULT_HOOKS = ("all-reduce", "fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01")
 OF_SIZES = ("all-reduce", "fp16", "bf16")  # hooks whose payload follows from the number of parameters
@@ -58,6 +59,7 @@ def check_request(request: Request) -> None:
         Compute.parse(request.compute)
     Step(compute=0.0, buckets=(), cores=request.cores)  # raises if there are none
     _check_backend(request)
+    _ = [Seldom.of(hook).rounds for hook in request.hooks if is_seldom(hook)]  # raises if there can be none
     for ranks in request.ranks:
         for link in request.links:
             link.transfer("all-reduce", 1, ranks)
@@ -73,7 +75,7 @@ def _check_sizes(request: Request) -> None:
     """Raise ValueError if sizes alone are not enough."""
     if request.compute is None or Compute.parse(request.compute).seconds is None:
         raise ValueError("--parameters needs the seconds of a step's compute: --compute 100ms")
-    unknown = [hook.label for hook in request.hooks if hook.label not in OF_SIZES]
+    unknown = [hook.label for hook in request.hooks if exchanged(hook).label not in OF_SIZES]
     if unknown:
         raise ValueError(
             f"hook {unknown[0]!r} needs the shapes of the parameters and its compression measured: name a task "

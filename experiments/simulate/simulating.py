@@ -20,6 +20,7 @@ from commhooks.planning.costs import Backend, Costs, HookCosts, copy_seconds
 from commhooks.planning.estimate import MATRIX
 from commhooks.planning.predicting import Unlinked
 from commhooks.planning.profile import Profile
+from commhooks.planning.seldom import round_time
 from commhooks.planning.series import Series
 from commhooks.planning.sizes import BUCKET_BYTES, FIRST_BUCKET_BYTES, FORWARD_SHARE, square_matrices
 from commhooks.planning.step_time import StepTime
@@ -33,7 +34,8 @@ from ..report.plots import LIGHT
 from ..report.table import plain_table
 from ..report.words import listed, percent
 from ..runs import Compute
-from ..specs import Spec
+from ..seldom import Seldom, exchanged
+from ..specs import Spec, is_seldom
 from .measuring import Asked, measure, read_series, write_series
 from .pictures import utilisation_picture
 from .point import Point
@@ -104,7 +106,7 @@ def simulate_sizes(request: Request) -> Simulation:
     sizes = Stated(
         shapes=square_matrices(request.parameters, MATRIX), compute=seconds, cores=request.cores, are_alike=True
     )
-    free = {hook.label: HookCosts.free(hook.label) for hook in request.hooks}
+    free = {hook.label: HookCosts.free(hook.label) for hook in map(exchanged, request.hooks)}
     points = _points(request, backend, lambda ranks: sizes.profile(free, ranks, 0.0))
     said = (
         f"{request.parameters:,.0f} parameters and {seconds_in_words(seconds)} of compute are given; nothing was "
@@ -150,7 +152,7 @@ def _measurements(request: Request, console: Console) -> Series:
             raise ValueError("the step is measured in one process: run 'commhooks simulate' without torchrun")
         asked = Asked(
             task=request.task or Spec.parse("gpt:size=base", "task"),
-            hooks=request.hooks,
+            hooks=tuple(dict.fromkeys(map(exchanged, request.hooks))),
             ranks=request.ranks,
             cores=request.cores,
             bucket_cap_mb=request.bucket_cap_mb,
@@ -158,7 +160,8 @@ def _measurements(request: Request, console: Console) -> Series:
         return measure(asked, partial(console.print, highlight=False, markup=False))
     series = read_series(request.measured)
     there = series.profiles[0].hooks
-    missing = [hook.label for hook in request.hooks if label_in_profile(hook.label) not in there]
+    hooks = map(exchanged, request.hooks)
+    missing = [hook.label for hook in hooks if label_in_profile(hook.label) not in there]
     if missing:
         raise ValueError(
             f"measured {request.measured}: hook {missing[0]!r} was not measured; there are {listed(tuple(there))}"
@@ -171,13 +174,19 @@ def _points(
 ) -> tuple[Point, ...]:
     profiles = {ranks: profile_of(ranks) for ranks in request.ranks}
 
-    def time(hook: str, ranks: int, link: Link) -> StepTime:
-        own = profiles[ranks].hooks[label_in_profile(hook)]
-        step = Unlinked.of(profiles[ranks], own, cores=request.cores, slower=factor)
-        return step.over(backend.carry(link, hook)).time
+    def time(hook: Spec, ranks: int, link: Link) -> StepTime:
+        sent = exchanged(hook).label
+        own = profiles[ranks].hooks[label_in_profile(sent)]
+        unlinked = Unlinked.of(profiles[ranks], own, cores=request.cores, slower=factor)
+        carried = backend.carry(link, sent)
+        if not is_seldom(hook):
+            return unlinked.over(carried).time
+        step, rounds = unlinked.step, Seldom.of(hook).rounds
+        seconds = step.compute + step.optimizer
+        return round_time(rounds, step.buckets, seconds, carried, ranks, cores=step.cores).divided(rounds.every)
 
     return tuple(
-        Point(hook.label, ranks, link, time(hook.label, ranks, link))
+        Point(hook.label, ranks, link, time(hook, ranks, link))
         for link in request.links
         for hook in request.hooks
         for ranks in request.ranks
@@ -199,6 +208,11 @@ def _said_of(series: Series, factor: float, request: Request) -> list[str]:
         "Hooks are simulated as in the first steps that were measured; what they do only later, as after start_after "
         "or at the end of a schedule, is not described.",
     ]
+    if any(map(is_seldom, request.hooks)):
+        said.append(
+            "With seldom communication, a step's time is a part of that of a round; the outer optimizer's is not "
+            "counted, and exchanges have the collectives of the compressor in a step, in as many parts as fragments."
+        )
     if min(request.cores, 2) != profile.cores:
         said.append(f"It was measured with {counted(profile.cores, 'core')}; what another number changes is modelled.")
     if any(
@@ -215,7 +229,7 @@ def _said_of(series: Series, factor: float, request: Request) -> list[str]:
             f"Compute and compression are scaled alike, by {factor:.3g}: {seconds_in_words(factor * compute)} a "
             "step. A processor that is faster at one of them is not described."
         )
-    labels = list(dict.fromkeys(hook.label for hook in request.hooks))
+    labels = list(dict.fromkeys(hook.label for hook in map(exchanged, request.hooks)))
     if between := [f"{n:,}" for n in request.ranks if n < timed[-1] and n not in timed]:
         said.append(
             f"Interpolated: the compression of {listed(labels)} with {listed(between)} ranks, from that of the nearest "

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from commhooks.communicators.links import Link
-from commhooks.planning.seldom import Seldom, part_of, round_time
+from commhooks.planning.seldom import Rounds, part_of, round_time
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 
 A_STEP = 0.1
@@ -19,14 +19,14 @@ def exchange(seconds: float, *, compression: float = 0.0, after: float = 0.0) ->
     return [Bucket(0.0, (stage,), after / 2)] * 2
 
 
-def seconds_of(seldom: Seldom, buckets: list[Bucket], cores: int = 1) -> float:
-    return round_time(seldom, buckets, A_STEP, Link(rate=8e6, algorithm="ring"), 2, cores=cores).seconds
+def seconds_of(rounds: Rounds, buckets: list[Bucket], cores: int = 1) -> float:
+    return round_time(rounds, buckets, A_STEP, Link(rate=8e6, algorithm="ring"), 2, cores=cores).seconds
 
 
 @pytest.mark.parametrize("fragments", [1, 3, 30])
 def test_without_a_delay_training_waits_for_all_that_is_sent(fragments: int) -> None:
     found = round_time(
-        Seldom(every=30, fragments=fragments), exchange(2.1), A_STEP, Link(rate=8e6, algorithm="ring"), 2
+        Rounds(every=30, fragments=fragments), exchange(2.1), A_STEP, Link(rate=8e6, algorithm="ring"), 2
     )
     assert found.seconds == pytest.approx(3 + 2.1) and found.waiting == pytest.approx(2.1)
     assert found.utilisation == pytest.approx(3 / 5.1) and found.bytes_sent == pytest.approx(2.1e6)
@@ -43,15 +43,15 @@ def test_without_a_delay_training_waits_for_all_that_is_sent(fragments: int) -> 
     ],
 )
 def test_a_delay_hides_what_the_link_can_carry_meanwhile(delay: int, takes: float, waits: float) -> None:
-    assert seconds_of(Seldom(every=30, fragments=3, delay=delay), exchange(takes)) == pytest.approx(3 + waits)
+    assert seconds_of(Rounds(every=30, fragments=3, delay=delay), exchange(takes)) == pytest.approx(3 + waits)
 
 
 def test_compression_takes_a_core_of_its_own_if_there_is_one() -> None:
     buckets = exchange(0.9, compression=0.3, after=0.15)  # 0.1 s, 0.3 s on the link, and 0.05 s for each of three
-    seldom = Seldom(every=30, fragments=3, delay=5)
+    seldom = Rounds(every=30, fragments=3, delay=5)
     assert seconds_of(seldom, buckets) == pytest.approx(3.45)
     assert seconds_of(seldom, buckets, cores=2) == pytest.approx(3.0)
-    assert seconds_of(Seldom(every=30, fragments=3), buckets, cores=2) == pytest.approx(4.35)
+    assert seconds_of(Rounds(every=30, fragments=3), buckets, cores=2) == pytest.approx(4.35)
 
 
 def test_a_fragment_is_sent_as_one_with_the_rounds_of_all_buckets() -> None:
@@ -75,7 +75,7 @@ def test_a_mean_that_is_due_at_the_end_of_the_step_is_no_other_than_a_gradients(
 @pytest.mark.parametrize(("fragments", "delay"), [(0, 0), (31, 0), (1, 30), (1, -1)])
 def test_a_schedule_that_cannot_work_is_refused(fragments: int, delay: int) -> None:
     with pytest.raises(ValueError, match="fragments must be from 1 to every, and delay from 0 to 29, below every"):
-        Seldom(every=30, fragments=fragments, delay=delay)
+        Rounds(every=30, fragments=fragments, delay=delay)
 
 
 def test_a_mean_cannot_be_due_before_there_is_anything_to_send() -> None:

@@ -237,6 +237,31 @@ def test_sizes_alone_give_the_time_of_dense_gradients(tmp_path: Path) -> None:
     assert hook.buckets[-1].ready == pytest.approx(0.1)
 
 
+def test_a_round_of_seldom_communication_is_divided_among_its_steps() -> None:
+    every_step, seldom = Spec("int8"), Spec.parse("diloco:every=10,compressor=int8")
+    link = Link(rate=8e5, latency=0.0, algorithm="ring")
+    asked = SimulationRequest(hooks=(every_step, seldom), ranks=(2,), links=(link,))
+    often, rarely = (point.time for point in simulate_measured(asked, MADE_UP).points)
+    assert rarely.bytes_sent == pytest.approx(often.bytes_sent / 10, abs=1)
+    assert rarely.communication == pytest.approx(often.communication / 10)
+    assert rarely.compute == pytest.approx(often.compute)
+    assert rarely.seconds == pytest.approx(often.compute + (often.communication + often.compression) / 10, rel=0.01)
+    said = simulate_measured(asked, MADE_UP).assumptions
+    assert any(one.startswith("With seldom communication, a step's time is a part of that of a round") for one in said)
+
+
+def test_seldom_communication_is_simulated_from_sizes_and_measurements_of_its_compressor(saved: Path) -> None:
+    sizes = ("--parameters", "25M", "--compute", "200ms", "--ranks", "4")
+    code, text = run(*sizes, "--hook", "diloco:every=30,fragments=3,delay=5,compressor=bf16", "--rate", "100Mbit/s")
+    assert code == 0 and "63.7 %" in text
+    code, text = run(*sizes, "--hook", "diloco:every=30,compressor=int4")
+    assert code == 2 and "needs the shapes of the parameters and its compression measured" in text
+    code, text = run(*sizes, "--hook", "diloco:every=3,delay=3")
+    assert code == 2 and "delay from 0 to 2, below every" in text
+    code, text = run("--measured", str(saved), "--hook", "diloco:every=3,compressor=int4")
+    assert code == 2 and "hook 'int4' was not measured" in text
+
+
 def test_measurements_of_another_version_are_used_with_a_note_and_other_formats_rejected(saved: Path) -> None:
     raw = json.loads(saved.read_text())
     older = [one | {"versions": versions() | {"torch": "1.0"}} for one in raw["profiles"]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commhooks.communicators.links import Link
-from commhooks.planning.seldom import Seldom, round_time
+from commhooks.planning.seldom import Rounds, round_time
 from commhooks.planning.step_time import Bucket, Stage
 from experiments.links.link import format_rate
 from experiments.report.blocks import Block, Table
@@ -52,7 +52,7 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     found = []
     for rate, every in _THEIRS:
         link = Link(rate=rate, algorithm="ring")
-        found.append(round_time(Seldom(every=every), exchange, settings.step_seconds, link, settings.workers))
+        found.append(round_time(Rounds(every=every), exchange, settings.step_seconds, link, settings.workers))
     return {"utilisation": [one.utilisation for one in found]}
 
 
